@@ -1,0 +1,336 @@
+"""Every flag of train.py: one parser, named groups, a YAML file below the command line.
+
+This module imports neither Paddle nor DALI, so that `--help` and a misspelt flag answer at once.
+"""
+
+import argparse
+import difflib
+import sys
+from fractions import Fraction
+
+import yaml
+
+from utils.errors import UsageError
+from utils.mode import RunScope
+
+
+def parse_args(argv=None):
+    """Read the flags.
+
+    Args:
+        argv: list of words, default the command line. A flag on it wins over `--config FILE`, which wins over
+            the default.
+    Returns:
+        argparse.Namespace, one attribute a flag with underscores; run_scope is a RunScope.
+    Raises:
+        UsageError: an unknown flag or key, a value of the wrong kind, flags that exclude each other.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    config_file = _config_file(argv)
+    words = _yaml_words(parser, config_file) if config_file else []
+    args, unknown = parser.parse_known_args(words + argv)
+    if unknown:
+        flags = [option for action in parser._actions for option in action.option_strings]
+        raise UsageError(_unknown("flag", unknown[0].split("=")[0], flags))
+    args.run_scope = RunScope(args.run_scope)
+    _check(args)
+    return args
+
+
+def as_dict(args):
+    """The flags and their values as plain data, for YAML, JSON and the log."""
+    values = dict(vars(args))
+    values["run_scope"] = args.run_scope.value
+    return values
+
+
+def build_parser():
+    parser = _Parser(
+        prog="train.py",
+        description="Train, evaluate or benchmark an image classifier: a Paddle static graph fed by NVIDIA DALI.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_global(parser.add_argument_group("Global"))
+    _add_dataset(parser.add_argument_group("Dataset"))
+    _add_augmentation(parser.add_argument_group("Data augmentation"))
+    _add_model(parser.add_argument_group("Model"))
+    _add_training(parser.add_argument_group("Training"))
+    _add_advanced(parser.add_argument_group("Advanced training"))
+    return parser
+
+
+def _add_global(group):
+    group.add_argument("--config", metavar="FILE", help="YAML file of flags, with underscores in their names")
+    group.add_argument("--output-dir", default="./output/", help="checkpoints go to OUTPUT_DIR/ARCH/EPOCH/")
+    group.add_argument(
+        "--run-scope", default="train_eval", choices=[s.value for s in RunScope], help="what this run does"
+    )
+    group.add_argument("--epochs", type=_positive, default=90, help="epochs to train")
+    group.add_argument("--save-interval", type=_positive, default=1, help="epochs between checkpoints; the last counts")
+    group.add_argument(
+        "--eval-interval", type=_positive, default=1, help="epochs between evaluations; the last epoch always counts"
+    )
+    group.add_argument("--print-interval", type=_positive, default=10, help="steps between log lines")
+    group.add_argument("--report-file", default="./report.json", help="log of the run as dllogger JSON lines")
+    group.add_argument("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
+    _add_switch(group, "--benchmark", help="measure the speed of training (or of eval_only) and stop")
+    group.add_argument("--benchmark-steps", type=_positive, default=100, help="steps that are measured")
+    group.add_argument(
+        "--benchmark-warmup-steps", type=_not_negative, default=100, help="steps before them that are not"
+    )
+    group.add_argument("--model-prefix", default="resnet_50_paddle", help="name of the files in a checkpoint")
+    group.add_argument(
+        "--from-pretrained-params",
+        metavar="DIR",
+        help="start from the parameters in DIR (a checkpoint folder or PREFIX.pdparams), epoch 0",
+    )
+    group.add_argument(
+        "--from-checkpoint", metavar="DIR", help="load parameters and optimizer from DIR or its epoch folders"
+    )
+    group.add_argument(
+        "--last-epoch-of-checkpoint",
+        type=_epoch,
+        metavar="{None,auto,N}",
+        help="go on after epoch N of --from-checkpoint; auto: the newest there; None: load DIR itself, count from 0",
+    )
+    _add_switch(group, "--show-config", default=True, help="print the flags at the start")
+    _add_switch(group, "--print-config", help="print the flags as YAML and stop")
+    _add_switch(group, "--dry-run", help="check flags and data, build the programs, load what is asked for, stop")
+    _add_switch(group, "--enable-cpu-affinity", default=True, help="bind each process to the cores next to its GPU")
+    group.add_argument("--seed", type=_not_negative, default=0, help="seed of the initial parameters")
+    group.add_argument(
+        "--device", default="auto", choices=["auto", "gpu", "cpu"], help="auto: a GPU if Paddle finds one, else the CPU"
+    )
+
+
+def _add_dataset(group):
+    group.add_argument("--image-root", default="/imagenet", help="folder with train/ and val/, one folder a class each")
+    group.add_argument(
+        "--image-shape", type=_integers, default=[4, 224, 224], metavar="C,H,W", help="4 channels: RGB and a zero one"
+    )
+    group.add_argument("--batch-size", type=_positive, default=256, help="images a step and process")
+    group.add_argument(
+        "--data-format",
+        default="auto",
+        choices=["auto", "folder", "synthetic"],
+        help="auto: folder; synthetic: one random batch that stays in device memory",
+    )
+    group.add_argument("--dali-random-seed", type=_not_negative, default=42, help="seed of order and augmentation")
+    group.add_argument("--dali-num-threads", type=_positive, default=4, help="loader threads a process")
+    _add_switch(group, "--dali-output-fp16", help="the loader makes float16 images")
+    group.add_argument(
+        "--dali-device",
+        default="auto",
+        choices=["auto", "gpu", "cpu"],
+        help="where images are decoded and augmented; auto: where the program runs",
+    )
+    group.add_argument(
+        "--hw-decoder-load", type=_ratio, default=0.9, help="share of a batch for the GPU's JPEG decoder, if it has one"
+    )
+    group.add_argument("--dali-prefetch", type=_positive, default=3, help="batches the loader keeps ready")
+
+
+def _add_augmentation(group):
+    group.add_argument("--crop-size", type=_positive, default=224, help="height and width of the crop")
+    group.add_argument(
+        "--rand-crop-scale", type=_numbers, default=[0.08, 1.0], metavar="MIN,MAX", help="area of the random crop"
+    )
+    group.add_argument(
+        "--rand-crop-ratio",
+        type=_numbers,
+        default=[3 / 4, 4 / 3],
+        metavar="MIN,MAX",
+        help="width/height of the random crop",
+    )
+    group.add_argument("--normalize-scale", type=_number, default=1 / 255, help="factor before normalisation")
+    group.add_argument("--normalize-mean", type=_numbers, default=[0.485, 0.456, 0.406], metavar="R,G,B", help="mean")
+    group.add_argument(
+        "--normalize-std", type=_numbers, default=[0.229, 0.224, 0.225], metavar="R,G,B", help="standard deviation"
+    )
+    group.add_argument("--resize-short", type=_positive, default=256, help="shorter side before the centre crop")
+
+
+def _add_model(group):
+    group.add_argument(
+        "--model-arch-name", default="ResNet50", metavar="ARCH", help="ResNet18, ResNet34, ResNet50, 101 or 152"
+    )
+    group.add_argument("--num-of-class", type=_positive, default=1000, help="number of classes")
+    _add_switch(group, "--bn-weight-decay", help="weight decay on scale and shift of batch normalisation, too")
+
+
+def _add_training(group):
+    group.add_argument("--label-smoothing", type=_ratio, default=0.1, help="share of the label spread over all classes")
+    group.add_argument("--optimizer", default="Momentum", choices=["Momentum"], help="optimizer")
+    group.add_argument("--momentum", type=_ratio, default=0.875, help="momentum")
+    group.add_argument("--weight-decay", type=_number, default=3.0517578125e-05, help="L2 weight decay")
+    group.add_argument("--lr-scheduler", default="Cosine", choices=["Cosine"], help="learning-rate schedule")
+    group.add_argument(
+        "--lr", type=_number, default=0.256, help="peak learning rate a process: multiplied by their number"
+    )
+    group.add_argument("--warmup-epochs", type=_not_negative, default=5, help="epochs of linear warm-up")
+    group.add_argument("--warmup-start-lr", type=_number, default=0.0, help="learning rate of step 0")
+
+
+def _add_advanced(group):
+    _add_switch(group, "--amp", help="automatic mixed precision in float16 (GPU)")
+    group.add_argument("--scale-loss", type=_number, default=1.0, help="loss scale, or the first one if it is dynamic")
+    _add_switch(group, "--use-dynamic-loss-scaling", help="adapt the loss scale")
+    _add_switch(group, "--use-pure-fp16", help="AMP O2: parameters in float16 with float32 master copies")
+    _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
+    _add_switch(group, "--asp", help="train with 2:4 sparsity")
+    _add_switch(group, "--prune-model", help="prune the weights to 2:4 before training (with --asp)")
+    group.add_argument(
+        "--mask-algo",
+        default="mask_1d",
+        choices=["mask_1d", "mask_2d_greedy", "mask_2d_best"],
+        help="how the 2:4 masks are chosen",
+    )
+
+
+def _check(args):
+    """Refuse what the flags alone show to be wrong."""
+    if args.from_checkpoint is not None and args.from_pretrained_params is not None:
+        raise UsageError(
+            f"--from-checkpoint {args.from_checkpoint} and --from-pretrained-params {args.from_pretrained_params} "
+            "exclude each other: give the one to start from"
+        )
+    if args.last_epoch_of_checkpoint is not None and args.from_checkpoint is None:
+        raise UsageError(
+            f"--last-epoch-of-checkpoint {args.last_epoch_of_checkpoint} needs --from-checkpoint DIR: add it"
+        )
+    nothing_to_load = args.from_checkpoint is None and args.from_pretrained_params is None
+    if args.run_scope is RunScope.EVAL_ONLY and nothing_to_load and not args.benchmark:
+        raise UsageError(
+            "--run-scope eval_only has nothing to evaluate: add --from-checkpoint DIR or --from-pretrained-params DIR"
+        )
+    shape = ",".join(map(str, args.image_shape))
+    if len(args.image_shape) != 3 or args.image_shape[0] not in (3, 4) or min(args.image_shape) < 1:
+        raise UsageError(f"--image-shape {shape} is not C,H,W with 3 or 4 channels: give 4,224,224 or 3,224,224")
+    if args.image_shape[1:] != [args.crop_size, args.crop_size]:
+        raise UsageError(
+            f"--image-shape {shape} does not fit --crop-size {args.crop_size}: give --image-shape "
+            f"{args.image_shape[0]},{args.crop_size},{args.crop_size}, or --crop-size {args.image_shape[1]}"
+        )
+    if args.resize_short < args.crop_size:
+        raise UsageError(
+            f"--resize-short {args.resize_short} is smaller than --crop-size {args.crop_size}: "
+            f"give at least {args.crop_size}"
+        )
+    for flag, count in (("rand_crop_scale", 2), ("rand_crop_ratio", 2), ("normalize_mean", 3), ("normalize_std", 3)):
+        values = getattr(args, flag)
+        if len(values) != count or (flag != "normalize_mean" and min(values) <= 0):
+            raise UsageError(f"{_flag(flag)} {','.join(map(str, values))} is not {count} positive numbers: mend it")
+    for flag in ("rand_crop_scale", "rand_crop_ratio"):
+        low, high = getattr(args, flag)
+        if low > high or (flag == "rand_crop_scale" and high > 1):
+            raise UsageError(f"{_flag(flag)} {low},{high} is no range: give MIN,MAX with MIN <= MAX, areas up to 1")
+    if args.use_pure_fp16 and not args.amp:
+        raise UsageError("--use-pure-fp16 is a level of mixed precision and needs --amp: add it, or drop the flag")
+    if args.use_dynamic_loss_scaling and not args.amp:
+        raise UsageError("--use-dynamic-loss-scaling scales the loss of --amp only: add it, or drop the flag")
+    if args.prune_model and not args.asp:
+        raise UsageError("--prune-model prunes for sparse training and needs --asp: add it, or drop the flag")
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def _unknown(kind, word, known):
+    if not word.startswith("-") and kind == "flag":
+        return f"unexpected word '{word}': each value follows its --flag"
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0)
+    return f"unknown {kind} {word}: did you mean {near[0]}?"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError(message.removeprefix("argument "))
+
+
+def _add_switch(group, flag, default=False, help=None):
+    """A truth value: `--flag` alone means true, `--flag false` takes back what a YAML file says."""
+    group.add_argument(flag, nargs="?", const=True, default=default, type=_truth, metavar="{true,false}", help=help)
+
+
+def _config_file(argv):
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    return parser.parse_known_args(argv)[0].config
+
+
+def _yaml_words(parser, path):
+    """The keys of a YAML file as command-line words, so that both are checked by the same parser."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            values = yaml.safe_load(f) or {}
+    except OSError as e:
+        raise UsageError(f"--config {path} cannot be read ({e.strerror}): name a YAML file") from e
+    except yaml.YAMLError as e:
+        raise UsageError(f"--config {path} is not YAML ({' '.join(str(e).split())}): mend that line") from e
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path} is not a list of `flag: value` lines: write it as one")
+    known = [action.dest for action in parser._actions if action.dest not in ("help", "config")]
+    words = []
+    for key, value in values.items():
+        if key not in known:
+            raise UsageError(f"--config {path}: {_unknown('key', str(key), known)}")
+        if value is not None:  # null keeps the default
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"{_flag(key)}={text}")
+    return words
+
+
+def _truth(text):
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false: give one of them")
+    return words[text.lower()]
+
+
+def _number(text):
+    try:
+        return float(Fraction(text)) if "/" in text else float(text)
+    except (ValueError, ZeroDivisionError) as e:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number: give one such as 0.1 or 1/255") from e
+
+
+def _ratio(text):
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1: give a share")
+    return value
+
+
+def _integer(text, least):
+    try:
+        value = int(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number: give one of at least {least}") from e
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is too small: give at least {least}")
+    return value
+
+
+def _positive(text):
+    return _integer(text, 1)
+
+
+def _not_negative(text):
+    return _integer(text, 0)
+
+
+def _epoch(text):
+    if text == "None":
+        return None
+    return text if text == "auto" else _integer(text, 0)
+
+
+def _integers(text):
+    return [_integer(part, 0) for part in text.split(",")]
+
+
+def _numbers(text):
+    return [_number(part) for part in text.split(",")]

@@ -1,0 +1,12 @@
+"""ImageNet-class training on PaddlePaddle static graphs, fed by NVIDIA DALI."""
+
+import os
+import warnings
+
+# Paddle reads its flags once, at import, so they are set before any module of the package imports it.
+# This project builds legacy Programs; Paddle 3 would otherwise build PIR ones, which lack Fleet's minimize and ASP.
+os.environ.setdefault("FLAGS_enable_pir_api", "0")
+os.environ.setdefault("GLOG_minloglevel", "2")
+
+# Said for each training program, about what batch normalisation is expected to do.
+warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")

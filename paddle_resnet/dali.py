@@ -1,0 +1,238 @@
+"""The loader: DALI pipelines that decode, augment and normalise, and the iterators that hand batches to Paddle.
+
+Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
+images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. One pass is one epoch, then
+`reset()` starts the next.
+"""
+
+import numpy as np
+import paddle
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
+
+from paddle_resnet import distributed, readers
+from utils.errors import UsageError
+from utils.mode import Mode
+
+READER = "Reader"
+# The size of ImageNet-1k, for --data-format synthetic, so that an epoch has its usual length.
+SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
+# The largest image of ImageNet's train/ after decoding: NVJPEG's buffers get this size at once instead of growing,
+# each time with a stop of the GPU, whenever a larger image comes along.
+PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
+
+
+def build_dataloader(args, mode):
+    """The iterator over this process's shard.
+
+    Args:
+        args: flags.
+        mode: Mode.TRAIN: shuffled, augmented, a last partial batch is dropped. Mode.EVAL: in order, every image of
+            the data set once, the last batch is as short as it must be.
+    Returns:
+        ShardIterator (a DALIGenericIterator) or SyntheticIterator. `len()` is the number of steps an epoch, the
+        same on every process when training.
+    Raises:
+        UsageError: the data set cannot be used with these flags.
+    """
+    rank, world_size = distributed.rank(), distributed.world_size()
+    if args.data_format == "synthetic":
+        return SyntheticIterator(args, SYNTHETIC_SIZE[mode] // world_size, mode)
+
+    data_set = readers.folder(args.image_root, mode, args.num_of_class, args.dali_random_seed)
+    per_process = data_set.size // world_size
+    if mode is Mode.TRAIN and per_process < args.batch_size:
+        raise UsageError(
+            f"--batch-size {args.batch_size} is larger than the {per_process} training images a process in "
+            f"{args.image_root}: give --batch-size {per_process} or less"
+            if per_process
+            else f"{world_size} processes are too many for the {data_set.size} training images in {args.image_root}: "
+            f"start at most {data_set.size}"
+        )
+    if per_process == 0:
+        raise UsageError(
+            f"{world_size} processes are too many for the {data_set.size} validation images in {args.image_root}: "
+            f"start at most {data_set.size}"
+        )
+    pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size)
+    if mode is Mode.TRAIN:
+        images = per_process // args.batch_size * args.batch_size
+    else:
+        images = (rank + 1) * data_set.size // world_size - rank * data_set.size // world_size
+    return ShardIterator(pipeline, images)
+
+
+def create_dali_pipeline(args, data_set, mode, shard_id, num_shards):
+    """The DALI pipeline of one shard, not built yet.
+
+    Args:
+        args: flags.
+        data_set: readers.DataSet.
+        mode: Mode.TRAIN: random-resized crop and horizontal flip. Mode.EVAL: shorter side to --resize-short, centre
+            crop.
+        shard_id, num_shards: which part of the data set, of how many.
+    Returns:
+        nvidia.dali.Pipeline with the outputs images and labels, on the GPU if --dali-device says so.
+    """
+    on_gpu = args.dali_device == "gpu"
+    batch = pipeline_def(
+        batch_size=args.batch_size,
+        num_threads=args.dali_num_threads,
+        device_id=distributed.local_gpu() if on_gpu else None,
+        # Each shard draws other random crops.
+        seed=args.dali_random_seed + shard_id,
+        prefetch_queue_depth=args.dali_prefetch,
+        # The dynamic executor gives its buffers away, so that Paddle trains on them without a copy.
+        exec_dynamic=on_gpu,
+    )(_define)
+    return batch(args, data_set, mode, shard_id, num_shards, on_gpu)
+
+
+def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
+    encoded, labels = data_set.read(READER, shard_id, num_shards, shuffle=mode is Mode.TRAIN)
+    decoder = {"device": "cpu"}
+    if on_gpu:
+        decoder = {
+            "device": "mixed",
+            "hw_decoder_load": args.hw_decoder_load,
+            "preallocate_width_hint": PREALLOCATE_WIDTH,
+            "preallocate_height_hint": PREALLOCATE_HEIGHT,
+        }
+    resize = {"interp_type": types.INTERP_LINEAR, "antialias": False}
+    if mode is Mode.TRAIN:
+        images = fn.decoders.image_random_crop(
+            encoded,
+            output_type=types.RGB,
+            random_area=args.rand_crop_scale,
+            random_aspect_ratio=args.rand_crop_ratio,
+            num_attempts=100,
+            **decoder,
+        )
+        images = fn.resize(images, resize_x=args.crop_size, resize_y=args.crop_size, **resize)
+        mirror = fn.random.coin_flip(probability=0.5)
+    else:
+        images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
+        images = fn.resize(images, resize_shorter=args.resize_short, **resize)
+        mirror = 0
+    images = fn.crop_mirror_normalize(
+        images,
+        dtype=types.FLOAT16 if args.dali_output_fp16 else types.FLOAT,
+        output_layout=args.data_layout[1:],
+        crop=(args.crop_size, args.crop_size),
+        # (pixel * scale - mean) / std in the operator's own terms.
+        mean=[m / args.normalize_scale for m in args.normalize_mean],
+        std=[s / args.normalize_scale for s in args.normalize_std],
+        mirror=mirror,
+        pad_output=args.image_shape[0] == 4,
+    )
+    return images, labels.gpu() if on_gpu else labels
+
+
+class ShardIterator(DALIGenericIterator):
+    """DALI's Paddle iterator with exact epochs, for GPU and CPU pipelines.
+
+    Every process reads ceil(ceil(size / num_shards) / batch) batches an epoch, padded ones included, so that all
+    shards stay aligned over the epochs; of these it yields the first `images` images and reads the rest away.
+
+    Args:
+        pipeline: built or unbuilt pipeline with the outputs images and labels and a padding reader.
+        images: images to yield an epoch. Not a multiple of the batch size: the last batch is shorter.
+    """
+
+    def __init__(self, pipeline, images):
+        self.images = images
+        self._left = images
+        super().__init__(
+            [pipeline],
+            ["data", "label"],
+            reader_name=READER,
+            # Full padded batches: which images of them count is decided here, not by DALI.
+            last_batch_policy=LastBatchPolicy.FILL,
+            prepare_first_batch=False,
+        )
+        self._schedule_runs(False)  # decoding starts now, while the program is being built
+
+    def __len__(self):
+        return -(-self.images // self.batch_size)
+
+    def __next__(self):
+        if self._left == 0:
+            while True:  # ends by StopIteration
+                self._next_batch()
+        batch = self._next_batch()
+        if self._left < self.batch_size:
+            batch = {name: lod_tensor_clip(tensor, self._left) for name, tensor in batch.items()}
+        self._left -= min(self._left, self.batch_size)
+        return [batch]
+
+    def reset(self):
+        """Start the next epoch; to be called at an epoch's end."""
+        super().reset()
+        self._left = self.images
+
+    def _next_batch(self):
+        if self._pipes[0].device_id is not None:
+            return super().__next__()[0]
+        # DALI's plugin asks for a CUDA place and stream even if every output is on the host.
+        outputs = self._get_outputs()[0]
+        batch = {}
+        for name, output in zip(self.output_map, outputs, strict=True):
+            source = output.as_tensor()
+            tensor = batch[name] = paddle.framework.core.LoDTensor()
+            tensor._set_dims(source.shape())
+            feed_ndarray(source, tensor._mutable_data(paddle.CPUPlace(), to_paddle_type(source)))
+        self._schedule_runs()
+        self._advance_and_check_drop_last()
+        return batch
+
+
+class SyntheticIterator:
+    """The same random images and labels every step, in device memory: measures the program without a loader.
+
+    Args:
+        args: flags.
+        images: images an epoch on this process.
+        mode: with Mode.TRAIN the last partial batch is dropped.
+    """
+
+    def __init__(self, args, images, mode):
+        self.batch_size = args.batch_size
+        self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
+        if self.images == 0:
+            raise UsageError(
+                f"--batch-size {args.batch_size} is larger than the {images} synthetic images a process: give less"
+            )
+        random = np.random.RandomState(args.dali_random_seed + distributed.rank())
+        channels, height, width = args.image_shape
+        shape = (channels, height, width) if args.data_layout == "NCHW" else (height, width, channels)
+        images = random.standard_normal((args.batch_size, *shape))
+        images = images.astype("float16" if args.dali_output_fp16 else "float32")
+        labels = random.randint(0, args.num_of_class, (args.batch_size, 1)).astype("int64")
+        self._place = distributed.place(args)
+        self._host = {"data": images, "label": labels}
+        self._full = {name: self._tensor(array) for name, array in self._host.items()}
+        self._left = self.images
+
+    def __len__(self):
+        return -(-self.images // self.batch_size)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._left == 0:
+            raise StopIteration
+        n = min(self._left, self.batch_size)
+        self._left -= n
+        if n == self.batch_size:
+            return [self._full]
+        return [{name: self._tensor(array[:n]) for name, array in self._host.items()}]
+
+    def reset(self):
+        self._left = self.images
+
+    def _tensor(self, array):
+        tensor = paddle.framework.core.LoDTensor()
+        tensor.set(np.ascontiguousarray(array), self._place)
+        return tensor

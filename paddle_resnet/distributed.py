@@ -1,0 +1,86 @@
+"""Processes of the job: Fleet's start-up, places, ranks, and host numbers exchanged between ranks.
+
+Gradients are Fleet's business (NCCL, or Gloo on CPUs). The few numbers that the hosts exchange, such as the sums
+of an evaluation, go through the launcher's TCP store: exact, the same bytes on every rank, no device involved.
+"""
+
+import os
+
+import numpy as np
+import paddle
+from paddle.distributed import fleet
+
+from utils.errors import UsageError
+
+_exchanges = 0
+
+
+def rank():
+    """This process's number in the job."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def world_size():
+    """Number of processes of the job."""
+    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def local_gpu():
+    """This process's GPU as Paddle counts, that is within CUDA_VISIBLE_DEVICES; set by the launcher."""
+    return int(os.environ.get("FLAGS_selected_gpus", "0").split(",")[0])  # noqa: SIM112  Paddle's name
+
+
+def resolve_devices(args):
+    """Settle --device auto and --dali-device auto, and refuse what the device cannot do.
+
+    Raises:
+        UsageError: --device gpu without a GPU, mixed precision on a CPU, a GPU loader for a CPU program.
+    """
+    has_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+    if args.device == "gpu" and not has_gpu:
+        why = "sees no GPU" if paddle.is_compiled_with_cuda() else "is a CPU build"
+        raise UsageError(f"--device gpu: Paddle {paddle.__version__} {why}: give --device cpu, or install a GPU build")
+    if args.device == "auto":
+        args.device = "gpu" if has_gpu else "cpu"
+    if args.amp and args.device == "cpu":
+        raise UsageError("--amp needs a GPU and this run is on the CPU, which has no float16 kernels: drop --amp")
+    if args.dali_device == "gpu" and args.device == "cpu":
+        raise UsageError("--dali-device gpu needs --device gpu and this run is on the CPU: give --dali-device cpu")
+    if args.dali_device == "auto":
+        args.dali_device = args.device
+
+
+def place(args):
+    """The Paddle place that programs of this process run on."""
+    return paddle.CUDAPlace(local_gpu()) if args.device == "gpu" else paddle.CPUPlace()
+
+
+def start(args):
+    """Initialise Fleet for collective training; in a job of one process, too.
+
+    Raises:
+        UsageError: several processes on CPUs.
+    """
+    if world_size() > 1 and args.device == "cpu":
+        raise UsageError(f"{world_size()} processes on CPUs are not supported yet: start one, or use GPUs")
+    fleet.init(is_collective=True, log_level="ERROR")
+
+
+def all_gather(values):
+    """Exchange host numbers.
+
+    Args:
+        values: sequence of k numbers.
+    Returns:
+        float64 array [world_size, k], row r from rank r, the same on every rank.
+    """
+    global _exchanges
+    values = np.asarray(values, dtype=np.float64)
+    if world_size() == 1:
+        return values[None]
+    store = paddle.base.core.create_or_get_global_tcp_store()
+    _exchanges += 1
+    # The store holds text: hexadecimal, so that no bit is lost.
+    store.set(f"paddle_resnet/{_exchanges}/{rank()}", values.tobytes().hex())
+    rows = [bytes.fromhex(store.get(f"paddle_resnet/{_exchanges}/{r}").decode()) for r in range(world_size())]
+    return np.stack([np.frombuffer(row, dtype=np.float64) for row in rows])

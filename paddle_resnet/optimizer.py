@@ -1,0 +1,94 @@
+"""Learning-rate schedule, Momentum, and what wraps them: mixed precision (AMP) and 2:4 sparsity (ASP)."""
+
+import paddle
+from paddle import static
+from paddle.incubate import asp
+from paddle.incubate.asp.asp import ASPHelper
+from paddle.static.amp import fp16_utils
+
+from paddle_resnet import distributed
+from utils import logger
+
+
+def build_lr_scheduler(args, step_each_epoch):
+    """Cosine decay to 0 after a linear warm-up, advanced once a step.
+
+    The peak is --lr times the number of processes: Goyal et al., arXiv:1706.02677.
+
+    Args:
+        args: flags.
+        step_each_epoch: training steps an epoch.
+    """
+    peak = args.lr * distributed.world_size()
+    warmup_epochs = args.warmup_epochs
+    if warmup_epochs > args.epochs:
+        logger.warn(f"--warmup-epochs {warmup_epochs} is cut to the {args.epochs} epochs of this run")
+        warmup_epochs = args.epochs
+    warmup_steps = warmup_epochs * step_each_epoch
+    # T_max 0 divides by zero where all of the run is warm-up; the cosine is not reached then.
+    decay_steps = max(1, args.epochs * step_each_epoch - warmup_steps)
+    scheduler = paddle.optimizer.lr.CosineAnnealingDecay(learning_rate=peak, T_max=decay_steps)
+    if warmup_steps:
+        scheduler = paddle.optimizer.lr.LinearWarmup(scheduler, warmup_steps, args.warmup_start_lr, peak)
+    return scheduler
+
+
+def build_optimizer(args, lr_scheduler):
+    """SGD with momentum and L2 weight decay; parameters with a regularizer of their own (BN) keep that one."""
+    return paddle.optimizer.Momentum(
+        learning_rate=lr_scheduler,
+        momentum=args.momentum,
+        weight_decay=paddle.regularizer.L2Decay(args.weight_decay),
+    )
+
+
+def decorate_amp(args, optimizer):
+    """Mixed precision in float16, level O1 or, with --use-pure-fp16, O2 with float32 master weights."""
+    if not args.amp:
+        return optimizer
+    return static.amp.decorate(
+        optimizer,
+        level="O2" if args.use_pure_fp16 else "O1",
+        dtype="float16",
+        init_loss_scaling=args.scale_loss,
+        use_dynamic_loss_scaling=args.use_dynamic_loss_scaling,
+    )
+
+
+def cast_evaluation_program(args, program, place):
+    """Rewrite an evaluation program to the precision that the flags train in; to be called once its parameters
+    are in the scope.
+
+    O1 casts at the inputs of each operator and leaves the float32 parameters alone. O2 casts the parameters in the
+    scope, which does nothing to those that a training program has cast already.
+    """
+    if not args.amp:
+        return
+    lists = static.amp.AutoMixedPrecisionLists(dtype="float16")
+    if not args.use_pure_fp16:
+        fp16_utils.rewrite_program(program, lists, dtype=paddle.float16)
+        return
+    names = fp16_utils.cast_model_to_fp16(program, lists, use_fp16_guard=False, level="O2")
+    fp16_utils.cast_parameters_to_fp16(place, program, static.global_scope(), names)
+
+
+def exclude_from_asp(main_prog, model):
+    """Keep the first and the last layer dense.
+
+    The classifier decides the result with few weights. The stem has 3 real input channels, so that 2:4 along them
+    would drop colours.
+    """
+    names = [model.stem.conv.weight.name, model.classifier.weight.name]
+    asp.set_excluded_layers(names, main_program=main_prog)
+
+
+def prune(args, main_prog, place):
+    """Set half of every group of four weights to zero and keep it so (--prune-model).
+
+    `paddle.incubate.asp.prune_model` ends the process without an exception on a Fleet program where Paddle has CUDA
+    but the machine has no GPU; the helper below takes the place as an argument.
+
+    Returns:
+        {parameter name: mask}.
+    """
+    return ASPHelper.prune_model_by_program(place, main_program=main_prog, mask_algo=args.mask_algo)

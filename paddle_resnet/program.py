@@ -1,0 +1,339 @@
+"""The static-graph programs: feeds, metrics, optimizer, compilation, and the loop that runs them."""
+
+import contextlib
+import io
+from time import perf_counter
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import static
+from paddle.distributed import fleet
+from paddle.incubate import asp
+
+from paddle_resnet import distributed
+from paddle_resnet.models import build_model
+from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
+from utils import logger
+from utils.errors import UsageError
+from utils.meters import AverageMeter, latency_percentiles
+from utils.mode import Mode
+
+# What BuildStrategy can fuse in a training step on a GPU; which of them exist depends on the Paddle version.
+FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
+
+
+def create_feeds(image_shape):
+    """Declare the inputs of the current program.
+
+    Args:
+        image_shape: one image in the layout that the loader makes, [C, H, W] or [H, W, C].
+    Returns:
+        {"data": [N, *image_shape] in Paddle's default dtype, "label": [N, 1] int64}.
+    """
+    return {
+        "data": static.data("data", [None, *image_shape], dtype=paddle.get_default_dtype()),
+        "label": static.data("label", [None, 1], dtype="int64"),
+    }
+
+
+def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
+    """Add loss and accuracy to the current program.
+
+    Args:
+        out: logits [N, class_num].
+        feeds: result of create_feeds.
+        class_num: number of classes.
+        label_smoothing: share of each label spread evenly over all classes, in training only: Szegedy et al.,
+            arXiv:1512.00567, section 7.
+        mode: Mode.TRAIN: the loss is the mean over the batch. Mode.EVAL: it is the loss of each image [N, 1], so
+            that the sum over the data set can be made in float64.
+    Returns:
+        {"loss", "top1", "top5": (variable, AverageMeter)}; top5 is top-C where there are C < 5 classes.
+    """
+    label = feeds["label"]
+    if mode is Mode.EVAL:
+        loss = F.cross_entropy(out, label, reduction="none")
+    elif label_smoothing:
+        soft_label = F.label_smooth(F.one_hot(paddle.reshape(label, [-1]), class_num), epsilon=label_smoothing)
+        loss = F.cross_entropy(out, soft_label, soft_label=True)
+    else:
+        loss = F.cross_entropy(out, label)
+    top1 = static.accuracy(out, label, k=1)
+    top5 = static.accuracy(out, label, k=min(5, class_num))
+    return {
+        "loss": (loss, AverageMeter("loss")),
+        "top1": (top1, AverageMeter("top1", is_ratio=True)),
+        "top5": (top5, AverageMeter("top5", is_ratio=True)),
+    }
+
+
+def create_strategy(args, is_train=True):
+    """Compilation options.
+
+    Args:
+        args: flags.
+        is_train: the fused operators are those of a training step.
+    Returns:
+        (BuildStrategy, None). Executors since Paddle 2.5 take no ExecutionStrategy.
+    Raises:
+        UsageError: --fuse-resunit and this Paddle has no such pass.
+    """
+    strategy = static.BuildStrategy()
+    if args.fuse_resunit:
+        if not hasattr(strategy, "fuse_resunit"):
+            raise UsageError(
+                f"--fuse-resunit: Paddle {paddle.__version__} has no fused residual unit: drop the flag, the other "
+                "operators are fused without it"
+            )
+        strategy.fuse_resunit = True
+    if args.device == "gpu" and is_train:
+        for name in FUSED_OPERATORS:
+            if hasattr(strategy, name):
+                setattr(strategy, name, True)
+    return strategy, None
+
+
+def dist_optimizer(args, optimizer):
+    """Wrap an optimizer for mixed precision, data parallelism and sparsity.
+
+    The order is the one that keeps all three: Fleet's own strategy flags for AMP and ASP drop the gradient
+    all-reduce or stay in float32.
+    """
+    optimizer = fleet.distributed_optimizer(decorate_amp(args, optimizer))
+    return asp.decorate(optimizer) if args.asp else optimizer
+
+
+def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
+    """Fill a program. Parameters get the same names in every program, so that an evaluation program uses those
+    of the training program in the same scope.
+
+    Args:
+        args: flags.
+        main_prog: empty static.Program to fill.
+        startup_prog: static.Program that gets the initialisation; not to be run for an evaluation program whose
+            parameters a training program has made.
+        step_each_epoch: training steps an epoch, for the learning rate.
+        is_train: training program with backward pass and optimizer, or evaluation program.
+    Returns:
+        (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
+    """
+    channels, height, width = args.image_shape
+    image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
+    lr_scheduler = optimizer = None
+    with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
+        with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
+            feeds = create_feeds(image_shape)
+        model = build_model(args)
+        if not is_train:
+            model.eval()
+        images = feeds["data"]
+        if args.dali_output_fp16 and not args.amp:
+            images = images.astype("float32")
+        out = model(images)
+        mode = Mode.TRAIN if is_train else Mode.EVAL
+        fetchs = create_fetchs(out, feeds, args.num_of_class, args.label_smoothing, mode)
+        if is_train:
+            lr_scheduler = build_lr_scheduler(args, step_each_epoch)
+            optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
+            if args.asp:
+                exclude_from_asp(main_prog, model)
+            with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
+                optimizer.minimize(fetchs["loss"][0], startup_prog)
+    return fetchs, lr_scheduler, feeds, optimizer
+
+
+def compile_prog(args, program, loss_name=None, is_train=True):
+    """What the Executor runs for a program.
+
+    Args:
+        args: flags.
+        program: result of build.
+        loss_name: not used by Paddle 2.5 and newer; kept for callers that pass it.
+        is_train: the program trains.
+    Returns:
+        static.CompiledProgram.
+    """
+    if args.device == "cpu":
+        # oneDNN's convolutions take half the time of Paddle's own. Only these operators: some of the others,
+        # such as the gradient of the mean, have no oneDNN kernel that takes the shapes of a loss.
+        for op in program.global_block().ops:
+            if op.type in ("conv2d", "conv2d_grad"):
+                op._set_attr("use_mkldnn", True)
+    return static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
+
+
+def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
+    """Run one epoch, or in benchmark mode a given number of steps.
+
+    The host dispatches step n and then reads the metrics of step n-1; it waits for nothing else. In benchmark mode
+    the loader starts again as often as needed; the first --benchmark-warmup-steps and the time that a restart
+    takes are left out of every figure, and the measurement begins and ends with an empty queue.
+
+    Args:
+        args: flags.
+        dataloader: iterator of `[{"data", "label"}]` with reset().
+        exe: static.Executor.
+        program: result of compile_prog.
+        fetchs: result of build.
+        epoch: number of the epoch, for the log.
+        mode: Mode.TRAIN or Mode.EVAL.
+        lr_scheduler: advanced after each step if given.
+    Returns:
+        dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
+        steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
+        (mean seconds a step); in benchmark mode also latency_{mean,p50,p90,p95,p99}_ms.
+    """
+    names = list(fetchs)
+    variables = [variable for variable, _ in fetchs.values()]
+    meters = [meter for _, meter in fetchs.values()]
+    first_step = args.benchmark_warmup_steps if args.benchmark else 0
+    last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
+    clock = _Clock()
+    in_flight = None  # (step, images, learning rate, handles) of the step whose metrics are still to be read
+
+    def read():
+        nonlocal in_flight
+        if in_flight is None:
+            return
+        step, images, lr, handles = in_flight
+        in_flight = None
+        for meter, handle in zip(meters, handles, strict=True):
+            meter.update(np.asarray(handle), images)
+        if step % args.print_interval == 0 and step >= first_step:
+            metrics = {name: meter.value for name, meter in zip(names, meters, strict=True)}
+            if lr is not None:
+                metrics["lr"] = lr
+            log_info((epoch, step), {**metrics, **clock.since_last_log()}, mode)
+
+    batches = iter(dataloader)
+    for step in range(last_step):
+        if step == first_step:
+            read()
+            for meter in meters:
+                meter.reset()
+            clock.restart()
+        batch = next(batches, None)
+        if batch is None:
+            if not args.benchmark:
+                raise RuntimeError(f"the loader ended at step {step} of {last_step}")
+            read()
+            clock.close_step()
+            dataloader.reset()
+            batches = iter(dataloader)
+            batch = next(batches)
+            clock.resume()
+        clock.data_ready()
+        images = batch[0]["label"].shape()[0]
+        handles = exe.run(program, feed=batch[0], fetch_list=variables, return_numpy=False)
+        dispatched = (step, images, lr_scheduler.get_lr() if lr_scheduler else None, handles)
+        if lr_scheduler is not None:
+            lr_scheduler.step()
+        read()
+        in_flight = dispatched
+        clock.step_done(images)
+    read()
+    clock.close_step()
+    if args.benchmark is False:
+        _finish_epoch(dataloader, batches)
+    result = _over_all_processes(names, meters, clock)
+    if args.benchmark:
+        result.update(latency_percentiles(clock.batch_times))
+    return result
+
+
+def log_info(step, metrics, mode):
+    """Log metrics of a phase.
+
+    Args:
+        step: (epoch, step), (epoch,) or ().
+        metrics: {name: value}; the report has them as "train.NAME" or "val.NAME".
+        mode: Mode.TRAIN or Mode.EVAL.
+    """
+    logger.log(step, {f"{mode.value}.{name}": value for name, value in metrics.items()})
+
+
+class _Clock:
+    """Splits the time of a run into waiting for the loader and the rest, step by step, without restarts."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        """Forget everything and start counting now."""
+        self.data_times, self.batch_times = [], []
+        self.images = 0
+        self._logged = (0, 0, 0.0)
+        self._tick = perf_counter()
+
+    def data_ready(self):
+        self._data_time = perf_counter() - self._tick
+
+    def step_done(self, images):
+        now = perf_counter()
+        self.data_times.append(self._data_time)
+        self.batch_times.append(now - self._tick)
+        self.images += images
+        self._tick = now
+
+    def close_step(self):
+        """Count the time since the last step as that step's: its metrics were read late."""
+        now = perf_counter()
+        if self.batch_times:
+            self.batch_times[-1] += now - self._tick
+        self._tick = now
+
+    def resume(self):
+        """Leave out the time since close_step."""
+        self._tick = perf_counter()
+
+    def since_last_log(self):
+        steps, images, seconds = self._logged
+        self._logged = (len(self.batch_times), self.images, sum(self.batch_times))
+        n = self._logged[0] - steps
+        if n == 0:
+            return {}
+        elapsed = self._logged[2] - seconds
+        data_time = sum(self.data_times[steps:]) / n
+        return {
+            "ips": (self._logged[1] - images) / elapsed,
+            "data_time": data_time,
+            "compute_time": elapsed / n - data_time,
+            "batch_time": elapsed / n,
+        }
+
+
+def _over_all_processes(names, meters, clock):
+    """Sums and times of every process, reduced on the host in float64, the same on each."""
+    steps = len(clock.batch_times)
+    mine = [meter.sum for meter in meters] + [clock.images, steps, sum(clock.batch_times), sum(clock.data_times)]
+    everyone = distributed.all_gather(mine)
+    *sums, images, all_steps, total_time, total_data_time = everyone.sum(axis=0)
+    slowest = everyone[:, -2].max()
+    result = {name: value / images for name, value in zip(names, sums, strict=True)}
+    result.update(
+        images=int(images),
+        steps=steps,
+        epoch_time=slowest,
+        ips=images / slowest,
+        data_time=total_data_time / all_steps,
+        compute_time=(total_time - total_data_time) / all_steps,
+        batch_time=total_time / all_steps,
+    )
+    return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
+
+
+def _finish_epoch(dataloader, batches):
+    if next(batches, None) is not None:
+        raise RuntimeError(f"the loader has more than the {len(dataloader)} batches it announced")
+    dataloader.reset()
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype):
+    previous = paddle.get_default_dtype()
+    paddle.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        paddle.set_default_dtype(previous)

@@ -1,0 +1,1 @@
+"""Helpers without Paddle: run modes, meters, log, errors, CPU affinity."""

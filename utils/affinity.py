@@ -1,0 +1,50 @@
+"""Bind the process to the CPU cores next to its GPU."""
+
+import os
+
+from utils import logger
+
+
+def bind_to_gpu(local_gpu):
+    """Restrict this process to those of its allowed cores that are local to its GPU's NUMA node.
+
+    Args:
+        local_gpu: GPU index as Paddle counts, that is within CUDA_VISIBLE_DEVICES.
+
+    Where NVML or the operating system cannot tell, the process stays as it is and a warning says why: the
+    binding changes speed only.
+    """
+    try:
+        import pynvml  # of requirements.txt; a machine without a GPU does not have it
+    except ImportError:
+        logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed, cores stay as they are")
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        logger.warn(f"--enable-cpu-affinity: NVML is not available ({e}), cores stay as they are")
+        return
+    try:
+        handle = _device_handle(pynvml, local_gpu)
+        words = pynvml.nvmlDeviceGetCpuAffinity(handle, (os.cpu_count() + 63) // 64)
+        near = {64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+        cores = near & os.sched_getaffinity(0)
+        if cores:
+            os.sched_setaffinity(0, cores)
+        else:
+            logger.warn(f"--enable-cpu-affinity: none of this process's cores is local to GPU {local_gpu}")
+    except (pynvml.NVMLError, OSError, IndexError, ValueError) as e:
+        logger.warn(f"--enable-cpu-affinity: GPU {local_gpu} has no core list ({e}), cores stay as they are")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _device_handle(pynvml, local_gpu):
+    """NVML counts all GPUs of the machine; CUDA_VISIBLE_DEVICES names a part of them by number or UUID."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not visible:
+        return pynvml.nvmlDeviceGetHandleByIndex(local_gpu)
+    name = visible[local_gpu]
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    return pynvml.nvmlDeviceGetHandleByUUID(name)

@@ -1,0 +1,87 @@
+"""The run's log: one readable line on stdout, one JSON line in --report-file.
+
+The report has the form of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
+elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run).
+"""
+
+import json
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+from utils.errors import UsageError
+
+_report = None
+_quiet = False
+_start_s = time.time()
+
+
+def setup(report_file, rank=0):
+    """Start a new report. Only rank 0 writes and prints; the other ranks' calls do nothing.
+
+    Raises:
+        UsageError: the report file cannot be written.
+    """
+    global _report, _quiet
+    close()
+    _quiet = rank != 0
+    if _quiet:
+        return
+    path = Path(report_file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _report = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  open for the whole run
+    except OSError as e:
+        raise UsageError(f"--report-file {report_file} cannot be written ({e.strerror}): name another file") from e
+
+
+def close():
+    global _report
+    if _report is not None:
+        _report.close()
+        _report = None
+
+
+def info(message):
+    """Print a line for the user on rank 0; it is not part of the report."""
+    if not _quiet:
+        print(message, flush=True)
+
+
+def warn(message):
+    """Print a warning on stderr on rank 0."""
+    if not _quiet:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def log(step, data):
+    """Print and report metrics.
+
+    Args:
+        step: "PARAMETER", (epoch, step), (epoch,) or () for the summary of the run.
+        data: {name: number or text}.
+    """
+    if _quiet:
+        return
+    if step != "PARAMETER":
+        print(f"{_label(step)}  {'  '.join(f'{k} {_number(v)}' for k, v in data.items())}", flush=True)
+    if _report is not None:
+        now = time.time()
+        entry = {
+            "timestamp": f"{now:.6f}",
+            "datetime": datetime.fromtimestamp(now).isoformat(sep=" "),
+            "elapsedtime": f"{now - _start_s:.6f}",
+            "type": "LOG",
+            "step": step if isinstance(step, str) else list(step),
+            "data": data,
+        }
+        _report.write("DLLL " + json.dumps(entry) + "\n")
+
+
+def _label(step):
+    return " ".join(f"{name} {value}" for name, value in zip(("epoch", "step"), step, strict=False)) or "summary"
+
+
+def _number(value):
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

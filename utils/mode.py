@@ -1,0 +1,26 @@
+"""What a program is built for and what a run does."""
+
+from enum import Enum
+
+
+class Mode(Enum):
+    """The phase a program or an epoch belongs to; the value is its prefix in logs and reports."""
+
+    TRAIN = "train"
+    EVAL = "val"
+
+
+class RunScope(Enum):
+    """The value of --run-scope."""
+
+    TRAIN_EVAL = "train_eval"
+    TRAIN_ONLY = "train_only"
+    EVAL_ONLY = "eval_only"
+
+    @property
+    def trains(self):
+        return self is not RunScope.EVAL_ONLY
+
+    @property
+    def evaluates(self):
+        return self is not RunScope.TRAIN_ONLY
