@@ -10,7 +10,6 @@ HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 BIN := .venv/bin
 INSTALLED := .venv/installed-$(REQUIREMENTS)
-CONFIG := $(if $(HAS_GPU),configs/digits_gpu.yaml,configs/digits_cpu.yaml)
 
 .PHONY: help venv data train test clean
 help:
@@ -34,7 +33,7 @@ data: $(INSTALLED)
 
 train: data
 	rm -rf output/digits
-	$(BIN)/python train.py --config $(CONFIG)
+	$(BIN)/python train.py --config configs/digits_cpu.yaml
 
 test: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -39,8 +39,8 @@ def parse_args(argv=None):
 
 
 def as_dict(args):
-    """The flags and their values as plain data, for YAML, JSON and the log."""
-    values = dict(vars(args))
+    """The flags that describe the run as plain data: what a --config file holds."""
+    values = {name: value for name, value in vars(args).items() if name not in ("config", "print_config")}
     values["run_scope"] = args.run_scope.value
     return values
 

@@ -121,11 +121,9 @@ def _run(args, argv):
 
 def _start_line(args, world_size, train_loader, eval_loader):
     precision = ("float16 O2" if args.use_pure_fp16 else "float16 O1") if args.amp else "float32"
-    sizes = [
-        f"{name} {len(loader)} steps an epoch"
-        for name, loader in (("train", train_loader), ("val", eval_loader))
-        if loader
-    ]
+    loaders = {"train": train_loader, "val": eval_loader}
+    loaders = {"train": train_loader, "val": eval_loader}
+    sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
     return (
         f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, batch "
         f"{args.batch_size} a process, peak lr {args.lr} x {world_size} = {args.lr * world_size:g}, {', '.join(sizes)}"

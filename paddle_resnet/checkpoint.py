@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,8 @@ def save(args, program, epoch, lr_scheduler):
     for name in parameters:
         if name + _MASTER in others:
             params[name] = _read(name + _MASTER)
+            if name + _MASK in parameters:  # the optimizer masks the float16 parameter, not its master
+                params[name] *= _read(name + _MASK).astype(np.float32)
     meta = {
         "format": FORMAT,
         "epoch": epoch,
@@ -113,7 +116,10 @@ def load(args, program, lr_scheduler, place):
     _, others = _variables(program)
     _load_strictly(others, _unpickle(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
     if start_epoch:
-        lr_scheduler.set_state_dict(_meta(folder)["lr_scheduler"])
+        state = _meta(folder)["lr_scheduler"]
+        with warnings.catch_warnings():  # LinearWarmup calls the state of the schedule inside it "unused"
+            warnings.simplefilter("ignore")
+            lr_scheduler.set_state_dict(state)
     return start_epoch
 
 

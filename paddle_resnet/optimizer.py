@@ -3,7 +3,7 @@
 import paddle
 from paddle import static
 from paddle.incubate import asp
-from paddle.incubate.asp.asp import ASPHelper
+from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 from paddle.static.amp import fp16_utils
 
 from paddle_resnet import distributed
@@ -91,4 +91,4 @@ def prune(args, main_prog, place):
     Returns:
         {parameter name: mask}.
     """
-    return ASPHelper.prune_model_by_program(place, main_program=main_prog, mask_algo=args.mask_algo)
+    return ASPHelper.prune_model_by_program(place, main_program=main_prog, mask_algo=MaskAlgo[args.mask_algo.upper()])

@@ -54,9 +54,9 @@ class BasicBlock(Block):
     expansion = 1
 
     def __init__(self, in_channels, width, stride, **kwargs):
+        shortcut = _projection(in_channels, width, stride, **kwargs)
         branch = [ConvBN(in_channels, width, 3, stride, **kwargs), ConvBN(width, width, 3, 1, **kwargs)]
-        project = stride != 1 or in_channels != width
-        super().__init__(branch, ConvBN(in_channels, width, 1, stride, **kwargs) if project else None)
+        super().__init__(branch, shortcut)
 
 
 class BottleneckBlock(Block):
@@ -66,13 +66,20 @@ class BottleneckBlock(Block):
 
     def __init__(self, in_channels, width, stride, **kwargs):
         out_channels = width * self.expansion
+        shortcut = _projection(in_channels, out_channels, stride, **kwargs)
         branch = [
             ConvBN(in_channels, width, 1, 1, **kwargs),
             ConvBN(width, width, 3, stride, **kwargs),
             ConvBN(width, out_channels, 1, 1, **kwargs),
         ]
-        project = stride != 1 or in_channels != out_channels
-        super().__init__(branch, ConvBN(in_channels, out_channels, 1, stride, **kwargs) if project else None)
+        super().__init__(branch, shortcut)
+
+
+def _projection(in_channels, out_channels, stride, **kwargs):
+    """Built before the branch, so that parameters have the order and names of paddle.vision.models."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return ConvBN(in_channels, out_channels, 1, stride, **kwargs)
 
 
 class ResNet(nn.Layer):

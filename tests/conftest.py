@@ -1,0 +1,115 @@
+"""Tiny networks and tiny images, so that the whole suite runs in minutes on two cores."""
+# ruff: noqa: I001
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+from PIL import Image
+
+import config
+import train
+from paddle_resnet import distributed, models
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    *("--model-arch-name", "Tiny", "--model-prefix", "tiny", "--num-of-class", "3"),
+    *("--image-shape", "3,32,32", "--crop-size", "32", "--resize-short", "36", "--device", "cpu"),
+    *("--batch-size", "8", "--dali-num-threads", "2", "--show-config", "false", "--warmup-epochs", "0"),
+    *("--lr", "0.05", "--epochs", "1"),
+]
+
+
+def pytest_collection_modifyitems(items):
+    if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_paddle(monkeypatch):
+    """Static mode, an empty scope and the tiny network in the registry for each test."""
+    paddle.enable_static()
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8))
+    with static.scope_guard(static.Scope()):
+        yield
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """Class folders of noise-free colour ramps: 3 classes, 30 training and 23 validation JPEGs of odd sizes."""
+    root = tmp_path_factory.mktemp("photos")
+    random = np.random.RandomState(0)
+    for split, count in (("train", 30), ("val", 23)):
+        for i in range(count):
+            label = i % 3
+            folder = root / split / f"class{label}"
+            folder.mkdir(parents=True, exist_ok=True)
+            height, width = random.randint(40, 70, 2)
+            pixels = random.randint(0, 60, (height, width, 3))
+            pixels[:, :, label] += np.linspace(60, 190, width).astype(int)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:02d}.jpg", quality=90)
+    return root
+
+
+@pytest.fixture
+def parse():
+    """Flags of the tiny network, with the device settled and Fleet started (not for a pretended job of several)."""
+
+    def parse(*flags):
+        args = config.parse_args([*TINY, *map(str, flags)])
+        distributed.resolve_devices(args)
+        if distributed.world_size() == 1:
+            distributed.start(args)
+        return args
+
+    return parse
+
+
+@pytest.fixture
+def run_train(photos, tmp_path):
+    """Call train.main in this process; returns (exit code, report entries)."""
+
+    def run_train(*flags, image_root=photos):
+        report = tmp_path / "report.json"
+        report.unlink(missing_ok=True)
+        places = ["--image-root", image_root, "--output-dir", tmp_path / "output", "--report-file", report]
+        with static.scope_guard(static.Scope()):
+            code = train.main([*TINY, *map(str, places), *map(str, flags)])
+        return code, read_report(report)
+
+    return run_train
+
+
+@pytest.fixture
+def train_process():
+    """Run train.py as a user does; returns the finished process."""
+
+    def train_process(*flags, timeout=120):
+        command = [sys.executable, "train.py", *map(str, flags)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+    return train_process
+
+
+def read_report(path):
+    """Entries of a report file: dicts with step and data."""
+    if not path.exists():
+        return []
+    return [json.loads(line.removeprefix("DLLL ")) for line in path.read_text().splitlines()]
+
+
+def phase(report, step, prefix):
+    """The data of the last entry for a step whose keys start with a prefix, without it."""
+    found = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
+    return {k.removeprefix(prefix): v for k, v in found[-1].items() if k.startswith(prefix)}

@@ -1,0 +1,93 @@
+"""What only a GPU can show; skipped without one."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from conftest import phase
+from paddle_resnet import dali
+from test_dali import epoch
+from utils.mode import Mode
+
+pytestmark = pytest.mark.gpu
+
+FP32 = ["--device", "gpu"]
+O1 = [*FP32, "--data-layout", "NHWC", "--image-shape", "4,32,32", "--amp", "--scale-loss", "128"]
+O1 += ["--use-dynamic-loss-scaling"]
+O2 = [*O1, "--use-pure-fp16", "--dali-output-fp16"]
+
+
+def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos):
+    images, labels = [], []
+    for device in ("cpu", "gpu"):
+        args = parse("--image-root", photos, *FP32, "--dali-device", device)
+        batches = epoch(dali.build_dataloader(args, Mode.EVAL))
+        images.append(np.concatenate(batches[0]))
+        labels.append(np.concatenate(batches[1]))
+    np.testing.assert_array_equal(labels[0], labels[1])
+    # The decoders differ by a few of 255 grey levels, of which one is 0.017 after normalisation.
+    assert np.abs(images[0] - images[1]).mean() < 0.02
+
+
+@pytest.mark.parametrize("batch_size", [7, 23, 32])
+def test_evaluation_yields_every_image_once(parse, photos, batch_size):
+    args = parse("--image-root", photos, *FP32, "--batch-size", batch_size)
+    loader = dali.build_dataloader(args, Mode.EVAL)
+    for _ in range(2):
+        images, labels = epoch(loader)
+        assert sum(map(len, labels)) == 23
+        assert sorted(np.concatenate(labels)[:, 0].tolist()) == sorted(i % 3 for i in range(23))
+        assert len({image.tobytes() for batch in images for image in batch}) == 23
+
+
+@pytest.mark.parametrize("flags", [FP32, O1, O2, [*FP32, "--dali-output-fp16"]], ids=["fp32", "O1", "O2", "fp16 input"])
+def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path, flags):
+    code, report = run_train("--epochs", "2", *flags)
+    assert code == 0
+    expected = phase(report, [1], "val.")
+    assert expected["images"] == 23
+    assert np.isfinite(expected["loss"])
+    code, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1", *flags)
+    assert code == 0
+    found = phase(report, [], "val.")
+    assert found["top1"] == expected["top1"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
+def test_pure_fp16_really_casts_and_its_checkpoint_is_float32(run_train, tmp_path):
+    assert run_train(*O2)[0] == 0
+    params = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
+    assert {array.dtype for array in params.values()} == {np.dtype("float32")}
+    optimizer = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdopt").read_bytes())
+    assert any(name.endswith("_fp32_master_0") for name in optimizer)
+    in_float32 = [*FP32, "--image-shape", "4,32,32", "--data-layout", "NHWC"]
+    code, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0", *in_float32)
+    assert code == 0
+    assert phase(report, [], "val.")["images"] == 23
+
+
+@pytest.mark.parametrize("flags", [FP32, O2], ids=["fp32", "O2"])
+def test_resume(run_train, tmp_path, flags):
+    assert run_train("--epochs", "2", *flags)[0] == 0
+    again = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "0", "--epochs", "2"]
+    assert run_train(*again, *flags)[0] == 0
+
+
+def test_sparse_training_in_half_precision_keeps_the_pattern(run_train, tmp_path):
+    assert run_train(*O2, "--asp", "--prune-model")[0] == 0
+    params = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
+    pruned = [name for name in params if f"{name}.asp_mask" in params]
+    assert len(pruned) > 10
+    for name in pruned:
+        groups = params[name].transpose(2, 3, 0, 1).reshape(-1, 4)
+        assert (np.count_nonzero(groups, axis=1) <= 2).all(), name
+
+
+@pytest.mark.parametrize("scope", ["train_only", "eval_only"])
+@pytest.mark.parametrize("source", ["folder", "synthetic"])
+def test_benchmark(run_train, scope, source):
+    flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--data-format", source]
+    code, report = run_train("--run-scope", scope, *flags, *O2)
+    assert code == 0
+    assert phase(report, [], "train." if scope == "train_only" else "val.")["steps"] == 7

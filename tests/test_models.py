@@ -1,0 +1,105 @@
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.models import MODELS
+from utils.errors import UsageError
+
+EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032}
+
+
+def build(network, shape):
+    """(program, executor, logits) of a network in evaluation mode with fresh parameters."""
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        model = network()
+        model.eval()
+        out = model(static.data("data", [None, *shape], dtype="float32"))
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    return main, exe, out
+
+
+def parameters(program):
+    return [np.array(static.global_scope().find_var(p.name).get_tensor()) for p in program.all_parameters()]
+
+
+def set_parameters(program, arrays):
+    for parameter, array in zip(program.all_parameters(), arrays, strict=True):
+        assert tuple(parameter.shape) == array.shape
+        static.global_scope().find_var(parameter.name).get_tensor().set(array, paddle.CPUPlace())
+
+
+def randomised(program):
+    """Parameters with BN statistics and scales that differ from 0 and 1, so that a mix-up of them shows."""
+    random = np.random.RandomState(0)
+    return [a + random.uniform(0.1, 0.3, a.shape).astype("float32") if a.ndim == 1 else a for a in parameters(program)]
+
+
+@pytest.mark.parametrize("arch", ["ResNet18", "ResNet50"])
+def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch):
+    images = np.random.RandomState(1).randn(2, 3, 64, 64).astype("float32")
+    reference, exe, out = build(getattr(paddle.vision.models, arch.lower()), (3, 64, 64))
+    weights = randomised(reference)
+    set_parameters(reference, weights)
+    expected = exe.run(reference, {"data": images}, [out])[0]
+
+    ours, exe, out = build(MODELS[arch], (3, 64, 64))
+    set_parameters(ours, weights)
+    logits = exe.run(ours, {"data": images}, [out])[0]
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("arch", EXPECTED_PARAMETERS)
+def test_parameter_count(arch):
+    program, _, _ = build(MODELS[arch], (3, 64, 64))
+    trainable = sum(int(np.prod(p.shape)) for p in program.all_parameters() if p.trainable)
+    assert trainable == EXPECTED_PARAMETERS[arch]
+
+
+@pytest.mark.parametrize(("arch", "convolutions"), [("ResNet34", 36), ("ResNet101", 104), ("ResNet152", 155)])
+def test_depth(arch, convolutions):
+    program, _, _ = build(MODELS[arch], (3, 64, 64))
+    assert sum(op.type == "conv2d" for op in program.global_block().ops) == convolutions
+
+
+def test_stride_is_in_the_3x3_convolution():
+    program, _, _ = build(MODELS["ResNet50"], (3, 64, 64))
+    block = program.global_block()
+    strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
+    kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]
+    # The stem, then in each of three stages the branch and the projection.
+    assert sorted(kernels) == [1, 1, 1, 3, 3, 3, 7]
+
+
+def test_nhwc_equals_nchw():
+    images = np.random.RandomState(1).randn(2, 3, 32, 32).astype("float32")
+    nchw, exe, out = build(MODELS["Tiny"], (3, 32, 32))
+    weights = randomised(nchw)
+    set_parameters(nchw, weights)
+    expected = exe.run(nchw, {"data": images}, [out])[0]
+    nhwc, exe, out = build(lambda: MODELS["Tiny"](data_format="NHWC"), (32, 32, 3))
+    set_parameters(nhwc, weights)
+    logits = exe.run(nhwc, {"data": images.transpose(0, 2, 3, 1)}, [out])[0]
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_fourth_channel_of_zeros_changes_nothing():
+    images = np.random.RandomState(1).randn(2, 4, 32, 32).astype("float32")
+    images[:, 3] = 0
+    four, exe, out = build(lambda: MODELS["Tiny"](in_channels=4), (4, 32, 32))
+    weights = parameters(four)
+    expected = exe.run(four, {"data": images}, [out])[0]
+    three, exe, out = build(MODELS["Tiny"], (3, 32, 32))
+    set_parameters(three, [weights[0][:, :3], *weights[1:]])
+    np.testing.assert_allclose(exe.run(three, {"data": images[:, :3]}, [out])[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_model_is_refused(parse):
+    args = parse("--model-arch-name", "ResNet51")
+    from paddle_resnet.models import build_model
+
+    with pytest.raises(UsageError, match="ResNet51.*ResNet50"):
+        build_model(args)

@@ -1,0 +1,428 @@
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet import dali, program
+from utils.errors import UsageError
+from utils.meters import AverageMeter
+from utils.mode import Mode
+
+GOLDEN = Path(__file__).parent / "goldens" / "tiny_losses.json"
+
+SIGNATURES = {
+    "create_feeds": "(image_shape)",
+    "create_fetchs": "(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN)",
+    "create_strategy": "(args, is_train=True)",
+    "dist_optimizer": "(args, optimizer)",
+    "build": "(args, main_prog, startup_prog, step_each_epoch, is_train=True)",
+    "compile_prog": "(args, program, loss_name=None, is_train=True)",
+    "run": "(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None)",
+    "log_info": "(step, metrics, mode)",
+}
+
+
+class Batches:
+    """A loader of given batches: [(images, labels)]."""
+
+    def __init__(self, batches):
+        self.batches = [
+            [{name: tensor(array) for name, array in zip(("data", "label"), batch, strict=True)}] for batch in batches
+        ]
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def reset(self):
+        pass
+
+
+def tensor(array):
+    t = paddle.framework.core.LoDTensor()
+    t.set(array, paddle.CPUPlace())
+    return t
+
+
+def build(args, is_train=True, steps=10, seed=0):
+    """(compiled program, executor, fetchs, lr_scheduler, program) with fresh parameters."""
+    paddle.seed(seed)
+    main, startup = static.Program(), static.Program()
+    fetchs, lr_scheduler, _, _ = program.build(args, main, startup, steps, is_train=is_train)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    compiled = program.compile_prog(args, main, fetchs["loss"][0].name, is_train=is_train)
+    return compiled, exe, fetchs, lr_scheduler, main
+
+
+def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
+    random = np.random.RandomState(0)
+    return [
+        (random.randn(batch, *shape).astype("float32"), random.randint(0, classes, (batch, 1)).astype("int64"))
+        for _ in range(count)
+    ]
+
+
+def losses(args, batches):
+    compiled, exe, fetchs, lr_scheduler, _ = build(args)
+    result = []
+    for images, labels in batches:
+        feed = {"data": images, "label": labels}
+        result.append(float(exe.run(compiled, feed, [fetchs["loss"][0]])[0]))
+        lr_scheduler.step()
+    return result
+
+
+def variable(name):
+    return np.array(static.global_scope().find_var(name).get_tensor())
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    parameters = inspect.signature(getattr(program, name)).parameters.values()
+    text = ", ".join(str(p).replace(repr(Mode.TRAIN), "Mode.TRAIN") for p in parameters)
+    assert f"({text})" == SIGNATURES[name]
+
+
+def test_golden_losses(parse):
+    found = losses(parse(), random_batches(5, batch=32))
+    np.testing.assert_allclose(
+        found,
+        json.loads(GOLDEN.read_text()),
+        rtol=2e-4,
+        err_msg=f"losses of the first 5 steps changed to {found}: if the change is to alter numbers (network, "
+        f"initialisation, loss, optimizer, schedule), write these to {GOLDEN.name} and say why in the commit",
+    )
+
+
+def test_losses_repeat_to_the_last_bit(parse):
+    assert losses(parse(), random_batches(3)) == losses(parse(), random_batches(3))
+
+
+def gradients(args, batch):
+    """Gradient of every parameter, read off one step with learning rate 1."""
+    compiled, exe, _, _, main = build(args)
+    before = {p.name: variable(p.name) for p in main.all_parameters() if p.trainable}
+    exe.run(compiled, {"data": batch[0], "label": batch[1]})
+    return {name: before[name] - variable(name) for name in before}
+
+
+def assert_same_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name], gradient, atol=2e-4 * np.abs(gradient).max(), err_msg=name)
+
+
+def test_nhwc_trains_like_nchw(parse):
+    batches = random_batches(4, batch=32)
+    nhwc = [(images.transpose(0, 2, 3, 1).copy(), labels) for images, labels in batches]
+    one_step = ["--lr", "1", "--weight-decay", "0"]
+    assert_same_gradients(
+        gradients(parse("--data-layout", "NHWC", *one_step), nhwc[0]), gradients(parse(*one_step), batches[0])
+    )
+    np.testing.assert_allclose(losses(parse("--data-layout", "NHWC"), nhwc), losses(parse(), batches), rtol=1e-3)
+
+
+def test_one_dnn_trains_like_paddles_own_convolutions(parse, monkeypatch):
+    batches, one_step = random_batches(4, batch=32), ["--lr", "1", "--weight-decay", "0"]
+    gradients_one_dnn = gradients(parse(*one_step), batches[0])
+    losses_one_dnn = losses(parse(), batches)
+    monkeypatch.setattr(program, "compile_prog", lambda args, prog, *_, **__: static.CompiledProgram(prog))
+    assert_same_gradients(gradients_one_dnn, gradients(parse(*one_step), batches[0]))
+    np.testing.assert_allclose(losses_one_dnn, losses(parse(), batches), rtol=1e-3)
+
+
+def test_feeds_have_the_default_dtype():
+    with static.program_guard(static.Program()):
+        feeds = program.create_feeds([4, 224, 224])
+    assert feeds["data"].shape == (-1, 4, 224, 224)
+    assert feeds["data"].dtype == paddle.float32
+    assert feeds["label"].shape == (-1, 1)
+    assert feeds["label"].dtype == paddle.int64
+
+
+def test_half_precision_images_are_declared_as_such(parse):
+    args = parse("--dali-output-fp16")
+    _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 1)
+    assert feeds["data"].dtype == paddle.float16
+    assert paddle.get_default_dtype() == "float32"
+
+
+def metrics(logits, labels, mode, smoothing=0.0):
+    main = static.Program()
+    with static.program_guard(main):
+        out = static.data("out", [None, logits.shape[1]], "float32")
+        label = static.data("label", [None, 1], "int64")
+        fetchs = program.create_fetchs(out, {"label": label}, logits.shape[1], smoothing, mode)
+    exe = static.Executor(paddle.CPUPlace())
+    values = exe.run(main, {"out": logits, "label": labels}, [v for v, _ in fetchs.values()])
+    return dict(zip(fetchs, values, strict=True))
+
+
+def reference_loss(logits, labels, smoothing):
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    target = np.eye(logits.shape[1])[labels[:, 0]] * (1 - smoothing) + smoothing / logits.shape[1]
+    return -(target * log_p).sum(axis=1)
+
+
+@pytest.mark.parametrize("classes", [2, 4, 7, 20])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_metrics_equal_numpy(classes, smoothing):
+    random = np.random.RandomState(classes)
+    logits = random.randn(50, classes).astype("float32")
+    labels = random.randint(0, classes, (50, 1))
+    rank = (logits > np.take_along_axis(logits, labels, axis=1)).sum(axis=1)
+
+    trained = metrics(logits, labels, Mode.TRAIN, smoothing)
+    np.testing.assert_allclose(trained["loss"], reference_loss(logits, labels, smoothing).mean(), rtol=1e-5)
+    evaluated = metrics(logits, labels, Mode.EVAL, smoothing)
+    assert evaluated["loss"].shape == (50, 1)
+    np.testing.assert_allclose(evaluated["loss"][:, 0], reference_loss(logits, labels, 0.0), rtol=1e-4, atol=1e-6)
+    for result in (trained, evaluated):
+        np.testing.assert_allclose(result["top1"], (rank < 1).mean(), rtol=1e-6)
+        np.testing.assert_allclose(result["top5"], (rank < 5).mean(), rtol=1e-6)
+
+
+def test_momentum_step_with_weight_decay_but_not_on_bn(parse):
+    """One step against the update rule: v = m v + g + wd p; p -= lr v."""
+    batch = random_batches(1)[0]
+    updates = {}
+    for flags in (["--weight-decay", "0"], ["--weight-decay", "0.5"], ["--weight-decay", "0.5", "--bn-weight-decay"]):
+        compiled, exe, _, _, main = build(parse("--lr", "0.1", *flags))
+        before = {p.name: variable(p.name) for p in main.all_parameters() if p.trainable}
+        exe.run(compiled, {"data": batch[0], "label": batch[1]})
+        updates[len(updates)] = {name: (before[name] - variable(name)) / 0.1 for name in before}
+    plain, decayed, all_decayed = updates[0], updates[1], updates[2]
+    assert any("batch_norm" in name for name in before)
+    for name, parameter in before.items():
+        extra = 0.5 * parameter
+        expected = plain[name] + (0 if "batch_norm" in name else extra)
+        np.testing.assert_allclose(decayed[name], expected, atol=2e-4)
+        np.testing.assert_allclose(all_decayed[name], plain[name] + extra, atol=2e-4)
+
+
+def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse):
+    args = parse()
+    compiled, exe, _, _, main = build(args)
+    images, labels = random_batches(1)[0]
+    for _ in range(3):
+        exe.run(compiled, {"data": images, "label": labels})
+    eval_main, unused_startup = static.Program(), static.Program()
+    fetchs, lr_scheduler, _, optimizer = program.build(args, eval_main, unused_startup, 0, is_train=False)
+    assert lr_scheduler is None
+    assert optimizer is None
+    assert {p.name for p in eval_main.all_parameters()} == {p.name for p in main.all_parameters()}
+    compiled_eval = program.compile_prog(args, eval_main, is_train=False)
+
+    before = {p.name: variable(p.name) for p in main.all_parameters()}
+    whole = exe.run(compiled_eval, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
+    one_by_one = [
+        exe.run(compiled_eval, {"data": images[i : i + 1], "label": labels[i : i + 1]}, [fetchs["loss"][0]])[0]
+        for i in range(len(images))
+    ]
+    # With the statistics of the batch, an image's loss would depend on its neighbours.
+    np.testing.assert_allclose(whole, np.concatenate(one_by_one), rtol=1e-4)
+    for name, value in before.items():
+        np.testing.assert_array_equal(variable(name), value)
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(parse, photos):
+    results = []
+    for batch_size in (7, 32, 64):
+        args = parse("--image-root", photos, "--batch-size", batch_size)
+        compiled, exe, fetchs, _, _ = build(args, is_train=False)
+        loader = dali.build_dataloader(args, Mode.EVAL)
+        results.append(program.run(args, loader, exe, compiled, fetchs, 0, Mode.EVAL))
+    for result in results:
+        assert result["images"] == 23
+        assert result["top1"] == results[0]["top1"]
+        assert result["top5"] == results[0]["top5"] == 1
+        # Each image's own float32 loss may round differently in a larger matrix product; the sum adds nothing.
+        assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
+
+
+def test_accuracy_of_an_epoch_is_a_count_of_images(parse, photos):
+    args = parse("--image-root", photos)
+    compiled, exe, fetchs, _, _ = build(args, is_train=False)
+    result = program.run(args, dali.build_dataloader(args, Mode.EVAL), exe, compiled, fetchs, 0, Mode.EVAL)
+    assert result["top1"] * 23 == pytest.approx(round(result["top1"] * 23), abs=1e-12)
+
+
+def test_run_returns_the_epochs_figures_and_steps_the_schedule(parse):
+    args = parse("--lr", "0.1", "--epochs", "2")
+    compiled, exe, fetchs, lr_scheduler, _ = build(args, steps=4)
+    result = program.run(args, Batches(random_batches(4)), exe, compiled, fetchs, 0, Mode.TRAIN, lr_scheduler)
+    assert set(result) == {
+        *("loss", "top1", "top5", "images", "steps", "epoch_time", "ips"),
+        *("data_time", "compute_time", "batch_time"),
+    }
+    assert (result["images"], result["steps"]) == (32, 4)
+    assert result["ips"] == pytest.approx(32 / result["epoch_time"])
+    assert result["batch_time"] == pytest.approx(result["data_time"] + result["compute_time"])
+    assert lr_scheduler.last_epoch == 4
+    assert lr_scheduler.last_lr == pytest.approx(0.05)
+
+
+def test_loss_of_an_epoch_is_the_mean_over_its_images(parse):
+    batches = random_batches(4)
+    expected = np.mean(losses(parse(), batches))
+    args = parse()
+    compiled, exe, fetchs, lr_scheduler, _ = build(args)
+    result = program.run(args, Batches(batches), exe, compiled, fetchs, 0, Mode.TRAIN, lr_scheduler)
+    assert result["loss"] == pytest.approx(expected, rel=1e-7)
+
+
+class Trace:
+    """Stands in for the Executor and its results: records when a step is dispatched and when a metric is read."""
+
+    def __init__(self):
+        self.events = []
+        self.steps = 0
+
+    def run(self, program, feed, fetch_list, return_numpy):
+        assert return_numpy is False
+        step = self.steps
+        self.steps += 1
+        self.events.append(("dispatch", step))
+        return [Metric(self, step) for _ in fetch_list]
+
+
+class Metric:
+    def __init__(self, trace, step):
+        self.trace, self.step = trace, step
+
+    def __array__(self, dtype=None, copy=None):
+        self.trace.events.append(("read", self.step))
+        return np.array([0.5], dtype=dtype or "float32")
+
+
+def fake_fetchs():
+    return {name: (name, AverageMeter(name)) for name in ("loss", "top1", "top5")}
+
+
+def test_host_reads_step_n_minus_1_after_dispatching_step_n_and_nothing_else(parse):
+    args, trace = parse("--print-interval", "1"), Trace()
+    program.run(args, Batches(random_batches(4)), trace, None, fake_fetchs(), 0)
+    reads = {n: [("read", n)] * 3 for n in range(4)}
+    expected = [("dispatch", 0)]
+    for n in range(1, 4):
+        expected += [("dispatch", n), *reads[n - 1]]
+    assert trace.events == expected + reads[3]
+
+
+def test_late_read_has_the_values_of_its_own_step(parse):
+    """Paddle must not write step n's metrics into the tensors that step n-1 returned."""
+    args = parse("--lr", "0.1")
+    compiled, exe, fetchs, lr_scheduler, _ = build(args)
+    kept, at_once = [], []
+    for images, labels in random_batches(3):
+        handle = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]], return_numpy=False)[0]
+        kept.append(handle)
+        at_once.append(float(np.array(handle)))
+    assert [float(np.array(handle)) for handle in kept] == at_once
+    assert len(set(at_once)) == 3
+
+
+class FakeTime:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class TimedLoader:
+    """3 batches of 4 images an epoch; 1 ms for a batch, a whole minute for a restart."""
+
+    def __init__(self, time):
+        self.time = time
+        self.restarts = 0
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        self.left = 3
+        return self
+
+    def __next__(self):
+        if self.left == 0:
+            raise StopIteration
+        self.left -= 1
+        self.time.now += 0.001
+        return [{"data": None, "label": tensor(np.zeros((4, 1), "int64"))}]
+
+    def reset(self):
+        self.restarts += 1
+        self.time.now += 60
+
+
+class TimedExecutor:
+    """Step i takes i + 1 ms, the first two (warm-up) a second each."""
+
+    def __init__(self, time):
+        self.time = time
+        self.steps = 0
+
+    def run(self, *args, **kwargs):
+        self.time.now += 1.0 if self.steps < 2 else 0.001 * (self.steps + 1)
+        self.steps += 1
+        return [np.array([float(self.steps)])] * 3
+
+
+def test_benchmark_arithmetic(parse, monkeypatch):
+    time = FakeTime()
+    monkeypatch.setattr(program, "perf_counter", time)
+    args = parse("--benchmark", "--benchmark-warmup-steps", "2", "--benchmark-steps", "10")
+    loader, exe = TimedLoader(time), TimedExecutor(time)
+    result = program.run(args, loader, exe, None, fake_fetchs(), 0)
+
+    assert exe.steps == 12
+    assert loader.restarts == 3
+    # Steps 2 to 11 take 3 to 12 ms. Each waits 1 ms for its batch, except for the three (3, 6 and 9) after a restart.
+    compute = np.arange(3, 13)
+    batch = compute + np.array([1, 0, 1, 1, 0, 1, 1, 0, 1, 1])
+    assert result["images"] == 40
+    assert result["steps"] == 10
+    assert result["epoch_time"] == pytest.approx(batch.sum() / 1e3)
+    assert result["ips"] == pytest.approx(40 / (batch.sum() / 1e3))
+    assert result["compute_time"] == pytest.approx(compute.mean() / 1e3)
+    assert result["data_time"] == pytest.approx(0.7e-3)
+    assert result["batch_time"] == pytest.approx(batch.mean() / 1e3)
+    assert result["latency_mean_ms"] == pytest.approx(batch.mean())
+    for q in (50, 90, 95, 99):
+        assert result[f"latency_p{q}_ms"] == pytest.approx(np.percentile(batch, q))
+    assert result["loss"] == pytest.approx(np.arange(3, 13).mean())
+
+
+def test_loader_that_ends_early_or_late_is_an_error(parse):
+    args = parse()
+    batches = Batches(random_batches(3))
+    batches.__class__ = type("Short", (Batches,), {"__len__": lambda self: 4})
+    with pytest.raises(RuntimeError, match="ended at step 3 of 4"):
+        program.run(args, batches, Trace(), None, fake_fetchs(), 0)
+    batches.__class__ = type("Long", (Batches,), {"__len__": lambda self: 2})
+    with pytest.raises(RuntimeError, match="more than the 2 batches"):
+        program.run(args, batches, Trace(), None, fake_fetchs(), 0)
+
+
+def test_strategy_has_the_fused_operators_on_a_gpu_only(parse):
+    args = parse()
+    on_cpu = program.create_strategy(args)[0]
+    assert all(getattr(on_cpu, n) == getattr(static.BuildStrategy(), n) for n in program.FUSED_OPERATORS)
+    args.device = "gpu"
+    strategy, execution_strategy = program.create_strategy(args)
+    assert execution_strategy is None
+    assert all(getattr(strategy, name) for name in program.FUSED_OPERATORS if hasattr(strategy, name))
+
+
+def test_fuse_resunit_is_refused_where_paddle_has_none(parse):
+    assert not hasattr(static.BuildStrategy, "fuse_resunit"), "this Paddle has it: measure it and update this test"
+    with pytest.raises(UsageError, match="--fuse-resunit"):
+        program.create_strategy(parse("--fuse-resunit"))

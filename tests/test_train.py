@@ -1,0 +1,240 @@
+"""train.py as a whole, on real images and real programs."""
+
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+
+from conftest import ROOT, phase
+
+
+def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path):
+    code, report = run_train("--epochs", "2")
+    assert code == 0
+    first, last = (phase(report, [epoch], "val.") for epoch in (0, 1))
+    assert first["loss"] != last["loss"]
+    assert phase(report, [], "val.")["top1"] == last["top1"]
+
+    for epoch, expected in ((0, first), (1, last)):
+        flags = ["--from-checkpoint", tmp_path / "output" / "Tiny", "--last-epoch-of-checkpoint", epoch]
+        code, evaluated = run_train("--run-scope", "eval_only", *flags)
+        assert code == 0
+        for name in ("loss", "top1", "top5", "images"):
+            assert phase(evaluated, [], "val.")[name] == expected[name]
+    code, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", tmp_path / "output/Tiny/1")
+    assert phase(evaluated, [], "val.")["loss"] == last["loss"]
+
+
+def test_resume_at_an_epochs_end_continues_parameters_momentum_and_schedule(run_train, tmp_path):
+    _, report = run_train("--epochs", "3", "--warmup-epochs", "1", "--print-interval", "1")
+    whole = {e["step"][1]: e["data"]["train.lr"] for e in report if e["step"][:1] == [2] and "train.lr" in e["data"]}
+    flags = ["--from-checkpoint", tmp_path / "output" / "Tiny", "--last-epoch-of-checkpoint", "1"]
+    code, resumed = run_train("--epochs", "3", "--warmup-epochs", "1", "--print-interval", "1", *flags)
+    assert code == 0
+    assert [e["step"] for e in resumed if len(e["step"]) == 1 and "train.loss" in e["data"]] == [[2]]
+    rates = {e["step"][1]: e["data"]["train.lr"] for e in resumed if e["step"][:1] == [2] and "train.lr" in e["data"]}
+    assert rates == whole
+    assert len(rates) == 3
+
+
+def test_last_epoch_is_always_saved_and_evaluated(run_train, tmp_path):
+    code, report = run_train("--epochs", "3", "--save-interval", "2", "--eval-interval", "2")
+    assert code == 0
+    assert sorted(p.name for p in (tmp_path / "output" / "Tiny").iterdir()) == ["1", "2"]
+    assert [e["step"] for e in report if len(e["step"]) == 1 and "val.loss" in e["data"]] == [[1], [2]]
+
+
+def test_train_only_evaluates_nothing(run_train, photos, tmp_path):
+    root = tmp_path / "train_alone"
+    shutil.copytree(photos / "train", root / "train")
+    code, report = run_train("--run-scope", "train_only", image_root=root)
+    assert code == 0
+    assert not any(key.startswith("val.") for e in report for key in e["data"])
+
+
+def test_evaluation_needs_no_training_images(run_train, photos, tmp_path):
+    run_train("--run-scope", "train_only")
+    root = tmp_path / "val_alone"
+    shutil.copytree(photos / "val", root / "val")
+    flags = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
+    assert run_train(*flags, image_root=root)[0] == 0
+
+
+@pytest.mark.parametrize("flags", [["--data-layout", "NHWC", "--image-shape", "4,32,32"], ["--dali-output-fp16"]])
+def test_other_layouts_and_inputs_train(run_train, flags):
+    code, report = run_train(*flags)
+    assert code == 0
+    assert phase(report, [], "val.")["images"] == 23
+
+
+def test_report_starts_with_the_flags_and_ends_with_the_summary(run_train):
+    _, report = run_train()
+    assert report[0]["step"] == "PARAMETER"
+    assert report[0]["data"]["model_arch_name"] == "Tiny"
+    assert report[-1]["step"] == []
+    assert {"train.loss", "train.ips", "val.loss", "val.top1", "val.top5", "best.epoch"} <= report[-1]["data"].keys()
+
+
+@pytest.mark.parametrize("scope", ["train_only", "eval_only"])
+@pytest.mark.parametrize("data_format", ["folder", "synthetic"])
+def test_benchmark(run_train, tmp_path, scope, data_format):
+    flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--data-format", data_format]
+    code, report = run_train("--run-scope", scope, *flags)
+    assert code == 0
+    result = phase(report, [], "train." if scope == "train_only" else "val.")
+    assert result["steps"] == 7
+    assert result["ips"] > 0
+    assert result["latency_p50_ms"] <= result["latency_p99_ms"]
+    assert not (tmp_path / "output").exists()
+
+
+def test_dry_run_checks_everything_and_writes_nothing(run_train, tmp_path):
+    assert run_train("--dry-run")[0] == 0
+    assert not (tmp_path / "output").exists()
+    assert run_train("--dry-run", "--from-checkpoint", tmp_path / "nowhere")[0] == 2
+
+
+def test_sparse_training_keeps_the_pattern(run_train, tmp_path):
+    flags = ["--asp", "--prune-model", "--epochs", "2"]
+    assert run_train(*flags)[0] == 0
+    for epoch in (0, 1):
+        params = pickle.loads((tmp_path / f"output/Tiny/{epoch}/tiny.pdparams").read_bytes())
+        pruned = [name for name in params if f"{name}.asp_mask" in params]
+        masks = [name for name in params if name.endswith("asp_mask")]
+        assert len(masks) == len(pruned) > 10
+        assert "conv2d_0.w_0" not in pruned
+        assert "linear_0.w_0" not in pruned
+        for name in pruned:
+            weight = params[name].transpose(2, 3, 0, 1).reshape(-1, 4)  # groups of four input channels
+            assert (np.count_nonzero(weight, axis=1) <= 2).all(), name
+    flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "0", "--asp", "--epochs", "2"]
+    assert run_train(*flags)[0] == 0
+    assert run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")[0] == 0
+
+
+def copy_with(photos, tmp_path, change):
+    root = tmp_path / "changed"
+    shutil.copytree(photos, root)
+    change(root)
+    return root
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def flatten(split):
+    for path in list(split.rglob("*.jpg")):
+        path.rename(split / f"{path.parent.name}_{path.name}")
+    for folder in [p for p in split.iterdir() if p.is_dir()]:
+        folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (shutil.rmtree, ["--image-root", "does not exist", "train/ and val/"]),
+        (empty, ["--image-root", "has no folder train/"]),
+        (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder a class"]),
+        (
+            lambda root: empty(root / "train" / "class0") or empty(root / "val"),
+            ["--image-root", "val/ holds no images"],
+        ),
+    ],
+    ids=["missing", "empty", "no class folders", "no images"],
+)
+def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, says):
+    root = copy_with(photos, tmp_path, change)
+    code, report = run_train(image_root=root)
+    assert code == 2
+    assert_one_sentence(capsys.readouterr().err, [*says, str(root)])
+    assert not any(isinstance(e["step"], list) for e in report)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--num-of-class", "2"], ["--num-of-class 2", "3 class folders", "--num-of-class 3"]),
+        (["--image-shape", "2,32,32"], ["--image-shape 2,32,32", "3 or 4 channels"]),
+        (["--image-shape", "32,32"], ["--image-shape 32,32", "3 or 4 channels"]),
+        (["--batch-size", "31"], ["--batch-size 31", "30 training images", "--batch-size 30"]),
+        (
+            ["--from-checkpoint", "a", "--from-pretrained-params", "b"],
+            ["--from-checkpoint a", "--from-pretrained-params b"],
+        ),
+        (["--lerning-rate", "1"], ["--lerning-rate", "did you mean --"]),
+        (["--batchsize", "1"], ["--batchsize", "did you mean --batch-size?"]),
+        (["--run-scope", "eval_only"], ["--run-scope eval_only", "--from-checkpoint"]),
+        (["--from-checkpoint", "nowhere"], ["--from-checkpoint nowhere does not exist"]),
+        (["--from-pretrained-params", "nowhere"], ["--from-pretrained-params nowhere"]),
+        (["--model-arch-name", "ResNet51"], ["--model-arch-name ResNet51", "ResNet50"]),
+        (["--device", "gpu"], ["--device gpu", "--device cpu"]),
+        (["--amp"], ["--amp", "GPU"]),
+        (["--dali-device", "gpu"], ["--dali-device gpu", "--dali-device cpu"]),
+        (["--fuse-resunit"], ["--fuse-resunit"]),
+        (["--epochs", "x"], ["--epochs", "'x'", "whole number"]),
+        (["--report-file", "/proc/no/report"], ["--report-file /proc/no/report"]),
+    ],
+    ids=lambda value: " ".join(value) if "--" in value[0] and len(value) < 5 else "",
+)
+def test_bad_flags_are_refused(run_train, capsys, flags, says):
+    code, report = run_train(*flags)
+    assert code == 2
+    assert_one_sentence(capsys.readouterr().err, says)
+    assert not any(isinstance(e["step"], list) for e in report)
+
+
+def test_checkpoint_of_another_model_is_refused(run_train, tmp_path, capsys):
+    run_train()
+    (tmp_path / "output/Tiny/0").rename(tmp_path / "tiny")
+    code, _ = run_train("--model-arch-name", "ResNet18", "--from-checkpoint", tmp_path / "tiny")
+    assert code == 2
+    assert_one_sentence(capsys.readouterr().err, ["--from-checkpoint", "another model", "--model-arch-name"])
+
+
+def test_checkpoint_with_all_epochs_done_is_refused(run_train, tmp_path, capsys):
+    run_train()
+    flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "auto"]
+    assert run_train(*flags)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--epochs 1", "more than 1"])
+
+
+def test_unknown_yaml_key_is_refused(run_train, tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text("batchsize: 3\n")
+    assert run_train("--config", path)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
+
+
+def assert_one_sentence(stderr, says):
+    errors = [line for line in stderr.splitlines() if line.startswith("train.py: error: ")]
+    assert len(errors) == 1, stderr
+    for words in says:
+        assert words in errors[0]
+
+
+def test_process_exit_code_and_help(train_process):
+    assert train_process("--help").returncode == 0
+    refused = train_process("--image-root", "/nowhere", "--data-layout", "HWNC")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert_one_sentence(refused.stderr, ["--data-layout", "HWNC", "NHWC"])
+
+
+def test_print_config_is_a_config_file(train_process, tmp_path):
+    path = tmp_path / "c.yaml"
+    printed = train_process("--epochs", "7", "--amp", "--print-config").stdout
+    path.write_text(printed)
+    assert yaml.safe_load(printed)["epochs"] == 7
+    again = train_process("--config", path, "--print-config").stdout
+    assert yaml.safe_load(again) == yaml.safe_load(printed)
+
+
+def test_recipes_name_known_flags(train_process):
+    recipes = sorted((ROOT / "configs").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        assert train_process("--config", recipe, "--print-config").returncode == 0
