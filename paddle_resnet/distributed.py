@@ -12,6 +12,14 @@ from paddle.distributed import fleet
 
 from utils.errors import UsageError
 
+# Paddle's defaults are made for small memory. Here: workspace for every convolution algorithm (MB), one-pass BN,
+# and gradients that meet at a residual addition summed in place, which the backward pass is built for.
+GPU_FLAGS = {
+    "FLAGS_conv_workspace_size_limit": 4096,
+    "FLAGS_cudnn_batchnorm_spatial_persistent": True,
+    "FLAGS_max_inplace_grad_add": 8,
+}
+
 _exchanges = 0
 
 
@@ -56,13 +64,16 @@ def place(args):
 
 
 def start(args):
-    """Initialise Fleet for collective training; in a job of one process, too.
+    """Initialise Fleet for collective training, in a job of one process, too, and set Paddle's flags; to be called
+    before a program is built.
 
     Raises:
         UsageError: several processes on CPUs.
     """
     if world_size() > 1 and args.device == "cpu":
         raise UsageError(f"{world_size()} processes on CPUs are not supported yet: start one, or use GPUs")
+    if args.device == "gpu":
+        paddle.set_flags(GPU_FLAGS)
     fleet.init(is_collective=True, log_level="ERROR")
 
 

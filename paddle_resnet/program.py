@@ -23,15 +23,6 @@ from utils.mode import Mode
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
 
 
-# Paddle's defaults are made for small memory: workspace for every convolution algorithm (MB), one-pass BN, gradients
-# that meet at a residual addition summed in place.
-GPU_FLAGS = {
-    "FLAGS_conv_workspace_size_limit": 4096,
-    "FLAGS_cudnn_batchnorm_spatial_persistent": True,
-    "FLAGS_max_inplace_grad_add": 8,
-}
-
-
 def create_feeds(image_shape):
     """Declare the inputs of the current program.
 
@@ -163,9 +154,7 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     Returns:
         static.CompiledProgram.
     """
-    if args.device == "gpu":
-        paddle.set_flags(GPU_FLAGS)
-    elif args.data_layout == "NCHW":
+    if args.device == "cpu" and args.data_layout == "NCHW":
         # oneDNN's convolutions take half the time of Paddle's own. Not in NHWC, where the gradient of the filters
         # comes out wrong, and only these operators: the gradient of the mean, for one, fails on the loss.
         for op in program.global_block().ops:

@@ -1,0 +1,126 @@
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from utils import affinity, logger
+
+
+class NVMLError(Exception):
+    pass
+
+
+CORES_OF_GPU = {0: {0, 1, 2, 3}, 1: {3, 4, 64, 127}, 2: {5}}
+UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """128 cores of which the process may use 0, 1, 3, 4, 70 and 127; returns what it binds itself to."""
+    bound = []
+    monkeypatch.setattr(logger, "_quiet", False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 3, 4, 70, 127})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
+    return bound
+
+
+@pytest.fixture(autouse=True)
+def nvml(monkeypatch):
+    """A driver with three GPUs in the place of pynvml."""
+
+    def gpu(known, key):
+        if key not in known:
+            raise NVMLError(f"no GPU {key}")
+        return known[key]
+
+    def core_words(handle, count):
+        assert count == 2
+        return [sum(1 << core - 64 * i for core in CORES_OF_GPU[handle] if core // 64 == i) for i in range(count)]
+
+    state = SimpleNamespace(open=0)
+    module = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: setattr(state, "open", state.open + 1),
+        nvmlShutdown=lambda: setattr(state, "open", state.open - 1),
+        nvmlDeviceGetHandleByIndex=lambda index: gpu({i: i for i in CORES_OF_GPU}, index),
+        nvmlDeviceGetHandleByUUID=lambda uuid: gpu(UUIDS, uuid),
+        nvmlDeviceGetCpuAffinity=core_words,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    yield module
+    assert state.open == 0  # NVML is shut down on every way out
+
+
+def fail(error):
+    def call(*args):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(("local_gpu", "cores"), [(0, {0, 1, 3}), (1, {3, 4, 127})])
+def test_process_is_bound_to_those_of_its_cores_that_are_near(machine, capsys, local_gpu, cores):
+    affinity.bind_to_gpu(local_gpu)
+    assert machine == [(0, cores)]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_gpu", "cores"),
+    [
+        ("", 1, {3, 4, 127}),
+        ("1", 0, {3, 4, 127}),
+        ("2,1,0", 2, {0, 1, 3}),
+        ("0, 1", 1, {3, 4, 127}),
+        ("GPU-bbbb", 0, {3, 4, 127}),
+        ("GPU-bbbb,GPU-aaaa", 1, {0, 1, 3}),
+    ],
+)
+def test_gpu_counts_within_cuda_visible_devices(machine, monkeypatch, visible, local_gpu, cores):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    affinity.bind_to_gpu(local_gpu)
+    assert machine == [(0, cores)]
+
+
+def test_no_near_core_among_its_own_only_warns(machine, capsys):
+    affinity.bind_to_gpu(2)
+    assert machine == []
+    assert "warning: --enable-cpu-affinity: none of this process's cores is local to GPU 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0)], ids=str)
+def test_unknown_gpu_only_warns(machine, monkeypatch, capsys, visible, local_gpu):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    affinity.bind_to_gpu(local_gpu)
+    assert machine == []
+    assert f"warning: --enable-cpu-affinity: GPU {local_gpu} has no core list" in capsys.readouterr().err
+
+
+def test_missing_pynvml_only_warns(machine, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    affinity.bind_to_gpu(0)
+    assert machine == []
+    assert "warning: --enable-cpu-affinity: nvidia-ml-py is not installed" in capsys.readouterr().err
+
+
+def test_missing_driver_only_warns(machine, nvml, capsys):
+    nvml.nvmlInit = fail(NVMLError("Driver Not Loaded"))
+    affinity.bind_to_gpu(0)
+    assert machine == []
+    assert "NVML is not available (Driver Not Loaded)" in capsys.readouterr().err
+
+
+def test_missing_core_list_only_warns(machine, nvml, capsys):
+    nvml.nvmlDeviceGetCpuAffinity = fail(NVMLError("Not Supported"))
+    affinity.bind_to_gpu(0)
+    assert machine == []
+    assert "GPU 0 has no core list (Not Supported)" in capsys.readouterr().err
+
+
+def test_refusal_of_the_operating_system_only_warns(monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_setaffinity", fail(PermissionError(1, "Operation not permitted")))
+    affinity.bind_to_gpu(0)
+    assert "Operation not permitted" in capsys.readouterr().err

@@ -1,0 +1,391 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import config
+from utils.errors import UsageError
+from utils.mode import RunScope
+
+ROOT = Path(__file__).parent.parent
+
+# The flags of NVIDIA's RN50v1.5 Paddle example, with its defaults: its users' commands depend on them.
+NVIDIA = {
+    "output-dir": "./output/",
+    "run-scope": RunScope.TRAIN_EVAL,
+    "epochs": 90,
+    "save-interval": 1,
+    "eval-interval": 1,
+    "print-interval": 10,
+    "report-file": "./report.json",
+    "data-layout": "NCHW",
+    "benchmark": False,
+    "benchmark-steps": 100,
+    "benchmark-warmup-steps": 100,
+    "model-prefix": "resnet_50_paddle",
+    "from-pretrained-params": None,
+    "from-checkpoint": None,
+    "last-epoch-of-checkpoint": None,
+    "show-config": True,
+    "enable-cpu-affinity": True,
+    "image-root": "/imagenet",
+    "image-shape": [4, 224, 224],
+    "batch-size": 256,
+    "dali-random-seed": 42,
+    "dali-num-threads": 4,
+    "dali-output-fp16": False,
+    "crop-size": 224,
+    "rand-crop-scale": [0.08, 1.0],
+    "rand-crop-ratio": [3 / 4, 4 / 3],
+    "normalize-scale": 1 / 255,
+    "normalize-mean": [0.485, 0.456, 0.406],
+    "normalize-std": [0.229, 0.224, 0.225],
+    "resize-short": 256,
+    "model-arch-name": "ResNet50",
+    "num-of-class": 1000,
+    "bn-weight-decay": False,
+    "label-smoothing": 0.1,
+    "optimizer": "Momentum",
+    "momentum": 0.875,
+    "weight-decay": 3.0517578125e-05,
+    "lr-scheduler": "Cosine",
+    "lr": 0.256,
+    "warmup-epochs": 5,
+    "warmup-start-lr": 0.0,
+    "amp": False,
+    "scale-loss": 1.0,
+    "use-dynamic-loss-scaling": False,
+    "use-pure-fp16": False,
+    "fuse-resunit": False,
+    "asp": False,
+    "prune-model": False,
+    "mask-algo": "mask_1d",
+}
+OURS = {
+    "config": None,
+    "print-config": False,
+    "dry-run": False,
+    "seed": 0,
+    "device": "auto",
+    "data-format": "auto",
+    "dali-device": "auto",
+    "hw-decoder-load": 0.9,
+    "dali-prefetch": 3,
+}
+DEFAULTS = {**NVIDIA, **OURS}
+
+
+def parse(text=""):
+    return config.parse_args(text.split())
+
+
+def refusal(text):
+    """The message that a command line is refused with: one line."""
+    with pytest.raises(UsageError) as error:
+        parse(text)
+    message = str(error.value)
+    assert message.strip()
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(text):
+        path = tmp_path / "flags.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("flag", DEFAULTS)
+def test_default(flag):
+    value = getattr(parse(), flag.replace("-", "_"))
+    assert value == DEFAULTS[flag]
+    assert type(value) is type(DEFAULTS[flag])
+
+
+def test_flags_are_frozen():
+    flags = {option for action in config.build_parser()._actions for option in action.option_strings}
+    expected = {"-h", "--help"} | {f"--{flag}" for flag in DEFAULTS}
+    assert flags == expected, f"flags changed ({sorted(flags ^ expected)}): update the documents and this list"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--amp --scale-loss 128.0 --use-dynamic-loss-scaling --data-layout NHWC --fuse-resunit",
+        "--amp --scale-loss 128.0 --use-dynamic-loss-scaling --use-pure-fp16 --dali-output-fp16",
+        "--run-scope train_only --batch-size 64 --benchmark --benchmark-steps 100 --benchmark-warmup-steps 300",
+        "--run-scope eval_only --from-checkpoint output/ResNet50/89 --batch-size 64",
+        "--from-checkpoint output/ResNet50 --last-epoch-of-checkpoint auto",
+        "--from-pretrained-params output/ResNet50/89 --model-prefix resnet_50_paddle --asp --prune-model "
+        "--mask-algo mask_1d --epochs 90 --lr 0.256",
+    ],
+)
+def test_commands_in_the_style_of_nvidias_example(flags):
+    parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("--epochs 3", "epochs", 3),
+        ("--epochs=3", "epochs", 3),
+        ("--epochs 3 --epochs 4", "epochs", 4),
+        ("--warmup-epochs 0", "warmup_epochs", 0),
+        ("--output-dir there", "output_dir", "there"),
+        ("--data-layout NHWC", "data_layout", "NHWC"),
+        ("--lr 1e-3", "lr", 1e-3),
+        ("--normalize-scale 1/255", "normalize_scale", 1 / 255),
+        ("--hw-decoder-load 0", "hw_decoder_load", 0.0),
+        ("--image-shape 3,224,224", "image_shape", [3, 224, 224]),
+        ("--rand-crop-ratio 3/4,4/3", "rand_crop_ratio", [3 / 4, 4 / 3]),
+        ("--normalize-mean 0,0.5,1", "normalize_mean", [0.0, 0.5, 1.0]),
+        ("--normalize-mean=-1,0,0", "normalize_mean", [-1.0, 0.0, 0.0]),
+        ("--run-scope train_only", "run_scope", RunScope.TRAIN_ONLY),
+        ("--amp", "amp", True),
+        ("--amp --lr 1", "amp", True),
+        ("--amp true", "amp", True),
+        ("--amp=True", "amp", True),
+        ("--amp --amp false", "amp", False),
+        ("--show-config false", "show_config", False),
+        ("--show-config False", "show_config", False),
+        ("--show-config 0", "show_config", False),
+        ("--from-checkpoint d --last-epoch-of-checkpoint None", "last_epoch_of_checkpoint", None),
+        ("--from-checkpoint d --last-epoch-of-checkpoint auto", "last_epoch_of_checkpoint", "auto"),
+        ("--from-checkpoint d --last-epoch-of-checkpoint 3", "last_epoch_of_checkpoint", 3),
+    ],
+)
+def test_value(text, name, value):
+    parsed = getattr(parse(text), name)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_argv_defaults_to_the_command_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
+    assert config.parse_args().epochs == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("epochs: 3", "epochs", 3),
+        ("lr: 1/8", "lr", 0.125),
+        ("amp: true", "amp", True),
+        ("show_config: no", "show_config", False),
+        ("output_dir: with space", "output_dir", "with space"),
+        ("normalize_mean: [-1, 0, 0.5]", "normalize_mean", [-1.0, 0.0, 0.5]),
+        ("normalize_mean: 0,0,0.5", "normalize_mean", [0.0, 0.0, 0.5]),
+        ("{last_epoch_of_checkpoint: None, from_checkpoint: d}", "last_epoch_of_checkpoint", None),
+        ("epochs: null", "epochs", 90),
+        ("from_checkpoint: null", "from_checkpoint", None),
+        ("", "epochs", 90),
+        ("# only a comment", "epochs", 90),
+    ],
+)
+def test_yaml_wins_over_the_default(config_file, text, name, value):
+    assert getattr(parse(f"--config {config_file(text)}"), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "name", "value"),
+    [
+        ("epochs: 3", "--epochs 4", "epochs", 4),
+        ("amp: true", "--amp false", "amp", False),
+        ("show_config: false", "--show-config", "show_config", True),
+        ("normalize_mean: [0, 0, 0]", "--normalize-mean 1,1,1", "normalize_mean", [1.0, 1.0, 1.0]),
+    ],
+)
+def test_command_line_wins_over_yaml(config_file, text, flags, name, value):
+    path = config_file(text)
+    assert getattr(parse(f"--config {path} {flags}"), name) == value
+    assert getattr(parse(f"{flags} --config={path}"), name) == value
+
+
+def test_flags_of_yaml_and_command_line_are_checked_together(config_file):
+    message = refusal(f"--config {config_file('from_checkpoint: a')} --from-pretrained-params b")
+    assert "--from-checkpoint a and --from-pretrained-params b" in message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--lr 1/3 --amp --show-config false --image-shape 3,224,224 --rand-crop-ratio 1,1 --device cpu",
+        "--run-scope eval_only --from-checkpoint d --last-epoch-of-checkpoint auto",
+        "--run-scope eval_only --from-checkpoint d --last-epoch-of-checkpoint 0 --weight-decay 1e-7",
+    ],
+)
+def test_as_dict_is_a_config_file(config_file, flags):
+    values = config.as_dict(parse(flags))
+    assert config.as_dict(parse(f"--config {config_file(yaml.safe_dump(values))}")) == values
+
+
+def test_as_dict_leaves_out_what_does_not_describe_the_run(config_file):
+    values = config.as_dict(parse(f"--config {config_file('')} --print-config"))
+    assert set(values) == {flag.replace("-", "_") for flag in DEFAULTS} - {"config", "print_config"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("--bach-size 3", "unknown flag --bach-size: did you mean --batch-size?"),
+        ("--bach-size=3", "unknown flag --bach-size: did you mean --batch-size?"),
+        ("--benchmark_steps 3", "unknown flag --benchmark_steps: did you mean --benchmark-steps?"),
+        ("stray", "'stray'"),
+        ("--epochs 3 stray", "'stray'"),
+    ],
+)
+def test_unknown_word_is_refused(text, says):
+    assert says in refusal(text)
+
+
+@pytest.mark.parametrize("flag", ["--epoch", "--output", "--conf", "--normalize-m"])
+def test_abbreviation_is_refused(flag):
+    assert f"unknown flag {flag}: did you mean {flag}" in refusal(f"{flag} 3")
+
+
+@pytest.mark.parametrize("flag", sorted(DEFAULTS.keys() - {name for name, v in DEFAULTS.items() if type(v) is bool}))
+def test_missing_value_is_refused(flag):
+    assert f"--{flag}" in refusal(f"--{flag}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--epochs", "0"),
+        ("--epochs", "1.5"),
+        ("--epochs", "many"),
+        ("--batch-size", "-8"),
+        ("--seed", "-1"),
+        ("--dali-prefetch", "0"),
+        ("--benchmark-warmup-steps", "-1"),
+        ("--lr", "fast"),
+        ("--normalize-scale", "1/0"),
+        ("--normalize-scale", "1/x"),
+        ("--label-smoothing", "1.5"),
+        ("--momentum", "-0.1"),
+        ("--hw-decoder-load", "nan"),
+        ("--amp", "maybe"),
+        ("--run-scope", "test"),
+        ("--data-layout", "CHWN"),
+        ("--data-format", "zip"),
+        ("--device", "tpu"),
+        ("--dali-device", "tpu"),
+        ("--optimizer", "Adam"),
+        ("--lr-scheduler", "Step"),
+        ("--mask-algo", "mask_3d"),
+        ("--last-epoch-of-checkpoint", "latest"),
+        ("--last-epoch-of-checkpoint", "-1"),
+    ],
+)
+def test_value_of_the_wrong_kind_is_refused(config_file, flag, value):
+    path = config_file(f"{flag[2:].replace('-', '_')}: {value}")
+    for message in (refusal(f"{flag} {value}"), refusal(f"--config {path}")):
+        assert flag in message
+        assert value in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--image-shape", "1,224,224"),
+        ("--image-shape", "224,224"),
+        ("--image-shape", "5,224,224"),
+        ("--image-shape", "3,224,224,1"),
+        ("--image-shape", "3,0,0"),
+        ("--rand-crop-scale", "0.5"),
+        ("--rand-crop-scale", "0.0,1.0"),
+        ("--rand-crop-scale", "0.9,0.1"),
+        ("--rand-crop-scale", "0.5,1.5"),
+        ("--rand-crop-ratio", "1.5,0.5"),
+        ("--rand-crop-ratio", "-1.0,1.0"),
+        ("--rand-crop-ratio", "0.5,1.0,2.0"),
+        ("--normalize-mean", "0.5,0.5"),
+        ("--normalize-std", "0.5,0.5"),
+        ("--normalize-std", "0.0,1.0,1.0"),
+        ("--normalize-std", "-1.0,1.0,1.0"),
+    ],
+)
+def test_unusable_list_is_refused(flag, value):
+    assert f"{flag} {value} " in refusal(f"{flag}={value}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "part"), [("--image-shape", "4,x,224", "'x'"), ("--normalize-std", "1,,1", "''")]
+)
+def test_list_with_a_part_of_the_wrong_kind_is_refused(flag, value, part):
+    message = refusal(f"{flag} {value}")
+    assert flag in message
+    assert part in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--image-shape 3,192,192", ["--image-shape 3,192,192", "--crop-size 224", "--image-shape 3,224,224"]),
+        ("--image-shape 4,224,192", ["--image-shape 4,224,192", "--crop-size 224"]),
+        ("--crop-size 192", ["--image-shape 4,224,224", "--crop-size 192", "--image-shape 4,192,192"]),
+        ("--resize-short 223", ["--resize-short 223", "--crop-size 224"]),
+        ("--from-checkpoint a --from-pretrained-params b", ["--from-checkpoint a", "--from-pretrained-params b"]),
+        ("--last-epoch-of-checkpoint auto", ["--last-epoch-of-checkpoint auto", "--from-checkpoint"]),
+        ("--last-epoch-of-checkpoint 0", ["--last-epoch-of-checkpoint 0", "--from-checkpoint"]),
+        ("--run-scope eval_only", ["--run-scope eval_only", "--from-checkpoint", "--from-pretrained-params"]),
+        ("--use-pure-fp16", ["--use-pure-fp16", "--amp"]),
+        ("--amp false --use-pure-fp16", ["--use-pure-fp16", "--amp"]),
+        ("--use-dynamic-loss-scaling", ["--use-dynamic-loss-scaling", "--amp"]),
+        ("--prune-model", ["--prune-model", "--asp"]),
+    ],
+)
+def test_flags_that_do_not_fit_each_other_are_refused(flags, says):
+    message = refusal(flags)
+    for part in says:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--run-scope eval_only --benchmark",
+        "--run-scope eval_only --from-pretrained-params d",
+        "--last-epoch-of-checkpoint None",
+        "--image-shape 3,32,32 --crop-size 32 --resize-short 32",
+    ],
+)
+def test_flags_at_the_edge_of_a_refusal_are_accepted(flags):
+    parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bach_size: 3", "unknown key bach_size: did you mean batch_size?"),
+        ("batch-size: 3", "unknown key batch-size: did you mean batch_size?"),
+        ("5: 3", "unknown key 5"),
+        ("config: other.yaml", "unknown key config"),
+        ("- epochs", "is not a list of `flag: value` lines"),
+        ("epochs 3", "is not a list of `flag: value` lines"),
+        ("normalize_mean: [0, 0", "is not YAML"),
+        ("epochs: 3\n\tlr: 1", "is not YAML"),
+    ],
+)
+def test_unusable_config_file_is_refused(config_file, text, says):
+    path = config_file(text)
+    message = refusal(f"--config {path}")
+    assert f"--config {path}" in message
+    assert says in message
+
+
+def test_config_file_that_cannot_be_read_is_refused(tmp_path):
+    assert f"--config {tmp_path}/none.yaml cannot be read" in refusal(f"--config {tmp_path}/none.yaml")
+    assert f"--config {tmp_path} cannot be read" in refusal(f"--config {tmp_path}")
+
+
+def test_flags_need_neither_paddle_nor_dali():
+    code = "import sys, config; config.parse_args([]); sys.exit(bool({'paddle', 'nvidia.dali'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

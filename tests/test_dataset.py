@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from paddle_resnet import dataset
+from utils.errors import UsageError
+
+
+def files(folder):
+    """{path within the folder: path} of all files."""
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample") / "new" / "digits"
+    assert dataset.write_sample(folder) == (1438, 359)
+    return folder
+
+
+def test_sample_has_ten_classes_in_two_splits(sample):
+    classes = [str(label) for label in range(10)]
+    for split, count in (("train", 1438), ("val", 359)):
+        assert sorted(path.name for path in (sample / split).iterdir()) == classes
+        assert len(files(sample / split)) == count
+    assert sorted(path.name for path in sample.iterdir()) == ["train", "val"]
+
+
+def test_sample_images_are_rgb_jpegs_of_64_pixels(sample):
+    kinds = set()
+    for path in files(sample).values():
+        with Image.open(path) as image:
+            kinds.add((image.format, image.mode, image.size))
+    assert kinds == {("JPEG", "RGB", (64, 64))}
+
+
+def test_sample_images_lie_under_their_label_and_every_fifth_in_val(sample):
+    found = {int(path.stem): (path.parts[-3], int(path.parts[-2])) for path in files(sample).values()}
+    assert found == {i: ("val" if i % 5 == 4 else "train", label) for i, label in enumerate(load_digits().target)}
+
+
+@pytest.mark.parametrize("index", [0, 4, 777, 1796])
+def test_sample_image_shows_its_digit(sample, index):
+    [path] = sample.glob(f"*/*/{index:04d}.jpg")
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("L").resize((8, 8), Image.Resampling.BOX), dtype=float) / 255 * 16
+    digits = load_digits().images
+    assert np.abs(digits - pixels).mean((1, 2)).argmin() == index
+
+
+def test_same_bytes_in_another_folder(sample, tmp_path):
+    dataset.write_sample(tmp_path / "digits")
+    expected, found = files(sample), files(tmp_path / "digits")
+    assert found.keys() == expected.keys()
+    assert all(found[name].read_bytes() == path.read_bytes() for name, path in expected.items())
+
+
+def test_complete_sample_is_left_as_it_is(sample):
+    before = {name: path.stat().st_mtime_ns for name, path in files(sample).items()}
+    assert dataset.write_sample(sample) == (1438, 359)
+    assert {name: path.stat().st_mtime_ns for name, path in files(sample).items()} == before
+
+
+def test_left_overs_of_an_interrupted_run_do_not_matter(sample, tmp_path):
+    left_over = tmp_path / "digits.partial" / "train" / "0" / "left_over.jpg"
+    left_over.parent.mkdir(parents=True)
+    left_over.write_bytes(b"half an image")
+    dataset.write_sample(tmp_path / "digits")
+    assert [path.name for path in tmp_path.iterdir()] == ["digits"]
+    assert files(tmp_path / "digits").keys() == files(sample).keys()
+
+
+def test_interrupted_run_leaves_no_folder_under_the_name(tmp_path, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Image.Image, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dataset.write_sample(tmp_path / "digits")
+    assert not (tmp_path / "digits").exists()
+
+
+def test_foreign_folder_is_refused_and_kept(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert dataset.main(["sample", "--output", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: --output {tmp_path} exists and is not the sample data set")
+    assert captured.err.count("\n") == 1
+    assert files(tmp_path).keys() == {"mine.txt"}
+
+
+def test_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    path = tmp_path / "digits"
+    path.write_text("mine")
+    with pytest.raises(UsageError, match="exists and is not the sample data set"):
+        dataset.write_sample(path)
+    assert path.read_text() == "mine"
+
+
+def test_command_says_what_it_wrote(sample, capsys):
+    assert dataset.main(["sample", "--output", str(sample)]) == 0
+    assert capsys.readouterr().out == f"{sample}: 1438 training and 359 validation images in 10 classes\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["sample"], ["other"]])
+def test_bad_command_line_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        dataset.main(argv)
+    assert stop.value.code == 2
+    assert "usage: python -m paddle_resnet.dataset" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+import json
+from datetime import datetime
+
+import pytest
+
+from utils import logger
+from utils.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def own_log(monkeypatch):
+    """Leave the log of other tests as it was: open, on rank 0, without a report."""
+    monkeypatch.setattr(logger, "_quiet", False)
+    yield
+    logger.close()
+
+
+@pytest.fixture
+def report(tmp_path):
+    path = tmp_path / "logs" / "report.json"
+    logger.setup(path)
+    return path
+
+
+def entries(path):
+    lines = path.read_text().splitlines()
+    assert all(line.startswith("DLLL ") for line in lines)
+    return [json.loads(line.removeprefix("DLLL ")) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("step", "reported", "printed"),
+    [((2, 30), [2, 30], "epoch 2 step 30"), ((2,), [2], "epoch 2"), ((), [], "summary")],
+)
+def test_metrics_are_reported_and_printed(report, capsys, step, reported, printed):
+    logger.log(step, {"train.loss": 0.123456789, "train.images": 40, "train.arch": "ResNet18"})
+    [entry] = entries(report)
+    assert entry["step"] == reported
+    assert entry["data"] == {"train.loss": 0.123456789, "train.images": 40, "train.arch": "ResNet18"}
+    assert capsys.readouterr().out == f"{printed}  train.loss 0.123457  train.images 40  train.arch ResNet18\n"
+
+
+def test_line_has_the_keys_of_dllogger(report):
+    logger.log((0, 1), {"train.loss": 1.0})
+    logger.log((0, 2), {"train.loss": 1.0})
+    first, second = entries(report)
+    assert list(first) == ["timestamp", "datetime", "elapsedtime", "type", "step", "data"]
+    assert first["type"] == "LOG"
+    assert datetime.fromisoformat(first["datetime"]).timestamp() == pytest.approx(float(first["timestamp"]), abs=1e-3)
+    assert 0 <= float(first["elapsedtime"]) <= float(second["elapsedtime"])
+
+
+def test_parameters_are_reported_but_not_printed(report, capsys):
+    logger.log("PARAMETER", {"lr": 0.1, "image_shape": [3, 32, 32], "from_checkpoint": None, "amp": False})
+    [entry] = entries(report)
+    assert entry["step"] == "PARAMETER"
+    assert entry["data"] == {"lr": 0.1, "image_shape": [3, 32, 32], "from_checkpoint": None, "amp": False}
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_are_in_the_file_before_it_is_closed(report):
+    for step in range(3):
+        logger.log((0, step), {"train.loss": 1.0})
+        assert len(entries(report)) == step + 1
+
+
+def test_info_and_warnings_are_not_in_the_report(report, capsys):
+    logger.info("for the user")
+    logger.warn("take care")
+    captured = capsys.readouterr()
+    assert captured.out == "for the user\n"
+    assert captured.err == "warning: take care\n"
+    assert entries(report) == []
+
+
+def test_new_report_replaces_the_old_one(report):
+    logger.log((), {"train.loss": 1.0})
+    logger.setup(report)
+    logger.log((), {"train.loss": 2.0})
+    assert [entry["data"] for entry in entries(report)] == [{"train.loss": 2.0}]
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    report = tmp_path / "logs" / "report.json"
+    logger.setup(report, rank=1)
+    logger.log("PARAMETER", {"lr": 0.1})
+    logger.log((0, 1), {"train.loss": 1.0})
+    logger.info("for the user")
+    logger.warn("take care")
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_other_ranks_leave_rank_0s_report_alone(report):
+    logger.log((), {"train.loss": 1.0})
+    logger.setup(report, rank=1)
+    logger.log((), {"train.loss": 2.0})
+    assert [entry["data"] for entry in entries(report)] == [{"train.loss": 1.0}]
+
+
+def test_without_a_report_metrics_are_only_printed(capsys):
+    logger.log((), {"train.loss": 1.0})
+    assert capsys.readouterr().out == "summary  train.loss 1\n"
+
+
+def test_close_may_come_twice(report):
+    logger.log((), {"train.loss": 1.0})
+    logger.close()
+    logger.close()
+    logger.log((), {"train.loss": 2.0})
+    assert len(entries(report)) == 1
+
+
+@pytest.mark.parametrize("name", ["", "file/report.json"], ids=["a folder", "below a file"])
+def test_unwritable_report_is_refused(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError) as error:
+        logger.setup(tmp_path / name)
+    message = str(error.value)
+    assert f"--report-file {tmp_path / name} cannot be written" in message
+    assert "\n" not in message

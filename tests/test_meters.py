@@ -1,0 +1,83 @@
+import math
+
+import numpy as np
+import pytest
+
+from utils.meters import AverageMeter, latency_percentiles
+
+
+def test_accuracy_is_exact_over_many_float32_batches():
+    random = np.random.RandomState(0)
+    sizes = random.randint(1, 1025, 3000).tolist()
+    correct = [random.randint(0, n + 1) for n in sizes]
+    meter, rounded = AverageMeter("top1", is_ratio=True), AverageMeter("top1")
+    for k, n in zip(correct, sizes, strict=True):
+        accuracy = np.float32(k) / np.float32(n)
+        meter.update(accuracy, n)
+        rounded.update(accuracy, n)
+    assert meter.sum == sum(correct)
+    assert meter.count == sum(sizes)
+    assert meter.avg == sum(correct) / sum(sizes)
+    assert rounded.sum != sum(correct)  # so the counts were worth restoring
+
+
+@pytest.mark.parametrize("is_ratio", [False, True])
+def test_batches_weigh_by_their_samples(is_ratio):
+    meter = AverageMeter("top1", is_ratio)
+    meter.update(1.0, 3)
+    meter.update(0.0, 1)
+    assert meter.avg == 0.75
+    assert meter.value == 0.0
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_values_a_sample_are_averaged(shape):
+    meter = AverageMeter("loss")
+    meter.update(np.array([1, 2, 3, 6], dtype=np.float32).reshape(shape), 4)
+    meter.update(5.0, 1)
+    assert meter.avg == 3.4
+    assert meter.sum == 17.0
+
+
+@pytest.mark.parametrize("value", [2.5, np.float32(2.5), np.array(2.5), np.array([2.5]), np.array([[2.5]]), [2.5]])
+def test_a_batch_mean_may_be_a_number_or_an_array_of_one(value):
+    meter = AverageMeter("loss")
+    meter.update(value, 8)
+    assert (meter.value, meter.sum, meter.count) == (2.5, 20.0, 8)
+
+
+def test_float32_losses_are_summed_in_float64():
+    meter = AverageMeter("loss")
+    meter.update(np.float32(2**24), 1)
+    for _ in range(100):
+        meter.update(np.float32(1), 1)
+    assert meter.sum == 2**24 + 100
+
+
+def test_no_samples_are_not_a_number():
+    meter = AverageMeter("loss")
+    assert math.isnan(meter.avg)
+    assert math.isnan(meter.value)
+
+
+def test_reset_forgets():
+    meter = AverageMeter("loss")
+    meter.update(1.0, 2)
+    meter.reset()
+    assert math.isnan(meter.avg)
+    meter.update(3.0, 2)
+    assert meter.avg == 3.0
+
+
+@pytest.mark.parametrize(
+    ("batch_times_s", "mean", "p50", "p90", "p95", "p99"),
+    [
+        ([0.005, 0.001, 0.003, 0.002, 0.004], 3.0, 3.0, 4.6, 4.8, 4.96),
+        ([0.01, 0.02], 15.0, 15.0, 19.0, 19.5, 19.9),
+        ([i / 1000 for i in range(101)], 50.0, 50.0, 90.0, 95.0, 99.0),
+        ([0.25], 250.0, 250.0, 250.0, 250.0, 250.0),
+    ],
+)
+def test_latency_percentiles_are_milliseconds_between_the_nearest_steps(batch_times_s, mean, p50, p90, p95, p99):
+    expected = dict(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99)  # noqa: C408  the names are the point
+    assert latency_percentiles(batch_times_s) == pytest.approx({f"latency_{k}_ms": v for k, v in expected.items()})
