@@ -105,10 +105,13 @@ def _run(args, argv):
         return
 
     result, best, folder = None, None, None
+    bn_average_prog = distributed.build_bn_average(train_prog) if distributed.world_size() > 1 else None
     for epoch in range(start_epoch, args.epochs):
         is_last = epoch + 1 == args.epochs
         trained = program.run(args, train_loader, exe, compiled_train, train_fetchs, epoch, Mode.TRAIN, lr_scheduler)
         program.log_info((epoch,), trained, Mode.TRAIN)
+        if bn_average_prog is not None:
+            exe.run(bn_average_prog)
         if evaluates and (is_last or (epoch + 1) % args.eval_interval == 0):
             result = evaluate(epoch)
             if best is None or result["top1"] > best["top1"]:

@@ -8,7 +8,10 @@ import os
 
 import numpy as np
 import paddle
+from paddle import static
 from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_optimizers.common import CollectiveHelper
+from paddle.distributed.fleet.utils.log_util import set_log_level
 
 from utils.errors import UsageError
 
@@ -20,6 +23,7 @@ GPU_FLAGS = {
     "FLAGS_max_inplace_grad_add": 8,
 }
 
+_NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 _exchanges = 0
 
 
@@ -66,15 +70,49 @@ def place(args):
 def start(args):
     """Initialise Fleet for collective training, in a job of one process, too, and set Paddle's flags; to be called
     before a program is built.
-
-    Raises:
-        UsageError: several processes on CPUs.
     """
-    if world_size() > 1 and args.device == "cpu":
-        raise UsageError(f"{world_size()} processes on CPUs are not supported yet: start one, or use GPUs")
     if args.device == "gpu":
         paddle.set_flags(GPU_FLAGS)
-    fleet.init(is_collective=True, log_level="ERROR")
+    set_log_level("ERROR")  # before the strategy, which reports its own creation
+    strategy = fleet.DistributedStrategy()
+    # On CPUs a fused all-reduce can run before the gradients are in its buffer: only a GPU stream keeps their order.
+    strategy.fuse_all_reduce_ops = args.device == "gpu"
+    fleet.init(is_collective=True, strategy=strategy)
+    if world_size() > 1 and args.device == "cpu":
+        # Fleet writes NCCL's set-up into the start-up program even where there is no NCCL.
+        CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
+        paddle.distributed.init_parallel_env()
+
+
+def leave_out_nccl(args, *programs):
+    """Remove from programs what only NCCL needs, so that their all-reduces run on CPUs over Gloo."""
+    if args.device == "gpu" or world_size() == 1:
+        return
+    for program in programs:
+        block = program.global_block()
+        for i in reversed(range(len(block.ops))):
+            if block.ops[i].type in _NCCL_OPERATORS:
+                block._remove_op(i)
+        block._sync_with_cpp()
+
+
+def build_bn_average(train_prog):
+    """A program that replaces the BN statistics of a training program by their mean over the processes.
+
+    Each process follows the statistics of its own images. Run before an evaluation or a checkpoint, this lets all
+    of them score with the same network, the one that is saved.
+    """
+    average_prog = static.Program()
+    block = average_prog.global_block()
+    with static.program_guard(average_prog):
+        for op in train_prog.global_block().ops:
+            if op.type in ("batch_norm", "fused_bn_add_activation"):
+                for name in (*op.output("MeanOut"), *op.output("VarianceOut")):
+                    source = train_prog.global_block().var(name)
+                    value = block.create_var(name=name, shape=source.shape, dtype=source.dtype, persistable=True)
+                    paddle.distributed.all_reduce(value)
+                    paddle.assign(paddle.scale(value, 1 / world_size()), output=value)
+    return average_prog
 
 
 def all_gather(values):

@@ -140,6 +140,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
                 exclude_from_asp(main_prog, model)
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
+            distributed.leave_out_nccl(args, main_prog, startup_prog)
     return fetchs, lr_scheduler, feeds, optimizer
 
 
@@ -202,9 +203,12 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
             meter.update(np.asarray(handle), images)
         if step % args.print_interval == 0 and step >= first_step:
             metrics = {name: meter.value for name, meter in zip(names, meters, strict=True)}
+            metrics.update(clock.since_last_log())
+            if distributed.world_size() > 1:  # a step's figures are this process's; an epoch's are the job's
+                metrics = {f"rank0.{name}": value for name, value in metrics.items()}
             if lr is not None:
                 metrics["lr"] = lr
-            log_info((epoch, step), {**metrics, **clock.since_last_log()}, mode)
+            log_info((epoch, step), metrics, mode)
 
     batches = iter(dataloader)
     for step in range(last_step):

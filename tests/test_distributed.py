@@ -1,0 +1,80 @@
+"""Two and three processes on the CPU, started by Paddle's launcher as on GPUs."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, TINY, phase, read_report
+from paddle_resnet import distributed
+from utils.errors import UsageError
+
+
+@pytest.fixture
+def launch(photos, tmp_path):
+    """Run a job; returns (exit code, report entries, [parameters of each rank])."""
+
+    def launch(processes, *flags):
+        name = f"job{len(list(tmp_path.glob('job*')))}"
+        folder = tmp_path / name
+        folder.mkdir()
+        places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", folder / "report.json"]
+        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes, "--log_dir", folder / "log"]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder)}
+        done = subprocess.run(
+            list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        )
+        parameters = [np.load(path) for path in sorted(folder.glob("rank*.npz"))]
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return read_report(folder / "report.json"), parameters
+
+    return launch
+
+
+def test_ranks_agree_bit_for_bit_and_evaluate_like_one_process(launch, run_train, tmp_path):
+    report, parameters = launch(2, "--epochs", "2", "--batch-size", "4", "--print-interval", "1")
+    assert len(parameters) == 2
+    assert parameters[0].files == parameters[1].files
+    assert len(parameters[0].files) > 20
+    for name in parameters[0].files:
+        np.testing.assert_array_equal(parameters[0][name], parameters[1][name], err_msg=name)
+    trained, evaluated = phase(report, [1], "train."), phase(report, [1], "val.")
+    assert trained["images"] == 2 * (30 // 2 // 4) * 4
+    assert evaluated["images"] == 23
+    # The job's figures are the job's; what one rank alone has seen is called so.
+    assert "train.rank0.loss" in next(e["data"] for e in report if e["step"] == [1, 0])
+    # Two processes: twice the learning rate.
+    assert max(e["data"]["train.lr"] for e in report if "train.lr" in e["data"]) == pytest.approx(0.1)
+
+    _, alone = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")
+    for processes, batch_size in ((2, 5), (3, 8)):
+        flags = ["--from-checkpoint", tmp_path / "output/Tiny/1", "--batch-size", batch_size]
+        together, _ = launch(processes, "--run-scope", "eval_only", *flags)
+        for result in (phase(together, [], "val."), evaluated):
+            assert result["images"] == 23
+            assert result["top1"] == phase(alone, [], "val.")["top1"]
+            assert result["top5"] == phase(alone, [], "val.")["top5"]
+            assert result["loss"] == pytest.approx(phase(alone, [], "val.")["loss"], rel=1e-6)
+
+
+def test_all_gather_of_one_process():
+    np.testing.assert_array_equal(distributed.all_gather([1, 0.1]), [[1, 0.1]])
+
+
+def test_place_and_rank_come_from_the_launcher(monkeypatch, parse):
+    assert (distributed.rank(), distributed.world_size(), distributed.local_gpu()) == (0, 1, 0)
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
+    monkeypatch.setenv("FLAGS_selected_gpus", "2")
+    assert (distributed.rank(), distributed.world_size(), distributed.local_gpu()) == (3, 4, 2)
+
+
+def test_cpu_refuses_what_only_a_gpu_does(parse):
+    for flags in (["--amp"], ["--dali-device", "gpu"]):
+        with pytest.raises(UsageError, match=flags[0]):
+            parse(*flags)
+    args = parse()
+    assert (args.device, args.dali_device) == ("cpu", "cpu")
