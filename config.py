@@ -5,6 +5,7 @@ This module imports neither Paddle nor DALI, so that `--help` and a misspelt fla
 
 import argparse
 import difflib
+import math
 import sys
 from fractions import Fraction
 
@@ -28,7 +29,7 @@ def parse_args(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     config_file = _config_file(argv)
-    words = _yaml_words(parser, config_file) if config_file else []
+    words = _yaml_words(parser, config_file) if config_file is not None else []
     args, unknown = parser.parse_known_args(words + argv)
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
@@ -99,7 +100,7 @@ def _add_global(group):
     _add_switch(group, "--print-config", help="print the flags as YAML and stop")
     _add_switch(group, "--dry-run", help="check flags and data, build the programs, load what is asked for, stop")
     _add_switch(group, "--enable-cpu-affinity", default=True, help="bind each process to the cores next to its GPU")
-    group.add_argument("--seed", type=_not_negative, default=0, help="seed of the initial parameters")
+    group.add_argument("--seed", type=_seed, default=0, help="seed of the initial parameters")
     group.add_argument(
         "--device", default="auto", choices=["auto", "gpu", "cpu"], help="auto: a GPU if Paddle finds one, else the CPU"
     )
@@ -117,7 +118,7 @@ def _add_dataset(group):
         choices=["auto", "folder", "synthetic"],
         help="auto: folder; synthetic: one random batch that stays in device memory",
     )
-    group.add_argument("--dali-random-seed", type=_not_negative, default=42, help="seed of order and augmentation")
+    group.add_argument("--dali-random-seed", type=_seed, default=42, help="seed of order and augmentation")
     group.add_argument("--dali-num-threads", type=_positive, default=4, help="loader threads a process")
     _add_switch(group, "--dali-output-fp16", help="the loader makes float16 images")
     group.add_argument(
@@ -144,7 +145,7 @@ def _add_augmentation(group):
         metavar="MIN,MAX",
         help="width/height of the random crop",
     )
-    group.add_argument("--normalize-scale", type=_number, default=1 / 255, help="factor before normalisation")
+    group.add_argument("--normalize-scale", type=_positive_number, default=1 / 255, help="factor before normalisation")
     group.add_argument("--normalize-mean", type=_numbers, default=[0.485, 0.456, 0.406], metavar="R,G,B", help="mean")
     group.add_argument(
         "--normalize-std", type=_numbers, default=[0.229, 0.224, 0.225], metavar="R,G,B", help="standard deviation"
@@ -164,18 +165,23 @@ def _add_training(group):
     group.add_argument("--label-smoothing", type=_ratio, default=0.1, help="share of the label spread over all classes")
     group.add_argument("--optimizer", default="Momentum", choices=["Momentum"], help="optimizer")
     group.add_argument("--momentum", type=_ratio, default=0.875, help="momentum")
-    group.add_argument("--weight-decay", type=_number, default=3.0517578125e-05, help="L2 weight decay")
+    group.add_argument("--weight-decay", type=_not_negative_number, default=3.0517578125e-05, help="L2 weight decay")
     group.add_argument("--lr-scheduler", default="Cosine", choices=["Cosine"], help="learning-rate schedule")
     group.add_argument(
-        "--lr", type=_number, default=0.256, help="peak learning rate a process: multiplied by their number"
+        "--lr",
+        type=_not_negative_number,
+        default=0.256,
+        help="peak learning rate a process: multiplied by their number",
     )
     group.add_argument("--warmup-epochs", type=_not_negative, default=5, help="epochs of linear warm-up")
-    group.add_argument("--warmup-start-lr", type=_number, default=0.0, help="learning rate of step 0")
+    group.add_argument("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate of step 0")
 
 
 def _add_advanced(group):
     _add_switch(group, "--amp", help="automatic mixed precision in float16 (GPU)")
-    group.add_argument("--scale-loss", type=_number, default=1.0, help="loss scale, or the first one if it is dynamic")
+    group.add_argument(
+        "--scale-loss", type=_positive_number, default=1.0, help="loss scale, or the first one if it is dynamic"
+    )
     _add_switch(group, "--use-dynamic-loss-scaling", help="adapt the loss scale")
     _add_switch(group, "--use-pure-fp16", help="AMP O2: parameters in float16 with float32 master copies")
     _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
@@ -221,7 +227,9 @@ def _check(args):
     for flag, count in (("rand_crop_scale", 2), ("rand_crop_ratio", 2), ("normalize_mean", 3), ("normalize_std", 3)):
         values = getattr(args, flag)
         if len(values) != count or (flag != "normalize_mean" and min(values) <= 0):
-            raise UsageError(f"{_flag(flag)} {','.join(map(str, values))} is not {count} positive numbers: mend it")
+            raise UsageError(
+                f"{_flag(flag)} {','.join(map(str, values))} is not {count} numbers of the right sign: mend it"
+            )
     for flag in ("rand_crop_scale", "rand_crop_ratio"):
         low, high = getattr(args, flag)
         if low > high or (flag == "rand_crop_scale" and high > 1):
@@ -247,7 +255,7 @@ def _unknown(kind, word, known):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise UsageError(message.removeprefix("argument "))
+        raise UsageError(" ".join(message.removeprefix("argument ").split()))
 
 
 def _add_switch(group, flag, default=False, help=None):
@@ -265,18 +273,21 @@ def _yaml_words(parser, path):
     """The keys of a YAML file as command-line words, so that both are checked by the same parser."""
     try:
         with open(path, encoding="utf-8") as f:
-            values = yaml.safe_load(f) or {}
+            values = yaml.safe_load(f)
     except OSError as e:
         raise UsageError(f"--config {path} cannot be read ({e.strerror}): name a YAML file") from e
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise UsageError(f"--config {path} is not YAML ({' '.join(str(e).split())}): mend that line") from e
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise UsageError(f"--config {path} is not a list of `flag: value` lines: write it as one")
-    known = [action.dest for action in parser._actions if action.dest not in ("help", "config")]
+    by_name = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
     words = []
     for key, value in values.items():
-        if key not in known:
-            raise UsageError(f"--config {path}: {_unknown('key', str(key), known)}")
+        if key not in by_name:
+            raise UsageError(f"--config {path}: {_unknown('key', str(key), list(by_name))}")
+        if isinstance(value, bool) and not by_name[key].nargs:
+            raise UsageError(f"--config {path}: {key} takes a word and YAML reads this one as {value}: quote it")
         if value is not None:  # null keeps the default
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(f"{_flag(key)}={text}")
@@ -292,9 +303,26 @@ def _truth(text):
 
 def _number(text):
     try:
-        return float(Fraction(text)) if "/" in text else float(text)
-    except (ValueError, ZeroDivisionError) as e:
+        value = float(Fraction(text)) if "/" in text else float(text)
+    except (ValueError, ZeroDivisionError, OverflowError) as e:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number: give one such as 0.1 or 1/255") from e
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not finite: give a number such as 0.1 or 1/255")
+    return value
+
+
+def _not_negative_number(text):
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative: give 0 or more")
+    return value
+
+
+def _positive_number(text):
+    value = _number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive: give more than 0")
+    return value
 
 
 def _ratio(text):
@@ -320,6 +348,13 @@ def _positive(text):
 
 def _not_negative(text):
     return _integer(text, 0)
+
+
+def _seed(text):
+    value = _not_negative(text)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is too large for a seed: give less than {2**32}")
+    return value
 
 
 def _epoch(text):

@@ -60,6 +60,9 @@ def main(argv=None):
     except UsageError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except OSError as e:
+        print(f"error: --output {args.output} cannot be written ({e.strerror}): name another folder", file=sys.stderr)
+        return 2
     print(f"{args.output}: {n_train} training and {n_val} validation images in 10 classes")
     return 0
 

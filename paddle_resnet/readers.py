@@ -50,15 +50,18 @@ def folder(image_root, mode, num_of_class, seed):
     split = {Mode.TRAIN: "train", Mode.EVAL: "val"}[mode]
     split_dir = os.path.join(image_root, split)
     if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root} does not exist: name the folder that holds train/ and val/")
+        raise UsageError(f"--image-root {image_root} is no folder: name the one that holds train/ and val/")
     if not os.path.isdir(split_dir):
         raise UsageError(f"--image-root {image_root} has no folder {split}/: name the folder above it")
 
     label_dir = os.path.join(image_root, "train")
-    classes = _folders(label_dir if os.path.isdir(label_dir) else split_dir)
+    if not os.path.isdir(label_dir):
+        label_dir = split_dir
+    classes = _folders(label_dir)
     if not classes:
         raise UsageError(
-            f"--image-root {image_root}: {split}/ holds no class folders: put the images into one folder a class"
+            f"--image-root {image_root}: {os.path.basename(label_dir)}/ holds no class folders: put the images into "
+            "one folder a class"
         )
     if len(classes) > num_of_class:
         raise UsageError(
@@ -105,5 +108,6 @@ def _folders(path):
 
 def _images(path):
     with os.scandir(path) as entries:
-        names = sorted(e.name for e in entries if e.name.lower().endswith(IMAGE_SUFFIXES))
+        files = [e.name for e in entries if e.is_file() and not e.name.startswith(".")]
+    names = sorted(name for name in files if name.lower().endswith(IMAGE_SUFFIXES))
     return [os.path.join(path, name) for name in names]

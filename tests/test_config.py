@@ -389,3 +389,36 @@ def test_config_file_that_cannot_be_read_is_refused(tmp_path):
 def test_flags_need_neither_paddle_nor_dali():
     code = "import sys, config; config.parse_args([]); sys.exit(bool({'paddle', 'nvidia.dali'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--lr", "nan"], "nan is not finite"),
+        (["--lr=-1"], "-1 is negative"),
+        (["--scale-loss", "0"], "0 is not positive"),
+        (["--normalize-scale", "0"], "0 is not positive"),
+        (["--rand-crop-scale", "nan,1"], "nan is not finite"),
+        (["--dali-random-seed", str(2**32)], "too large for a seed"),
+        (["--seed", str(2**32)], "too large for a seed"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(flags, says):
+    with pytest.raises(UsageError, match=says):
+        config.parse_args(flags)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"model_prefix: no\n", "model_prefix takes a word and YAML reads this one as False: quote it"),
+        (b"\xff\xfe\xfa", "is not YAML"),
+        (b"[]", "is not a list of `flag: value` lines"),
+        (b"false", "is not a list of `flag: value` lines"),
+    ],
+)
+def test_yaml_that_cannot_be_meant_is_refused(tmp_path, content, says):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=says):
+        config.parse_args(["--config", str(path)])

@@ -83,7 +83,8 @@ def test_without_training_images_val_numbers_the_classes(make):
 
 def test_what_is_no_class_and_no_image_is_ignored(make):
     images = [f"val/a/{i}{suffix}" for i, suffix in enumerate((*readers.IMAGE_SUFFIXES, ".JPG", ".JPEG"))]
-    root = make(*images, "val/a/list.txt", "val/a/jpg", "val/a/0.jpg.part", "val/.cache/0.jpg", "val/0.jpg")
+    noise = ["list.txt", "jpg", "0.jpg.part", "._0.jpg", "folder.jpg/"]
+    root = make(*images, *[f"val/a/{name}" for name in noise], "val/.cache/0.jpg", "val/0.jpg")
     data_set = readers.folder(root, Mode.EVAL, 10, 0)
     assert data_set.classes == ["a"]
     assert [path for path, _ in contents(data_set)] == images
@@ -119,7 +120,7 @@ def test_as_many_classes_as_outputs_are_accepted(make):
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_missing_root_is_refused(make, mode, name):
     root = f"{make('file')}/{name}"
-    assert f"--image-root {root} does not exist" in refusal(root, mode)
+    assert f"--image-root {root} is no folder" in refusal(root, mode)
 
 
 @pytest.mark.parametrize(("mode", "split"), [(Mode.TRAIN, "train"), (Mode.EVAL, "val")])

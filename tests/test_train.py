@@ -136,7 +136,7 @@ def flatten(split):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (shutil.rmtree, ["--image-root", "does not exist", "train/ and val/"]),
+        (shutil.rmtree, ["--image-root", "is no folder", "train/ and val/"]),
         (empty, ["--image-root", "has no folder train/"]),
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder a class"]),
         (

@@ -30,6 +30,7 @@ class AverageMeter:
             n: number of samples in the batch.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
+        assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
         total = float(value.sum()) if value.size == n else float(value[0]) * n
         if self.is_ratio:
             total = round(total)
