@@ -37,7 +37,9 @@ def test_metrics_are_reported_and_printed(report, capsys, step, reported, printe
     [entry] = entries(report)
     assert entry["step"] == reported
     assert entry["data"] == {"train.loss": 0.123456789, "train.images": 40, "train.arch": "ResNet18"}
-    assert capsys.readouterr().out == f"{printed}  train.loss 0.123457  train.images 40  train.arch ResNet18\n"
+    assert capsys.readouterr().out == f"{printed} train  loss 0.1235  images 40  arch ResNet18\n"
+    logger.log(step, {"train.loss": 0.5, "val.loss": 0.25})
+    assert capsys.readouterr().out == f"{printed}  train.loss 0.5  val.loss 0.25\n"
 
 
 def test_line_has_the_keys_of_dllogger(report):

@@ -3,8 +3,9 @@ import math
 import numpy as np
 import paddle
 import pytest
+from paddle import static
 
-from paddle_resnet import distributed, optimizer
+from paddle_resnet import distributed, optimizer, program
 from test_program import build, variable
 
 
@@ -62,3 +63,43 @@ def test_pruning_leaves_two_of_four(parse, algorithm):
         if algorithm == "mask_1d":
             sums = np.sort(np.abs(before[name]).transpose(2, 3, 0, 1).reshape(-1, 4), axis=1)[:, 2:].sum()
             np.testing.assert_allclose(np.abs(weight).sum(), sums, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("is_train", [True, False])
+def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(parse, monkeypatch, level, is_train):
+    """How the program is rewritten; a GPU runs it in test_gpu.py. Paddle's CPU build knows no float16 kernel and
+    would cast nothing, so its list of unsupported operators is emptied here."""
+    lists = optimizer._amp_lists
+
+    def all_supported(program):
+        result = lists(program)
+        result.unsupported_list = set()
+        return result
+
+    monkeypatch.setattr(optimizer, "_amp_lists", all_supported)
+    args = parse("--dali-output-fp16", "--data-layout", "NHWC")
+    args.amp, args.use_pure_fp16 = True, level == "O2"  # refused by the parser on a CPU
+    args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
+    main = static.Program()
+    fetchs, _, _, _ = program.build(args, main, static.Program(), 1, is_train=is_train)
+    if not is_train:
+        monkeypatch.setattr(optimizer.fp16_utils, "cast_parameters_to_fp16", lambda *_: None)
+        optimizer.cast_evaluation_program(args, main, paddle.CPUPlace())
+    block = main.global_block()
+    by_type = {}
+    for op in block.ops:
+        by_type.setdefault(op.type, []).append(op)
+
+    def dtypes(op, names):
+        return {block.var(name).dtype for name in names if block.var(name).dtype not in (paddle.int64, paddle.int32)}
+
+    for op in by_type["conv2d"]:
+        assert dtypes(op, op.input("Input") + op.input("Filter") + op.output("Output")) == {paddle.float16}
+    for op_type in optimizer.LOSS_HEAD:
+        for op in by_type.get(op_type, []):
+            assert dtypes(op, op.input_arg_names + op.output_arg_names) == {paddle.float32}, op_type
+    assert {variable.dtype for variable, _ in fetchs.values()} == {paddle.float32}
+    weights = {p.dtype for p in main.all_parameters() if "batch_norm" not in p.name and "mask" not in p.name}
+    assert weights == {paddle.float16 if level == "O2" else paddle.float32}
+    assert {p.dtype for p in main.all_parameters() if "batch_norm" in p.name} == {paddle.float32}

@@ -65,7 +65,7 @@ def log(step, data):
     if _quiet:
         return
     if step != "PARAMETER":
-        print(f"{_label(step)}  {'  '.join(f'{k} {_number(v)}' for k, v in data.items())}", flush=True)
+        print(_line(step, data), flush=True)
     if _report is not None:
         now = time.time()
         entry = {
@@ -79,9 +79,20 @@ def log(step, data):
         _report.write("DLLL " + json.dumps(entry) + "\n")
 
 
+def _line(step, data):
+    """A phase that all names share is said once, so that a line fits a wide terminal."""
+    phases = {name.partition(".")[0] for name in data}
+    label = _label(step)
+    if len(phases) == 1:
+        phase = phases.pop()
+        label = f"{label} {phase}"
+        data = {name.removeprefix(f"{phase}."): value for name, value in data.items()}
+    return "  ".join([label, *(f"{name} {_number(value)}" for name, value in data.items())])
+
+
 def _label(step):
     return " ".join(f"{name} {value}" for name, value in zip(("epoch", "step"), step, strict=False)) or "summary"
 
 
 def _number(value):
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
