@@ -102,7 +102,7 @@ def test_other_ranks_leave_rank_0s_report_alone(report):
 
 def test_without_a_report_metrics_are_only_printed(capsys):
     logger.log((), {"train.loss": 1.0})
-    assert capsys.readouterr().out == "summary  train.loss 1\n"
+    assert capsys.readouterr().out == "summary train  loss 1\n"
 
 
 def test_close_may_come_twice(report):

@@ -95,4 +95,6 @@ def _label(step):
 
 
 def _number(value):
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
