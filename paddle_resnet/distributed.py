@@ -75,7 +75,7 @@ def start(args):
         paddle.set_flags(GPU_FLAGS)
     set_log_level("ERROR")  # before the strategy, which reports its own creation
     strategy = fleet.DistributedStrategy()
-    # On CPUs a fused all-reduce can run before the gradients are in its buffer: only a GPU stream keeps their order.
+    # oneDNN writes a convolution's gradient into memory of its own, not into the buffer of a fused all-reduce.
     strategy.fuse_all_reduce_ops = args.device == "gpu"
     fleet.init(is_collective=True, strategy=strategy)
     if world_size() > 1 and args.device == "cpu":
@@ -84,16 +84,45 @@ def start(args):
         paddle.distributed.init_parallel_env()
 
 
-def leave_out_nccl(args, *programs):
-    """Remove from programs what only NCCL needs, so that their all-reduces run on CPUs over Gloo."""
-    if args.device == "gpu" or world_size() == 1:
+def adapt_communication(args, main_prog, startup_prog):
+    """Mend what Fleet has written into the programs of a job of several processes."""
+    if world_size() == 1:
         return
-    for program in programs:
-        block = program.global_block()
-        for i in reversed(range(len(block.ops))):
-            if block.ops[i].type in _NCCL_OPERATORS:
-                block._remove_op(i)
-        block._sync_with_cpp()
+    if args.device == "gpu":
+        _order_fused_all_reduces(main_prog.global_block())
+    else:
+        for program in (main_prog, startup_prog):
+            _leave_out_nccl(program.global_block())
+
+
+def _order_fused_all_reduces(block):
+    """Let every fused all-reduce wait for all gradients in its buffer.
+
+    It reads the buffer by the buffer's own name, so that the Executor sees no dependency on operators that write a
+    gradient inside. It guesses them, and misses the BN gradients once BN and ReLU are fused under AMP: those
+    stay each process's own, and the processes drift apart.
+    """
+    gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
+    for i in reversed(range(len(block.ops))):
+        op = block.ops[i]
+        if op.type == "c_allreduce_sum" and op.input("X")[0] in gradients:
+            buffer = op.input("X")[0]
+            block._insert_op_without_sync(
+                i,
+                type="depend",
+                inputs={"X": block.var(buffer), "Dep": [block.var(name) for name in gradients[buffer]]},
+                outputs={"Out": block.var(buffer)},
+                attrs={"op_role": op.attr("op_role")},
+            )
+    block._sync_with_cpp()
+
+
+def _leave_out_nccl(block):
+    """Remove what only NCCL needs, so that the all-reduces run on CPUs over Gloo."""
+    for i in reversed(range(len(block.ops))):
+        if block.ops[i].type in _NCCL_OPERATORS:
+            block._remove_op(i)
+    block._sync_with_cpp()
 
 
 def build_bn_average(train_prog):

@@ -140,7 +140,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
                 exclude_from_asp(main_prog, model)
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
-            distributed.leave_out_nccl(args, main_prog, startup_prog)
+            distributed.adapt_communication(args, main_prog, startup_prog)
     return fetchs, lr_scheduler, feeds, optimizer
 
 

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from paddle import static
 
 from conftest import ROOT, TINY, phase, read_report
 from paddle_resnet import distributed
@@ -58,6 +59,25 @@ def test_ranks_agree_bit_for_bit_and_evaluate_like_one_process(launch, run_train
             assert result["top1"] == phase(alone, [], "val.")["top1"]
             assert result["top5"] == phase(alone, [], "val.")["top5"]
             assert result["loss"] == pytest.approx(phase(alone, [], "val.")["loss"], rel=1e-6)
+
+
+def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
+    """The rewriting alone; that it is needed and suffices is seen on two GPUs in test_gpu.py."""
+    main = static.Program()
+    block = main.global_block()
+    with static.program_guard(main):
+        for name in ("a", "b", "a@GRAD", "b@GRAD", "fused"):
+            block.create_var(name=name, shape=[2], dtype="float32")
+    fused = {"Input": ["a", "b"]}, {"Output": ["a@GRAD", "b@GRAD"], "FusedOutput": ["fused"]}
+    block.append_op(type="coalesce_tensor", inputs=fused[0], outputs=fused[1], attrs={"dtype": block.var("a").dtype})
+    reduce = {"type": "c_allreduce_sum", "attrs": {"ring_id": 0, "op_role": 1}}
+    block.append_op(inputs={"X": "fused"}, outputs={"Out": "fused"}, **reduce)
+    block.append_op(inputs={"X": "a@GRAD"}, outputs={"Out": "a@GRAD"}, **reduce)
+    distributed._order_fused_all_reduces(block)
+    assert [op.type for op in block.ops] == ["coalesce_tensor", "depend", "c_allreduce_sum", "c_allreduce_sum"]
+    depend = block.ops[1]
+    assert depend.input("X") == depend.output("Out") == ["fused"]
+    assert depend.input("Dep") == ["a@GRAD", "b@GRAD"]
 
 
 def test_all_gather_of_one_process():

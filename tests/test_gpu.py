@@ -1,11 +1,15 @@
 """What only a GPU can show; skipped without one."""
 
+import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
+import paddle
 import pytest
 
-from conftest import phase
+from conftest import ROOT, TINY, phase
 from paddle_resnet import dali
 from test_dali import epoch
 from utils.mode import Mode
@@ -91,3 +95,21 @@ def test_benchmark(run_train, scope, source):
     code, report = run_train("--run-scope", scope, *flags, *O2)
     assert code == 0
     assert phase(report, [], "train." if scope == "train_only" else "val.")["steps"] == 7
+
+
+@pytest.mark.parametrize("flags", [FP32, O1, O2, [*O2, "--asp", "--prune-model"]], ids=["fp32", "O1", "O2", "O2 ASP"])
+def test_two_gpus_keep_the_same_parameters(photos, tmp_path, flags):
+    if paddle.device.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    launcher = ["-m", "paddle.distributed.launch", "--gpus", "0,1", "--log_dir", tmp_path / "log"]
+    places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
+    command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags, "--batch-size", "5"]
+    environment = {**os.environ, "PARAMETERS": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
+    for name in first.files:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
