@@ -238,6 +238,10 @@ def _check(args):
         raise UsageError("--use-pure-fp16 is a level of mixed precision and needs --amp: add it, or drop the flag")
     if args.use_dynamic_loss_scaling and not args.amp:
         raise UsageError("--use-dynamic-loss-scaling scales the loss of --amp only: add it, or drop the flag")
+    if args.asp and not args.prune_model and args.from_checkpoint is None:
+        raise UsageError(
+            "--asp keeps pruned weights pruned and there are none: add --prune-model or --from-checkpoint DIR"
+        )
     if args.prune_model and not args.asp:
         raise UsageError("--prune-model prunes for sparse training and needs --asp: add it, or drop the flag")
 

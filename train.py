@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Train, evaluate or benchmark: `python train.py --help`, or through `python -m paddle.distributed.launch`."""
 
+import os
 import shlex
 import sys
 
@@ -74,11 +75,11 @@ def _run(args, argv):
         checkpoint.load_pretrained(args, loaded_prog, place)
     if trains and start_epoch >= args.epochs:
         raise UsageError(f"--epochs {args.epochs} are done in {args.from_checkpoint}: give more than {start_epoch}")
-    if trains and args.amp:
-        optimizer.amp_init(place, scope=static.global_scope())
-    if trains and args.prune_model:
-        prune(args, train_prog, place)
     if trains:
+        if args.amp:
+            optimizer.amp_init(place, scope=static.global_scope())
+        if args.prune_model:
+            prune(args, train_prog, place)
         compiled_train = program.compile_prog(args, train_prog, train_fetchs["loss"][0].name)
     if evaluates:
         cast_evaluation_program(args, eval_prog, place)
@@ -94,13 +95,10 @@ def _run(args, argv):
         return result
 
     if not trains:
-        epoch = max(0, start_epoch - 1)
-        program.log_info((), evaluate(epoch), Mode.EVAL)
+        program.log_info((), evaluate(max(0, start_epoch - 1)), Mode.EVAL)
         return
     if args.benchmark:
-        result = program.run(
-            args, train_loader, exe, compiled_train, train_fetchs, start_epoch, Mode.TRAIN, lr_scheduler
-        )
+        result = program.run(args, train_loader, exe, compiled_train, train_fetchs, 0, Mode.TRAIN, lr_scheduler)
         program.log_info((), result, Mode.TRAIN)
         return
 
@@ -125,7 +123,6 @@ def _run(args, argv):
 def _start_line(args, world_size, train_loader, eval_loader):
     precision = ("float16 O2" if args.use_pure_fp16 else "float16 O1") if args.amp else "float32"
     loaders = {"train": train_loader, "val": eval_loader}
-    loaders = {"train": train_loader, "val": eval_loader}
     sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
     return (
         f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, batch "
@@ -139,11 +136,15 @@ def _summarise(args, argv, trained, result, best, folder):
         data.update({f"val.{name}": result[name] for name in ("loss", "top1", "top5", "images")})
         data.update({"best.epoch": best["epoch"], "best.val.top1": best["top1"]})
     logger.log((), data)
-    logger.info(
-        f"last checkpoint: {folder}\nreport: {args.report_file}\n"
-        f"evaluate it again: python train.py {shlex.join(argv)} --run-scope {RunScope.EVAL_ONLY.value} "
-        f"--from-checkpoint {folder}"
-    )
+    logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
+    if args.from_checkpoint is None and args.from_pretrained_params is None:
+        flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
+        logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
+
+
+def _python():
+    path = os.path.relpath(sys.executable)
+    return "python" if path.startswith("..") else path
 
 
 if __name__ == "__main__":

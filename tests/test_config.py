@@ -340,6 +340,7 @@ def test_list_with_a_part_of_the_wrong_kind_is_refused(flag, value, part):
         ("--amp false --use-pure-fp16", ["--use-pure-fp16", "--amp"]),
         ("--use-dynamic-loss-scaling", ["--use-dynamic-loss-scaling", "--amp"]),
         ("--prune-model", ["--prune-model", "--asp"]),
+        ("--asp", ["--asp", "--prune-model", "--from-checkpoint"]),
     ],
 )
 def test_flags_that_do_not_fit_each_other_are_refused(flags, says):
