@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train, evaluate or benchmark: `python train.py --help`, or through `python -m paddle.distributed.launch`."""
 
 import os
