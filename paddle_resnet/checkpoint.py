@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 from paddle import static
 
+from utils import logger
 from utils.errors import UsageError
 
 META = "meta.json"
@@ -112,6 +113,7 @@ def load(args, program, lr_scheduler, place):
     flag = f"--from-checkpoint {folder}"
     _load_parameters(args, program, _unpickle(f"{prefix}.pdparams", flag), flag, place)
     if lr_scheduler is None:
+        logger.info(f"loaded {folder}")
         return start_epoch
     _, others = _variables(program)
     _load_strictly(others, _unpickle(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
@@ -120,6 +122,7 @@ def load(args, program, lr_scheduler, place):
         with warnings.catch_warnings():  # LinearWarmup calls the state of the schedule inside it "unused"
             warnings.simplefilter("ignore")
             lr_scheduler.set_state_dict(state)
+    logger.info(f"loaded {folder}: starts at epoch {start_epoch}")
     return start_epoch
 
 
