@@ -67,11 +67,10 @@ def _run(args, argv):
         eval_fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
     exe.run(startup_prog if trains else eval_startup_prog)
 
-    loaded_prog = train_prog if trains else eval_prog
     if args.from_checkpoint is not None:
-        start_epoch = checkpoint.load(args, loaded_prog, lr_scheduler, place)
+        start_epoch = checkpoint.load(args, train_prog if trains else eval_prog, lr_scheduler, place)
     elif args.from_pretrained_params is not None:
-        checkpoint.load_pretrained(args, loaded_prog, place)
+        checkpoint.load_pretrained(args, train_prog if trains else eval_prog, place)
     if trains and start_epoch >= args.epochs:
         raise UsageError(f"--epochs {args.epochs} are done in {args.from_checkpoint}: give more than {start_epoch}")
     if trains:
@@ -101,6 +100,7 @@ def _run(args, argv):
         program.log_info((), result, Mode.TRAIN)
         return
 
+    checkpoint.prepare(args)
     result, best, folder = None, None, None
     bn_average_prog = distributed.build_bn_average(train_prog) if distributed.world_size() > 1 else None
     for epoch in range(start_epoch, args.epochs):
@@ -132,8 +132,8 @@ def _start_line(args, world_size, train_loader, eval_loader):
 def _summarise(args, argv, trained, result, best, folder):
     data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")}
     if result is not None:
-        data.update({f"val.{name}": result[name] for name in ("loss", "top1", "top5", "images")})
-        data.update({"best.epoch": best["epoch"], "best.val.top1": best["top1"]})
+        data |= {f"val.{name}": result[name] for name in ("loss", "top1", "top5", "images")}
+        data |= {"best.epoch": best["epoch"], "best.val.top1": best["top1"]}
     logger.log((), data)
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     if args.from_checkpoint is None and args.from_pretrained_params is None:

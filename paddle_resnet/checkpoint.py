@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -63,6 +64,21 @@ def save(args, program, epoch, lr_scheduler):
     return folder
 
 
+def prepare(args):
+    """Make the folder that checkpoints go to.
+
+    Raises:
+        UsageError: it cannot be made or written.
+    """
+    folder = Path(args.output_dir) / args.model_arch_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise UsageError(f"--output-dir {args.output_dir} cannot be written ({e.strerror}): name another folder") from e
+
+
 def find(args):
     """The checkpoint that --from-checkpoint and --last-epoch-of-checkpoint name.
 
@@ -77,8 +93,10 @@ def find(args):
     epochs = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and _params_file(args, p).is_file())
     if wanted is None:
         if not _params_file(args, root).is_file():
-            inside = f"epochs {epochs}: add --last-epoch-of-checkpoint auto or a number" if epochs else "none"
-            raise UsageError(f"--from-checkpoint {root} has no {_params_file(args, root).name}; it holds {inside}")
+            remedy = f"it holds epochs {epochs}: add --last-epoch-of-checkpoint auto or a number"
+            if not epochs:
+                remedy = "name a folder that holds a checkpoint, or its --model-prefix"
+            raise UsageError(f"--from-checkpoint {root} has no {_params_file(args, root).name}; {remedy}")
         return root, 0
     if wanted == "auto":
         if epochs:
@@ -146,6 +164,9 @@ def _load_parameters(args, program, state, flag, place):
     if not any(name.endswith(_MASK) for name in parameters):
         # A dense program takes the sparse weights and has no use for their masks.
         state = {name: array for name, array in state.items() if not name.endswith(_MASK)}
+    elif args.prune_model and not any(name.endswith(_MASK) for name in state):
+        # A sparse program starts from dense weights, which are pruned next.
+        parameters = {name: shape for name, shape in parameters.items() if not name.endswith(_MASK)}
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
     _load_strictly(parameters, state, flag, place, remedy)
     for name in parameters:

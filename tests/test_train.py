@@ -114,6 +114,16 @@ def test_sparse_training_keeps_the_pattern(run_train, tmp_path):
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")[0] == 0
 
 
+@pytest.mark.parametrize("flag", ["--from-pretrained-params", "--from-checkpoint"])
+def test_sparse_training_starts_from_dense_weights(run_train, tmp_path, flag):
+    assert run_train()[0] == 0
+    dense = [flag, tmp_path / "output/Tiny/0"]
+    assert run_train(*dense, "--asp", "--prune-model")[0] == 0
+    params = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
+    groups = params["conv2d_5.w_0"].transpose(2, 3, 0, 1).reshape(-1, 4)
+    assert (np.count_nonzero(groups, axis=1) == 2).all()
+
+
 def copy_with(photos, tmp_path, change):
     root = tmp_path / "changed"
     shutil.copytree(photos, root)
@@ -175,6 +185,8 @@ def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, sa
         (["--amp"], ["--amp", "GPU"]),
         (["--dali-device", "gpu"], ["--dali-device gpu", "--dali-device cpu"]),
         (["--fuse-resunit"], ["--fuse-resunit"]),
+        (["--output-dir", "/proc/no"], ["--output-dir /proc/no", "name another folder"]),
+        (["--from-checkpoint", ""], ["--from-checkpoint", "name a folder"]),
         (["--epochs", "x"], ["--epochs", "'x'", "whole number"]),
         (["--report-file", "/proc/no/report"], ["--report-file /proc/no/report"]),
     ],
