@@ -37,8 +37,21 @@ def randomised(program):
     return [a + random.uniform(0.1, 0.3, a.shape).astype("float32") if a.ndim == 1 else a for a in parameters(program)]
 
 
-@pytest.mark.parametrize("arch", ["ResNet18", "ResNet50"])
-def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch):
+def projections_last(arrays, depths, convolutions):
+    """Weights of paddle.vision.models, which builds a block's projection before its branch, in our order."""
+    per_layer = 5  # convolution, then scale, shift, mean and variance
+    result, arrays = arrays[:per_layer], arrays[per_layer:]
+    for stage, depth in enumerate(depths):
+        for i in range(depth):
+            has_projection = i == 0 and (stage > 0 or convolutions == 3)
+            layers = convolutions + has_projection
+            block, arrays = arrays[: per_layer * layers], arrays[per_layer * layers :]
+            result += block[per_layer:] + block[:per_layer] if has_projection else block
+    return result + arrays
+
+
+@pytest.mark.parametrize(("arch", "depths", "convolutions"), [("ResNet18", (2,) * 4, 2), ("ResNet50", (3, 4, 6, 3), 3)])
+def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch, depths, convolutions):
     images = np.random.RandomState(1).randn(2, 3, 64, 64).astype("float32")
     reference, exe, out = build(getattr(paddle.vision.models, arch.lower()), (3, 64, 64))
     weights = randomised(reference)
@@ -46,10 +59,23 @@ def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch):
     expected = exe.run(reference, {"data": images}, [out])[0]
 
     ours, exe, out = build(MODELS[arch], (3, 64, 64))
-    set_parameters(ours, weights)
+    set_parameters(ours, projections_last(weights, depths, convolutions))
     logits = exe.run(ours, {"data": images}, [out])[0]
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+
+
+def test_names_and_order_are_those_of_nvidias_example():
+    """Its checkpoints are loaded by name: 53 times convolution and BN, a projection after its branch, the classifier."""
+    program, _, _ = build(MODELS["ResNet50"], (3, 64, 64))
+    names = [p.name for p in program.all_parameters()]
+    expected = []
+    for i in range(53):
+        expected += [f"conv2d_{i}.w_0", *(f"batch_norm_{i}.{part}" for part in ("w_0", "b_0", "w_1", "w_2"))]
+    assert names == [*expected, "linear_0.w_0", "linear_0.b_0"]
+    shapes = {p.name: list(p.shape) for p in program.all_parameters()}
+    assert shapes["conv2d_4.w_0"] == [256, 64, 1, 1]  # the projection of the first block, after its three convolutions
+    assert shapes["conv2d_5.w_0"] == [64, 256, 1, 1]
 
 
 @pytest.mark.parametrize("arch", EXPECTED_PARAMETERS)

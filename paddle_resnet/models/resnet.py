@@ -9,6 +9,10 @@ from paddle.nn.initializer import KaimingNormal, Normal
 from paddle.regularizer import L2Decay
 
 
+class BatchNorm(nn.BatchNorm2D):
+    """The class's name gives the parameters theirs: batch_norm_N, as in checkpoints of NVIDIA's RN50v1.5 example."""
+
+
 class ConvBN(nn.Layer):
     """Convolution without bias, then batch normalisation; padding keeps the size at stride 1."""
 
@@ -26,7 +30,7 @@ class ConvBN(nn.Layer):
         )
         # A parameter's own regularizer replaces the optimizer's, so 0 switches weight decay off for it.
         attr = None if bn_weight_decay else paddle.ParamAttr(regularizer=L2Decay(0.0))
-        self.bn = nn.BatchNorm2D(channels, weight_attr=attr, bias_attr=attr, data_format=data_format)
+        self.bn = BatchNorm(channels, weight_attr=attr, bias_attr=attr, data_format=data_format)
 
     def forward(self, x):
         return self.bn(self.conv(x))
@@ -54,9 +58,8 @@ class BasicBlock(Block):
     expansion = 1
 
     def __init__(self, in_channels, width, stride, **kwargs):
-        shortcut = _projection(in_channels, width, stride, **kwargs)
         branch = [ConvBN(in_channels, width, 3, stride, **kwargs), ConvBN(width, width, 3, 1, **kwargs)]
-        super().__init__(branch, shortcut)
+        super().__init__(branch, _projection(in_channels, width, stride, **kwargs))
 
 
 class BottleneckBlock(Block):
@@ -66,17 +69,16 @@ class BottleneckBlock(Block):
 
     def __init__(self, in_channels, width, stride, **kwargs):
         out_channels = width * self.expansion
-        shortcut = _projection(in_channels, out_channels, stride, **kwargs)
         branch = [
             ConvBN(in_channels, width, 1, 1, **kwargs),
             ConvBN(width, width, 3, stride, **kwargs),
             ConvBN(width, out_channels, 1, 1, **kwargs),
         ]
-        super().__init__(branch, shortcut)
+        super().__init__(branch, _projection(in_channels, out_channels, stride, **kwargs))
 
 
 def _projection(in_channels, out_channels, stride, **kwargs):
-    """Built before the branch, so that parameters have the order and names of paddle.vision.models."""
+    """Built after the branch, so that parameters have the order and names of NVIDIA's RN50v1.5 example."""
     if stride == 1 and in_channels == out_channels:
         return None
     return ConvBN(in_channels, out_channels, 1, stride, **kwargs)
