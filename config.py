@@ -83,9 +83,24 @@ def _add_global(group):
     )
     group.add_argument("--model-prefix", default="resnet_50_paddle", help="name of the files in a checkpoint")
     group.add_argument(
+        "--save-interval-steps", type=_not_negative, default=0, help="steps between checkpoints in an epoch; 0: none"
+    )
+    group.add_argument(
+        "--keep-checkpoints", type=_positive, default=3, help="newest checkpoints of this run to keep, beside its best"
+    )
+    _add_switch(
+        group, "--resume", help="go on from the newest whole checkpoint in OUTPUT_DIR/ARCH/, or start if there is none"
+    )
+    group.add_argument(
         "--from-pretrained-params",
         metavar="DIR",
         help="start from the parameters in DIR (a checkpoint folder or PREFIX.pdparams), epoch 0",
+    )
+    group.add_argument(
+        "--pretrained-mismatch",
+        default="error",
+        choices=["error", "skip-classifier"],
+        help="what to do with pretrained parameters of another classifier: for fine-tuning, skip-classifier",
     )
     group.add_argument(
         "--from-checkpoint", metavar="DIR", help="load parameters and optimizer from DIR or its epoch folders"
@@ -184,6 +199,12 @@ def _add_advanced(group):
     )
     _add_switch(group, "--use-dynamic-loss-scaling", help="adapt the loss scale")
     _add_switch(group, "--use-pure-fp16", help="AMP O2: parameters in float16 with float32 master copies")
+    group.add_argument(
+        "--max-bad-steps",
+        type=_positive,
+        default=10,
+        help="steps in a row with a loss that is not finite, loss-scaling skips apart, that end the run",
+    )
     _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
     _add_switch(group, "--asp", help="train with 2:4 sparsity")
     _add_switch(group, "--prune-model", help="prune the weights to 2:4 before training (with --asp)")
@@ -205,6 +226,16 @@ def _check(args):
     if args.last_epoch_of_checkpoint is not None and args.from_checkpoint is None:
         raise UsageError(
             f"--last-epoch-of-checkpoint {args.last_epoch_of_checkpoint} needs --from-checkpoint DIR: add it"
+        )
+    if args.resume and args.run_scope is RunScope.EVAL_ONLY:
+        raise UsageError(
+            "--resume goes on training and --run-scope is eval_only: give --from-checkpoint DIR "
+            "--last-epoch-of-checkpoint auto instead"
+        )
+    if args.pretrained_mismatch != "error" and args.from_pretrained_params is None:
+        raise UsageError(
+            f"--pretrained-mismatch {args.pretrained_mismatch} is about --from-pretrained-params DIR: add it, "
+            "or drop the flag"
         )
     nothing_to_load = args.from_checkpoint is None and args.from_pretrained_params is None
     if args.run_scope is RunScope.EVAL_ONLY and nothing_to_load and not args.benchmark:

@@ -1,254 +1,245 @@
-"""Checkpoints: OUTPUT_DIR/ARCH/EPOCH/ with PREFIX.pdparams, PREFIX.pdopt and meta.json.
+"""Where a run starts from: the checkpoint that the flags name, verified, and how it comes back to life.
 
-PREFIX.pdparams holds the parameters and the BN statistics, PREFIX.pdopt momentum, learning rate, loss scaling and
-float32 master weights, both as pickled {name: array}, which is what `paddle.static.load` reads. meta.json holds
-the epoch and the state of the learning-rate schedule. Parameters are float32 in every precision of training.
+saver.py says what is in a checkpoint, commit.py what makes a folder one, parameters.py how variables are loaded.
 """
 
 import json
-import os
-import pickle
-import shutil
-import tempfile
-import warnings
+import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import paddle
-from paddle import static
 
+from paddle_resnet import commit, distributed, parameters
 from utils import logger
 from utils.errors import UsageError
 
-META = "meta.json"
-FORMAT = 1
-_MASTER = "_fp32_master_0"  # what Paddle appends to a float16 parameter's name for its master copy
-_MASK = ".asp_mask"  # what ASP appends to a pruned parameter's name for its mask
+# Flags that shape the learning rate: with others the schedule is another one.
+_SCHEDULE_FLAGS = ("lr", "lr_scheduler", "epochs", "warmup_epochs", "warmup_start_lr", "batch_size")
 
 
-def save(args, program, epoch, lr_scheduler):
-    """Write the state after an epoch.
+@dataclass
+class Found:
+    """The checkpoint that a run starts from.
 
-    Args:
-        args: flags.
-        program: the training Program (not the compiled one), whose variables are in the global scope.
-        epoch: number of the epoch that is done.
-        lr_scheduler: its state is saved too.
-    Returns:
-        the checkpoint's folder. It appears under its name when it is complete.
+    Attributes:
+        folder: where its files are.
+        epoch: epoch to go on with.
+        step: steps of that epoch that are done.
+        meta: content of meta.json, or None for a checkpoint of a program that writes none.
     """
-    parameters, others = _variables(program)
-    params = {name: _read(name) for name in parameters}
-    for name in parameters:
-        if name + _MASTER in others:
-            params[name] = _read(name + _MASTER)
-            if name + _MASK in parameters:  # the optimizer masks the float16 parameter, not its master
-                params[name] *= _read(name + _MASK).astype(np.float32)
-    meta = {
-        "format": FORMAT,
-        "epoch": epoch,
-        "arch": args.model_arch_name,
-        "num_of_class": args.num_of_class,
-        "lr_scheduler": lr_scheduler.state_dict(),
-    }
-    folder = Path(args.output_dir) / args.model_arch_name / str(epoch)
-    partial = folder.with_name(f".{epoch}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write(partial / f"{args.model_prefix}.pdparams", pickle.dumps(params, protocol=4))
-    _write(partial / f"{args.model_prefix}.pdopt", pickle.dumps({n: _read(n) for n in others}, protocol=4))
-    _write(partial / META, json.dumps(meta, indent=1).encode())
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    return folder
 
+    folder: str
+    epoch: int
+    step: int = 0
+    meta: dict | None = None
 
-def prepare(args):
-    """Make the folder that checkpoints go to.
+    @property
+    def goes_on(self):
+        """Whether the run is one with the checkpoint's, and does not just take its variables and count from 0."""
+        return self.meta is not None and (self.epoch, self.step) != (0, 0)
 
-    Raises:
-        UsageError: it cannot be made or written.
-    """
-    folder = Path(args.output_dir) / args.model_arch_name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        raise UsageError(f"--output-dir {args.output_dir} cannot be written ({e.strerror}): name another folder") from e
+    @property
+    def loader_state(self):
+        """State of this process's loader, or None."""
+        if not self.goes_on:
+            return None
+        ranks = self.meta["ranks"]
+        return ranks[min(distributed.rank(), len(ranks) - 1)]["loader"]
+
+    @property
+    def trained(self):
+        """Figures of the epoch's training, if all that was left of the epoch is its evaluation."""
+        return self.meta["trained"] if self.step else None
+
+    @property
+    def best(self):
+        """The best evaluation so far, or None."""
+        return self.meta["best"] if self.goes_on else None
 
 
 def find(args):
-    """The checkpoint that --from-checkpoint and --last-epoch-of-checkpoint name.
+    """The checkpoint to start from, by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint; rank 0 looks
+    for it and reads every byte of it.
 
     Returns:
-        (folder, start epoch).
+        Found, or None to start afresh.
     Raises:
-        UsageError: it does not exist.
+        UsageError: the one that is asked for does not exist or is damaged.
     """
+    found = distributed.from_rank_0(lambda: _find(args))
+    return found and Found(**found)
+
+
+def _find(args):
+    if args.resume:
+        commit.clean(commit.run_folder(args))
+        found = _newest(args, commit.run_folder(args))
+        if found:
+            return found
+        logger.info(f"--resume: no checkpoint in {commit.run_folder(args)} yet")
+    if args.from_checkpoint is None:
+        return None
     root, wanted = Path(args.from_checkpoint), args.last_epoch_of_checkpoint
+    flag = f"--from-checkpoint {root}"
     if not root.is_dir():
-        raise UsageError(f"--from-checkpoint {root} does not exist: name a folder that holds a checkpoint")
-    epochs = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and _params_file(args, p).is_file())
+        raise UsageError(f"{flag} does not exist: name a folder that holds a checkpoint")
+    below = [p for p in commit.folders(root) if _params_file(args, p).is_file()]
+    epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted is None:
         if not _params_file(args, root).is_file():
-            remedy = f"it holds epochs {epochs}: add --last-epoch-of-checkpoint auto or a number"
-            if not epochs:
-                remedy = "name a folder that holds a checkpoint, or its --model-prefix"
-            raise UsageError(f"--from-checkpoint {root} has no {_params_file(args, root).name}; {remedy}")
-        return root, 0
-    if wanted == "auto":
-        if epochs:
-            return root / str(epochs[-1]), epochs[-1] + 1
-        wanted = _epoch_of(root)
+            remedy = "name a folder that holds a checkpoint, or its --model-prefix"
+            if below:
+                names = ", ".join(p.name for p in below)
+                remedy = f"it holds {names}: add --last-epoch-of-checkpoint auto or a number"
+            raise UsageError(f"{flag} has no {_params_file(args, root).name}; {remedy}")
+        return {"folder": str(root), "epoch": 0, "meta": _verified(root, flag)}
+    if wanted == "auto" and below:
+        return _newest(args, root)
+    if _params_file(args, root).is_file() and (wanted == "auto" or wanted == _epoch_of(root)):
+        return _position(args, root, _verified(root, flag))
     if wanted in epochs:
-        return root / str(wanted), wanted + 1
-    if wanted is not None and _epoch_of(root) == wanted and _params_file(args, root).is_file():
-        return root, wanted + 1
+        return _position(args, root / str(wanted), _verified(root / str(wanted), flag))
     raise UsageError(
-        f"--last-epoch-of-checkpoint {args.last_epoch_of_checkpoint}: {root} holds no such epoch with "
+        f"--last-epoch-of-checkpoint {wanted}: {root} holds no such epoch with "
         f"{args.model_prefix}.pdparams: give one of {epochs or 'another folder'} or another --model-prefix"
     )
 
 
-def load(args, program, lr_scheduler, place):
-    """Restore parameters, optimizer and schedule from --from-checkpoint, strictly.
+def _newest(args, root):
+    """The newest whole checkpoint below a folder; those that are damaged are named on the way to it."""
+    whole, others = commit.newest_first(root)
+    foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
+    if not whole and foreign and len(foreign) == len(others):
+        return _position(args, foreign[-1], None)
+    for folder, problem in others:
+        logger.warn(f"{folder} is no checkpoint: {problem}")
+    for folder, _ in whole:
+        try:
+            return _position(args, folder, commit.verify(folder))
+        except commit.DamagedError as e:
+            logger.warn(f"{folder} is damaged: {e}: the checkpoint before it is next")
+    if whole or others:
+        raise UsageError(f"{root} holds damaged checkpoints alone: move them away to start afresh")
+    return None
+
+
+def _position(args, folder, meta):
+    """Where training goes on from a checkpoint."""
+    if meta is None:
+        if (epoch := _epoch_of(folder)) is None:
+            raise UsageError(
+                f"{folder} has no {commit.META} and no epoch for a name: give --last-epoch-of-checkpoint None"
+            )
+        logger.warn(
+            f"{folder} has no {commit.META}: it lacks checksums, the state of the loader and the best result; training "
+            f"goes on with epoch {epoch + 1}, the schedule by its number and the images in the order of a first epoch"
+        )
+        return {"folder": str(folder), "epoch": epoch + 1}
+    epoch, step = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
+    return {"folder": str(folder), "epoch": epoch, "step": step, "meta": meta}
+
+
+def _verified(folder, flag):
+    """The meta.json of a checkpoint that was asked for by name; None if it comes from a program that writes none."""
+    if not (folder / commit.META).exists():
+        return None
+    try:
+        return commit.verify(folder)
+    except commit.DamagedError as e:
+        raise UsageError(f"{flag}: {folder} is damaged: {e}: name another checkpoint") from e
+
+
+def _is_foreign(args, folder):
+    """A checkpoint of NVIDIA's example, or of paddle.static.save: the two files and no meta.json."""
+    names = {f"{args.model_prefix}.pdparams", f"{args.model_prefix}.pdopt"}
+    return commit.META not in (found := {p.name for p in folder.iterdir()}) and names <= found
+
+
+def load(args, found, program, place):
+    """Set the variables of a program, see parameters.load; in the middle of an epoch, each process gets its own BN
+    statistics back.
 
     Args:
         args: flags.
-        program: training or evaluation Program whose start-up program has run. An evaluation program takes the
-            parameters alone.
-        lr_scheduler: gets its state back, unless --last-epoch-of-checkpoint is None; None for evaluation.
+        found: result of find.
+        program: training or evaluation Program whose start-up program has run.
         place: where the program runs.
     Returns:
-        the epoch to start with.
+        whether the weights are pruned already.
     Raises:
-        UsageError: no such checkpoint, damaged, or of another model.
+        UsageError: damaged, or of another model.
     """
-    folder, start_epoch = find(args)
-    prefix = folder / args.model_prefix
-    flag = f"--from-checkpoint {folder}"
-    _load_parameters(args, program, _unpickle(f"{prefix}.pdparams", flag), flag, place)
-    if lr_scheduler is None:
-        logger.info(f"loaded {folder}")
-        return start_epoch
-    _, others = _variables(program)
-    _load_strictly(others, _unpickle(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
-    if start_epoch:
-        state = _meta(folder)["lr_scheduler"]
-        with warnings.catch_warnings():  # LinearWarmup calls the state of the schedule inside it "unused"
-            warnings.simplefilter("ignore")
-            lr_scheduler.set_state_dict(state)
-    logger.info(f"loaded {folder}: starts at epoch {start_epoch}")
-    return start_epoch
+    is_pruned = parameters.load(args, found.folder, program, place)
+    bn_file = Path(found.folder) / f"bn_rank{distributed.rank()}.npz"
+    if found.step and bn_file.is_file():
+        with np.load(bn_file) as arrays:
+            for name in arrays.files:
+                parameters.set_variable(name, arrays[name], place)
+    return is_pruned
 
 
-def load_pretrained(args, program, place):
-    """Set the parameters from --from-pretrained-params, strictly, and leave the optimizer fresh.
+def compare_classes(found, loader):
+    """Warn if the classes of a checkpoint and of the data set differ: label n would mean something else."""
+    before, now = list(((found and found.meta) or {}).get("classes", [])), list(loader.classes)
+    if before and now and before != now:
+        i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
+        logger.warn(
+            f"{found.folder} was trained on other classes: label {i} was {before[i : i + 1] or 'none'} and is "
+            f"{now[i : i + 1] or 'none'}"
+        )
 
-    Raises:
-        UsageError: no such file, damaged, or of another model.
+
+def restore(args, found, lr_scheduler, loader, fetchs):
+    """Restore what a training run has on the host: position, learning rate, running sums of the epoch, seeds.
+
+    Args:
+        args: flags.
+        found: result of find; its step becomes 0 if the loader could not go on inside the epoch.
+        lr_scheduler: fresh; it is advanced step by step, so that its floating-point numbers are those of a run that was
+            never interrupted, and the schedule is that of the flags of this run.
+        loader: training loader, built with found.loader_state.
+        fetchs: result of program.build.
     """
-    given = args.from_pretrained_params
-    flag = f"--from-pretrained-params {given}"
-    candidates = [Path(given), Path(f"{given}.pdparams"), _params_file(args, Path(given))]
-    path = next((p for p in candidates if p.is_file()), None)
-    if path is None:
-        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name one of such files")
-    _load_parameters(args, program, _unpickle(path, flag), flag, place)
-
-
-def _load_parameters(args, program, state, flag, place):
-    parameters, others = _variables(program)
-    if not any(name.endswith(_MASK) for name in parameters):
-        # A dense program takes the sparse weights and has no use for their masks.
-        state = {name: array for name, array in state.items() if not name.endswith(_MASK)}
-    elif args.prune_model and not any(name.endswith(_MASK) for name in state):
-        # A sparse program starts from dense weights, which are pruned next.
-        parameters = {name: shape for name, shape in parameters.items() if not name.endswith(_MASK)}
-    remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
-    _load_strictly(parameters, state, flag, place, remedy)
-    for name in parameters:
-        if name + _MASTER in others:
-            _set(name + _MASTER, state[name].astype(np.float32), place)
-
-
-def _load_strictly(variables, state, flag, place, remedy):
-    missing = sorted(set(variables) - set(state))
-    unexpected = sorted(set(state) - set(variables))
-    reshaped = [
-        f"{name} is {list(state[name].shape)}, not {list(shape)}"
-        for name, shape in sorted(variables.items())
-        if name in state and tuple(state[name].shape) != shape
-    ]
-    if missing or unexpected or reshaped:
-        problems = [
-            f"{len(found)} {what} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
-            for what, found in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
-            if found
-        ]
-        raise UsageError(f"{flag} is of another model: {'; '.join(problems)}: give the {remedy} it was trained with")
-    for name in variables:
-        _set(name, state[name], place)
-
-
-def _variables(program):
-    """({parameter: shape}, {optimizer variable: shape}); BN statistics and ASP masks count as parameters."""
-    parameters, others = {}, {}
-    for var in program.list_vars():
-        if var.persistable and var.name not in ("feed", "fetch"):
-            is_parameter = isinstance(var, paddle.base.framework.Parameter)
-            (parameters if is_parameter else others)[var.name] = tuple(_tensor(var.name).shape())
-    return parameters, others
-
-
-def _tensor(name):
-    return static.global_scope().find_var(name).get_tensor()
-
-
-def _read(name):
-    return np.array(_tensor(name))
-
-
-def _set(name, array, place):
-    tensor = _tensor(name)
-    dtype = np.array(tensor).dtype if array.dtype.kind == "f" else array.dtype
-    tensor.set(np.ascontiguousarray(array.astype(dtype)), place)
+    if found.step and not found.trained and loader.step != found.step:
+        found.step = 0
+        logger.warn(f"epoch {found.epoch} starts again at its beginning, with the parameters of {found.folder}")
+    for _ in range(found.epoch * len(loader) + (len(loader) if found.trained else found.step)):
+        lr_scheduler.step()
+    if found.goes_on:
+        _tell_schedule_changes(args, found.meta["arguments"])
+        random.setstate(_tuples(json.loads(found.meta["seeds"]["python"])))
+        np.random.set_state(_tuples(json.loads(found.meta["seeds"]["numpy"])))
+    if found.step and not found.trained:
+        for name, state in found.meta["ranks"][distributed.rank()]["meters"].items():
+            if name in fetchs:
+                fetchs[name][1].restore(state)
+    where = f"epoch {found.epoch}" + (f" step {found.step}" if found.step else "")
+    logger.info(f"loaded {found.folder}: goes on with {where}")
 
 
 def _params_file(args, folder):
     return folder / f"{args.model_prefix}.pdparams"
 
 
-def _meta(folder):
-    path = folder / META
-    if not path.is_file():
-        raise UsageError(
-            f"--from-checkpoint {folder} has no {META}, so that the schedule cannot go on: load it with "
-            "--last-epoch-of-checkpoint None"
-        )
-    return json.loads(path.read_text())
-
-
 def _epoch_of(folder):
-    return _meta(folder)["epoch"] if (folder / META).is_file() else None
-
-
-def _unpickle(path, flag):
+    """The epoch of a checkpoint folder: meta.json's, else its name."""
     try:
-        with open(path, "rb") as f:
-            state = pickle.load(f)
-    except OSError as e:
-        raise UsageError(f"{flag}: {path} cannot be read ({e.strerror}): name a whole checkpoint") from e
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as e:
-        raise UsageError(f"{flag}: {path} is damaged or no Paddle file ({e}): name another one") from e
-    # Paddle adds its own table of structured names when it saves a Layer.
-    return {name: np.asarray(value) for name, value in state.items() if name != "StructuredToParameterName@@"}
+        return commit.read_meta(folder)["epoch"]
+    except commit.DamagedError:
+        at = commit.position(folder.resolve().name)
+        return at[0] if at and at[1] is None else None
 
 
-def _write(path, data):
-    with open(path, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+def _tell_schedule_changes(args, arguments):
+    changes = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} (was {arguments.get(name)})"
+        for name in _SCHEDULE_FLAGS
+        if arguments.get(name) != getattr(args, name)
+    ]
+    if changes:
+        logger.info(f"the learning rate goes on by the schedule of {', '.join(changes)}")
+
+
+def _tuples(value):
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -5,13 +5,17 @@ images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int6
 `reset()` starts the next.
 """
 
+import base64
+
 import numpy as np
+import nvidia.dali
 import paddle
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
 
 from paddle_resnet import distributed, readers
+from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -21,24 +25,34 @@ SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
 # The largest image of ImageNet's train/ after decoding: NVJPEG's buffers get this size at once instead of growing,
 # each time with a stop of the GPU, whenever a larger image comes along.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
+# The flags that the order and the content of the training batches depend on.
+BATCH_FLAGS = (
+    *("data_format", "batch_size", "image_shape", "dali_random_seed", "dali_device", "dali_output_fp16"),
+    *("crop_size", "rand_crop_scale", "rand_crop_ratio", "normalize_scale", "normalize_mean", "normalize_std"),
+)
 
 
-def build_dataloader(args, mode):
+def build_dataloader(args, mode, state=None):
     """The iterator over this process's shard.
 
     Args:
         args: flags.
         mode: Mode.TRAIN: shuffled, augmented, a last partial batch is dropped. Mode.EVAL: in order, every image of
             the data set once, the last batch is as short as it must be.
+        state: what state() of this process's training loader was, to go on with the next batch. If that is
+            impossible, a warning says why, and the loader starts at the beginning of an epoch.
     Returns:
         ShardIterator (a DALIGenericIterator) or SyntheticIterator. `len()` is the number of steps an epoch, the
-        same on every process when training.
+        same on every process when training; `step` how many of them are done, `classes` the class names in label
+        order.
     Raises:
         UsageError: the data set cannot be used with these flags.
     """
     rank, world_size = distributed.rank(), distributed.world_size()
     if args.data_format == "synthetic":
-        return SyntheticIterator(args, SYNTHETIC_SIZE[mode] // world_size, mode)
+        images = SYNTHETIC_SIZE[mode] // world_size
+        conditions = _conditions(args, SYNTHETIC_SIZE[mode])
+        return SyntheticIterator(args, images, mode, conditions, _usable(state, conditions))
 
     data_set = readers.folder(args.image_root, mode, args.num_of_class, args.dali_random_seed)
     per_process = data_set.size // world_size
@@ -55,15 +69,42 @@ def build_dataloader(args, mode):
             f"{world_size} processes are too many for the {data_set.size} validation images in {args.image_root}: "
             f"start at most {data_set.size}"
         )
-    pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size)
+    conditions = _conditions(args, data_set.size)
+    state = _usable(state, conditions)
+    checkpoint = base64.b64decode(state["pipeline"]) if state else None
+    pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     if mode is Mode.TRAIN:
         images = per_process // args.batch_size * args.batch_size
     else:
         images = (rank + 1) * data_set.size // world_size - rank * data_set.size // world_size
-    return ShardIterator(pipeline, images)
+    return ShardIterator(pipeline, images, data_set.classes, conditions, state["step"] if state else 0)
 
 
-def create_dali_pipeline(args, data_set, mode, shard_id, num_shards):
+def _conditions(args, size):
+    """What has to be the same for a loader's state to be of use."""
+    flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in BATCH_FLAGS}
+    counts = {"number of images": size, "number of processes": distributed.world_size()}
+    return {**flags, **counts, "DALI version": nvidia.dali.__version__}
+
+
+def _usable(state, conditions):
+    if state is None:
+        return None
+    changes = [
+        f"{name} is {now} and was {state['conditions'].get(name)}"
+        for name, now in conditions.items()
+        if now != state["conditions"].get(name)
+    ]
+    if changes:
+        logger.warn(
+            f"the loader cannot go on where the checkpoint was written: {', '.join(changes)}; it starts at the "
+            "beginning of the epoch, in the order of a first one"
+        )
+        return None
+    return state
+
+
+def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=None):
     """The DALI pipeline of one shard, not built yet.
 
     Args:
@@ -72,6 +113,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards):
         mode: Mode.TRAIN: random-resized crop and horizontal flip. Mode.EVAL: shorter side to --resize-short, centre
             crop.
         shard_id, num_shards: which part of the data set, of how many.
+        checkpoint: DALI's own checkpoint of such a training pipeline, to go on from.
     Returns:
         nvidia.dali.Pipeline with the outputs images and labels, on the GPU if --dali-device says so.
     """
@@ -85,6 +127,8 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards):
         prefetch_queue_depth=args.dali_prefetch,
         # The dynamic executor gives its buffers away, so that Paddle trains on them without a copy.
         exec_dynamic=on_gpu,
+        enable_checkpointing=mode is Mode.TRAIN,
+        checkpoint=checkpoint,
     )(_define)
     return batch(args, data_set, mode, shard_id, num_shards, on_gpu)
 
@@ -138,11 +182,16 @@ class ShardIterator(DALIGenericIterator):
     Args:
         pipeline: built or unbuilt pipeline with the outputs images and labels and a padding reader.
         images: images to yield an epoch. Not a multiple of the batch size: the last batch is shorter.
+        classes: class names in label order.
+        conditions: what state() notes down for the check of the loader that goes on from it.
+        step: batches of the epoch that the pipeline's checkpoint has behind it.
     """
 
-    def __init__(self, pipeline, images):
+    def __init__(self, pipeline, images, classes, conditions, step=0):
         self.images = images
-        self._left = images
+        self.classes = classes
+        self._conditions = conditions
+        self._left = images - step * pipeline.max_batch_size
         super().__init__(
             [pipeline],
             ["data", "label"],
@@ -155,6 +204,16 @@ class ShardIterator(DALIGenericIterator):
 
     def __len__(self):
         return -(-self.images // self.batch_size)
+
+    @property
+    def step(self):
+        """Batches of this epoch that have been taken."""
+        return -(-(self.images - self._left) // self.batch_size)
+
+    def state(self):
+        """Where a training loader stands, as plain data for build_dataloader."""
+        pipeline = base64.b64encode(self.checkpoints()[0]).decode()
+        return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
 
     def __next__(self):
         if self._left == 0:
@@ -175,6 +234,7 @@ class ShardIterator(DALIGenericIterator):
         if self._pipes[0].device_id is not None:
             return super().__next__()[0]
         # DALI's plugin asks for a CUDA place and stream even if every output is on the host.
+        self._ever_consumed = True
         outputs = self._get_outputs()[0]
         batch = {}
         for name, output in zip(self.output_map, outputs, strict=True):
@@ -194,9 +254,12 @@ class SyntheticIterator:
         args: flags.
         images: images an epoch on this process.
         mode: with Mode.TRAIN the last partial batch is dropped.
+        conditions, state: as for ShardIterator and build_dataloader.
     """
 
-    def __init__(self, args, images, mode):
+    classes = ()
+
+    def __init__(self, args, images, mode, conditions, state=None):
         self.batch_size = args.batch_size
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:
@@ -212,10 +275,18 @@ class SyntheticIterator:
         self._place = distributed.place(args)
         self._host = {"data": images, "label": labels}
         self._full = {name: self._tensor(array) for name, array in self._host.items()}
-        self._left = self.images
+        self._conditions = conditions
+        self._left = self.images - (state["step"] if state else 0) * self.batch_size
 
     def __len__(self):
         return -(-self.images // self.batch_size)
+
+    @property
+    def step(self):
+        return -(-(self.images - self._left) // self.batch_size)
+
+    def state(self):
+        return {"conditions": self._conditions, "step": self.step}
 
     def __iter__(self):
         return self

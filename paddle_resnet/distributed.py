@@ -4,7 +4,10 @@ Gradients are Fleet's business (NCCL, or Gloo on CPUs). The few numbers that the
 of an evaluation, go through the launcher's TCP store: exact, the same bytes on every rank, no device involved.
 """
 
+import contextlib
+import json
 import os
+import random
 
 import numpy as np
 import paddle
@@ -13,6 +16,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_optimizers.common import CollectiveHelper
 from paddle.distributed.fleet.utils.log_util import set_log_level
 
+from utils import signals
 from utils.errors import UsageError
 
 # Paddle's defaults are made for small memory. Here: workspace for every convolution algorithm (MB), one-pass BN,
@@ -24,7 +28,9 @@ GPU_FLAGS = {
 }
 
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
-_exchanges = 0
+_STOP_POLL_STEPS = 4
+_exchanges = _polls = 0
+_stop_at, _has_proposed = None, False
 
 
 def rank():
@@ -68,9 +74,11 @@ def place(args):
 
 
 def start(args):
-    """Initialise Fleet for collective training, in a job of one process, too, and set Paddle's flags; to be called
-    before a program is built.
+    """Initialise Fleet for collective training, in a job of one process, too, set Paddle's flags and seed the host's
+    random generators; to be called before a program is built.
     """
+    random.seed(args.seed)
+    np.random.seed(args.seed)
     if args.device == "gpu":
         paddle.set_flags(GPU_FLAGS)
     set_log_level("ERROR")  # before the strategy, which reports its own creation
@@ -134,14 +142,18 @@ def build_bn_average(train_prog):
     average_prog = static.Program()
     block = average_prog.global_block()
     with static.program_guard(average_prog):
-        for op in train_prog.global_block().ops:
-            if op.type in ("batch_norm", "fused_bn_add_activation"):
-                for name in (*op.output("MeanOut"), *op.output("VarianceOut")):
-                    source = train_prog.global_block().var(name)
-                    value = block.create_var(name=name, shape=source.shape, dtype=source.dtype, persistable=True)
-                    paddle.distributed.all_reduce(value)
-                    paddle.assign(paddle.scale(value, 1 / world_size()), output=value)
+        for name in bn_statistics(train_prog):
+            source = train_prog.global_block().var(name)
+            value = block.create_var(name=name, shape=source.shape, dtype=source.dtype, persistable=True)
+            paddle.distributed.all_reduce(value)
+            paddle.assign(paddle.scale(value, 1 / world_size()), output=value)
     return average_prog
+
+
+def bn_statistics(train_prog):
+    """Names of the running means and variances of a training program."""
+    ops = [op for op in train_prog.global_block().ops if op.type in ("batch_norm", "fused_bn_add_activation")]
+    return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]
 
 
 def all_gather(values):
@@ -152,13 +164,129 @@ def all_gather(values):
     Returns:
         float64 array [world_size, k], row r from rank r, the same on every rank.
     """
-    global _exchanges
     values = np.asarray(values, dtype=np.float64)
     if world_size() == 1:
         return values[None]
-    store = paddle.base.core.create_or_get_global_tcp_store()
-    _exchanges += 1
-    # The store holds text: hexadecimal, so that no bit is lost.
-    store.set(f"paddle_resnet/{_exchanges}/{rank()}", values.tobytes().hex())
-    rows = [bytes.fromhex(store.get(f"paddle_resnet/{_exchanges}/{r}").decode()) for r in range(world_size())]
+    key = _next_exchange()
+    _store().set(f"{key}/{rank()}", values.tobytes().hex())
+    rows = [_get(f"{key}/{r}") for r in range(world_size())]
     return np.stack([np.frombuffer(row, dtype=np.float64) for row in rows])
+
+
+def gather(data):
+    """Collect bytes of every rank on rank 0.
+
+    Returns:
+        [bytes of each rank] on rank 0, None elsewhere.
+    """
+    if world_size() == 1:
+        return [data]
+    key = _next_exchange()
+    if rank() != 0:
+        _store().set(f"{key}/{rank()}", data.hex())
+        return None
+    return [data, *(_get(f"{key}/{r}") for r in range(1, world_size()))]
+
+
+def from_rank_0(function):
+    """Call a function on rank 0 alone, for instance one that looks at files.
+
+    Args:
+        function: without arguments; returns plain data, such as JSON holds.
+    Returns:
+        its result, on every rank.
+    Raises:
+        UsageError: on every rank, if it raised one.
+    """
+    if world_size() == 1:
+        return function()
+    key = _next_exchange()
+    if rank() == 0:
+        try:
+            answer = {"result": function()}
+        except UsageError as e:
+            answer = {"error": str(e)}
+        _store().set(key, json.dumps(answer).encode().hex())
+    answer = json.loads(_get(key))
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    return answer["result"]
+
+
+@contextlib.contextmanager
+def leaving_together():
+    """Let no process of the job end before all have done what is inside, or have been stopped in it; rank 0 last, whose
+    store the others still talk to. An error ends a process at once, and the launcher the others."""
+    try:
+        yield
+    except signals.Preempted:
+        _wait_for_all()
+        raise
+    _wait_for_all()
+
+
+def _wait_for_all():
+    if world_size() == 1:
+        return
+    all_gather([0])
+    key = _next_exchange()
+    if rank() != 0:
+        _store().set(f"{key}/{rank()}", "00")
+    else:
+        for r in range(1, world_size()):
+            _get(f"{key}/{r}")
+
+
+def stop_agreed():
+    """Whether all ranks stop now, before the training step that each of them is about to run; each asks once a step.
+
+    A rank that has been asked to stop publishes a step a little ahead, and every _STOP_POLL_STEPS steps each looks into
+    the store. No rank is more than two steps ahead of another, because it reads the losses of all-reduced steps. So all
+    have seen the published step before they get there, and none waits for another.
+    """
+    global _polls
+    _polls += 1
+    if world_size() == 1:
+        return signals.received() is not None
+    if _polls % _STOP_POLL_STEPS:
+        return False
+    stop_at = _stop_step(_polls + 2 * _STOP_POLL_STEPS)
+    return stop_at is not None and _polls >= stop_at
+
+
+def stop_asked():
+    """Whether any rank has been asked to stop, for what each rank does at its own pace: they have to agree afterwards
+    on what they saw."""
+    if world_size() == 1:
+        return signals.received() is not None
+    return _stop_step(0) is not None
+
+
+def _stop_step(proposal):
+    """The count of polls at which the job stops; None if nobody has been asked to. The first proposal wins."""
+    global _stop_at, _has_proposed
+    if _stop_at is None:
+        store = _store()
+        if signals.received() is not None and not _has_proposed:
+            _has_proposed = True
+            if store.add("paddle_resnet/stop/proposals", 1) == 1:
+                store.set("paddle_resnet/stop/at", str(proposal))
+        if store.add("paddle_resnet/stop/proposals", 0) > 0:
+            _stop_at = int(store.get("paddle_resnet/stop/at"))
+    return _stop_at
+
+
+def _store():
+    return paddle.base.core.create_or_get_global_tcp_store()
+
+
+def _next_exchange():
+    """A key for the next exchange, the same on every rank because all of them take part in all exchanges."""
+    global _exchanges
+    _exchanges += 1
+    return f"paddle_resnet/{_exchanges}"
+
+
+def _get(key):
+    """Wait for a key and read its bytes. The store holds text: hexadecimal, so that no bit is lost."""
+    return bytes.fromhex(_store().get(key).decode())

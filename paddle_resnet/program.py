@@ -15,12 +15,15 @@ from paddle_resnet import distributed
 from paddle_resnet.models import build_model
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, latency_percentiles
 from utils.mode import Mode
+from utils.signals import Preempted
 
 # What BuildStrategy can fuse in a training step on a GPU; which of them exist depends on the Paddle version.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
+LOSS_SCALE = "loss_scaling_0"  # Paddle's name of the variable
+EVAL_STOP_POLL_STEPS = 4
 
 
 def create_feeds(image_shape):
@@ -116,7 +119,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
         step_each_epoch: training steps an epoch, for the learning rate.
         is_train: training program with backward pass and optimizer, or evaluation program.
     Returns:
-        (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
+        (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation. With dynamic loss
+        scaling fetchs has a fourth entry, "skipped": the share of steps whose gradients overflowed.
     """
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
@@ -141,7 +145,16 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
             distributed.adapt_communication(args, main_prog, startup_prog)
+            if args.use_dynamic_loss_scaling:
+                fetchs["skipped"] = (_found_infinite(main_prog), AverageMeter("skipped", is_ratio=True))
     return fetchs, lr_scheduler, feeds, optimizer
+
+
+def _found_infinite(program):
+    """The variable that is true in a step whose gradients overflowed, so that dynamic loss scaling skips it."""
+    block = program.global_block()
+    scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
+    return block.var(scaling.input("FoundInfinite")[0])
 
 
 def compile_prog(args, program, loss_name=None, is_train=True):
@@ -165,7 +178,7 @@ def compile_prog(args, program, loss_name=None, is_train=True):
 
 
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
-    """Run one epoch, or in benchmark mode a given number of steps.
+    """Run one epoch, or what is left of it, or in benchmark mode a given number of steps.
 
     The host dispatches step n and then reads the metrics of step n-1; it waits for nothing else. In benchmark mode
     the loader starts again as often as needed; the first --benchmark-warmup-steps and the time that a restart
@@ -183,8 +196,17 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
     Returns:
         dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
         steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
-        (mean seconds a step); in benchmark mode also latency_{mean,p50,p90,p95,p99}_ms.
+        (mean seconds a step); in benchmark mode also latency_{mean,p50,p90,p95,p99}_ms. In the rest of an epoch that
+        another run has begun, steps and times are those of the rest.
+    Raises:
+        Preempted: the run has been asked to stop and all processes have done so before the same step.
+        RunError: --max-bad-steps losses in a row were not finite.
     """
+    return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
+
+
+def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save):
+    """As run, and calls `save(epoch, step)` before a step every --save-interval-steps."""
     names = list(fetchs)
     variables = [variable for variable, _ in fetchs.values()]
     meters = [meter for _, meter in fetchs.values()]
@@ -201,6 +223,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         in_flight = None
         for meter, handle in zip(meters, handles, strict=True):
             meter.update(np.asarray(handle), images)
+        if mode is Mode.TRAIN:
+            _refuse_bad_losses(args, fetchs, epoch, step, lr)
         if step % args.print_interval == 0 and step >= first_step:
             metrics = {name: meter.value for name, meter in zip(names, meters, strict=True)}
             metrics.update(clock.since_last_log())
@@ -211,7 +235,19 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
             log_info((epoch, step), metrics, mode)
 
     batches = iter(dataloader)
-    for step in range(last_step):
+    start, stopped = 0 if args.benchmark else dataloader.step, False
+    for step in range(start, last_step):
+        if mode is Mode.TRAIN and distributed.stop_agreed():
+            read()
+            raise Preempted
+        if mode is Mode.EVAL and step % EVAL_STOP_POLL_STEPS == 0 and distributed.stop_asked():
+            stopped = True
+            break
+        if save is not None and args.save_interval_steps and step > start and step % args.save_interval_steps == 0:
+            read()
+            clock.close_step()
+            save(epoch, step)
+            clock.resume()
         if step == first_step:
             read()
             for meter in meters:
@@ -238,9 +274,9 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         clock.step_done(images)
     read()
     clock.close_step()
-    if args.benchmark is False:
+    if not args.benchmark and not stopped:
         _finish_epoch(dataloader, batches)
-    result = _over_all_processes(names, meters, clock)
+    result = _over_all_processes(names, meters, clock, stopped)
     if args.benchmark:
         result.update(latency_percentiles(clock.batch_times))
     return result
@@ -307,19 +343,40 @@ class _Clock:
         }
 
 
-def _over_all_processes(names, meters, clock):
+def _refuse_bad_losses(args, fetchs, epoch, step, lr):
+    """End a run whose loss stays infinite or not a number.
+
+    A step that dynamic loss scaling skips, because the gradients overflowed, does not count as long as a lower scale
+    can help: Paddle lowers it down to 1. Only then is the scale read, so that a healthy step costs nothing.
+    """
+    loss = fetchs["loss"][1]
+    if loss.bad_updates and "skipped" in fetchs and fetchs["skipped"][1].value:
+        scale = np.asarray(static.global_scope().find_var(LOSS_SCALE).get_tensor()).item()
+        loss.bad_updates -= scale > 1
+    if loss.bad_updates >= args.max_bad_steps:
+        raise RunError(
+            f"--max-bad-steps {args.max_bad_steps}: the loss was not finite in {loss.bad_updates} steps in a row, up "
+            f"to step {step} of epoch {epoch} with learning rate {lr}: go on from the last checkpoint with a lower "
+            "--lr, or check the images"
+        )
+
+
+def _over_all_processes(names, meters, clock, stopped):
     """Sums and times of every process, reduced on the host in float64, the same on each."""
     steps = len(clock.batch_times)
-    mine = [meter.sum for meter in meters] + [clock.images, steps, sum(clock.batch_times), sum(clock.data_times)]
+    mine = [meter.sum for meter in meters] + [meters[0].count, clock.images, stopped, steps]
+    mine += [sum(clock.batch_times), sum(clock.data_times)]
     everyone = distributed.all_gather(mine)
-    *sums, images, all_steps, total_time, total_data_time = everyone.sum(axis=0)
+    *sums, images, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
+    if any_stopped:
+        raise Preempted
     slowest = everyone[:, -2].max()
     result = {name: value / images for name, value in zip(names, sums, strict=True)}
     result.update(
         images=int(images),
         steps=steps,
         epoch_time=slowest,
-        ips=images / slowest,
+        ips=timed_images / slowest,
         data_time=total_data_time / all_steps,
         compute_time=(total_time - total_data_time) / all_steps,
         batch_time=total_time / all_steps,

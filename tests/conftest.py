@@ -113,3 +113,10 @@ def phase(report, step, prefix):
     """The data of the last entry for a step whose keys start with a prefix, without it."""
     found = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
     return {k.removeprefix(prefix): v for k, v in found[-1].items() if k.startswith(prefix)}
+
+
+def assert_one_sentence(stderr, says):
+    errors = [line for line in stderr.splitlines() if line.startswith("train.py: error: ")]
+    assert len(errors) == 1, stderr
+    for words in says:
+        assert words in errors[0]

@@ -1,16 +1,25 @@
 import json
-import pickle
+import random
+import shutil
 
 import numpy as np
-import paddle
 import pytest
-from paddle import static
 
-from paddle_resnet import checkpoint
-from test_program import build, random_batches, variable
-from utils.errors import UsageError
+from paddle_resnet import checkpoint, commit
+from paddle_resnet.saver import Saver
+from test_program import build, random_batches
+from utils.errors import RunError, UsageError
 
-PLACE = paddle.CPUPlace()
+
+class Loader:
+    classes = ("a", "b", "c")
+    step = 2
+
+    def __len__(self):
+        return 10
+
+    def state(self):
+        return {"step": self.step}
 
 
 @pytest.fixture
@@ -19,196 +28,170 @@ def args(parse, tmp_path):
 
 
 @pytest.fixture
-def saved(args):
-    """A checkpoint of epoch 4 after two steps; returns (folder, {variable: value}, lr_scheduler)."""
-    compiled, exe, _, lr_scheduler, main = build(args)
+def run(args):
+    """A run after two steps; returns (saver, lr_scheduler, fetchs)."""
+    compiled, exe, fetchs, lr_scheduler, main = build(args)
     for images, labels in random_batches(2):
-        exe.run(compiled, {"data": images, "label": labels})
+        loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
+        fetchs["loss"][1].update(loss, 8)
         lr_scheduler.step()
-    folder = checkpoint.save(args, main, 4, lr_scheduler)
-    state = {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
-    return folder, state, lr_scheduler
+    return Saver(args, main, lr_scheduler, Loader(), fetchs), lr_scheduler, fetchs
 
 
-def resume(args, folder, *, epoch=None, seed=7):
+@pytest.fixture
+def saved(run):
+    saver, _, _ = run
+    saver.save(4)
+    saver.finish()
+    return saver.folder
+
+
+def find(args, folder, epoch=None):
     args.from_checkpoint, args.last_epoch_of_checkpoint = str(folder), epoch
-    with static.scope_guard(static.Scope()):
-        compiled, exe, fetchs, lr_scheduler, main = build(args, seed=seed)
-        start = checkpoint.load(args, main, lr_scheduler, PLACE)
-        state = {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
-    return start, state, lr_scheduler
+    return checkpoint.find(args)
 
 
 def test_layout(args, saved, tmp_path):
-    folder, _, _ = saved
-    assert folder == tmp_path / "Tiny" / "4"
-    assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
-    assert [p.name for p in (tmp_path / "Tiny").iterdir()] == ["4"]
-    meta = json.loads((folder / "meta.json").read_text())
-    assert meta["epoch"] == 4
-    assert meta["arch"] == "Tiny"
+    assert saved == tmp_path / "Tiny" / "4"
+    assert sorted(p.name for p in saved.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
+    assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == ["4", "latest"]
+    meta = commit.verify(saved)
+    assert (meta["epoch"], meta["step"], meta["world_size"]) == (4, None, 1)
+    assert meta["classes"] == ["a", "b", "c"]
+    assert meta["arguments"]["lr"] == 0.01
+    assert meta["lr_scheduler"]["last_epoch"] == 2
+    assert meta["ranks"][0]["loader"] == {"step": 2}
+    assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
+    assert len((saved / "meta.json").read_text().splitlines()) < 200  # a person can read it
 
 
-def test_everything_comes_back_bit_for_bit(args, saved):
-    folder, expected, lr_scheduler = saved
-    start, state, restored = resume(args, folder.parent, epoch=4)
-    assert start == 5
-    assert state.keys() == expected.keys()
-    assert any("velocity" in name and value.any() for name, value in expected.items())
-    for name, value in expected.items():
-        np.testing.assert_array_equal(state[name], value, err_msg=name)
-    assert restored.state_dict() == lr_scheduler.state_dict()
+def test_position_inside_an_epoch(args, run):
+    saver, lr_scheduler, fetchs = run
+    random.seed(3)
+    saver.save(4, 2)
+    saver.finish()
+    expected = random.random(), np.random.rand()
+    assert saver.folder.name == "4_2"
+    found = find(args, saver.folder.parent, "auto")
+    assert (found.epoch, found.step, found.trained, found.loader_state) == (4, 2, None, {"step": 2})
+    _, _, fresh, schedule, _ = build(args)
+    checkpoint.restore(args, found, schedule, Loader(), fresh)
+    assert fresh["loss"][1].state() == fetchs["loss"][1].state()
+    assert (random.random(), np.random.rand()) == expected
+    assert schedule.last_epoch == 42
 
 
-def test_paddle_static_load_reads_it(args, saved):
-    folder, expected, _ = saved
-    with static.scope_guard(static.Scope()):
-        _, exe, _, _, main = build(args, seed=7)
-        static.load(main, str(folder / "tiny"), exe)
-        for name, value in expected.items():
-            np.testing.assert_array_equal(variable(name), value, err_msg=name)
+def test_position_between_training_and_evaluation(args, run):
+    saver, _, _ = run
+    saver.save(4, 10, trained={"loss": 1.5})
+    saver.finish()
+    found = find(args, saver.folder.parent, "auto")
+    assert (found.epoch, found.step, found.trained) == (4, 10, {"loss": 1.5})
 
 
-def test_checkpoint_of_paddle_static_save_is_read(args, saved, tmp_path):
-    folder, expected, _ = saved
-    _, _, _, _, main = build(args, seed=3)
-    for name, value in expected.items():
-        static.global_scope().find_var(name).get_tensor().set(value, PLACE)
-    static.save(main, str(tmp_path / "old" / "tiny"))
-    start, state, _ = resume(args, tmp_path / "old")
-    assert start == 0
-    for name, value in expected.items():
-        np.testing.assert_array_equal(state[name], value, err_msg=name)
+def test_schedule_goes_on_exactly(args, run):
+    saver, lr_scheduler, _ = run
+    saver.save(0, 2)
+    saver.finish()
+    _, _, fetchs, schedule, _ = build(args)
+    checkpoint.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs)
+    assert schedule.state_dict() == lr_scheduler.state_dict()
 
 
-def test_saving_again_replaces_the_epoch(args, saved):
-    folder, _, lr_scheduler = saved
-    _, _, _, _, main = build(args, seed=9)
-    (folder.parent / ".4.partial").mkdir()
-    assert checkpoint.save(args, main, 4, lr_scheduler) == folder
-    assert sorted(p.name for p in folder.parent.iterdir()) == ["4"]
-    params = pickle.loads((folder / "tiny.pdparams").read_bytes())
-    np.testing.assert_array_equal(params["conv2d_0.w_0"], variable("conv2d_0.w_0"))
+def test_the_same_position_is_saved_once(args, run, tmp_path):
+    saver, _, _ = run
+    saver.save(0, 0)  # nothing has been trained
+    saver.save(1)
+    saver.save(2, 0)  # the end of epoch 1
+    saver.finish()
+    assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
+
+
+def test_error_of_the_writer_ends_the_run_at_the_next_save(args, run, tmp_path):
+    saver, _, _ = run
+    saver.save(0)
+    saver.finish()
+    (tmp_path / "Tiny" / ".1.partial").write_text("a file where the folder shall be")
+    saver.save(1)
+    with pytest.raises(RunError, match="Tiny/1 cannot be written .*: make room"):
+        saver.save(2)
+    assert commit.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
+
+
+def test_writing_goes_on_while_the_run_does(args, run, monkeypatch):
+    saver, _, _ = run
+    import threading
+
+    may_write = threading.Event()
+    real = commit.commit
+    monkeypatch.setattr(commit, "commit", lambda *a: may_write.wait(10) and real(*a))
+    saver.save(0)
+    assert not (saver.folder / "meta.json").exists()
+    may_write.set()
+    saver.finish()
+    assert (saver.folder / "meta.json").exists()
 
 
 @pytest.mark.parametrize(
     ("below", "epoch", "start"),
-    [("", "auto", 11), ("", 4, 5), ("", 10, 11), ("4", None, 0), ("4", 4, 5), ("4", "auto", 5)],
+    [("", "auto", 11), ("", 4, 5), ("", 10, 11), ("4", None, 0), ("4", 4, 5), ("4", "auto", 5), ("latest", "auto", 11)],
 )
-def test_find(args, saved, below, epoch, start):
-    folder, _, lr_scheduler = saved
-    _, _, _, _, main = build(args)
-    checkpoint.save(args, main, 10, lr_scheduler)
-    (folder.parent / "11").mkdir()  # no files: not a checkpoint
-    args.from_checkpoint, args.last_epoch_of_checkpoint = str(folder.parent / below), epoch
-    found, start_epoch = checkpoint.find(args)
-    assert start_epoch == start
-    assert found == folder.parent / (below or str(start - 1))
+def test_find(args, run, tmp_path, below, epoch, start):
+    saver, _, _ = run
+    for number in (4, 10):
+        saver.save(number)
+    saver.finish()
+    (tmp_path / "Tiny" / "11").mkdir()  # no files: not a checkpoint
+    found = find(args, tmp_path / "Tiny" / below, epoch)
+    assert found.epoch == start
+    assert found.folder == str(tmp_path / "Tiny" / (below or str(start - 1)))
 
 
 @pytest.mark.parametrize(
     ("below", "epoch", "message"),
     [
         ("nowhere", None, "--from-checkpoint .*nowhere does not exist: name"),
-        ("Tiny", None, r"has no tiny.pdparams; it holds epochs \[4\]: add --last-epoch-of-checkpoint"),
+        ("Tiny", None, r"has no tiny.pdparams; it holds 4: add --last-epoch-of-checkpoint"),
         ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .* give one of \[4\]"),
         ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
         ("", "auto", "--last-epoch-of-checkpoint auto"),
     ],
 )
 def test_missing_checkpoint_is_refused(args, saved, tmp_path, below, epoch, message):
-    args.from_checkpoint, args.last_epoch_of_checkpoint = str(tmp_path / below), epoch
     with pytest.raises(UsageError, match=message):
-        checkpoint.find(args)
+        find(args, tmp_path / below, epoch)
 
 
 def test_other_prefix_is_named(args, saved):
     args.model_prefix = "other"
-    args.from_checkpoint, args.last_epoch_of_checkpoint = str(saved[0].parent), "auto"
     with pytest.raises(UsageError, match="other.pdparams.*--model-prefix"):
-        checkpoint.find(args)
+        find(args, saved.parent, "auto")
 
 
-def test_other_model_is_refused(args, saved):
-    args.from_checkpoint = str(saved[0])
-    args.model_arch_name = "ResNet18"
-    _, _, _, lr_scheduler, main = build(args)
-    with pytest.raises(
-        UsageError, match=r"another model: .* missing .* of another shape .* --model-arch-name \(now ResNet18"
-    ):
-        checkpoint.load(args, main, lr_scheduler, PLACE)
+@pytest.mark.parametrize("epoch", [4, None])
+@pytest.mark.parametrize("file", ["tiny.pdparams", "tiny.pdopt", "meta.json"])
+def test_damaged_checkpoint_that_was_asked_for_is_refused(args, saved, file, epoch):
+    data = (saved / file).read_bytes()
+    (saved / file).write_bytes(data[:-1] + b"\x01")
+    with pytest.raises(UsageError, match=f"Tiny/4 is damaged: {file}"):
+        find(args, saved if epoch is None else saved.parent, epoch)
 
 
-def test_other_class_count_is_refused(args, saved):
-    args.from_checkpoint = str(saved[0])
-    args.num_of_class = 4
-    _, _, _, lr_scheduler, main = build(args)
-    with pytest.raises(
-        UsageError, match=r"linear_0.w_0 is \[256, 3\], not \[256, 4\]|linear_0.b_0 is \[3\], not \[4\]"
-    ):
-        checkpoint.load(args, main, lr_scheduler, PLACE)
+def test_old_folder_needs_an_epoch_for_a_name(args, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "mine")
+    (tmp_path / "mine/meta.json").unlink()
+    with pytest.raises(UsageError, match="mine has no meta.json and no epoch for a name: give"):
+        find(args, tmp_path / "mine", "auto")
+    assert find(args, tmp_path / "mine").epoch == 0
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[: len(data) // 2], lambda data: b"not a pickle", lambda data: b""]
-)
-def test_damaged_file_is_refused(args, saved, damage):
-    path = saved[0] / "tiny.pdparams"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UsageError, match=r"tiny.pdparams is damaged"):
-        resume(args, saved[0])
+def test_start_cleans_up_after_a_killed_run(args, tmp_path):
+    (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
+    Saver(args, None, None, None, {})
+    assert list((tmp_path / "Tiny").iterdir()) == []
 
 
-def test_missing_optimizer_file_is_refused(args, saved):
-    (saved[0] / "tiny.pdopt").unlink()
-    with pytest.raises(UsageError, match=r"tiny.pdopt cannot be read"):
-        resume(args, saved[0])
-
-
-def test_resume_without_schedule_is_refused(args, saved):
-    (saved[0] / "meta.json").unlink()
-    with pytest.raises(UsageError, match=r"has no meta.json.*--last-epoch-of-checkpoint None"):
-        resume(args, saved[0].parent, epoch=4)
-
-
-def test_evaluation_program_takes_the_parameters_alone(args, saved):
-    folder, expected, _ = saved
-    args.from_checkpoint = str(folder)
-    with static.scope_guard(static.Scope()):
-        _, _, _, _, main = build(args, is_train=False, seed=7)
-        checkpoint.load(args, main, None, PLACE)
-        for parameter in main.all_parameters():
-            np.testing.assert_array_equal(variable(parameter.name), expected[parameter.name])
-
-
-@pytest.mark.parametrize("form", ["folder", "file", "prefix"])
-def test_pretrained_parameters(args, saved, form):
-    folder, expected, _ = saved
-    given = {"folder": folder, "file": folder / "tiny.pdparams", "prefix": folder / "tiny"}[form]
-    args.from_pretrained_params = str(given)
-    with static.scope_guard(static.Scope()):
-        _, _, _, _, main = build(args, seed=7)
-        checkpoint.load_pretrained(args, main, PLACE)
-        np.testing.assert_array_equal(variable("conv2d_0.w_0"), expected["conv2d_0.w_0"])
-        assert not any(variable(v.name).any() for v in main.list_vars() if "velocity" in v.name)
-
-
-def test_missing_pretrained_parameters_are_refused(args, tmp_path):
-    args.from_pretrained_params = str(tmp_path / "nothing")
-    _, _, _, _, main = build(args)
-    with pytest.raises(UsageError, match="--from-pretrained-params .*nothing"):
-        checkpoint.load_pretrained(args, main, PLACE)
-
-
-def test_float16_parameters_are_saved_from_their_float32_masters(args, monkeypatch):
-    """As in a run with --use-pure-fp16, which needs a GPU: the file holds what an evaluation in float32 loads."""
-    _, _, _, lr_scheduler, main = build(args)
-    name = "conv2d_0.w_0"
-    master = variable(name)
-    main.global_block().create_var(name=name + "_fp32_master_0", shape=master.shape, dtype="float32", persistable=True)
-    static.global_scope().var(name + "_fp32_master_0").get_tensor().set(master, PLACE)
-    static.global_scope().find_var(name).get_tensor().set(master.astype("float16"), PLACE)
-    folder = checkpoint.save(args, main, 0, lr_scheduler)
-    saved = pickle.loads((folder / "tiny.pdparams").read_bytes())[name]
-    assert saved.dtype == np.float32
-    np.testing.assert_array_equal(saved, master)
+def test_meta_json_says_what_the_run_was(args, saved):
+    meta = json.loads((saved / "meta.json").read_text())
+    assert meta["arguments"]["model_arch_name"] == "Tiny"
+    assert meta["arguments"]["run_scope"] == "train_eval"

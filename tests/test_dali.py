@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from nvidia.dali.plugin.paddle import DALIGenericIterator
@@ -39,6 +41,54 @@ def numbered(tmp_path):
 def load(parse, root, mode, *flags):
     args = parse("--image-root", root, "--num-of-class", "10", *flags)
     return dali.build_dataloader(args, mode)
+
+
+def take(loader, count):
+    """The next batches, over the ends of epochs."""
+    batches = []
+    while len(batches) < count:
+        batch = next(loader, None)
+        if batch is None:
+            loader.reset()
+        else:
+            batches.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
+    return batches
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 8, 10])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
+    shard(rank, 2)
+    args = parse("--image-root", photos, "--batch-size", "3")
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    assert len(loader) == 5
+    take(loader, done)
+    state = json.loads(json.dumps(loader.state()))
+    expected = take(loader, 12)
+    resumed = dali.build_dataloader(args, Mode.TRAIN, state)
+    assert resumed.step == state["step"] == (done and (done - 1) % 5 + 1)
+    for (images, labels), (expected_images, expected_labels) in zip(take(resumed, 12), expected, strict=True):
+        np.testing.assert_array_equal(labels, expected_labels)
+        np.testing.assert_array_equal(images, expected_images)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--batch-size", "4"], "--batch-size is 4 and was 3"),
+        (["--dali-random-seed", "1"], "--dali-random-seed is 1 and was 42"),
+        (["--rand-crop-scale", "0.5,1"], "--rand-crop-scale is [0.5, 1.0] and was [0.08, 1.0]"),
+        (["--data-format", "synthetic"], "--data-format is synthetic and was auto"),
+    ],
+)
+def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, capsys, flags, says):
+    args = parse("--image-root", photos, "--batch-size", "3")
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    take(loader, 2)
+    args = parse("--image-root", photos, "--batch-size", "3", *flags)
+    fresh = dali.build_dataloader(args, Mode.TRAIN, loader.state())
+    assert fresh.step == 0
+    assert says in capsys.readouterr().err
 
 
 def test_batches_are_what_the_program_feeds(parse, photos):

@@ -98,3 +98,59 @@ def test_cpu_refuses_what_only_a_gpu_does(parse):
             parse(*flags)
     args = parse()
     assert (args.device, args.dali_device) == ("cpu", "cpu")
+
+
+def test_exchanges_of_one_process():
+    assert distributed.gather(b"abc") == [b"abc"]
+    assert distributed.from_rank_0(lambda: {"a": 1}) == {"a": 1}
+    with distributed.leaving_together():
+        pass
+
+
+class Store:
+    """Paddle's TCP store in memory, for several ranks in one process."""
+
+    def __init__(self):
+        self.values, self.counts = {}, {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def add(self, key, amount):
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2])
+@pytest.mark.parametrize("asked", [[0], [1], [0, 1], []])
+def test_all_ranks_stop_before_the_same_step(monkeypatch, asked, lead):
+    """Rank 1 is up to two steps ahead, as far as it can get; whoever is asked is asked at any of its steps."""
+    store = Store()
+    monkeypatch.setattr(distributed, "_store", lambda: store)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    for moment in range(9):
+        store.__init__()
+        states = {0: (0, None, False), 1: (0, None, False)}
+        stopped, step = {}, {0: 0, 1: 0}
+        for tick in range(60):
+            for rank in (1, 0):
+                if rank in stopped or (rank == 0 and step[0] + lead > tick):
+                    continue
+                distributed._polls, distributed._stop_at, distributed._has_proposed = states[rank]
+                signal = "SIGTERM" if rank in asked and step[rank] >= moment else None
+                monkeypatch.setattr(distributed.signals, "received", lambda signal=signal: signal)
+                if distributed.stop_agreed():
+                    stopped[rank] = step[rank]
+                step[rank] += 1
+                states[rank] = (distributed._polls, distributed._stop_at, distributed._has_proposed)
+        if asked:
+            assert stopped[0] == stopped[1]
+            assert moment < stopped[0] <= moment + 12
+        else:
+            assert not stopped
+    monkeypatch.setattr(distributed, "_polls", 0)
+    monkeypatch.setattr(distributed, "_stop_at", None)
+    monkeypatch.setattr(distributed, "_has_proposed", False)

@@ -1,3 +1,4 @@
+import json
 import math
 
 import numpy as np
@@ -81,3 +82,23 @@ def test_reset_forgets():
 def test_latency_percentiles_are_milliseconds_between_the_nearest_steps(batch_times_s, mean, p50, p90, p95, p99):
     expected = dict(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99)  # noqa: C408  the names are the point
     assert latency_percentiles(batch_times_s) == pytest.approx({f"latency_{k}_ms": v for k, v in expected.items()})
+
+
+def test_state_goes_on():
+    meter, other = AverageMeter("loss"), AverageMeter("loss")
+    for value in (0.1, 0.7):
+        meter.update(value, 3)
+    other.restore(json.loads(json.dumps(meter.state())))
+    for m in (meter, other):
+        m.update(0.3, 2)
+    assert (other.value, other.sum, other.count) == (meter.value, meter.sum, meter.count)
+
+
+def test_updates_that_are_not_finite_are_counted_in_a_row():
+    meter = AverageMeter("loss")
+    counts = []
+    for value in (1.0, float("nan"), float("inf"), 2.0, float("nan")):
+        meter.update(value, 1)
+        meter.reset()
+        counts.append(meter.bad_updates)
+    assert counts == [0, 1, 2, 0, 1]

@@ -66,7 +66,7 @@ def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch, depths,
 
 
 def test_names_and_order_are_those_of_nvidias_example():
-    """Its checkpoints are loaded by name: 53 times convolution and BN, a projection after its branch, the classifier."""
+    """Its checkpoints are loaded by name: 53 convolutions with BN, projections after their branch, the classifier."""
     program, _, _ = build(MODELS["ResNet50"], (3, 64, 64))
     names = [p.name for p in program.all_parameters()]
     expected = []

@@ -8,7 +8,7 @@ import pytest
 from paddle import static
 
 from paddle_resnet import dali, program
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter
 from utils.mode import Mode
 
@@ -28,6 +28,8 @@ SIGNATURES = {
 
 class Batches:
     """A loader of given batches: [(images, labels)]."""
+
+    step = 0
 
     def __init__(self, batches):
         self.batches = [
@@ -426,3 +428,54 @@ def test_fuse_resunit_is_refused_where_paddle_has_none(parse):
     assert not hasattr(static.BuildStrategy, "fuse_resunit"), "this Paddle has it: measure it and update this test"
     with pytest.raises(UsageError, match="--fuse-resunit"):
         program.create_strategy(parse("--fuse-resunit"))
+
+
+class Losses:
+    """Stands in for the Executor: given losses, and whether loss scaling skipped each step."""
+
+    def __init__(self, values, skipped=None):
+        self.values = zip(values, skipped or [False] * len(values), strict=True)
+
+    def run(self, program, feed, fetch_list, return_numpy):
+        loss, skipped = next(self.values)
+        found = {"loss": np.float32([loss]), "skipped": np.array([skipped])}
+        return [found.get(name, np.float32([0.5])) for name in fetch_list]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_bad_losses_in_a_row_end_the_run_and_single_ones_do_not(parse):
+    args = parse("--max-bad-steps", "3")
+    good = [1, NAN, INF, 1, -INF, NAN, 1]
+    program.run(args, Batches(random_batches(7)), Losses(good), None, fake_fetchs(), 0)
+    bad = [1, NAN, INF, NAN, 1, 1, 1]
+    with pytest.raises(RunError, match="--max-bad-steps 3: .* 3 steps in a row, up to step 3 of epoch 5"):
+        program.run(args, Batches(random_batches(7)), Losses(bad), None, fake_fetchs(), 5)
+
+
+def test_bad_losses_are_counted_over_the_end_of_an_epoch(parse):
+    args, fetchs = parse("--max-bad-steps", "4"), fake_fetchs()
+    program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), None, fetchs, 0)
+    with pytest.raises(RunError, match="up to step 1 of epoch 1"):
+        program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), None, fetchs, 1)
+
+
+def test_bad_losses_of_an_evaluation_are_its_result(parse):
+    args = parse("--max-bad-steps", "1")
+    result = program.run(args, Batches(random_batches(2)), Losses([NAN, 1]), None, fake_fetchs(), 0, Mode.EVAL)
+    assert np.isnan(result["loss"])
+
+
+@pytest.mark.parametrize(("scale", "ends"), [(2.0, False), (1.0, True)])
+def test_skipped_steps_do_not_count_as_bad(parse, scale, ends):
+    """Overflows are what dynamic loss scaling is for, until the scale is as low as it gets."""
+    args = parse("--max-bad-steps", "3")
+    static.global_scope().var(program.LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
+    fetchs = {**fake_fetchs(), "skipped": ("skipped", AverageMeter("skipped", is_ratio=True))}
+    steps = Losses([INF] * 6, skipped=[True] * 6)
+    if ends:
+        with pytest.raises(RunError, match="up to step 2 of epoch 0"):
+            program.run(args, Batches(random_batches(6)), steps, None, fetchs, 0)
+    else:
+        assert program.run(args, Batches(random_batches(6)), steps, None, fetchs, 0)["skipped"] == 1

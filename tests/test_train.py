@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from conftest import ROOT, phase
+from conftest import ROOT, assert_one_sentence, phase
 
 
 def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path):
@@ -27,22 +27,10 @@ def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path):
     assert phase(evaluated, [], "val.")["loss"] == last["loss"]
 
 
-def test_resume_at_an_epochs_end_continues_parameters_momentum_and_schedule(run_train, tmp_path):
-    _, report = run_train("--epochs", "3", "--warmup-epochs", "1", "--print-interval", "1")
-    whole = {e["step"][1]: e["data"]["train.lr"] for e in report if e["step"][:1] == [2] and "train.lr" in e["data"]}
-    flags = ["--from-checkpoint", tmp_path / "output" / "Tiny", "--last-epoch-of-checkpoint", "1"]
-    code, resumed = run_train("--epochs", "3", "--warmup-epochs", "1", "--print-interval", "1", *flags)
-    assert code == 0
-    assert [e["step"] for e in resumed if len(e["step"]) == 1 and "train.loss" in e["data"]] == [[2]]
-    rates = {e["step"][1]: e["data"]["train.lr"] for e in resumed if e["step"][:1] == [2] and "train.lr" in e["data"]}
-    assert rates == whole
-    assert len(rates) == 3
-
-
 def test_last_epoch_is_always_saved_and_evaluated(run_train, tmp_path):
     code, report = run_train("--epochs", "3", "--save-interval", "2", "--eval-interval", "2")
     assert code == 0
-    assert sorted(p.name for p in (tmp_path / "output" / "Tiny").iterdir()) == ["1", "2"]
+    assert sorted(p.name for p in (tmp_path / "output" / "Tiny").glob("[0-9]*")) == ["1", "2"]
     assert [e["step"] for e in report if len(e["step"]) == 1 and "val.loss" in e["data"]] == [[1], [2]]
 
 
@@ -219,13 +207,6 @@ def test_unknown_yaml_key_is_refused(run_train, tmp_path, capsys):
     path.write_text("batchsize: 3\n")
     assert run_train("--config", path)[0] == 2
     assert_one_sentence(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
-
-
-def assert_one_sentence(stderr, says):
-    errors = [line for line in stderr.splitlines() if line.startswith("train.py: error: ")]
-    assert len(errors) == 1, stderr
-    for words in says:
-        assert words in errors[0]
 
 
 def test_process_exit_code_and_help(train_process):

@@ -1,9 +1,12 @@
-"""Errors that a user can cause and mend."""
+"""Errors with a known cause, which train.py prints as one sentence."""
 
 
 class UsageError(ValueError):
-    """A flag, a configuration file, a data set or a checkpoint that cannot be used.
+    """A flag, a configuration file, a data set or a checkpoint that cannot be used: exit code 2.
 
-    Raised before the first step. The message is one sentence that names the flag, its value and the remedy;
-    train.py prints it and exits with code 2.
+    Raised before the first step. The message is one sentence that names the flag, its value and the remedy.
     """
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on: exit code 1. The message names what failed, where, and what is safe."""

@@ -1,5 +1,7 @@
 """Running averages and step latencies."""
 
+import math
+
 import numpy as np
 
 
@@ -10,11 +12,15 @@ class AverageMeter:
         name: metric name as it stands in logs, for example "top1".
         is_ratio: the per-batch value is a count divided by the batch size (an accuracy); its count is restored
             exactly, so that the mean over many batches has no float32 rounding in it.
+    Attributes:
+        value: mean of the last update.
+        bad_updates: how many updates in a row, up to the last, were not finite; reset() does not touch it.
     """
 
     def __init__(self, name, is_ratio=False):
         self.name = name
         self.is_ratio = is_ratio
+        self.bad_updates = 0
         self.reset()
 
     def reset(self):
@@ -37,6 +43,14 @@ class AverageMeter:
         self.value = total / n
         self.sum += total
         self.count += n
+        self.bad_updates = 0 if math.isfinite(self.value) else self.bad_updates + 1
+
+    def state(self):
+        """The accumulated sum as plain data, for restore()."""
+        return {"value": self.value, "sum": self.sum, "count": self.count}
+
+    def restore(self, state):
+        self.value, self.sum, self.count = state["value"], state["sum"], state["count"]
 
     @property
     def avg(self):

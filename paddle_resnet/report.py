@@ -1,0 +1,59 @@
+"""What a run says about itself at its start and at its end."""
+
+import os
+import shlex
+import sys
+
+from paddle_resnet import distributed
+from utils import logger
+from utils.errors import UsageError
+from utils.mode import RunScope
+
+
+def start_line(args, train_loader, eval_loader):
+    """One line: network, devices, precision, batch, learning rate, steps."""
+    processes = distributed.world_size()
+    precision = ("float16 O2" if args.use_pure_fp16 else "float16 O1") if args.amp else "float32"
+    loaders = {"train": train_loader, "val": eval_loader}
+    sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
+    return (
+        f"{args.model_arch_name} on {processes} x {args.device}, {precision}, {args.data_layout}, batch "
+        f"{args.batch_size} a process, peak lr {args.lr} x {processes} = {args.lr * processes:g}, {', '.join(sizes)}"
+    )
+
+
+def all_done(args, found):
+    """Say that there is nothing left to train.
+
+    Raises:
+        UsageError: unless --resume was given, which is the end of a command that is repeated until it is done.
+    """
+    if not args.resume:
+        raise UsageError(f"--epochs {args.epochs} are done in {found.folder}: give more than {found.epoch}")
+    logger.info(f"--resume: all {args.epochs} epochs are done in {found.folder}")
+
+
+def summarise(args, argv, trained, evaluated, best, folder):
+    """Log the results of a training run and print the command that evaluates its last checkpoint again.
+
+    Args:
+        args: flags.
+        argv: words of the command line.
+        trained, evaluated: results of the last epoch; evaluated is None without evaluation.
+        best: result and epoch of the best evaluation, or None.
+        folder: the last checkpoint.
+    """
+    data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")}
+    if evaluated is not None:
+        data |= {f"val.{name}": evaluated[name] for name in ("loss", "top1", "top5", "images")}
+        data |= {"best.epoch": best["epoch"], "best.val.top1": best["top1"]}
+    logger.log((), data)
+    logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
+    if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
+        flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
+        logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
+
+
+def _python():
+    path = os.path.relpath(sys.executable)
+    return "python" if path.startswith("..") else path

@@ -1,0 +1,206 @@
+"""What a run saves: OUTPUT_DIR/ARCH/EPOCH/, and EPOCH_STEP/ inside an epoch; `latest` and `best` lead to one each.
+
+PREFIX.pdparams holds the parameters and the BN statistics, PREFIX.pdopt momentum, learning rate, loss scaling and
+float32 master weights (parameters.py reads both). meta.json holds where the run stood, with the state of every
+process's loader. Inside an epoch each process follows BN statistics of its own: bn_rankN.npz holds those of rank
+N > 0. commit.py writes, verifies and deletes the folders.
+"""
+
+import io
+import json
+import pickle
+import random
+import tempfile
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+import config
+from paddle_resnet import commit, distributed, parameters
+from utils import logger
+from utils.errors import RunError, UsageError
+
+
+class Saver:
+    """Writes the checkpoints of a training run, in the background.
+
+    The steps wait for the copy to host memory only, and for the previous checkpoint if that is still being written.
+
+    Args:
+        args: flags.
+        program: the training Program (not the compiled one), whose variables are in the global scope.
+        lr_scheduler: its state is saved.
+        loader: training loader.
+        fetchs: result of program.build, whose meters hold the running sums of an epoch.
+        found: what the run started from, or None.
+    Raises:
+        UsageError: the output folder cannot be made or written.
+    """
+
+    def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
+        distributed.from_rank_0(lambda: _prepare(args))
+        self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
+        self._loader, self._fetchs = loader, fetchs
+        self._root = commit.run_folder(args)
+        self._run = found.meta["run"] if found and found.goes_on else uuid.uuid4().hex
+        self._last = (found.epoch, found.step) if found else (0, 0)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending = None
+        self.best = found and found.best
+        self.folder = found and found.folder
+
+    def note(self, epoch, evaluated):
+        """Remember the best evaluation, of an epoch that is saved or not."""
+        if self.best is None or evaluated["top1"] > self.best["top1"]:
+            self.best = {"epoch": epoch, **evaluated}
+
+    def save(self, epoch, step=None, trained=None, evaluated=None):
+        """Save the state between two steps; every process has to call this.
+
+        Args:
+            epoch: the epoch.
+            step: how many of its steps are done; None: all, and its evaluation.
+            trained: result of the epoch's training, if that is complete.
+            evaluated: result of its evaluation, if there was one.
+        Raises:
+            RunError: the previous checkpoint could not be written.
+        """
+        at = (epoch + 1, 0) if step is None else (epoch, step)
+        if at == self._last:
+            return  # a stop right after a checkpoint, or before the first step of a resumed run
+        self._last = at
+        self.finish()
+        in_epoch = step is not None and trained is None
+        arrays = self._bn_statistics() if in_epoch and distributed.rank() > 0 else {}
+        rank_state = {"loader": self._loader.state(), "meters": self._meters()}
+        ranks = distributed.gather(_pack(rank_state, arrays))
+        if distributed.rank() != 0:
+            return
+        ranks = [_unpack(data) for data in ranks]
+        params, optimizer = parameters.snapshot(self._program)
+        files = {
+            f"{self._args.model_prefix}.pdparams": _pickled(params),
+            f"{self._args.model_prefix}.pdopt": _pickled(optimizer),
+        }
+        files |= {f"bn_rank{r}.npz": _bytes(arrays) for r, (_, arrays) in enumerate(ranks) if arrays}
+        meta = {
+            "run": self._run,
+            "epoch": epoch,
+            "step": step,
+            "steps_each_epoch": len(self._loader),
+            "world_size": distributed.world_size(),
+            "classes": list(self._loader.classes),
+            "arguments": config.as_dict(self._args),
+            "trained": trained,
+            "evaluated": evaluated,
+            "best": self.best,
+            "lr_scheduler": self._lr_scheduler.state_dict(),
+            "seeds": {"paddle": self._args.seed, "python": _python_state(), "numpy": _numpy_state()},
+            "ranks": [state for state, _ in ranks],
+        }
+        name = str(epoch) if step is None else f"{epoch}_{step}"
+        self.folder = self._root / name
+        self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer])
+
+    def finish(self):
+        """Wait until the last checkpoint is on the disk; it is rank 0 that writes.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, name, files, meta, states):
+        _refuse_non_finite(self._root / name, states)
+        whole, _ = commit.newest_first(self._root)
+        meta["sequence"] = whole[0][1]["sequence"] + 1 if whole else 0
+        try:
+            folder = commit.commit(self._root, name, files, meta)
+            commit.mark(self._root, "latest", name)
+            evaluated = meta["evaluated"]
+            if evaluated is not None and evaluated["top1"] > self._best_kept(whole):
+                commit.mark(self._root, "best", name)
+        except OSError as e:
+            raise RunError(
+                f"checkpoint {self._root / name} cannot be written ({e.strerror}): make room or name another "
+                "--output-dir; the checkpoints before it are untouched"
+            ) from e
+        logger.info(f"checkpoint: {folder}")
+        self._delete_old()
+
+    def _best_kept(self, whole):
+        """The best top1 among this run's checkpoints on the disk."""
+        return max(
+            (meta["evaluated"]["top1"] for _, meta in whole if meta["run"] == self._run and meta["evaluated"]),
+            default=-1.0,
+        )
+
+    def _delete_old(self):
+        """Keep the newest of this run and its best; those of other runs are not ours to delete."""
+        whole, _ = commit.newest_first(self._root)
+        kept = {(self._root / "best").resolve()}
+        mine = [folder for folder, meta in whole if meta["run"] == self._run]
+        for folder in mine[self._args.keep_checkpoints :]:
+            if folder.resolve() not in kept:
+                commit.delete(folder)
+
+    def _meters(self):
+        return {name: meter.state() for name, (_, meter) in self._fetchs.items()}
+
+    def _bn_statistics(self):
+        return {name: parameters.read(name) for name in distributed.bn_statistics(self._program)}
+
+
+def _prepare(args):
+    """Make the folder that checkpoints go to, and remove what a killed run has left half-written there."""
+    folder = commit.run_folder(args)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        commit.clean(folder)
+    except OSError as e:
+        raise UsageError(f"--output-dir {args.output_dir} cannot be written ({e.strerror}): name another folder") from e
+
+
+def _refuse_non_finite(folder, states):
+    bad = [name for state in states for name, a in state.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
+    if bad:
+        raise RunError(
+            f"checkpoint {folder} is not written: {len(bad)} of its arrays have values that are not finite "
+            f"({', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}): go on from the one before it with a lower --lr"
+        )
+
+
+def _pack(state, arrays):
+    """One process's part of a checkpoint as bytes."""
+    header = json.dumps(state).encode()
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return len(header).to_bytes(8, "little") + header + (buffer.getvalue() if arrays else b"")
+
+
+def _unpack(data):
+    size = int.from_bytes(data[:8], "little")
+    body = data[8 + size :]
+    return json.loads(data[8 : 8 + size]), body
+
+
+def _pickled(state):
+    return lambda file: pickle.dump(state, file, protocol=4)
+
+
+def _bytes(data):
+    return lambda file: file.write(data)
+
+
+def _python_state():
+    return json.dumps(random.getstate())
+
+
+def _numpy_state():
+    name, keys, *rest = np.random.get_state()
+    return json.dumps([name, keys.tolist(), *rest])

@@ -1,0 +1,51 @@
+import os
+import signal
+
+import pytest
+
+from utils import signals
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_the_tests():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(name):
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def test_signals_are_noted_and_repeats_of_sigterm_ignored():
+    with signals.watched():
+        assert signals.received() is None
+        for _ in range(3):
+            send("SIGTERM")
+            assert signals.received() == "SIGTERM"
+
+
+@pytest.mark.parametrize("first", [[], ["SIGTERM"]])
+def test_second_sigint_interrupts(first):
+    with signals.watched():
+        for name in [*first, "SIGINT"]:
+            send(name)
+        assert signals.received() == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            send("SIGINT")
+
+
+def test_handlers_are_put_back_after_a_run_that_was_not_stopped():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with signals.watched():
+        pass
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_sigterm_means_nothing_while_a_stopped_process_leaves():
+    with signals.watched():
+        send("SIGTERM")
+    send("SIGTERM")
+    with signals.watched():
+        assert signals.received() is None
