@@ -119,8 +119,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
         step_each_epoch: training steps an epoch, for the learning rate.
         is_train: training program with backward pass and optimizer, or evaluation program.
     Returns:
-        (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation. With dynamic loss
-        scaling fetchs has a fourth entry, "skipped": the share of steps whose gradients overflowed.
+        (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
@@ -145,16 +144,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
             distributed.adapt_communication(args, main_prog, startup_prog)
-            if args.use_dynamic_loss_scaling:
-                fetchs["skipped"] = (_found_infinite(main_prog), AverageMeter("skipped", is_ratio=True))
     return fetchs, lr_scheduler, feeds, optimizer
-
-
-def _found_infinite(program):
-    """The variable that is true in a step whose gradients overflowed, so that dynamic loss scaling skips it."""
-    block = program.global_block()
-    scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
-    return block.var(scaling.input("FoundInfinite")[0])
 
 
 def compile_prog(args, program, loss_name=None, is_train=True):
@@ -196,8 +186,9 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
     Returns:
         dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
         steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
-        (mean seconds a step); in benchmark mode also latency_{mean,p50,p90,p95,p99}_ms. In the rest of an epoch that
-        another run has begun, steps and times are those of the rest.
+        (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
+        latency_{mean,p50,p90,p95,p99}_ms. In the rest of an epoch that another run has begun, steps and times are those
+        of the rest.
     Raises:
         Preempted: the run has been asked to stop and all processes have done so before the same step.
         RunError: --max-bad-steps losses in a row were not finite.
@@ -277,6 +268,8 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     if not args.benchmark and not stopped:
         _finish_epoch(dataloader, batches)
     result = _over_all_processes(names, meters, clock, stopped)
+    if mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
+        result["loss_scale"] = _loss_scale()
     if args.benchmark:
         result.update(latency_percentiles(clock.batch_times))
     return result
@@ -346,19 +339,22 @@ class _Clock:
 def _refuse_bad_losses(args, fetchs, epoch, step, lr):
     """End a run whose loss stays infinite or not a number.
 
-    A step that dynamic loss scaling skips, because the gradients overflowed, does not count as long as a lower scale
-    can help: Paddle lowers it down to 1. Only then is the scale read, so that a healthy step costs nothing.
+    Dynamic loss scaling skips such a step, whose gradients are not finite either. It does not count as long as a lower
+    scale can help: Paddle lowers it down to 1. The scale is read only here, so that a healthy step costs nothing.
     """
     loss = fetchs["loss"][1]
-    if loss.bad_updates and "skipped" in fetchs and fetchs["skipped"][1].value:
-        scale = np.asarray(static.global_scope().find_var(LOSS_SCALE).get_tensor()).item()
-        loss.bad_updates -= scale > 1
+    if loss.bad_updates and args.use_dynamic_loss_scaling:
+        loss.bad_updates -= _loss_scale() > 1
     if loss.bad_updates >= args.max_bad_steps:
         raise RunError(
             f"--max-bad-steps {args.max_bad_steps}: the loss was not finite in {loss.bad_updates} steps in a row, up "
             f"to step {step} of epoch {epoch} with learning rate {lr}: go on from the last checkpoint with a lower "
             "--lr, or check the images"
         )
+
+
+def _loss_scale():
+    return np.asarray(static.global_scope().find_var(LOSS_SCALE).get_tensor()).item()
 
 
 def _over_all_processes(names, meters, clock, stopped):

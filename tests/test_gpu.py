@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from conftest import ROOT, TINY, phase
+from conftest import ROOT, TINY, losses, phase, read_report
 from paddle_resnet import dali
 from test_dali import epoch
 from utils.mode import Mode
@@ -20,6 +20,7 @@ FP32 = ["--device", "gpu"]
 O1 = [*FP32, "--data-layout", "NHWC", "--image-shape", "4,32,32", "--amp", "--scale-loss", "128"]
 O1 += ["--use-dynamic-loss-scaling"]
 O2 = [*O1, "--use-pure-fp16", "--dali-output-fp16"]
+SPARSE = [*O2, "--asp", "--prune-model"]
 
 
 def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos):
@@ -71,11 +72,43 @@ def test_pure_fp16_really_casts_and_its_checkpoint_is_float32(run_train, tmp_pat
     assert phase(report, [], "val.")["images"] == 23
 
 
-@pytest.mark.parametrize("flags", [FP32, O2], ids=["fp32", "O2"])
-def test_resume(run_train, tmp_path, flags):
-    assert run_train("--epochs", "2", *flags)[0] == 0
-    again = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "0", "--epochs", "2"]
-    assert run_train(*again, *flags)[0] == 0
+@pytest.fixture
+def deterministic():
+    paddle.set_flags({"FLAGS_cudnn_deterministic": True})
+    yield
+    paddle.set_flags({"FLAGS_cudnn_deterministic": False})
+
+
+@pytest.mark.parametrize("step", [4, 6, 8], ids=["inside an epoch", "between epochs", "in the last epoch"])
+@pytest.mark.parametrize("flags", [FP32, O1, O2, SPARSE], ids=["fp32", "O1", "O2", "O2 ASP"])
+def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
+    run_train, stop_before, deterministic, tmp_path, flags, step
+):
+    flags = ["--epochs", "3", "--print-interval", "1", "--resume", *flags]
+    code, report = run_train(*flags)
+    assert code == 0
+    expected = losses(report)
+    assert len(expected) == 15
+    stop_before(train_step=step)
+    elsewhere = ["--output-dir", tmp_path / "stopped"]
+    code, report = run_train(*flags, *elsewhere)
+    assert code == 75
+    first = losses(report)
+    stop_before()
+    code, report = run_train(*flags, *elsewhere)
+    assert code == 0
+    assert first | losses(report) == expected
+
+
+def test_overflows_are_skipped_and_training_recovers(run_train):
+    """The scaled gradients overflow until the scale has come down from 2^22."""
+    flags = [*O2, "--scale-loss", "4194304", "--epochs", "12", "--max-bad-steps", "1", "--lr", "0.01"]
+    code, report = run_train(*flags)
+    assert code == 0
+    scales = [phase(report, [epoch], "train.")["loss_scale"] for epoch in range(12)]
+    assert scales[0] < 4194304
+    assert 1 <= scales[-1] == scales[-2]  # low enough now
+    assert np.isfinite(phase(report, [11], "val.")["loss"])
 
 
 def test_sparse_training_in_half_precision_keeps_the_pattern(run_train, tmp_path):
@@ -97,19 +130,39 @@ def test_benchmark(run_train, scope, source):
     assert phase(report, [], "train." if scope == "train_only" else "val.")["steps"] == 7
 
 
-@pytest.mark.parametrize("flags", [FP32, O1, O2, [*O2, "--asp", "--prune-model"]], ids=["fp32", "O1", "O2", "O2 ASP"])
-def test_two_gpus_keep_the_same_parameters(photos, tmp_path, flags):
+@pytest.fixture
+def two_gpus(photos, tmp_path):
+    """Run a job on two GPUs; returns its report entries."""
     if paddle.device.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    launcher = ["-m", "paddle.distributed.launch", "--gpus", "0,1", "--log_dir", tmp_path / "log"]
-    places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
-    command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags, "--batch-size", "5"]
-    environment = {**os.environ, "PARAMETERS": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    def two_gpus(*flags):
+        launcher = ["-m", "paddle.distributed.launch", "--gpus", "0,1", "--log_dir", tmp_path / "log"]
+        places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags, "--batch-size", "5"]
+        environment = {**os.environ, "PARAMETERS": str(tmp_path), "FLAGS_cudnn_deterministic": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return read_report(tmp_path / "report.json")
+
+    return two_gpus
+
+
+@pytest.mark.parametrize("flags", [FP32, O1, O2, SPARSE], ids=["fp32", "O1", "O2", "O2 ASP"])
+def test_two_gpus_keep_the_same_parameters(two_gpus, tmp_path, flags):
+    two_gpus(*flags)
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
     for name in first.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("flags", [FP32, SPARSE], ids=["fp32", "O2 ASP"])
+def test_two_gpus_go_on_bit_for_bit_inside_an_epoch(two_gpus, tmp_path, flags):
+    flags = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "9", *flags]
+    expected = losses(two_gpus(*flags))
+    resumed = losses(two_gpus(*flags, "--from-checkpoint", tmp_path / "Tiny/1_2", "--last-epoch-of-checkpoint", "auto"))
+    assert resumed == {key: expected[key] for key in resumed}
+    assert {(1, 2), (1, "train"), (1, "val"), (2, "val")} <= set(resumed)

@@ -10,9 +10,8 @@ import sys
 import time
 
 import pytest
-from test_resume import losses
 
-from conftest import ROOT, TINY, read_report
+from conftest import ROOT, TINY, losses, read_report
 from paddle_resnet import commit
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]

@@ -8,40 +8,11 @@ import numpy as np
 import pytest
 from paddle import static
 
-from conftest import assert_one_sentence
+from conftest import assert_one_sentence, losses
 from paddle_resnet import checkpoint, distributed
 
 STEPS = 3  # of an epoch: 30 images, batch 8, the last partial one dropped
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
-
-
-def losses(report):
-    """{(epoch, step): training loss, (epoch, "train" or "val"): loss of the epoch}."""
-    found = {}
-    for entry in report:
-        for name in ("train.loss", "train.rank0.loss"):
-            if len(entry["step"]) == 2 and name in entry["data"]:
-                found[tuple(entry["step"])] = entry["data"][name]
-        if len(entry["step"]) == 1:
-            for phase in ("train", "val"):
-                if f"{phase}.loss" in entry["data"]:
-                    found[entry["step"][0], phase] = entry["data"][f"{phase}.loss"]
-    return found
-
-
-@pytest.fixture
-def stop_before(monkeypatch):
-    """Let the job agree to stop before the n-th step of its training, or of its evaluations; None: not at all."""
-
-    def stop_before(train_step=None, eval_step=None):
-        def counter(target):
-            polls = iter(range(10**6))
-            return lambda: next(polls) == target
-
-        monkeypatch.setattr(distributed, "stop_agreed", counter(train_step))
-        monkeypatch.setattr(distributed, "stop_asked", counter(eval_step))
-
-    return stop_before
 
 
 @pytest.fixture
