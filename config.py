@@ -166,6 +166,29 @@ def _add_augmentation(group):
         "--normalize-std", type=_numbers, default=[0.229, 0.224, 0.225], metavar="R,G,B", help="standard deviation"
     )
     group.add_argument("--resize-short", type=_positive, default=256, help="shorter side before the centre crop")
+    group.add_argument(
+        "--color-jitter",
+        type=_not_negative_number,
+        default=0.0,
+        metavar="S",
+        help="brightness, contrast and saturation times factors from 1-S to 1+S",
+    )
+    group.add_argument(
+        "--lighting",
+        type=_not_negative_number,
+        default=0.0,
+        metavar="STD",
+        help="PCA lighting noise of this standard deviation (AlexNet's is 0.1)",
+    )
+    group.add_argument(
+        "--rotate-degrees", type=_not_negative_number, default=0.0, metavar="D", help="rotation by -D to D degrees"
+    )
+    group.add_argument(
+        "--interp",
+        default="linear",
+        choices=["linear", "triangular", "cubic", "lanczos3"],
+        help="filter of the resize in training and evaluation; all but linear average over all pixels when shrinking",
+    )
 
 
 def _add_model(group):
@@ -265,6 +288,8 @@ def _check(args):
         low, high = getattr(args, flag)
         if low > high or (flag == "rand_crop_scale" and high > 1):
             raise UsageError(f"{_flag(flag)} {low},{high} is no range: give MIN,MAX with MIN <= MAX, areas up to 1")
+    if args.rotate_degrees > 180:
+        raise UsageError(f"--rotate-degrees {args.rotate_degrees:g} is more than a half turn: give 180 or less")
     if args.use_pure_fp16 and not args.amp:
         raise UsageError("--use-pure-fp16 is a level of mixed precision and needs --amp: add it, or drop the flag")
     if args.use_dynamic_loss_scaling and not args.amp:

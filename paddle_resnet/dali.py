@@ -22,6 +22,19 @@ from utils.mode import Mode
 READER = "Reader"
 # The size of ImageNet-1k, for --data-format synthetic, so that an epoch has its usual length.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
+# --interp: "linear" reads the four pixels around a point; the others weigh all pixels under a filter that is as wide as
+# a new pixel when the image shrinks.
+INTERPOLATION = {
+    "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
+    "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
+    "cubic": {"interp_type": types.INTERP_CUBIC, "antialias": True},
+    "lanczos3": {"interp_type": types.INTERP_LANCZOS3, "antialias": True},
+}
+# Eigenvectors (columns) and eigenvalues of the RGB values of ImageNet's pixels, in the customary scale of pixels from
+# 0 to 255, for the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural
+# Networks", NeurIPS 2012, section 4.1.
+PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # The largest image of ImageNet's train/ after decoding: NVJPEG's buffers get this size at once instead of growing,
 # each time with a stop of the GPU, whenever a larger image comes along.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
@@ -110,8 +123,8 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: Mode.TRAIN: random-resized crop and horizontal flip. Mode.EVAL: shorter side to --resize-short, centre
-            crop.
+        mode: Mode.TRAIN: random-resized crop, rotation, colour jitter, horizontal flip, PCA lighting noise. Mode.EVAL:
+            shorter side to --resize-short, centre crop.
         shard_id, num_shards: which part of the data set, of how many.
         checkpoint: DALI's own checkpoint of such a training pipeline, to go on from.
     Returns:
@@ -143,7 +156,10 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             "preallocate_width_hint": PREALLOCATE_WIDTH,
             "preallocate_height_hint": PREALLOCATE_HEIGHT,
         }
-    resize = {"interp_type": types.INTERP_LINEAR, "antialias": False}
+    resize = INTERPOLATION[args.interp]
+    # (pixel * scale - mean) / std in the operator's own terms.
+    mean = [m / args.normalize_scale for m in args.normalize_mean]
+    std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
         images = fn.decoders.image_random_crop(
             encoded,
@@ -155,6 +171,15 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         )
         images = fn.resize(images, resize_x=args.crop_size, resize_y=args.crop_size, **resize)
         mirror = fn.random.coin_flip(probability=0.5)
+        # DALI deals its seeds out in the order in which it meets the random operators of the finished graph. With
+        # seeds of their own, those below leave the random numbers of the crop and the flip as they are.
+        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(5).tolist()
+        if args.rotate_degrees:
+            images = _rotate(images, args.rotate_degrees, seeds[0])
+        if args.color_jitter:
+            images = _jitter(images, args.color_jitter, seeds[1:4])
+        if args.lighting:
+            mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
         images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
         images = fn.resize(images, resize_shorter=args.resize_short, **resize)
@@ -164,13 +189,35 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         dtype=types.FLOAT16 if args.dali_output_fp16 else types.FLOAT,
         output_layout=args.data_layout[1:],
         crop=(args.crop_size, args.crop_size),
-        # (pixel * scale - mean) / std in the operator's own terms.
-        mean=[m / args.normalize_scale for m in args.normalize_mean],
-        std=[s / args.normalize_scale for s in args.normalize_std],
+        mean=mean,
+        std=std,
         mirror=mirror,
         pad_output=args.image_shape[0] == 4,
     )
     return images, labels.gpu() if on_gpu else labels
+
+
+def _rotate(images, degrees, seed):
+    """Rotation about the centre by an angle from [-degrees, degrees], on the same canvas, with black corners."""
+    angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
+    return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
+
+
+def _jitter(images, strength, seeds):
+    """Saturation, contrast (about 128) and brightness, in this order in one step with a single rounding, each times
+    its own factor from [max(0, 1 - strength), 1 + strength].
+    """
+    factors = (fn.random.uniform(range=[max(0, 1 - strength), 1 + strength], seed=seed) for seed in seeds)
+    brightness, contrast, saturation = factors
+    return fn.color_twist(images, brightness=brightness, contrast=contrast, saturation=saturation)
+
+
+def _lighting(std, seed):
+    """What is added to each pixel of an image (0 to 255), [3]: ImageNet's eigenvectors, each times its eigenvalue and
+    a number from N(0, std).
+    """
+    alpha = fn.random.normal(shape=[3], mean=0, stddev=std, seed=seed)
+    return fn.reductions.sum(types.Constant(np.float32(PCA_VECTORS * PCA_VALUES)) * alpha, axes=[1])
 
 
 class ShardIterator(DALIGenericIterator):

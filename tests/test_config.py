@@ -78,6 +78,10 @@ OURS = {
     "dali-device": "auto",
     "hw-decoder-load": 0.9,
     "dali-prefetch": 3,
+    "color-jitter": 0.0,
+    "lighting": 0.0,
+    "rotate-degrees": 0.0,
+    "interp": "linear",
 }
 DEFAULTS = {**NVIDIA, **OURS}
 
@@ -282,6 +286,10 @@ def test_missing_value_is_refused(flag):
         ("--data-format", "zip"),
         ("--device", "tpu"),
         ("--dali-device", "tpu"),
+        ("--color-jitter", "-0.1"),
+        ("--lighting", "much"),
+        ("--rotate-degrees", "-5"),
+        ("--interp", "nearest"),
         ("--optimizer", "Adam"),
         ("--lr-scheduler", "Step"),
         ("--mask-algo", "mask_3d"),
@@ -336,6 +344,7 @@ def test_list_with_a_part_of_the_wrong_kind_is_refused(flag, value, part):
         ("--image-shape 3,192,192", ["--image-shape 3,192,192", "--crop-size 224", "--image-shape 3,224,224"]),
         ("--image-shape 4,224,192", ["--image-shape 4,224,192", "--crop-size 224"]),
         ("--crop-size 192", ["--image-shape 4,224,224", "--crop-size 192", "--image-shape 4,192,192"]),
+        ("--rotate-degrees 181", ["--rotate-degrees 181", "180"]),
         ("--resize-short 223", ["--resize-short 223", "--crop-size 224"]),
         ("--from-checkpoint a --from-pretrained-params b", ["--from-checkpoint a", "--from-pretrained-params b"]),
         ("--last-epoch-of-checkpoint auto", ["--last-epoch-of-checkpoint auto", "--from-checkpoint"]),

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
@@ -223,3 +224,208 @@ def test_more_processes_than_images_are_refused(parse, numbered, shard, mode):
     shard(0, 11)
     with pytest.raises(UsageError, match="11 processes .* 10 .* at most 10"):
         load(parse, numbered, mode, "--batch-size", "1")
+
+
+# The augmentations, against numpy. The images are PNG files; these flags switch crop and normalisation off.
+RAW = [
+    *("--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1", "--data-layout", "NHWC"),
+    *("--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1"),
+]
+LUMA = np.array([0.299, 0.587, 0.114])
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """Write one image count times into train/ and once into val/."""
+
+    def copies(pixels, count=64):
+        for split, n in (("train", count), ("val", 1)):
+            (tmp_path / split / "a").mkdir(parents=True)
+            for i in range(n):
+                Image.fromarray(pixels.astype("uint8")).save(tmp_path / split / "a" / f"{i:03d}.png")
+        return tmp_path
+
+    return copies
+
+
+def asymmetric(side, low=0, high=255):
+    return np.random.RandomState(0).randint(low, high + 1, (side, side, 3))
+
+
+@pytest.fixture
+def unflipped(parse, copies):
+    """One training epoch of an image with augmentation flags, [N, 32, 32, 3] in 0 to 255, the flips undone.
+
+    Which images are flipped is seen without the flags: the augmentation must not change it.
+    """
+
+    def unflipped(pixels, *flags, count=64):
+        root = copies(pixels, count)
+        plain, images = (np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, *f))[0]) for f in ((), flags))
+        flipped = [np.array_equal(image, pixels[:, ::-1]) for image in plain]
+        assert 0.25 * count < sum(flipped) < 0.75 * count
+        assert all(flip or np.array_equal(image, pixels) for image, flip in zip(plain, flipped, strict=True))
+        return np.stack([image[:, ::-1] if flip else image for image, flip in zip(images, flipped, strict=True)])
+
+    return unflipped
+
+
+def test_random_crop_has_areas_and_ratios_from_the_ranges(parse, copies):
+    ramp = np.tile(np.arange(200), (200, 1))
+    root = copies(np.stack([ramp, ramp.T, ramp], axis=-1), 128)  # red and green tell where a pixel comes from
+    ranges = ["--rand-crop-scale", "0.2,0.6", "--rand-crop-ratio", "0.5,2"]
+    windows = []
+    for image in np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, *ranges))[0]):
+        x, y = image[:, :, 0].mean(axis=0), image[:, :, 1].mean(axis=1)
+        (dx, left), (dy, top) = np.polyfit(np.arange(32), x, 1), np.polyfit(np.arange(32), y, 1)
+        assert np.abs(image[:, :, 0] - (left + dx * np.arange(32))).max() < 1
+        assert np.abs(image[:, :, 1] - (top + dy * np.arange(32))[:, None]).max() < 1
+        windows.append((abs(dx) * 32, dy * 32, dx > 0))
+    width, height, upright = np.array(windows).T
+    area, ratio = width * height / 200**2, np.log2(width / height)
+    for found, low, high in ((area, 0.2, 0.6), (ratio, -1, 1)):
+        assert low - 0.02 < found.min() < low + 0.1 * (high - low)
+        assert high - 0.15 * (high - low) < found.max() < high + 0.02
+    assert 0.3 < upright.mean() < 0.7
+
+
+def test_without_augmentation_flags_the_random_numbers_stay_the_same(parse, photos):
+    """Batches of DALI's plain operators, written out once more: seeds follow their number and order."""
+
+    @pipeline_def(batch_size=8, num_threads=2, device_id=None, seed=42)
+    def plain():
+        args = parse("--image-root", photos)
+        encoded, _ = dali.readers.folder(args.image_root, Mode.TRAIN, 3, 42).read("Reader", 0, 1, True)
+        images = fn.decoders.image_random_crop(
+            encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], num_attempts=100
+        )
+        images = fn.resize(images, resize_x=32, resize_y=32, interp_type=types.INTERP_LINEAR, antialias=False)
+        mirror = fn.random.coin_flip(probability=0.5)
+        mean, std = ([255 * v for v in values] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+        return fn.crop_mirror_normalize(images, crop=(32, 32), mean=mean, std=std, mirror=mirror)
+
+    pipe = plain()
+    pipe.build()
+    for images in epoch(load(parse, photos, Mode.TRAIN))[0]:
+        np.testing.assert_array_equal(images, pipe.run()[0].as_array())
+
+
+ALL = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
+
+
+def test_augmentation_follows_the_seed_and_leaves_evaluation_alone(parse, photos):
+    def images(seed, mode=Mode.TRAIN, flags=ALL):
+        loader = load(parse, photos, mode, *flags, "--dali-random-seed", seed)
+        return np.concatenate([*epoch(loader)[0], *epoch(loader)[0]])
+
+    first = images(1)
+    assert np.array_equal(first, images(1))
+    assert not np.array_equal(first, images(2))
+    assert np.array_equal(images(1, Mode.EVAL, ALL[:-2]), images(2, Mode.EVAL, []))
+
+
+def test_lighting_adds_one_colour_an_image_from_the_principal_components(unflipped):
+    pixels = asymmetric(32)
+    added = unflipped(pixels, "--lighting", "0.1", count=256) - pixels
+    assert np.ptp(added, axis=(1, 2)).max() < 1e-3
+    components = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+    alpha = np.linalg.solve(components * [55.46, 4.794, 1.148], added[:, 0, 0].T)
+    assert np.abs(alpha.mean(axis=1)).max() < 4 * 0.1 / 16
+    np.testing.assert_allclose(alpha.std(axis=1), 0.1, rtol=0.2)
+    assert np.abs(np.corrcoef(alpha) - np.eye(3)).max() < 0.25
+
+
+def test_color_jitter_scales_saturation_contrast_and_brightness(unflipped):
+    pixels = asymmetric(32, 100, 156)  # too narrow to be clipped
+    images = unflipped(pixels, "--color-jitter", "0.3")
+    luma = pixels @ LUMA
+    chroma = pixels - luma[..., None]
+    factors = []
+    for image in images:
+        slope, intercept = np.polyfit(luma.ravel() - 128, (image @ LUMA).ravel(), 1)
+        brightness = intercept / 128
+        contrast = slope / brightness
+        saturation = (chroma * (image - (image @ LUMA)[..., None])).sum() / (chroma**2).sum() / slope
+        jittered = brightness * (128 + contrast * (luma[..., None] + saturation * chroma - 128))
+        assert np.abs(image - jittered).max() < 1  # rounding, and the rounded coefficients of YIQ
+        factors.append((brightness, contrast, saturation))
+    factors = np.array(factors)
+    assert factors.min() > 0.69
+    assert factors.max() < 1.31
+    np.testing.assert_allclose(factors.mean(axis=0), 1, atol=4 * 0.3 / np.sqrt(3 * len(images)))
+    np.testing.assert_allclose(factors.std(axis=0), 0.3 / np.sqrt(3), rtol=0.3)
+    assert np.abs(np.corrcoef(factors.T) - np.eye(3)).max() < 0.5
+
+
+def rotated(pixels, degrees):
+    """Bilinear rotation about the centre, black outside."""
+    side = len(pixels)
+    angle, centre = np.deg2rad(degrees), (side - 1) / 2
+    y, x = np.mgrid[:side, :side] - centre
+    source_x = np.cos(angle) * x - np.sin(angle) * y + centre
+    source_y = np.sin(angle) * x + np.cos(angle) * y + centre
+    padded = np.pad(pixels.astype(float), ((side, side), (side, side), (0, 0)))
+    x0, y0 = np.floor(source_x).astype(int), np.floor(source_y).astype(int)
+    result = np.zeros(pixels.shape)
+    for dy in (0, 1):
+        for dx in (0, 1):
+            weight = (1 - np.abs(source_y - y0 - dy)) * (1 - np.abs(source_x - x0 - dx))
+            result += weight[..., None] * padded[y0 + dy + side, x0 + dx + side]
+    return result
+
+
+def test_rotation_is_about_the_centre_by_a_uniform_angle(unflipped):
+    ramp = 7.0 * np.arange(32) + 16
+    pixels = np.stack([np.tile(ramp, (32, 1)), np.tile(ramp, (32, 1)).T, np.full((32, 32), 100)], axis=-1)
+    y, x = np.mgrid[:32, :32] - 15.5
+    inside = x**2 + y**2 < 14**2
+    angles = []
+    for image in unflipped(pixels, "--rotate-degrees", "25"):
+        # Inside, red and green tell where a pixel comes from: (cos x - sin y, sin x + cos y).
+        red, green = (image[..., i][inside] / 7 - (16 / 7 + 15.5) for i in (0, 1))
+        sine, cosine = (green * x[inside] - red * y[inside]).sum(), (red * x[inside] + green * y[inside]).sum()
+        angle = np.rad2deg(np.arctan2(sine, cosine))
+        difference = np.abs(image - rotated(pixels, angle))
+        assert difference[inside].max() < 1
+        assert np.quantile(difference, 0.98) < 4  # at the border a hundredth of a degree shows
+        angles.append(angle)
+    assert np.abs(angles).max() < 25.1
+    assert np.abs(np.mean(angles)) < 4 * 25 / np.sqrt(3 * len(angles))
+    assert np.std(angles) == pytest.approx(25 / np.sqrt(3), rel=0.25)
+
+
+FILTERS = {
+    "linear": lambda t: np.maximum(0, 1 - np.abs(t)),
+    "triangular": lambda t: np.maximum(0, 1 - np.abs(t)),
+    "cubic": lambda t: np.where(
+        np.abs(t) < 1,
+        1.5 * np.abs(t) ** 3 - 2.5 * t**2 + 1,
+        np.where(np.abs(t) < 2, -0.5 * np.abs(t) ** 3 + 2.5 * t**2 - 4 * np.abs(t) + 2, 0),
+    ),
+    "lanczos3": lambda t: np.where(np.abs(t) < 3, np.sinc(t) * np.sinc(t / 3), 0),
+}
+
+
+def resize_weights(size, new_size, interp):
+    """[new_size, size]: the filter, as wide as a new pixel if it averages; the border pixel goes on for ever."""
+    scale = size / new_size
+    width = max(1, scale) if interp != "linear" else 1
+    centre = (np.arange(new_size) + 0.5) * scale - 0.5
+    weights = np.zeros((new_size, size))
+    for pixel in range(-3 * size, 4 * size):
+        weights[:, np.clip(pixel, 0, size - 1)] += FILTERS[interp]((pixel - centre) / width)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("side", [20, 48, 77])
+@pytest.mark.parametrize("interp", FILTERS)
+def test_interp_is_the_filter_of_both_resizes(parse, copies, interp, side):
+    pixels = asymmetric(side)
+    root = copies(pixels, 8)
+    weights = resize_weights(side, 32, interp)
+    expected = np.clip(np.einsum("ij,jkc,lk->ilc", weights, pixels.astype(float), weights), 0, 255)
+    for mode in Mode:
+        loader = load(parse, root, mode, *RAW, "--resize-short", "32", "--interp", interp)
+        for image in np.concatenate(epoch(loader)[0]):
+            error = min(np.abs(found - expected).max() for found in (image, image[:, ::-1]))
+            assert error < 0.6  # rounding to whole numbers
