@@ -70,9 +70,7 @@ def _work(args, argv):
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
     train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
     eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
-
     checkpoint.compare_classes(found, train_loader or eval_loader)
-
     place = distributed.place(args)
     exe = static.Executor(place)
     paddle.seed(args.seed)
@@ -108,7 +106,7 @@ def _work(args, argv):
     def evaluate(epoch):
         result = program.run(args, eval_loader, exe, compiled_eval, eval_fetchs, epoch, Mode.EVAL)
         program.log_info((epoch,), result, Mode.EVAL)
-        return result
+        return report.write_classes(args, result, eval_loader.classes)
 
     if not trains:
         program.log_info((), evaluate(max(0, found.epoch - 1) if found else 0), Mode.EVAL)

@@ -41,7 +41,18 @@ PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
 # The flags that the order and the content of the training batches depend on.
 BATCH_FLAGS = (
     *("data_format", "batch_size", "image_shape", "dali_random_seed", "dali_device", "dali_output_fp16"),
-    *("crop_size", "rand_crop_scale", "rand_crop_ratio", "normalize_scale", "normalize_mean", "normalize_std"),
+    *(
+        "color_jitter",
+        "lighting",
+        "rotate_degrees",
+        "interp",
+        "crop_size",
+        "rand_crop_scale",
+        "rand_crop_ratio",
+        "normalize_scale",
+        "normalize_mean",
+        "normalize_std",
+    ),
 )
 
 
@@ -55,9 +66,9 @@ def build_dataloader(args, mode, state=None):
         state: what state() of this process's training loader was, to go on with the next batch. If that is
             impossible, a warning says why, and the loader starts at the beginning of an epoch.
     Returns:
-        ShardIterator (a DALIGenericIterator) or SyntheticIterator. `len()` is the number of steps an epoch, the
-        same on every process when training; `step` how many of them are done, `classes` the class names in label
-        order.
+        ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator where there are fewer validation
+        images than processes. `len()` is the number of steps an epoch, the same on every process when training; `step`
+        how many of them are done, `classes` the class names in label order.
     Raises:
         UsageError: the data set cannot be used with these flags.
     """
@@ -77,20 +88,25 @@ def build_dataloader(args, mode, state=None):
             else f"{world_size} processes are too many for the {data_set.size} training images in {args.image_root}: "
             f"start at most {data_set.size}"
         )
-    if per_process == 0:
-        raise UsageError(
-            f"{world_size} processes are too many for the {data_set.size} validation images in {args.image_root}: "
-            f"start at most {data_set.size}"
-        )
     conditions = _conditions(args, data_set.size)
     state = _usable(state, conditions)
     checkpoint = base64.b64decode(state["pipeline"]) if state else None
-    pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     if mode is Mode.TRAIN:
         images = per_process // args.batch_size * args.batch_size
     else:
         images = (rank + 1) * data_set.size // world_size - rank * data_set.size // world_size
-    return ShardIterator(pipeline, images, data_set.classes, conditions, state["step"] if state else 0)
+    if per_process == 0:
+        if args.benchmark:
+            raise UsageError(
+                f"{world_size} processes are too many for a benchmark on the {data_set.size} validation images in "
+                f"{args.image_root}: start at most {data_set.size}"
+            )
+        if images == 0:
+            return EmptyIterator(data_set)
+        # DALI makes no empty shards: one shard an image, for the processes that have one.
+        rank, world_size = rank * data_set.size // world_size, data_set.size
+    pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
+    return ShardIterator(pipeline, images, data_set, conditions, state["step"] if state else 0)
 
 
 def _conditions(args, size):
@@ -229,14 +245,14 @@ class ShardIterator(DALIGenericIterator):
     Args:
         pipeline: built or unbuilt pipeline with the outputs images and labels and a padding reader.
         images: images to yield an epoch. Not a multiple of the batch size: the last batch is shorter.
-        classes: class names in label order.
+        data_set: readers.DataSet that the pipeline reads.
         conditions: what state() notes down for the check of the loader that goes on from it.
         step: batches of the epoch that the pipeline's checkpoint has behind it.
     """
 
-    def __init__(self, pipeline, images, classes, conditions, step=0):
+    def __init__(self, pipeline, images, data_set, conditions, step=0):
         self.images = images
-        self.classes = classes
+        self.classes = data_set.classes
         self._conditions = conditions
         self._left = images - step * pipeline.max_batch_size
         super().__init__(
@@ -294,6 +310,24 @@ class ShardIterator(DALIGenericIterator):
         return batch
 
 
+class EmptyIterator:
+    """The shard of a process that has no image to evaluate: epochs of 0 steps."""
+
+    step = 0
+
+    def __init__(self, data_set):
+        self.classes = data_set.classes
+
+    def __len__(self):
+        return 0
+
+    def __iter__(self):
+        return iter(())
+
+    def reset(self):
+        pass
+
+
 class SyntheticIterator:
     """The same random images and labels every step, in device memory: measures the program without a loader.
 
@@ -308,6 +342,7 @@ class SyntheticIterator:
 
     def __init__(self, args, images, mode, conditions, state=None):
         self.batch_size = args.batch_size
+        self.classes = list(map(str, range(args.num_of_class)))
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:
             raise UsageError(

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from time import perf_counter
 
 import numpy as np
 import paddle
@@ -16,7 +15,7 @@ from paddle_resnet.models import build_model
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
 from utils import logger
 from utils.errors import RunError, UsageError
-from utils.meters import AverageMeter, latency_percentiles
+from utils.meters import AverageMeter, ConfusionMeter, StepClock, latency_percentiles
 from utils.mode import Mode
 from utils.signals import Preempted
 
@@ -52,7 +51,8 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         mode: Mode.TRAIN: the loss is the mean over the batch. Mode.EVAL: it is the loss of each image [N, 1], so
             that the sum over the data set can be made in float64.
     Returns:
-        {"loss", "top1", "top5": (variable, AverageMeter)}; top5 is top-C where there are C < 5 classes.
+        {"loss", "top1", "top5": (variable, AverageMeter)}; top5 is top-C where there are C < 5 classes. With
+        Mode.EVAL also "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
     """
     label = feeds["label"]
     if mode is Mode.EVAL:
@@ -64,11 +64,16 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         loss = F.cross_entropy(out, label)
     top1 = static.accuracy(out, label, k=1)
     top5 = static.accuracy(out, label, k=min(5, class_num))
-    return {
+    fetchs = {
         "loss": (loss, AverageMeter("loss")),
         "top1": (top1, AverageMeter("top1", is_ratio=True)),
         "top5": (top5, AverageMeter("top5", is_ratio=True)),
     }
+    if mode is Mode.EVAL:
+        # The operator that the accuracy uses, so that both agree on which of two equal logits comes first.
+        _, prediction = paddle.topk(out, k=1)
+        fetchs["confusion"] = (paddle.concat([label, prediction], axis=1), ConfusionMeter(class_num))
+    return fetchs
 
 
 def create_strategy(args, is_train=True):
@@ -187,8 +192,9 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
         steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
         (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
-        latency_{mean,p50,p90,p95,p99}_ms. In the rest of an epoch that another run has begun, steps and times are those
-        of the rest.
+        latency_{mean,p50,p90,p95,p99}_ms; with Mode.EVAL confusion (images by label and predicted class, int64 [C, C])
+        and class_top1 (float64 [C], NaN for a class without any). In the rest of an epoch that another run has begun,
+        steps and times are those of the rest.
     Raises:
         Preempted: the run has been asked to stop and all processes have done so before the same step.
         RunError: --max-bad-steps losses in a row were not finite.
@@ -203,7 +209,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     meters = [meter for _, meter in fetchs.values()]
     first_step = args.benchmark_warmup_steps if args.benchmark else 0
     last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
-    clock = _Clock()
+    clock = StepClock()
     in_flight = None  # (step, images, learning rate, handles) of the step whose metrics are still to be read
 
     def read():
@@ -217,7 +223,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         if mode is Mode.TRAIN:
             _refuse_bad_losses(args, fetchs, epoch, step, lr)
         if step % args.print_interval == 0 and step >= first_step:
-            metrics = {name: meter.value for name, meter in zip(names, meters, strict=True)}
+            metrics = {name: meter.value for name, meter in zip(names, meters, strict=True) if name != "confusion"}
             metrics.update(clock.since_last_log())
             if distributed.world_size() > 1:  # a step's figures are this process's; an epoch's are the job's
                 metrics = {f"rank0.{name}": value for name, value in metrics.items()}
@@ -267,9 +273,12 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     clock.close_step()
     if not args.benchmark and not stopped:
         _finish_epoch(dataloader, batches)
-    result = _over_all_processes(names, meters, clock, stopped)
+    averages = {name: meter for name, meter in zip(names, meters, strict=True) if name != "confusion"}
+    result = _over_all_processes(averages, clock, stopped)
     if mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
         result["loss_scale"] = _loss_scale()
+    if "confusion" in fetchs:
+        result.update(_confusion_over_all_processes(fetchs["confusion"][1]))
     if args.benchmark:
         result.update(latency_percentiles(clock.batch_times))
     return result
@@ -280,60 +289,12 @@ def log_info(step, metrics, mode):
 
     Args:
         step: (epoch, step), (epoch,) or ().
-        metrics: {name: value}; the report has them as "train.NAME" or "val.NAME".
+        metrics: {name: value}; the report has them as "train.NAME" or "val.NAME". Arrays are left out: report.py
+            writes those.
         mode: Mode.TRAIN or Mode.EVAL.
     """
-    logger.log(step, {f"{mode.value}.{name}": value for name, value in metrics.items()})
-
-
-class _Clock:
-    """Splits the time of a run into waiting for the loader and the rest, step by step, without restarts."""
-
-    def __init__(self):
-        self.restart()
-
-    def restart(self):
-        """Forget everything and start counting now."""
-        self.data_times, self.batch_times = [], []
-        self.images = 0
-        self._logged = (0, 0, 0.0)
-        self._tick = perf_counter()
-
-    def data_ready(self):
-        self._data_time = perf_counter() - self._tick
-
-    def step_done(self, images):
-        now = perf_counter()
-        self.data_times.append(self._data_time)
-        self.batch_times.append(now - self._tick)
-        self.images += images
-        self._tick = now
-
-    def close_step(self):
-        """Count the time since the last step as that step's: its metrics were read late."""
-        now = perf_counter()
-        if self.batch_times:
-            self.batch_times[-1] += now - self._tick
-        self._tick = now
-
-    def resume(self):
-        """Leave out the time since close_step."""
-        self._tick = perf_counter()
-
-    def since_last_log(self):
-        steps, images, seconds = self._logged
-        self._logged = (len(self.batch_times), self.images, sum(self.batch_times))
-        n = self._logged[0] - steps
-        if n == 0:
-            return {}
-        elapsed = self._logged[2] - seconds
-        data_time = sum(self.data_times[steps:]) / n
-        return {
-            "ips": (self._logged[1] - images) / elapsed,
-            "data_time": data_time,
-            "compute_time": elapsed / n - data_time,
-            "batch_time": elapsed / n,
-        }
+    numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
+    logger.log(step, {f"{mode.value}.{name}": value for name, value in numbers.items()})
 
 
 def _refuse_bad_losses(args, fetchs, epoch, step, lr):
@@ -357,17 +318,16 @@ def _loss_scale():
     return np.asarray(static.global_scope().find_var(LOSS_SCALE).get_tensor()).item()
 
 
-def _over_all_processes(names, meters, clock, stopped):
+def _over_all_processes(meters, clock, stopped):
     """Sums and times of every process, reduced on the host in float64, the same on each."""
-    steps = len(clock.batch_times)
-    mine = [meter.sum for meter in meters] + [meters[0].count, clock.images, stopped, steps]
-    mine += [sum(clock.batch_times), sum(clock.data_times)]
+    mine = [meter.sum for meter in meters.values()] + [meters["loss"].count, clock.images, stopped]
+    mine += [len(clock.batch_times), sum(clock.batch_times), sum(clock.data_times)]
     everyone = distributed.all_gather(mine)
     *sums, images, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
     if any_stopped:
         raise Preempted
-    slowest = everyone[:, -2].max()
-    result = {name: value / images for name, value in zip(names, sums, strict=True)}
+    steps, slowest = int(everyone[:, -3].max()), everyone[:, -2].max()  # a process may have no image and no step
+    result = {name: value / images for name, value in zip(meters, sums, strict=True)}
     result.update(
         images=int(images),
         steps=steps,
@@ -378,6 +338,20 @@ def _over_all_processes(names, meters, clock, stopped):
         batch_time=total_time / all_steps,
     )
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
+
+
+def _confusion_over_all_processes(meter):
+    """Every process's counts, added up; only those that are not zero travel, at most two numbers an image."""
+    codes, counts = meter.counts()
+    longest = int(distributed.all_gather([len(codes)]).max())
+    padding = (0, longest - len(codes))
+    everyone = distributed.all_gather([*np.pad(codes, padding), *np.pad(counts, padding)]).astype(np.int64)
+    confusion = np.zeros(meter.class_num**2, np.int64)
+    np.add.at(confusion, everyone[:, :longest], everyone[:, longest:])
+    confusion = confusion.reshape(meter.class_num, meter.class_num)
+    images = confusion.sum(axis=1)
+    class_top1 = np.divide(confusion.diagonal(), images, out=np.full(len(images), np.nan), where=images > 0)
+    return {"confusion": confusion, "class_top1": class_top1}
 
 
 def _finish_epoch(dataloader, batches):

@@ -1,8 +1,12 @@
-"""What a run says about itself at its start and at its end."""
+"""What a run says about itself: first and last lines, and files beside --report-file for what its lines do not hold."""
 
+import csv
 import os
 import shlex
 import sys
+from pathlib import Path
+
+import numpy as np
 
 from paddle_resnet import distributed
 from utils import logger
@@ -57,3 +61,39 @@ def summarise(args, argv, trained, evaluated, best, folder):
 def _python():
     path = os.path.relpath(sys.executable)
     return "python" if path.startswith("..") else path
+
+
+def write_classes(args, result, classes):
+    """Write which classes an evaluation got right and what it took the others for, on rank 0; nothing in a
+    benchmark, whose images are not a data set.
+
+    REPORT.classes.csv has a line a class: label, class, images, correct, top1. REPORT.confusion.csv has a line for each
+    pair that occurred, the most frequent first: label, predicted, images, class, predicted_class. Each evaluation
+    replaces the files of the one before.
+
+    Args:
+        args: flags.
+        result: of program.run with Mode.EVAL.
+        classes: class names in label order; there may be fewer than the network has outputs.
+    Returns:
+        the result without its arrays.
+    """
+    numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
+    if distributed.rank() != 0 or args.benchmark:
+        return numbers
+    confusion = result["confusion"]
+    names = [*classes, *map(str, range(len(classes), len(confusion)))]
+    rows = [
+        (label, names[label], images, confusion[label, label], "" if images == 0 else f"{top1:.6f}")
+        for label, (images, top1) in enumerate(zip(confusion.sum(axis=1), result["class_top1"], strict=True))
+    ]
+    _write(args, "classes", ("label", "class", "images", "correct", "top1"), rows)
+    pairs = sorted(zip(*confusion.nonzero(), strict=True), key=lambda pair: -confusion[pair])
+    rows = [(*pair, confusion[pair], *(names[label] for label in pair)) for pair in pairs]
+    _write(args, "confusion", ("label", "predicted", "images", "class", "predicted_class"), rows)
+    return numbers
+
+
+def _write(args, what, header, rows):
+    with open(Path(args.report_file).with_suffix(f".{what}.csv"), "w", encoding="utf-8", newline="") as f:
+        csv.writer(f).writerows([header, *rows])

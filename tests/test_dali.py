@@ -183,7 +183,7 @@ def test_shards_train_in_step_and_share_no_image_of_an_epoch(parse, numbered, sh
         assert len(set(seen)) == len(seen)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 10, 11, 23])
 @pytest.mark.parametrize("batch", [1, 3, 7, 32])
 def test_evaluation_yields_every_image_once(parse, numbered, shard, world_size, batch):
     loaders = []
@@ -219,11 +219,12 @@ def test_batch_larger_than_the_data_set_is_refused(parse, numbered):
     assert len(load(parse, numbered, Mode.EVAL, "--batch-size", "11")) == 1
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_more_processes_than_images_are_refused(parse, numbered, shard, mode):
+def test_more_processes_than_training_images_are_refused(parse, numbered, shard):
     shard(0, 11)
     with pytest.raises(UsageError, match="11 processes .* 10 .* at most 10"):
-        load(parse, numbered, mode, "--batch-size", "1")
+        load(parse, numbered, Mode.TRAIN, "--batch-size", "1")
+    with pytest.raises(UsageError, match="11 processes .* benchmark .* 10 .* at most 10"):
+        load(parse, numbered, Mode.EVAL, "--batch-size", "1", "--benchmark")
 
 
 # The augmentations, against numpy. The images are PNG files; these flags switch crop and normalisation off.

@@ -1,6 +1,7 @@
 """Two and three processes on the CPU, started by Paddle's launcher as on GPUs."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -59,6 +60,24 @@ def test_ranks_agree_bit_for_bit_and_evaluate_like_one_process(launch, run_train
             assert result["top1"] == phase(alone, [], "val.")["top1"]
             assert result["top5"] == phase(alone, [], "val.")["top5"]
             assert result["loss"] == pytest.approx(phase(alone, [], "val.")["loss"], rel=1e-6)
+
+
+def test_more_processes_than_validation_images(launch, run_train, photos, tmp_path):
+    root = tmp_path / "two"
+    for i in (0, 1):
+        (root / "val" / f"class{i}").mkdir(parents=True)
+        shutil.copy(photos / "val" / f"class{i}" / f"0{i}.jpg", root / "val" / f"class{i}")
+    assert run_train("--run-scope", "train_only")[0] == 0
+    flags = ["--image-root", root, "--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
+    _, alone = run_train(*flags)
+    together, _ = launch(3, *flags)
+    result, expected = (phase(report, [], "val.") for report in (together, alone))
+    assert result["images"] == 2
+    assert result["steps"] == 1
+    for name in ("loss", "top1", "top5"):
+        assert result[name] == pytest.approx(expected[name], rel=1e-6)
+    for name in ("report.confusion.csv", "report.classes.csv"):
+        assert (tmp_path / "job0" / name).read_text() == (tmp_path / name).read_text()
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from utils.meters import AverageMeter, latency_percentiles
+from utils.meters import AverageMeter, ConfusionMeter, latency_percentiles
 
 
 def test_accuracy_is_exact_over_many_float32_batches():
@@ -102,3 +102,16 @@ def test_updates_that_are_not_finite_are_counted_in_a_row():
         meter.reset()
         counts.append(meter.bad_updates)
     assert counts == [0, 1, 2, 0, 1]
+
+
+def test_confusion_counts_pairs_of_label_and_prediction():
+    meter = ConfusionMeter(10)
+    batch = np.array([[3, 4], [0, 0], [3, 4]])
+    meter.update(batch, 3)
+    batch[:] = 9  # the loop may reuse its memory
+    meter.update(np.array([[9, 8]]), 1)
+    codes, counts = meter.counts()
+    assert codes.tolist() == [0, 34, 98]
+    assert counts.tolist() == [1, 2, 1]
+    meter.reset()
+    assert [part.tolist() for part in meter.counts()] == [[], []]

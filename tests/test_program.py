@@ -249,6 +249,32 @@ def test_evaluation_does_not_depend_on_the_batch_size(parse, photos):
         assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
 
 
+def test_evaluation_counts_confusions_like_numpy(parse):
+    args = parse("--num-of-class", "7")
+    compiled, exe, fetchs, _, main = build(args, is_train=False)
+    logits = next(op for op in reversed(main.global_block().ops) if op.type == "elementwise_add").output("Out")[0]
+    batches = random_batches(4, classes=6)  # no image of class 6
+    expected = np.zeros((7, 7), int)
+    for images, labels in batches:
+        [out] = exe.run(main, {"data": images, "label": labels}, [logits])
+        np.add.at(expected, (labels[:, 0], out.argmax(axis=1)), 1)
+    for _ in range(2):  # an evaluation forgets the one before
+        result = program.run(args, Batches(batches), exe, compiled, fetchs, 0, Mode.EVAL)
+        np.testing.assert_array_equal(result["confusion"], expected)
+        np.testing.assert_array_equal(result["class_top1"][:6], expected.diagonal()[:6] / expected.sum(axis=1)[:6])
+        assert np.isnan(result["class_top1"][6])
+        assert result["top1"] == pytest.approx(expected.trace() / 32, abs=1e-15)
+
+
+def test_training_has_no_confusions(parse):
+    assert set(build(parse())[2]) == {"loss", "top1", "top5"}
+
+
+def test_log_leaves_arrays_out(capsys):
+    program.log_info((3,), {"top1": 0.5, "confusion": np.zeros((2, 2))}, Mode.EVAL)
+    assert capsys.readouterr().out == "epoch 3 val  top1 0.5\n"
+
+
 def test_accuracy_of_an_epoch_is_a_count_of_images(parse, photos):
     args = parse("--image-root", photos)
     compiled, exe, fetchs, _, _ = build(args, is_train=False)
@@ -380,7 +406,7 @@ class TimedExecutor:
 
 def test_benchmark_arithmetic(parse, monkeypatch):
     time = FakeTime()
-    monkeypatch.setattr(program, "perf_counter", time)
+    monkeypatch.setattr("utils.meters.perf_counter", time)
     args = parse("--benchmark", "--benchmark-warmup-steps", "2", "--benchmark-steps", "10")
     loader, exe = TimedLoader(time), TimedExecutor(time)
     result = program.run(args, loader, exe, None, fake_fetchs(), 0)

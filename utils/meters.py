@@ -1,6 +1,7 @@
-"""Running averages and step latencies."""
+"""Running averages, confusion counts, step times and latencies."""
 
 import math
+from time import perf_counter
 
 import numpy as np
 
@@ -55,6 +56,81 @@ class AverageMeter:
     @property
     def avg(self):
         return self.sum / self.count if self.count else float("nan")
+
+
+class ConfusionMeter:
+    """How often each class was taken for each other one.
+
+    Args:
+        class_num: number of classes.
+    """
+
+    def __init__(self, class_num):
+        self.class_num = class_num
+        self.reset()
+
+    def reset(self):
+        self._pairs = []
+
+    def update(self, pairs, n):
+        """Add one batch: integers [n, 2], a row an image, its label and the class that the network says."""
+        assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
+        self._pairs.append(np.array(pairs))  # a copy: Paddle may own the memory
+
+    def counts(self):
+        """The pairs that occurred, in order, and how often: label * class_num + prediction [k], images [k]."""
+        labels, predictions = np.concatenate([np.empty((0, 2), np.int64), *self._pairs]).T
+        return np.unique(labels * self.class_num + predictions, return_counts=True)
+
+
+class StepClock:
+    """Splits the time of a run into waiting for the loader and the rest, step by step, without restarts."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        """Forget everything and start counting now."""
+        self.data_times, self.batch_times = [], []
+        self.images = 0
+        self._logged = (0, 0, 0.0)
+        self._tick = perf_counter()
+
+    def data_ready(self):
+        self._data_time = perf_counter() - self._tick
+
+    def step_done(self, images):
+        now = perf_counter()
+        self.data_times.append(self._data_time)
+        self.batch_times.append(now - self._tick)
+        self.images += images
+        self._tick = now
+
+    def close_step(self):
+        """Count the time since the last step as that step's: its metrics were read late."""
+        now = perf_counter()
+        if self.batch_times:
+            self.batch_times[-1] += now - self._tick
+        self._tick = now
+
+    def resume(self):
+        """Leave out the time since close_step."""
+        self._tick = perf_counter()
+
+    def since_last_log(self):
+        steps, images, seconds = self._logged
+        self._logged = (len(self.batch_times), self.images, sum(self.batch_times))
+        n = self._logged[0] - steps
+        if n == 0:
+            return {}
+        elapsed = self._logged[2] - seconds
+        data_time = sum(self.data_times[steps:]) / n
+        return {
+            "ips": (self._logged[1] - images) / elapsed,
+            "data_time": data_time,
+            "compute_time": elapsed / n - data_time,
+            "batch_time": elapsed / n,
+        }
 
 
 def latency_percentiles(batch_times_s):
