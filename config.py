@@ -146,6 +146,9 @@ def _add_dataset(group):
         "--hw-decoder-load", type=_ratio, default=0.9, help="share of a batch for the GPU's JPEG decoder, if it has one"
     )
     group.add_argument("--dali-prefetch", type=_positive, default=3, help="batches the loader keeps ready")
+    group.add_argument(
+        "--skip-list", metavar="FILE", help="images to leave out, one path below IMAGE_ROOT a line: see dataset verify"
+    )
 
 
 def _add_augmentation(group):

@@ -6,20 +6,26 @@ images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int6
 """
 
 import base64
+import contextlib
+import os
+import re
+from time import monotonic
 
 import numpy as np
 import nvidia.dali
 import paddle
+from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
 
 from paddle_resnet import distributed, readers
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 READER = "Reader"
+SEARCH_S = 40  # a run with a bad image ends within a minute
 # The size of ImageNet-1k, for --data-format synthetic, so that an epoch has its usual length.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
 # --interp: "linear" reads the four pixels around a point; the others weigh all pixels under a filter that is as wide as
@@ -78,7 +84,8 @@ def build_dataloader(args, mode, state=None):
         conditions = _conditions(args, SYNTHETIC_SIZE[mode])
         return SyntheticIterator(args, images, mode, conditions, _usable(state, conditions))
 
-    data_set = readers.folder(args.image_root, mode, args.num_of_class, args.dali_random_seed)
+    skip = readers.read_skip_list(args.skip_list, args.image_root) if args.skip_list is not None else frozenset()
+    data_set = readers.folder(args.image_root, mode, args.num_of_class, args.dali_random_seed, skip)
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
         raise UsageError(
@@ -106,7 +113,7 @@ def build_dataloader(args, mode, state=None):
         # DALI makes no empty shards: one shard an image, for the processes that have one.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
-    return ShardIterator(pipeline, images, data_set, conditions, state["step"] if state else 0)
+    return ShardIterator(pipeline, images, data_set, args.image_root, conditions, state["step"] if state else 0)
 
 
 def _conditions(args, size):
@@ -246,13 +253,18 @@ class ShardIterator(DALIGenericIterator):
         pipeline: built or unbuilt pipeline with the outputs images and labels and a padding reader.
         images: images to yield an epoch. Not a multiple of the batch size: the last batch is shorter.
         data_set: readers.DataSet that the pipeline reads.
+        image_root: where it is.
         conditions: what state() notes down for the check of the loader that goes on from it.
         step: batches of the epoch that the pipeline's checkpoint has behind it.
+    Raises:
+        DataError: an image of the batches being prepared cannot be read or decoded; `next` raises it, too.
     """
 
-    def __init__(self, pipeline, images, data_set, conditions, step=0):
+    def __init__(self, pipeline, images, data_set, image_root, conditions, step=0):
         self.images = images
         self.classes = data_set.classes
+        self._data_set = data_set
+        self._image_root = image_root
         self._conditions = conditions
         self._left = images - step * pipeline.max_batch_size
         super().__init__(
@@ -263,7 +275,8 @@ class ShardIterator(DALIGenericIterator):
             last_batch_policy=LastBatchPolicy.FILL,
             prepare_first_batch=False,
         )
-        self._schedule_runs(False)  # decoding starts now, while the program is being built
+        with self._naming_bad_images():
+            self._schedule_runs(False)  # decoding starts now, while the program is being built
 
     def __len__(self):
         return -(-self.images // self.batch_size)
@@ -293,7 +306,25 @@ class ShardIterator(DALIGenericIterator):
         super().reset()
         self._left = self.images
 
+    @contextlib.contextmanager
+    def _naming_bad_images(self):
+        try:
+            yield
+        except RuntimeError as e:
+            path = _bad_image(str(e), self._data_set)
+            if path is None:  # a failure of another kind
+                raise
+            raise DataError(
+                f"{path} cannot be decoded (rank {distributed.rank()}): mend or remove it, or run "
+                f"`python -m paddle_resnet.dataset verify {self._image_root} --fix-list bad.txt` and train with "
+                "--skip-list bad.txt"
+            ) from e
+
     def _next_batch(self):
+        with self._naming_bad_images():
+            return self._decoded_batch()
+
+    def _decoded_batch(self):
         if self._pipes[0].device_id is not None:
             return super().__next__()[0]
         # DALI's plugin asks for a CUDA place and stream even if every output is on the host.
@@ -308,6 +339,42 @@ class ShardIterator(DALIGenericIterator):
         self._schedule_runs()
         self._advance_and_check_drop_last()
         return batch
+
+
+def _bad_image(message, data_set):
+    """The image that DALI's error is about: a path, "an image" if it could not be found, None if it is about none.
+
+    DALI names the file that cannot be read and the image that breaks off or is damaged, but not one whose header it
+    cannot make out. For that one the headers of all images are read, for SEARCH_S seconds at most.
+    """
+    named = re.search(r"(?:Failed to decode sample #\d+ : |File mapping failed: |Could not open file )(.+)", message)
+    if named:
+        return named[1].strip()
+    if "nvImageCodec failure" not in message:
+        return None
+
+    @pipeline_def(batch_size=64, num_threads=1, device_id=None)
+    def undecoded(shard_id, num_shards):
+        encoded, _ = data_set.read(READER, shard_id, num_shards, shuffle=False)
+        return encoded, fn.get_property(encoded, key="source_info")
+
+    readers_at_once = min(8, os.cpu_count(), data_set.size)
+    pipelines = [undecoded(i, readers_at_once) for i in range(readers_at_once)]
+    deadline = monotonic() + SEARCH_S
+    for _ in range(0, -(-data_set.size // readers_at_once), 64):
+        for pipeline in pipelines:
+            try:
+                encoded, sources = pipeline.run()
+            except RuntimeError as e:
+                return _bad_image(str(e), data_set)
+            for image, source in zip(encoded, sources, strict=True):
+                try:
+                    nvimgcodec.CodeStream(bytes(np.asarray(image))).height  # noqa: B018  parses the header
+                except RuntimeError:
+                    return bytes(np.asarray(source)).decode()
+        if monotonic() > deadline:
+            break
+    return "an image"
 
 
 class EmptyIterator:

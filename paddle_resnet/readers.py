@@ -33,7 +33,27 @@ class DataSet:
     read: Callable
 
 
-def folder(image_root, mode, num_of_class, seed):
+def read_skip_list(path, image_root):
+    """The entries of a --skip-list: one path a line, relative to image_root as `dataset verify --fix-list` writes it.
+
+    Returns:
+        frozenset of the paths.
+    Raises:
+        UsageError: the file cannot be read, or an entry names no file.
+    """
+    try:
+        with open(path, encoding="utf-8") as f:
+            names = [line.rstrip("\n") for line in f]
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--skip-list {path} cannot be read ({e}): name a text file with one path a line") from e
+    skip = frozenset(os.path.normpath(name) for name in names if name.strip())
+    for name in sorted(skip):
+        if not os.path.isfile(os.path.join(image_root, name)):
+            raise UsageError(f"--skip-list {path}: {name} is no file in {image_root}: remove the line")
+    return skip
+
+
+def folder(image_root, mode, num_of_class, seed, skip=frozenset()):
     """Class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
     Labels number the sorted class folders of train/ (of val/ where there is no train/), so that a class that is
@@ -44,6 +64,7 @@ def folder(image_root, mode, num_of_class, seed):
         mode: Mode.TRAIN reads train/, Mode.EVAL reads val/.
         num_of_class: number of outputs of the network.
         seed: seed of the training order.
+        skip: paths relative to image_root to leave out. A class may become empty and keeps its label.
     Raises:
         UsageError: a missing or empty folder, no class folders, more classes than outputs, a class in val/ alone.
     """
@@ -74,6 +95,8 @@ def folder(image_root, mode, num_of_class, seed):
         if name not in label_of:
             raise UsageError(f"--image-root {image_root}: val/{name} has no train/{name}: add or remove it")
         images = _images(os.path.join(split_dir, name))
+        if skip:
+            images = [path for path in images if os.path.relpath(path, image_root) not in skip]
         files += images
         labels += [label_of[name]] * len(images)
     if not files:

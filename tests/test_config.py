@@ -78,6 +78,7 @@ OURS = {
     "dali-device": "auto",
     "hw-decoder-load": 0.9,
     "dali-prefetch": 3,
+    "skip-list": None,
     "color-jitter": 0.0,
     "lighting": 0.0,
     "rotate-degrees": 0.0,

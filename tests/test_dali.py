@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
 from paddle_resnet import dali
-from utils.errors import UsageError
+from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 
@@ -225,6 +226,40 @@ def test_more_processes_than_training_images_are_refused(parse, numbered, shard)
         load(parse, numbered, Mode.TRAIN, "--batch-size", "1")
     with pytest.raises(UsageError, match="11 processes .* benchmark .* 10 .* at most 10"):
         load(parse, numbered, Mode.EVAL, "--batch-size", "1", "--benchmark")
+
+
+BROKEN = {
+    "empty": lambda jpeg: b"",
+    "cut in the header": lambda jpeg: jpeg[:20],
+    "cut in the image": lambda jpeg: jpeg[: len(jpeg) // 2],
+    "no image": lambda jpeg: b"this is no image " * 50,
+    "overwritten": lambda jpeg: jpeg[:200] + b"\0" * (len(jpeg) - 200),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+@pytest.mark.parametrize("name", ["val/class0/00.jpg", "val/class2/20.jpg", "train/class1/13.jpg"])
+def test_image_that_cannot_be_decoded_is_named(parse, photos, tmp_path, monkeypatch, damage, name):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    (root / name).write_bytes(BROKEN[damage]((photos / name).read_bytes()))
+    monkeypatch.setattr("paddle_resnet.distributed.rank", lambda: 0)
+    flags = ["--batch-size", "4", "--dali-prefetch", "1"]
+    with pytest.raises(DataError) as error:
+        epoch(load(parse, root, Mode.TRAIN if name.startswith("train") else Mode.EVAL, *flags))
+    message = str(error.value)
+    assert "\n" not in message
+    for part in (f"{root}/{name} cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"):
+        assert part in message
+    (tmp_path / "bad.txt").write_text(f"{name}\n")
+    loader = load(parse, root, Mode.EVAL, *flags, "--skip-list", tmp_path / "bad.txt")
+    assert len(np.concatenate(epoch(loader)[1])) == (22 if name.startswith("val") else 23)
+
+
+def test_other_failures_of_the_loader_are_not_blamed_on_an_image(parse, numbered):
+    loader = load(parse, numbered, Mode.EVAL)
+    with pytest.raises(RuntimeError, match="out of memory"), loader._naming_bad_images():
+        raise RuntimeError("CUDA runtime API error: out of memory")
 
 
 # The augmentations, against numpy. The images are PNG files; these flags switch crop and normalisation off.

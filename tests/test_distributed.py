@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def launch(photos, tmp_path):
-    """Run a job; returns (exit code, report entries, [parameters of each rank])."""
+    """Run a job; returns (report entries, [parameters of each rank]), or the ranks' output if it is to fail."""
 
-    def launch(processes, *flags):
+    def launch(processes, *flags, succeeds=True):
         name = f"job{len(list(tmp_path.glob('job*')))}"
         folder = tmp_path / name
         folder.mkdir()
@@ -30,6 +31,9 @@ def launch(photos, tmp_path):
             list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
         )
         parameters = [np.load(path) for path in sorted(folder.glob("rank*.npz"))]
+        if not succeeds:
+            assert done.returncode != 0
+            return "".join(path.read_text() for path in (folder / "log").glob("workerlog.*"))
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return read_report(folder / "report.json"), parameters
 
@@ -78,6 +82,18 @@ def test_more_processes_than_validation_images(launch, run_train, photos, tmp_pa
         assert result[name] == pytest.approx(expected[name], rel=1e-6)
     for name in ("report.confusion.csv", "report.classes.csv"):
         assert (tmp_path / "job0" / name).read_text() == (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("val/class0/00.jpg", 0), ("val/class2/20.jpg", 1)])
+def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    (root / name).write_bytes(b"no image")
+    start = monotonic()
+    flags = ["--image-root", root, "--batch-size", "2", "--dali-prefetch", "1", "--epochs", "2"]
+    output = launch(2, *flags, succeeds=False)
+    assert monotonic() - start < 60
+    assert f"{root}/{name} cannot be decoded (rank {rank})" in output
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():

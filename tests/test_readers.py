@@ -153,3 +153,30 @@ def test_more_classes_than_outputs_are_refused(make, tmp_path, mode):
 def test_class_in_val_alone_is_refused(make, tmp_path):
     message = refusal(make("train/a/0.jpg", "val/a/0.jpg", "val/b/0.jpg"), Mode.EVAL)
     assert f"--image-root {tmp_path}: val/b has no train/b" in message
+
+
+def test_skip_list_leaves_images_out_and_keeps_the_labels(make, tmp_path):
+    root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/1.jpg", "val/a/0.jpg", "val/b/0.jpg")
+    (tmp_path / "skip.txt").write_text("train/a/0.jpg\n\n./train/b/1.jpg\nval/a/0.jpg\n")
+    skip = readers.read_skip_list(tmp_path / "skip.txt", root)
+    assert contents(readers.folder(root, Mode.TRAIN, 10, 0, skip)) == [("train/b/0.jpg", 1)]
+    assert contents(readers.folder(root, Mode.EVAL, 10, 0, skip)) == [("val/b/0.jpg", 1)]
+
+
+@pytest.mark.parametrize("entry", ["train/a/1.jpg", "train/a", "0.jpg"])
+def test_skip_list_with_an_entry_that_names_no_file_is_refused(make, tmp_path, entry):
+    root = make("train/a/0.jpg")
+    (tmp_path / "skip.txt").write_text(f"train/a/0.jpg\n{entry}\n")
+    with pytest.raises(UsageError, match=f"--skip-list .*skip.txt: {entry} is no file in {root}: remove"):
+        readers.read_skip_list(tmp_path / "skip.txt", root)
+
+
+def test_skip_list_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--skip-list .*none.txt cannot be read"):
+        readers.read_skip_list(tmp_path / "none.txt", tmp_path)
+
+
+def test_skipping_every_image_is_refused(make, tmp_path):
+    root = make("val/a/0.jpg")
+    with pytest.raises(UsageError, match="val/ holds no images"):
+        readers.folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))

@@ -152,6 +152,18 @@ def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, sa
     assert not any(isinstance(e["step"], list) for e in report)
 
 
+@pytest.mark.parametrize("name", ["train/class0/12.jpg", "val/class2/20.jpg"])
+def test_bad_image_ends_the_run_with_its_name_and_a_skip_list_helps(run_train, photos, tmp_path, capsys, name):
+    root = copy_with(photos, tmp_path, lambda root: (root / name).write_bytes(b"no image"))
+    assert run_train("--batch-size", "2", "--dali-prefetch", "1", image_root=root)[0] == 2
+    says = [f"{root}/{name} cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"]
+    assert_one_sentence(capsys.readouterr().err, says)
+    (tmp_path / "skip.txt").write_text(name)
+    code, report = run_train("--skip-list", tmp_path / "skip.txt", image_root=root)
+    assert code == 0
+    assert phase(report, [], "val.")["images"] == (22 if name.startswith("val") else 23)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -175,6 +187,7 @@ def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, sa
         (["--fuse-resunit"], ["--fuse-resunit"]),
         (["--output-dir", "/proc/no"], ["--output-dir /proc/no", "name another folder"]),
         (["--from-checkpoint", ""], ["--from-checkpoint", "name a folder"]),
+        (["--skip-list", "nowhere"], ["--skip-list nowhere cannot be read"]),
         (["--epochs", "x"], ["--epochs", "'x'", "whole number"]),
         (["--report-file", "/proc/no/report"], ["--report-file /proc/no/report"]),
     ],

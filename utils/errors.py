@@ -8,5 +8,9 @@ class UsageError(ValueError):
     """
 
 
+class DataError(UsageError):
+    """An image that cannot be read or decoded, found while the run reads it: after the first step, too."""
+
+
 class RunError(RuntimeError):
     """A run that cannot go on: exit code 1. The message names what failed, where, and what is safe."""
