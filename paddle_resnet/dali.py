@@ -7,25 +7,20 @@ images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int6
 
 import base64
 import contextlib
-import os
-import re
-from time import monotonic
 
 import numpy as np
 import nvidia.dali
 import paddle
-from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
 
-from paddle_resnet import distributed, readers
+from paddle_resnet import distributed, readers, verify
 from utils import logger
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 READER = "Reader"
-SEARCH_S = 40  # a run with a bad image ends within a minute
 # The size of ImageNet-1k, for --data-format synthetic, so that an epoch has its usual length.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
 # --interp: "linear" reads the four pixels around a point; the others weigh all pixels under a filter that is as wide as
@@ -146,7 +141,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: Mode.TRAIN: random-resized crop, rotation, colour jitter, horizontal flip, PCA lighting noise. Mode.EVAL:
+        mode: Mode.TRAIN: random-resized crop, colour jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
             shorter side to --resize-short, centre crop.
         shard_id, num_shards: which part of the data set, of how many.
         checkpoint: DALI's own checkpoint of such a training pipeline, to go on from.
@@ -197,10 +192,10 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         # DALI deals its seeds out in the order in which it meets the random operators of the finished graph. With
         # seeds of their own, those below leave the random numbers of the crop and the flip as they are.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(5).tolist()
-        if args.rotate_degrees:
-            images = _rotate(images, args.rotate_degrees, seeds[0])
         if args.color_jitter:
-            images = _jitter(images, args.color_jitter, seeds[1:4])
+            images = _jitter(images, args.color_jitter, seeds[:3])
+        if args.rotate_degrees:
+            images = _rotate(images, args.rotate_degrees, seeds[3])
         if args.lighting:
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
@@ -220,12 +215,6 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     return images, labels.gpu() if on_gpu else labels
 
 
-def _rotate(images, degrees, seed):
-    """Rotation about the centre by an angle from [-degrees, degrees], on the same canvas, with black corners."""
-    angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
-    return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
-
-
 def _jitter(images, strength, seeds):
     """Saturation, contrast (about 128) and brightness, in this order in one step with a single rounding, each times
     its own factor from [max(0, 1 - strength), 1 + strength].
@@ -233,6 +222,12 @@ def _jitter(images, strength, seeds):
     factors = (fn.random.uniform(range=[max(0, 1 - strength), 1 + strength], seed=seed) for seed in seeds)
     brightness, contrast, saturation = factors
     return fn.color_twist(images, brightness=brightness, contrast=contrast, saturation=saturation)
+
+
+def _rotate(images, degrees, seed):
+    """Rotation about the centre by an angle from [-degrees, degrees], on the same canvas, with black corners."""
+    angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
+    return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
 
 
 def _lighting(std, seed):
@@ -311,7 +306,7 @@ class ShardIterator(DALIGenericIterator):
         try:
             yield
         except RuntimeError as e:
-            path = _bad_image(str(e), self._data_set)
+            path = verify.bad_image(str(e), self._data_set)
             if path is None:  # a failure of another kind
                 raise
             raise DataError(
@@ -339,42 +334,6 @@ class ShardIterator(DALIGenericIterator):
         self._schedule_runs()
         self._advance_and_check_drop_last()
         return batch
-
-
-def _bad_image(message, data_set):
-    """The image that DALI's error is about: a path, "an image" if it could not be found, None if it is about none.
-
-    DALI names the file that cannot be read and the image that breaks off or is damaged, but not one whose header it
-    cannot make out. For that one the headers of all images are read, for SEARCH_S seconds at most.
-    """
-    named = re.search(r"(?:Failed to decode sample #\d+ : |File mapping failed: |Could not open file )(.+)", message)
-    if named:
-        return named[1].strip()
-    if "nvImageCodec failure" not in message:
-        return None
-
-    @pipeline_def(batch_size=64, num_threads=1, device_id=None)
-    def undecoded(shard_id, num_shards):
-        encoded, _ = data_set.read(READER, shard_id, num_shards, shuffle=False)
-        return encoded, fn.get_property(encoded, key="source_info")
-
-    readers_at_once = min(8, os.cpu_count(), data_set.size)
-    pipelines = [undecoded(i, readers_at_once) for i in range(readers_at_once)]
-    deadline = monotonic() + SEARCH_S
-    for _ in range(0, -(-data_set.size // readers_at_once), 64):
-        for pipeline in pipelines:
-            try:
-                encoded, sources = pipeline.run()
-            except RuntimeError as e:
-                return _bad_image(str(e), data_set)
-            for image, source in zip(encoded, sources, strict=True):
-                try:
-                    nvimgcodec.CodeStream(bytes(np.asarray(image))).height  # noqa: B018  parses the header
-                except RuntimeError:
-                    return bytes(np.asarray(source)).decode()
-        if monotonic() > deadline:
-            break
-    return "an image"
 
 
 class EmptyIterator:

@@ -1,4 +1,4 @@
-"""Tools for data sets: `python -m paddle_resnet.dataset sample --output DIR`."""
+"""Tools for data sets: `python -m paddle_resnet.dataset sample|preview|verify|info|speed --help`."""
 
 import argparse
 import shutil
@@ -50,21 +50,121 @@ def write_sample(output):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__)
+    """Run a command and return the exit code: 0 done, 1 training would fail (verify), 2 usage or data."""
+    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    sample = commands.add_parser("sample", help="write scikit-learn's handwritten digits as JPEG class folders")
-    sample.add_argument("--output", required=True, metavar="DIR", help="folder to make, with train/ and val/")
-    args = parser.parse_args(argv)
+    for add in (_add_sample, _add_preview, _add_verify, _add_info, _add_speed):
+        add(commands)
+    args, words = parser.parse_known_args(argv)
     try:
-        n_train, n_val = write_sample(args.output)
+        if words and not args.takes_train_flags:
+            raise UsageError(f"unknown flag {words[0]}: `{parser.prog} {args.command} --help` lists those there are")
+        args.words = words
+        return args.run(args) or 0
     except UsageError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+
+
+def _add(commands, name, run, help, takes_train_flags=False):
+    more = "Takes the flags of train.py, too." if takes_train_flags else None
+    command = commands.add_parser(name, help=help, description=help, epilog=more, allow_abbrev=False)
+    command.set_defaults(run=run, takes_train_flags=takes_train_flags)
+    return command
+
+
+def _add_sample(commands):
+    sample = _add(commands, "sample", _run_sample, "write scikit-learn's handwritten digits as JPEG class folders")
+    sample.add_argument("--output", required=True, metavar="DIR", help="folder to make, with train/ and val/")
+
+
+def _run_sample(args):
+    try:
+        n_train, n_val = write_sample(args.output)
     except OSError as e:
-        print(f"error: --output {args.output} cannot be written ({e.strerror}): name another folder", file=sys.stderr)
-        return 2
+        raise UsageError(f"--output {args.output} cannot be written ({e.strerror}): name another folder") from e
     print(f"{args.output}: {n_train} training and {n_val} validation images in 10 classes")
-    return 0
+
+
+def _add_preview(commands):
+    command = _add(commands, "preview", _run_preview, "draw training images as the network gets them", True)
+    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
+    command.add_argument("--output", required=True, metavar="FILE", help="PNG file to write")
+    command.add_argument("--images", type=_positive, default=36, metavar="N", help="how many (default 36)")
+
+
+def _run_preview(args):
+    from paddle_resnet import inspection
+
+    inspection.preview(args.root, args.output, args.images, args.words)
+    print(f"{args.output}: {args.images} training images")
+
+
+def _add_verify(commands):
+    command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
+    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
+    command.add_argument("--fix-list", metavar="FILE", help="write the failing paths there, for train.py --skip-list")
+
+
+def _run_verify(args):
+    from paddle_resnet import verify
+
+    report = verify.verify(args.root)
+    verify.show(report)
+    if args.fix_list is not None:
+        try:
+            verify.write_fix_list(report, args.fix_list)
+        except OSError as e:
+            raise UsageError(f"--fix-list {args.fix_list} cannot be written ({e.strerror}): name another file") from e
+        print(f"{args.fix_list}: {len(report.failing)} paths for train.py --skip-list")
+    return 1 if report.training_would_fail else 0
+
+
+def _add_info(commands):
+    command = _add(commands, "info", _run_info, "count images and classes, measure the images")
+    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
+    command.add_argument("--output", metavar="FILE", help="PNG file to draw class balance and image sizes into")
+
+
+def _run_info(args):
+    from paddle_resnet import inspection
+
+    inspection.info(args.root, args.output)
+
+
+def _add_speed(commands):
+    command = _add(commands, "speed", _run_speed, "measure the loader alone", True)
+    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
+    command.add_argument(
+        "--threads", type=_list_of(int), default=[4], metavar="N,...", help="--dali-num-threads to try"
+    )
+    command.add_argument(
+        "--loads", type=_list_of(float), default=[0.9], metavar="L,...", help="--hw-decoder-load to try"
+    )
+    command.add_argument("--batches", type=_positive, default=20, help="of a measurement (default 20)")
+    command.add_argument("--repeats", type=_positive, default=3, help="measurements of each setting (default 3)")
+
+
+def _run_speed(args):
+    from paddle_resnet import inspection
+
+    inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.words)
+
+
+def _positive(text):
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
+
+
+def _list_of(kind):
+    def values(text):
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a list such as 4,8") from e
+
+    return values
 
 
 if __name__ == "__main__":

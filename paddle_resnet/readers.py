@@ -78,7 +78,7 @@ def folder(image_root, mode, num_of_class, seed, skip=frozenset()):
     label_dir = os.path.join(image_root, "train")
     if not os.path.isdir(label_dir):
         label_dir = split_dir
-    classes = _folders(label_dir)
+    classes = class_folders(label_dir)
     if not classes:
         raise UsageError(
             f"--image-root {image_root}: {os.path.basename(label_dir)}/ holds no class folders: put the images into "
@@ -91,10 +91,10 @@ def folder(image_root, mode, num_of_class, seed, skip=frozenset()):
         )
     files, labels = [], []
     label_of = {name: label for label, name in enumerate(classes)}
-    for name in _folders(split_dir):
+    for name in class_folders(split_dir):
         if name not in label_of:
             raise UsageError(f"--image-root {image_root}: val/{name} has no train/{name}: add or remove it")
-        images = _images(os.path.join(split_dir, name))
+        images = image_files(os.path.join(split_dir, name))
         if skip:
             images = [path for path in images if os.path.relpath(path, image_root) not in skip]
         files += images
@@ -124,12 +124,14 @@ def folder(image_root, mode, num_of_class, seed, skip=frozenset()):
     return DataSet(len(files), classes, read)
 
 
-def _folders(path):
+def class_folders(path):
+    """Names of the class folders in a folder, sorted."""
     with os.scandir(path) as entries:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
-def _images(path):
+def image_files(path):
+    """Paths of the images in a class folder, sorted."""
     with os.scandir(path) as entries:
         files = [e.name for e in entries if e.is_file() and not e.name.startswith(".")]
     names = sorted(name for name in files if name.lower().endswith(IMAGE_SUFFIXES))
