@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from conftest import ROOT, TINY, losses, phase, read_report
+from conftest import ROOT, TINY, assert_one_sentence, losses, phase, read_report
 from paddle_resnet import dali
 from test_dali import epoch
 from utils.mode import Mode
@@ -33,6 +34,29 @@ def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos):
     np.testing.assert_array_equal(labels[0], labels[1])
     # The decoders differ by about 2 of 255 grey levels (of 0.017 each) where noise meets halved chroma.
     assert np.abs(images[0] - images[1]).mean() < 0.06
+
+
+AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "20", "--interp", "triangular"]
+
+
+def test_gpu_loader_augments_like_the_cpu_loader(parse, photos):
+    images, plain = [], None
+    for device, flags in (("cpu", AUGMENTATION), ("gpu", AUGMENTATION), ("cpu", [])):
+        args = parse("--image-root", photos, *FP32, "--dali-device", device, *flags)
+        images.append(np.concatenate(epoch(dali.build_dataloader(args, Mode.TRAIN))[0]))
+    on_cpu, on_gpu, plain = images
+    assert np.abs(on_cpu - on_gpu).mean() < 0.1
+    assert np.abs(on_cpu - plain).mean() > 0.3
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:300], lambda data: b"no image"], ids=["truncated", "garbage"])
+def test_image_that_cannot_be_decoded_ends_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage):
+    root = tmp_path / "damaged"
+    shutil.copytree(photos, root)
+    path = sorted((root / "train" / "class1").iterdir())[3]
+    path.write_bytes(damage(path.read_bytes()))
+    assert run_train(*FP32, image_root=root)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, [str(path), "rank 0", "--skip-list"])
 
 
 @pytest.mark.parametrize("batch_size", [7, 23, 32])
