@@ -29,6 +29,7 @@ FORMATS = {
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
 EXIF_ORIENTATION = 0x0112
+SHOWN = 50  # failing images that are printed
 SEARCH_S = 40  # a run with a bad image ends within a minute
 
 
@@ -263,22 +264,21 @@ def write_fix_list(report, path):
 
 
 def show(report, console=None):
-    """Print the report as tables."""
+    """Print the report."""
     from rich.console import Console  # a training run, which imports this module for bad_image, needs no tables
     from rich.table import Table
 
     console = console or Console()
-    odd = Table("odd, training goes on", "count", "for example")
+    odd = Table("odd, training goes on", "count")
+    odd.add_column("for example", overflow="fold")
     for kind, names in sorted(report.odd.items()):
         odd.add_row(kind, str(len(names)), names[0])
-    failing = Table("training would end at", "because it")
-    for name, why in list(report.failing.items())[:20]:
-        failing.add_row(name, why)
-    if len(report.failing) > 20:
-        failing.add_row(f"and {len(report.failing) - 20} more", "")
-    for table in (odd, failing):
-        if table.row_count:
-            console.print(table)
+    if odd.row_count:
+        console.print(odd)
+    for name, why in list(report.failing.items())[:SHOWN]:
+        console.print(f"fails: {name} {why}", soft_wrap=True, markup=False, highlight=False)
+    if len(report.failing) > SHOWN:
+        console.print(f"fails: {len(report.failing) - SHOWN} more: see them with --fix-list FILE")
     for error in report.errors:
         console.print(f"error: {error}", soft_wrap=True, markup=False)
     verdict = "training would fail" if report.training_would_fail else "training can read them all"
