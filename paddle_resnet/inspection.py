@@ -41,7 +41,7 @@ def preview(root, output, images, words):
         axis.axis("off")
     for axis, picture, name in zip(axes.flat, pictures, classes, strict=False):  # the last places may stay empty
         axis.imshow(picture)
-        axis.set_title(name, fontsize=8)
+        axis.set_title(name, fontsize=8, parse_math=False)  # a class may be called "$"
     _save(figure, output)
 
 

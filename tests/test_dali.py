@@ -346,18 +346,18 @@ def test_without_augmentation_flags_the_random_numbers_stay_the_same(parse, phot
         np.testing.assert_array_equal(images, pipe.run()[0].as_array())
 
 
-ALL = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
+AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
 
 
 def test_augmentation_follows_the_seed_and_leaves_evaluation_alone(parse, photos):
-    def images(seed, mode=Mode.TRAIN, flags=ALL):
+    def images(seed, mode=Mode.TRAIN, flags=AUGMENTATION):
         loader = load(parse, photos, mode, *flags, "--dali-random-seed", seed)
         return np.concatenate([*epoch(loader)[0], *epoch(loader)[0]])
 
     first = images(1)
     assert np.array_equal(first, images(1))
     assert not np.array_equal(first, images(2))
-    assert np.array_equal(images(1, Mode.EVAL, ALL[:-2]), images(2, Mode.EVAL, []))
+    assert np.array_equal(images(1, Mode.EVAL, AUGMENTATION[:-2]), images(2, Mode.EVAL, []))
 
 
 def test_lighting_adds_one_colour_an_image_from_the_principal_components(unflipped):
