@@ -7,7 +7,9 @@ import paddle
 import pytest
 from paddle import static
 
+from conftest import phase, read_report
 from paddle_resnet import dali, program
+from utils import logger
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter
 from utils.mode import Mode
@@ -270,9 +272,12 @@ def test_training_has_no_confusions(parse):
     assert set(build(parse())[2]) == {"loss", "top1", "top5"}
 
 
-def test_log_leaves_arrays_out(capsys):
+def test_log_leaves_arrays_out(capsys, tmp_path):
+    logger.setup(tmp_path / "report.json")
     program.log_info((3,), {"top1": 0.5, "confusion": np.zeros((2, 2))}, Mode.EVAL)
+    logger.close()
     assert capsys.readouterr().out == "epoch 3 val  top1 0.5\n"
+    assert phase(read_report(tmp_path / "report.json"), [3], "val.") == {"top1": 0.5}
 
 
 def test_accuracy_of_an_epoch_is_a_count_of_images(parse, photos):
