@@ -84,12 +84,12 @@ def _work(args, argv):
 
     is_sparse = False
     if found is not None:
-        is_sparse = checkpoint.load(args, found, train_prog if trains else eval_prog, place)
+        is_sparse = parameters.load(args, found.folder, train_prog if trains else eval_prog, place)
     elif args.from_pretrained_params is not None:
         parameters.load_pretrained(args, train_prog if trains else eval_prog, place)
     if trains:
         if found is not None:
-            checkpoint.restore(args, found, lr_scheduler, train_loader, train_fetchs)
+            checkpoint.restore(args, found, lr_scheduler, train_loader, train_fetchs, place)
         if args.amp:
             optimizer.amp_init(place, scope=static.global_scope())
         if args.prune_model and not is_sparse:

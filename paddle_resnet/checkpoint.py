@@ -156,29 +156,6 @@ def _is_foreign(args, folder):
     return commit.META not in (found := {p.name for p in folder.iterdir()}) and names <= found
 
 
-def load(args, found, program, place):
-    """Set the variables of a program, see parameters.load; in the middle of an epoch, each process gets its own BN
-    statistics back.
-
-    Args:
-        args: flags.
-        found: result of find.
-        program: training or evaluation Program whose start-up program has run.
-        place: where the program runs.
-    Returns:
-        whether the weights are pruned already.
-    Raises:
-        UsageError: damaged, or of another model.
-    """
-    is_pruned = parameters.load(args, found.folder, program, place)
-    bn_file = Path(found.folder) / f"bn_rank{distributed.rank()}.npz"
-    if found.step and bn_file.is_file():
-        with np.load(bn_file) as arrays:
-            for name in arrays.files:
-                parameters.set_variable(name, arrays[name], place)
-    return is_pruned
-
-
 def compare_classes(found, loader):
     """Warn if the classes of a checkpoint and of the data set differ: label n would mean something else."""
     before, now = list(((found and found.meta) or {}).get("classes", [])), list(loader.classes)
@@ -190,8 +167,9 @@ def compare_classes(found, loader):
         )
 
 
-def restore(args, found, lr_scheduler, loader, fetchs):
-    """Restore what a training run has on the host: position, learning rate, running sums of the epoch, seeds.
+def restore(args, found, lr_scheduler, loader, fetchs, place):
+    """Restore what a training run has beside its variables: position, learning rate, seeds; and in the middle of an
+    epoch its running sums and this process's own BN statistics.
 
     Args:
         args: flags.
@@ -200,6 +178,7 @@ def restore(args, found, lr_scheduler, loader, fetchs):
             never interrupted, and the schedule is that of the flags of this run.
         loader: training loader, built with found.loader_state.
         fetchs: result of program.build.
+        place: where the program runs.
     """
     if found.step and not found.trained and loader.step != found.step:
         found.step = 0
@@ -212,8 +191,12 @@ def restore(args, found, lr_scheduler, loader, fetchs):
         np.random.set_state(_tuples(json.loads(found.meta["seeds"]["numpy"])))
     if found.step and not found.trained:
         for name, state in found.meta["ranks"][distributed.rank()]["meters"].items():
-            if name in fetchs:
-                fetchs[name][1].restore(state)
+            fetchs[name][1].restore(state)
+        bn_file = Path(found.folder) / f"bn_rank{distributed.rank()}.npz"
+        if bn_file.is_file():
+            with np.load(bn_file) as arrays:
+                for name in arrays.files:
+                    parameters.set_variable(name, arrays[name], place)
     where = f"epoch {found.epoch}" + (f" step {found.step}" if found.step else "")
     logger.info(f"loaded {found.folder}: goes on with {where}")
 

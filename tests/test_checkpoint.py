@@ -3,12 +3,17 @@ import random
 import shutil
 
 import numpy as np
+import paddle
 import pytest
+from paddle import static
 
-from paddle_resnet import checkpoint, commit
+from paddle_resnet import checkpoint, commit, distributed, parameters
+from paddle_resnet import saver as saver_module
 from paddle_resnet.saver import Saver
-from test_program import build, random_batches
+from test_program import build, random_batches, variable
 from utils.errors import RunError, UsageError
+
+PLACE = paddle.CPUPlace()
 
 
 class Loader:
@@ -75,10 +80,30 @@ def test_position_inside_an_epoch(args, run):
     found = find(args, saver.folder.parent, "auto")
     assert (found.epoch, found.step, found.trained, found.loader_state) == (4, 2, None, {"step": 2})
     _, _, fresh, schedule, _ = build(args)
-    checkpoint.restore(args, found, schedule, Loader(), fresh)
+    checkpoint.restore(args, found, schedule, Loader(), fresh, PLACE)
     assert fresh["loss"][1].state() == fetchs["loss"][1].state()
     assert (random.random(), np.random.rand()) == expected
     assert schedule.last_epoch == 42
+
+
+def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_those_of_rank_0(args, run, monkeypatch):
+    saver, _, _ = run
+    own = {"batch_norm_3.w_1": np.float32([1, 2, 3, 4, 5, 6, 7, 8])}
+    state = {"loader": {"step": 2}, "meters": {}}
+    monkeypatch.setattr(distributed, "gather", lambda data: [data, saver_module._pack(state, own)])
+    saver.save(4, 2)
+    saver.finish()
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    found = find(args, saver.folder.parent, "auto")
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args, is_train=False)
+        parameters.load(args, found.folder, main, PLACE)
+        assert not np.array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
+    with static.scope_guard(static.Scope()):
+        _, _, fetchs, schedule, main = build(args)
+        parameters.load(args, found.folder, main, PLACE)
+        checkpoint.restore(args, found, schedule, Loader(), fetchs, PLACE)
+        np.testing.assert_array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
 
 
 def test_position_between_training_and_evaluation(args, run):
@@ -94,7 +119,7 @@ def test_schedule_goes_on_exactly(args, run):
     saver.save(0, 2)
     saver.finish()
     _, _, fetchs, schedule, _ = build(args)
-    checkpoint.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs)
+    checkpoint.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
     assert schedule.state_dict() == lr_scheduler.state_dict()
 
 
