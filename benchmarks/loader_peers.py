@@ -1,8 +1,9 @@
 """The CPU loader beside torchvision's, on the same files: images/s from JPEG files to normalised batches in memory.
 
 Both make the augmentation of ImageNet training (random-resized crop to 224, flip, normalisation, float32 NCHW) with
-batches of 32 and two threads or worker processes. They run in turn, each time in a new process, and each measures 60
-batches after 60 for warming up.
+batches of 32 and two threads or worker processes. They run in turn, each time in a new process, and each measures 40
+batches after 20 for warming up. Beside images/s there are images per second of processor time, which other programs on
+the machine hardly change.
 
     python benchmarks/loader_peers.py compare DIR --torch-python PYTHON
 
@@ -11,24 +12,36 @@ CPU builds, `pip install torch torchvision` in a virtual environment of their ow
 """
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
-BATCH, BATCHES, WORKERS, SIDE = 32, 60, 2, 224
+BATCH, WARMUP, BATCHES, WORKERS, SIDE = 32, 20, 40, 2, 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def measure(batches):
-    """images/s of an endless iterator of batches."""
+    """(images/s, images per second of processor time) of an endless iterator of batches."""
+    for _ in range(WARMUP):
+        next(batches)
+    start, cpu_start = perf_counter(), cpu_time()
     for _ in range(BATCHES):
         next(batches)
-    start = perf_counter()
-    for _ in range(BATCHES):
-        next(batches)
-    return BATCHES * BATCH / (perf_counter() - start)
+    images = BATCHES * BATCH
+    return images / (perf_counter() - start), images / (cpu_time() - cpu_start)
+
+
+def cpu_time():
+    """Seconds of processor time of this process and its workers so far."""
+    ticks = 0
+    for worker in multiprocessing.active_children():
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user and system
+    return process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def dali(root):
@@ -85,14 +98,15 @@ def compare(root, torch_python, repeats):
             python = torch_python if name.startswith("torchvision") else sys.executable
             command = [python, __file__, "one", root, "--loader", name]
             found = subprocess.run(command, check=True, capture_output=True, text=True)
-            rates[name].append(float(found.stdout.split()[-1]))
-    first = statistics.median(rates["DALI (paddle_resnet)"])
-    print("| loader | n | median images/s | lowest to highest | DALI is |\n|---|---|---|---|---|")
-    for name, found in rates.items():
-        middle = statistics.median(found)
-        print(
-            f"| {name} | {repeats} | {middle:,.0f} | {min(found):,.0f} to {max(found):,.0f} | {first / middle:.2f} x |"
-        )
+            rates[name].append([float(word) for word in found.stdout.split()[-2:]])
+    ours = [statistics.median(column) for column in zip(*rates["DALI (paddle_resnet)"], strict=True)]
+    for i, what in enumerate(("images/s", "images per second of processor time")):
+        print(f"\n| loader | n | median {what} | lowest to highest | DALI is |\n|---|---|---|---|---|")
+        for name, rows in rates.items():
+            found = [row[i] for row in rows]
+            middle = statistics.median(found)
+            spread = f"{min(found):,.0f} to {max(found):,.0f}"
+            print(f"| {name} | {repeats} | {middle:,.0f} | {spread} | {ours[i] / middle:.2f} x |")
 
 
 if __name__ == "__main__":
@@ -104,6 +118,6 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if args.command == "one":
-        print(LOADERS[args.loader](args.root))
+        print(*LOADERS[args.loader](args.root))
     else:
         compare(args.root, args.torch_python, args.repeats)
