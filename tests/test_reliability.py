@@ -38,7 +38,7 @@ class Runs:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
 
-    def finish(self, process, timeout=100):
+    def finish(self, process, timeout=200):
         """(exit code, output); what the run has reported is added to .losses."""
         output, _ = process.communicate(timeout=timeout)
         for key, value in losses(read_report(self.report)).items():
@@ -50,7 +50,7 @@ class Runs:
 
     def wait_for(self, process, text):
         """Read the report until a line has a text."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not (self.report.exists() and text in self.report.read_text()):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < end, f"no {text} in {self.report}"
@@ -187,7 +187,7 @@ def test_second_sigint_ends_the_run_at_once(runs):
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
-    code, output = runs.finish(process, timeout=20)
+    code, output = runs.finish(process, timeout=25)
     assert code == 130, output
 
 
