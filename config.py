@@ -122,7 +122,7 @@ def _add_global(group):
 
 
 def _add_dataset(group):
-    group.add_argument("--image-root", default="/imagenet", help="folder with train/ and val/, one folder a class each")
+    group.add_argument("--image-root", default="/imagenet", help="folder of the data set; docs/data.md has its forms")
     group.add_argument(
         "--image-shape", type=_integers, default=[4, 224, 224], metavar="C,H,W", help="4 channels: RGB and a zero one"
     )
@@ -130,8 +130,8 @@ def _add_dataset(group):
     group.add_argument(
         "--data-format",
         default="auto",
-        choices=["auto", "folder", "synthetic"],
-        help="auto: folder; synthetic: one random batch that stays in device memory",
+        choices=["auto", "folder", "filelist", "recordio", "tfrecord", "lmdb", "webdataset", "synthetic"],
+        help="auto: seen from --image-root; synthetic: one random batch that stays in device memory",
     )
     group.add_argument("--dali-random-seed", type=_seed, default=42, help="seed of order and augmentation")
     group.add_argument("--dali-num-threads", type=_positive, default=4, help="loader threads a process")

@@ -1,13 +1,15 @@
-"""Tools for data sets: `python -m paddle_resnet.dataset sample|preview|verify|info|speed --help`."""
+"""Tools for data sets: `python -m paddle_resnet.dataset sample|convert|index|verify|info|preview|speed --help`."""
 
 import argparse
 import shutil
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from paddle_resnet import convert
 from utils.errors import UsageError
 
 SIDE = 64  # pixels of a sample image
@@ -50,10 +52,11 @@ def write_sample(output):
 
 
 def main(argv=None):
-    """Run a command and return the exit code: 0 done, 1 training would fail (verify), 2 usage or data."""
+    """Run a command and return the exit code: 0 done, 1 training would fail (verify), 2 usage or data, 130
+    interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_sample, _add_preview, _add_verify, _add_info, _add_speed):
+    for add in (_add_sample, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
         add(commands)
     args, words = parser.parse_known_args(argv)
     try:
@@ -64,6 +67,8 @@ def main(argv=None):
     except UsageError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _add(commands, name, run, help, takes_train_flags=False):
@@ -86,9 +91,77 @@ def _run_sample(args):
     print(f"{args.output}: {n_train} training and {n_val} validation images in 10 classes")
 
 
+def _add_convert(commands):
+    command = _add(
+        commands, "convert", _run_convert, "write a data set in a container format; repeated, goes on where it stopped"
+    )
+    command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
+    command.add_argument("--to", required=True, choices=convert.FORMATS, help="format to write")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to make, an IMAGE_ROOT of train.py")
+    command.add_argument(
+        "--shards",
+        type=_positive,
+        metavar="N",
+        help=f"of train/, for tfrecord and webdataset (default one for {convert.IMAGES_PER_SHARD} images)",
+    )
+    command.add_argument(
+        "--resize-short",
+        type=_positive,
+        metavar="N",
+        help="shrink images to a shorter side of N pixels (default: keep their bytes)",
+    )
+    command.add_argument("--quality", type=_quality, default=95, metavar="Q", help="JPEG quality of those (default 95)")
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes (default: one a core)")
+    command.add_argument("--skip-list", metavar="FILE", help="images to leave out, as for train.py")
+
+
+def _run_convert(args):
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(args.to, total=None)
+        try:
+            counts = convert.convert(
+                args.source,
+                args.output,
+                args.to,
+                shards=args.shards,
+                resize_short=args.resize_short,
+                quality=args.quality,
+                workers=args.workers,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                skip_list=args.skip_list,
+            )
+        except BrokenProcessPool as e:
+            raise UsageError(
+                "a worker process was killed, perhaps for lack of memory: repeat the command with fewer --workers"
+            ) from e
+        except OSError as e:
+            name = f" {e.filename}" if e.filename else ""
+            raise UsageError(
+                f"--output {args.output} cannot be written ({e.strerror}{name}): mend that and repeat the command"
+            ) from e
+    print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
+
+
+def _add_index(commands):
+    command = _add(commands, "index", _run_index, "make the index files that TFRecord, RecordIO and tar shards lack")
+    command.add_argument("root", metavar="DIR", help="folder of the shards")
+
+
+def _run_index(args):
+    try:
+        made, there = convert.build_indexes(args.root)
+    except OSError as e:
+        raise UsageError(f"{e.filename}: an index cannot be written ({e.strerror}): make the folder writable") from e
+    print(f"{args.root}: {made} index files made, {there} were there")
+
+
 def _add_preview(commands):
     command = _add(commands, "preview", _run_preview, "draw training images as the network gets them", True)
-    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
+    command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", required=True, metavar="FILE", help="PNG file to write")
     command.add_argument("--images", type=_positive, default=36, metavar="N", help="how many (default 36)")
 
@@ -102,8 +175,8 @@ def _run_preview(args):
 
 def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
-    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
-    command.add_argument("--fix-list", metavar="FILE", help="write the failing paths there, for train.py --skip-list")
+    command.add_argument("root", metavar="DIR", help="folder of the data set")
+    command.add_argument("--fix-list", metavar="FILE", help="write the failing images there, for train.py --skip-list")
 
 
 def _run_verify(args):
@@ -116,13 +189,13 @@ def _run_verify(args):
             verify.write_fix_list(report, args.fix_list)
         except OSError as e:
             raise UsageError(f"--fix-list {args.fix_list} cannot be written ({e.strerror}): name another file") from e
-        print(f"{args.fix_list}: {len(report.failing)} paths for train.py --skip-list")
+        print(f"{args.fix_list}: {len(report.failing)} images for train.py --skip-list")
     return 1 if report.training_would_fail else 0
 
 
 def _add_info(commands):
     command = _add(commands, "info", _run_info, "count images and classes, measure the images")
-    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
+    command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", metavar="FILE", help="PNG file to draw class balance and image sizes into")
 
 
@@ -134,7 +207,7 @@ def _run_info(args):
 
 def _add_speed(commands):
     command = _add(commands, "speed", _run_speed, "measure the loader alone", True)
-    command.add_argument("root", metavar="DIR", help="folder with train/ and val/")
+    command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
         "--threads", type=_list_of(int), default=[4], metavar="N,...", help="--dali-num-threads to try"
     )
@@ -155,6 +228,13 @@ def _positive(text):
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
+
+
+def _quality(text):
+    value = _positive(text)
+    if value > 100:
+        raise argparse.ArgumentTypeError(f"{text} is no JPEG quality: give 1 to 100")
+    return value
 
 
 def _list_of(kind):

@@ -4,8 +4,9 @@ Apart from dataset.py, which makes data sets and has the command line.
 """
 
 import math
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from io import BytesIO
 from time import perf_counter
 
 import matplotlib
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import config
-from paddle_resnet import dali, distributed, readers
+from paddle_resnet import dali, distributed, listing, records
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -27,7 +28,7 @@ def preview(root, output, images, words):
     """Draw the first training images of a run as they reach the network, with their classes.
 
     Args:
-        root: folder with train/ and val/.
+        root: folder of the data set.
         output: PNG file to write.
         images: how many.
         words: flags of train.py. The pictures are those of the first batches of one process with these flags.
@@ -72,25 +73,28 @@ def info(root, output=None):
     """Count images and classes, measure the images, print it as tables and draw it.
 
     Args:
-        root: folder with train/, val/ or both.
+        root: folder of a data set in any format, of train, val or both.
         output: PNG file, or None for no drawing.
     Returns:
         {split: {"classes": {class: images}, "sizes": array [images, 2] of width and height in pixels as stored; images
         whose header cannot be read are counted and not measured}}
     Raises:
-        UsageError: neither train/ nor val/; output cannot be written.
+        UsageError: no split, or one that cannot be used; output cannot be written.
     """
-    splits = [split for split in ("train", "val") if (Path(root) / split).is_dir()]
-    if not splits:
-        raise UsageError(f"{root} has neither train/ nor val/: name the folder above them")
+    root = str(root)
     result = {}
     with ThreadPoolExecutor(16) as pool:  # waits for the disk, not for the processor
-        for split in splits:
-            folders = {name: Path(root) / split / name for name in readers.class_folders(Path(root) / split)}
-            files = {name: readers.image_files(folder) for name, folder in folders.items()}
-            sizes = list(pool.map(_size, [path for paths in files.values() for path in paths]))
-            sizes = np.array([size for size in sizes if size is not None], dtype=int).reshape(-1, 2)
-            result[split] = {"classes": {name: len(paths) for name, paths in files.items()}, "sizes": sizes}
+        for mode in listing.splits(root):
+            _, names, images = listing.images(root, mode)
+            measured = list(pool.map(_measure, images))
+            counts = Counter(label for label, _ in measured if label is not None)
+            names = names or list(map(str, range(int(max(counts, default=0)) + 1)))
+            names += map(str, range(len(names), int(max(counts, default=0)) + 1))  # labels that nothing names
+            result[mode.value] = {
+                "classes": {name: counts[label] for label, name in enumerate(names)},
+                "sizes": np.array([size for _, size in measured if size is not None], dtype=int).reshape(-1, 2),
+            }
+    splits = list(result)
     table = Table(title=str(root))
     for column in ("", *splits):
         table.add_column(column, justify="right")
@@ -137,19 +141,26 @@ def _figures():
     }
 
 
-def _size(path):
+def _measure(image):
+    """(label, (width, height)) of a listing.Image, None for what cannot be read."""
+    label = image.label
     try:
-        with Image.open(path) as image:
-            return image.size
+        if image.kind is None:
+            source = image.path  # its header suffices
+        else:
+            data, label = records.read(image)
+            source = BytesIO(data)
+        with Image.open(source) as picture:
+            return label, picture.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
+        return label, None
 
 
 def speed(root, threads, loads, batches, repeats, words):
     """Measure the loader alone in images/s and print a table.
 
     Args:
-        root: folder with train/ and val/.
+        root: folder of the data set.
         threads: list of --dali-num-threads.
         loads: list of --hw-decoder-load, for the decoders on a GPU.
         batches: batches of a measurement, after as many for warming up.

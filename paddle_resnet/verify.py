@@ -19,7 +19,7 @@ from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 from PIL import Image, UnidentifiedImageError
 
-from paddle_resnet import readers
+from paddle_resnet import listing, readers, records
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -29,6 +29,8 @@ FORMATS = {
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
 EXIF_ORIENTATION = 0x0112
+# How DALI names a record of RecordIO and TFRecord, of WebDataset, and of LMDB.
+RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
 SHOWN = 50  # failing images that are printed
 SEARCH_S = 40  # a run with a bad image ends within a minute
 
@@ -55,64 +57,84 @@ class Report:
 
 
 def verify(root):
-    """Decode every image under root/train/ and root/val/ as training on the CPU does, on all cores.
+    """Decode every image of both splits as training on the CPU does, on all cores.
 
     Args:
-        root: folder with train/, val/ or both, one folder a class each.
+        root: folder of a data set in any format, of train, val or both.
     Returns:
         Report.
     Raises:
-        UsageError: root holds neither train/ nor val/.
+        UsageError: root holds no split.
     """
-    splits = [split for split in ("train", "val") if os.path.isdir(os.path.join(root, split))]
-    if not splits:
-        raise UsageError(f"{root} has neither train/ nor val/: name the folder above them")
+    root = str(root)
     report = Report()
-    _check_folders(root, splits, report)
-    names = [
-        os.path.relpath(path, root)
-        for split in splits
-        for label in readers.class_folders(os.path.join(root, split))
-        for path in readers.image_files(os.path.join(root, split, label))
-    ]
-    report.images = len(names)
+    images = []
+    for mode in listing.splits(root):
+        try:
+            readers.open_split(root, "auto", mode, 2**31, 0)
+        except UsageError as e:
+            report.errors.append(str(e))
+        try:
+            data_format, classes, found = listing.images(root, mode)
+        except UsageError as e:
+            # A class in val alone, for example: the images can be looked at all the same.
+            report.errors += [str(e)] if str(e) not in report.errors else []
+            data_format, classes, found = "folder", None, _images_of_folders(root, mode)
+        images += [(mode, image, len(classes) if classes else None) for image in found]
+        if data_format == "folder":
+            _check_folders(root, mode, report)
+    _compare_folders(root, report)
+    report.images = len(images)
     digests = defaultdict(list)
     # New processes, not copies of this one: DALI's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _keep_quiet) as pool:
-        results = pool.map(check, [os.path.join(root, name) for name in names], chunksize=16)
-        for name, (failure, oddities, digest) in zip(names, results, strict=True):
+        results = pool.map(check, [(image, limit) for _, image, limit in images], chunksize=16)
+        for (mode, image, _), (failure, oddities, digest) in zip(images, results, strict=True):
             if failure is not None:
-                report.failing[name] = failure
+                report.failing[image.name] = failure
             for kind in oddities:
-                report.odd[kind].append(name)
-            digests[digest].append(name)
+                report.odd[kind].append(image.name)
+            digests[digest].append((mode, image.name))
     for same in digests.values():
-        if len({name.split(os.sep)[0] for name in same}) > 1:
-            report.odd["the same file in train and val"].append(" = ".join(same))
+        if len({mode for mode, _ in same}) > 1:
+            report.odd["the same file in train and val"].append(" = ".join(name for _, name in same))
     return report
 
 
-def _check_folders(root, splits, report):
-    for split in splits:
-        try:
-            readers.folder(str(root), {"train": Mode.TRAIN, "val": Mode.EVAL}[split], 2**31, 0)
-        except UsageError as e:
-            report.errors.append(str(e))
-        images, others = set(), []
-        for label in readers.class_folders(os.path.join(root, split)):
-            folder = os.path.join(root, split, label)
-            images = set(readers.image_files(folder))
-            if not images:
-                report.odd["class folder without an image"].append(os.path.join(split, label))
-            others += [e.path for e in os.scandir(folder) if e.is_file() and e.path not in images]
-        report.odd["file that is ignored for its name"] += [os.path.relpath(path, root) for path in sorted(others)]
-    if len(splits) == 2:
-        train, val = (set(readers.class_folders(os.path.join(root, split))) for split in splits)
-        report.odd["class in train alone"] += sorted(train - val)
-        report.odd["class in val alone"] += sorted(val - train)
-    for kind in [kind for kind, found in report.odd.items() if not found]:
-        del report.odd[kind]
+def _images_of_folders(root, mode):
+    folders = Path(root) / mode.value
+    if not folders.is_dir():
+        return []
+    return [
+        listing.Image(f"{mode.value}/{label}/{name}", str(folders / label / name), 0)
+        for label in listing.class_folders(folders)
+        for name in listing.image_files(folders / label)
+    ]
+
+
+def _check_folders(root, mode, report):
+    """Class folders and files that training passes over."""
+    folders = Path(root) / mode.value
+    if not folders.is_dir():
+        return
+    for label in listing.class_folders(folders):
+        images = set(listing.image_files(folders / label))
+        if not images:
+            report.odd["class folder without an image"].append(f"{mode.value}/{label}")
+        others = sorted(e.name for e in os.scandir(folders / label) if e.is_file() and e.name not in images)
+        if others:
+            report.odd["file that is ignored for its name"] += [f"{mode.value}/{label}/{name}" for name in others]
+
+
+def _compare_folders(root, report):
+    folders = [Path(root) / mode.value for mode in Mode]
+    if not all(folder.is_dir() for folder in folders):
+        return
+    train, val = (set(listing.class_folders(folder)) for folder in folders)
+    for kind, labels in (("class in train alone", train - val), ("class in val alone", val - train)):
+        if labels:
+            report.odd[kind] += sorted(labels)
 
 
 def _keep_quiet():
@@ -120,20 +142,28 @@ def _keep_quiet():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def check(path):
-    """Decode one file.
+def check(task):
+    """Decode one image.
 
+    Args:
+        task: (listing.Image, number of classes or None)
     Returns:
-        (None or why DALI cannot decode it, [kinds of oddities], digest of its bytes)
+        (None or why training fails at it, [kinds of oddities], digest of its bytes)
     """
+    image, num_of_class = task
     try:
-        data = Path(path).read_bytes()
+        data, label = records.read(image)
     except OSError as e:
         return f"cannot be read ({e.strerror})", [], None
+    except UsageError as e:
+        return f"is no image with a label: {e}", [], None
     digest = hashlib.blake2b(data, digest_size=16).digest()
     if not data:
         return "is empty", ["0 bytes"], None
-    return decode(data), _oddities(path, data), digest
+    failure = decode(data)
+    if failure is None and num_of_class is not None and not 0 <= label < num_of_class:
+        failure = f"has the label {label:g} and there are {num_of_class} classes"
+    return failure, _oddities(image, data), digest
 
 
 _decoder = None
@@ -177,23 +207,23 @@ def has_header(data):
         return False
 
 
-def _oddities(path, data):
+def _oddities(image, data):
     found = []
     stream = nvimgcodec.CodeStream(data)
     try:
         codec, precision = stream.codec_name, stream.precision
     except RuntimeError:
         codec, precision = None, 8
-    if codec is not None and codec != FORMATS[Path(path).suffix.lower()]:
+    if image.kind is None and codec is not None and codec != FORMATS.get(Path(image.path).suffix.lower()):
         found.append(f"{codec} under another name")
     if precision > 8:
         found.append(f"{precision} bits a channel")
     if codec == "jpeg" and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
         found.append("truncated")  # no end after the last start of image data
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            mode, frames = image.mode, getattr(image, "n_frames", 1)
-            orientation = image.getexif().get(EXIF_ORIENTATION, 1)
+        with Image.open(io.BytesIO(data)) as picture:
+            mode, frames = picture.mode, getattr(picture, "n_frames", 1)
+            orientation = picture.getexif().get(EXIF_ORIENTATION, 1)
     except (
         UnidentifiedImageError,
         Image.DecompressionBombError,
@@ -217,8 +247,9 @@ def _oddities(path, data):
     return found
 
 
-def bad_image(message, data_set):
-    """The image that DALI's error is about: a path, "an image" if it could not be found, None if it is about none.
+def bad_image(message, data_set, image_root):
+    """The image that DALI's error is about: a path or CONTAINER@PLACE, "an image in" the root if it could not be found,
+    None if the error is about no image.
 
     DALI names the file that cannot be read and most images that cannot be decoded, but for example not one whose
     header it cannot make out. For those the headers of all images are read, then all images decoded, until one fails or
@@ -226,7 +257,7 @@ def bad_image(message, data_set):
     """
     named = re.search(r"(?:Failed to decode sample #\d+ : |File mapping failed: |Could not open file )(.+)", message)
     if named:
-        return named[1].strip()
+        return os.path.join(image_root, _name(named[1].strip()))
     if "nvidia.dali.fn.decoders." not in message:
         return None
     deadline = monotonic() + SEARCH_S
@@ -234,12 +265,21 @@ def bad_image(message, data_set):
         try:
             for encoded, source in _undecoded(data_set):
                 if not can_be_used(encoded):
-                    return source
+                    return os.path.join(image_root, _name(source))
                 if monotonic() > deadline:
-                    return "an image"
+                    return f"an image in {image_root}"
         except RuntimeError as e:  # of the reader, which names the file
-            return bad_image(str(e), data_set)
+            return bad_image(str(e), data_set, image_root)
     return None
+
+
+def _name(source):
+    """DALI's words for where an image is, in the form of listing.Image's names: FILE or CONTAINER@PLACE."""
+    for pattern in RECORD_PATTERNS:
+        place = re.fullmatch(pattern, source)
+        if place:
+            return f"{place[1]}@{place[2]}"
+    return source
 
 
 def _undecoded(data_set):
@@ -259,7 +299,7 @@ def _undecoded(data_set):
 
 
 def write_fix_list(report, path):
-    """Write the failing paths, one a line, for --skip-list."""
+    """Write the names of the failing images, one a line, for --skip-list."""
     Path(path).write_text("".join(f"{name}\n" for name in report.failing), encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 import config
 import train
-from paddle_resnet import distributed, models
+from paddle_resnet import convert, distributed, models
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +60,23 @@ def photos(tmp_path_factory):
             pixels[:, :, label] += np.linspace(60, 190, width).astype(int)
             Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:02d}.jpg", quality=90)
     return root
+
+
+@pytest.fixture(scope="session")
+def converted(photos, tmp_path_factory):
+    """The photos in every storage format: {--data-format: --image-root}; containers of three training shards."""
+    root = tmp_path_factory.mktemp("converted")
+    roots = {"folder": photos, "filelist": root / "filelist"}
+    roots["filelist"].mkdir()
+    for split in ("train", "val"):
+        (roots["filelist"] / split).symlink_to(photos / split)
+        images = sorted((photos / split).glob("*/*"))
+        lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
+        (roots["filelist"] / f"{split}.txt").write_text("".join(lines))
+    for name in convert.FORMATS:
+        roots[name] = root / name
+        convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
+    return roots
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
-from paddle_resnet import dali
+from paddle_resnet import convert, dali, listing, readers
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
@@ -38,6 +38,21 @@ def numbered(tmp_path):
             (tmp_path / split / f"{i:02d}").mkdir(parents=True)
             Image.new("RGB", (40, 40), (20 * i, 0, 0)).save(tmp_path / split / f"{i:02d}" / "x.png")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def distinct(tmp_path_factory):
+    """37 images a split, the label names the image, in every format: {--data-format: --image-root}."""
+    root = tmp_path_factory.mktemp("distinct")
+    roots = {"folder": root / "folder", "filelist": root / "folder", **{name: root / name for name in convert.FORMATS}}
+    for split in ("train", "val"):
+        for i in range(37):
+            (root / "folder" / split / f"{i:02d}").mkdir(parents=True)
+            Image.new("RGB", (36, 36), (6 * i, 0, 0)).save(root / "folder" / split / f"{i:02d}" / "x.png")
+        (root / "folder" / f"{split}.txt").write_text("".join(f"{split}/{i:02d}/x.png {i}\n" for i in range(37)))
+    for name in convert.FORMATS:
+        convert.convert(root / "folder", roots[name], name, shards=5 if name in convert.SHARDED else None, workers=2)
+    return roots
 
 
 def load(parse, root, mode, *flags):
@@ -80,7 +95,7 @@ def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
         (["--batch-size", "4"], "--batch-size is 4 and was 3"),
         (["--dali-random-seed", "1"], "--dali-random-seed is 1 and was 42"),
         (["--rand-crop-scale", "0.5,1"], "--rand-crop-scale is [0.5, 1.0] and was [0.08, 1.0]"),
-        (["--data-format", "synthetic"], "--data-format is synthetic and was auto"),
+        (["--data-format", "synthetic"], "--data-format is synthetic and was folder"),
     ],
 )
 def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, capsys, flags, says):
@@ -331,7 +346,7 @@ def test_without_augmentation_flags_the_random_numbers_stay_the_same(parse, phot
     @pipeline_def(batch_size=8, num_threads=2, device_id=None, seed=42)
     def plain():
         args = parse("--image-root", photos)
-        encoded, _ = dali.readers.folder(args.image_root, Mode.TRAIN, 3, 42).read("Reader", 0, 1, True)
+        encoded, _ = readers.open_split(args.image_root, "folder", Mode.TRAIN, 3, 42).read("Reader", 0, 1, True)
         images = fn.decoders.image_random_crop(
             encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], num_attempts=100
         )
@@ -465,3 +480,102 @@ def test_interp_is_the_filter_of_both_resizes(parse, copies, interp, side):
         for image in np.concatenate(epoch(loader)[0]):
             error = min(np.abs(found - expected).max() for found in (image, image[:, ::-1]))
             assert error < 0.6  # rounding to whole numbers
+
+
+@pytest.mark.parametrize("data_format", listing.FORMATS)
+def test_every_format_evaluates_the_same_batches(parse, photos, converted, data_format):
+    expected = epoch(load(parse, photos, Mode.EVAL, "--data-format", "folder"))
+    found = epoch(load(parse, converted[data_format], Mode.EVAL, "--data-format", data_format))
+    for left, right in zip(expected, found, strict=True):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize(("world_size", "batch"), [(1, 4), (2, 4), (3, 3), (4, 7)])
+def test_every_format_trains_in_step_on_each_image_once_at_most(parse, distinct, shard, data_format, world_size, batch):
+    loaders = []
+    for rank in range(world_size):
+        shard(rank, world_size)
+        flags = ["--data-format", data_format, "--batch-size", batch, "--num-of-class", "37"]
+        loaders.append(load(parse, distinct[data_format], Mode.TRAIN, *flags))
+    orders = []
+    for _ in range(4):
+        epochs = [epoch(loader)[1] for loader in loaders]
+        assert {len(batches) for batches in epochs} == {37 // world_size // batch}
+        orders.append([label for batches in epochs for label in np.concatenate(batches)[:, 0].tolist()])
+        assert len(set(orders[-1])) == len(orders[-1])
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize(("world_size", "batch"), [(1, 4), (2, 5), (3, 3), (16, 4), (37, 1), (40, 2)])
+def test_every_format_evaluates_each_image_once(parse, distinct, shard, data_format, world_size, batch):
+    loaders = []
+    for rank in range(world_size):
+        shard(rank, world_size)
+        flags = ["--data-format", data_format, "--batch-size", batch, "--num-of-class", "37"]
+        loaders.append(load(parse, distinct[data_format], Mode.EVAL, *flags))
+    for _ in range(2):
+        batches = [part for loader in loaders for part in epoch(loader)[1]]
+        assert sorted(np.concatenate(batches)[:, 0].tolist()) == list(range(37))
+
+
+@pytest.mark.parametrize("data_format", listing.FORMATS)
+def test_training_order_of_every_format_follows_the_seed(parse, distinct, data_format):
+    def orders(seed):
+        flags = ["--data-format", data_format, "--num-of-class", "37", "--dali-random-seed", seed]
+        loader = load(parse, distinct[data_format], Mode.TRAIN, *flags)
+        return [np.concatenate(epoch(loader)[1])[:, 0].tolist() for _ in range(2)]
+
+    assert orders(1) == orders(1)
+    assert orders(1) != orders(2)
+
+
+@pytest.mark.parametrize("data_format", listing.FORMATS)
+def test_every_image_type_is_decoded_in_every_format(parse, tmp_path, data_format):
+    pixels = np.random.RandomState(0).randint(0, 255, (40, 48, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        for suffix in listing.IMAGE_SUFFIXES:
+            folder = tmp_path / "folder" / split / suffix[1:]
+            folder.mkdir(parents=True)
+            options = {"lossless": True} if suffix == ".webp" else {}
+            Image.fromarray(pixels).save(folder / f"x{suffix}", **options)
+        lines = [f"{split}/{name[1:]}/x{name} {label}\n" for label, name in enumerate(sorted(listing.IMAGE_SUFFIXES))]
+        (tmp_path / "folder" / f"{split}.txt").write_text("".join(lines))
+    root = tmp_path / "folder"
+    if data_format in convert.FORMATS:
+        root = tmp_path / data_format
+        convert.convert(tmp_path / "folder", root, data_format, workers=1)
+    images, labels = epoch(load(parse, root, Mode.EVAL, "--data-format", data_format))
+    images = dict(zip(np.concatenate(labels)[:, 0].tolist(), np.concatenate(images), strict=True))
+    lossless = sorted(listing.IMAGE_SUFFIXES).index(".png")
+    assert sorted(images) == list(range(len(listing.IMAGE_SUFFIXES)))
+    for label, suffix in enumerate(sorted(listing.IMAGE_SUFFIXES)):
+        if "jp" not in suffix:
+            np.testing.assert_array_equal(images[label], images[lossless], err_msg=suffix)
+
+
+@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(("batches", "buffer"), [(0, 5), (3, 4096), (8, 5), (13, 5), (15, 4096)])
+def test_checkpoint_of_a_pipeline_goes_on_with_the_same_batches(
+    distinct, monkeypatch, data_format, mode, batches, buffer
+):
+    monkeypatch.setattr(readers, "SHUFFLE_BUFFER", buffer)
+    data_set = readers.open_split(str(distinct[data_format]), data_format, mode, 37, seed=5)
+
+    def labels(pipeline, count):
+        return [pipeline.run()[1].as_array()[:, 0].tolist() for _ in range(count)]
+
+    for shard_id in range(3):
+
+        @pipeline_def(batch_size=4, num_threads=1, device_id=None, seed=1, enable_checkpointing=True)
+        def pipeline(shard_id=shard_id):
+            return data_set.read("Reader", shard_id, 3, shuffle=mode is Mode.TRAIN)
+
+        first = pipeline()
+        labels(first, batches)
+        checkpoint = first.checkpoint()
+        assert labels(pipeline(checkpoint=checkpoint), 12) == labels(first, 12)

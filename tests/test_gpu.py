@@ -36,6 +36,15 @@ def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos):
     assert np.abs(images[0] - images[1]).mean() < 0.06
 
 
+def test_gpu_loader_decodes_every_format_alike(parse, photos, converted):
+    expected = epoch(dali.build_dataloader(parse("--image-root", photos, *FP32), Mode.EVAL))
+    for root in converted.values():
+        found = epoch(dali.build_dataloader(parse("--image-root", root, *FP32), Mode.EVAL))
+        for left, right in zip(expected, found, strict=True):
+            for a, b in zip(left, right, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "20", "--interp", "triangular"]
 
 
@@ -120,6 +129,23 @@ def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
     first = losses(report)
     stop_before()
     code, report = run_train(*flags, *elsewhere)
+    assert code == 0
+    assert first | losses(report) == expected
+
+
+@pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
+def test_every_format_goes_on_inside_an_epoch(run_train, stop_before, deterministic, converted, tmp_path, data_format):
+    flags = ["--epochs", "2", "--print-interval", "1", "--resume", *FP32]
+    root = converted[data_format]
+    expected = losses(run_train(*flags, image_root=root)[1])
+    assert len(expected) == 10
+    shutil.rmtree(tmp_path / "output")
+    stop_before(train_step=4)
+    code, report = run_train(*flags, image_root=root)
+    assert code == 75
+    first = losses(report)
+    stop_before()
+    code, report = run_train(*flags, image_root=root)
     assert code == 0
     assert first | losses(report) == expected
 

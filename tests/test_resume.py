@@ -57,6 +57,24 @@ def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, whole,
     assert first | second == expected
 
 
+@pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
+def test_every_format_goes_on_inside_an_epoch(run_train, stop_before, converted, tmp_path, data_format):
+    root = converted[data_format]
+    code, report = run_train(*FLAGS, image_root=root)
+    assert code == 0
+    expected = losses(report)
+    assert len(expected) == 3 * (STEPS + 2)
+    shutil.rmtree(tmp_path / "output")
+    found = {}
+    for train_step, code in ((1, 75), (4, 75), (None, 0)):  # in the first epoch, in the third, not at all
+        stop_before(train_step=train_step)
+        found_code, report = run_train(*FLAGS, "--resume", image_root=root)
+        assert found_code == code
+        assert not set(found) & set(losses(report))
+        found |= losses(report)
+    assert found == expected
+
+
 @pytest.mark.parametrize("data_format", ["folder", "synthetic"])
 def test_a_run_stopped_again_and_again_gets_there(run_train, whole, stop_before, tmp_path, monkeypatch, data_format):
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))

@@ -27,6 +27,20 @@ def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path):
     assert phase(evaluated, [], "val.")["loss"] == last["loss"]
 
 
+def test_every_format_evaluates_like_the_folder(run_train, converted, tmp_path, capsys):
+    expected = phase(run_train()[1], [], "val.")
+    for data_format, root in converted.items():
+        for flags in ([], ["--batch-size", "5", "--data-format", data_format]):
+            capsys.readouterr()
+            scope = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
+            code, report = run_train(*scope, *flags, image_root=root)
+            assert code == 0
+            assert (f"the val split in {root} is {data_format}" in capsys.readouterr().out) == (not flags)
+            found = phase(report, [], "val.")
+            for name in ("loss", "top1", "top5", "images"):
+                assert found[name] == expected[name]
+
+
 def test_last_epoch_is_always_saved_and_evaluated(run_train, tmp_path):
     code, report = run_train("--epochs", "3", "--save-interval", "2", "--eval-interval", "2")
     assert code == 0

@@ -1,11 +1,13 @@
 import io
+import os
+import re
 import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from paddle_resnet import dali, dataset, verify
+from paddle_resnet import convert, dali, dataset, listing, verify
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
@@ -65,7 +67,7 @@ def test_file_is_judged_as_training_does_and_its_oddities_are_seen(parse, tmp_pa
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / name).write_bytes(data)
-    failure, oddities, _ = verify.check(tmp_path / "train" / "a" / name)
+    failure, oddities, _ = verify.check((listing.Image(name, str(tmp_path / "train" / "a" / name), 0), None))
     assert (failure is not None) == fails
     assert sorted(oddities) == sorted(odd)
     for mode in Mode:
@@ -129,6 +131,57 @@ def test_training_runs_with_the_fix_list_as_skip_list(odd, run_train, tmp_path):
     assert run_train("--num-of-class", "4", image_root=odd)[0] == 2
     dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")])
     assert run_train("--num-of-class", "4", "--skip-list", tmp_path / "bad.txt", image_root=odd)[0] == 0
+
+
+@pytest.fixture
+def odd_containers(odd, tmp_path):
+    """The odd folder in other formats: {format: root}."""
+    roots = {"filelist": tmp_path / "filelist"}
+    roots["filelist"].mkdir()
+    for mode in Mode:
+        images = listing.images(str(odd), mode)[2]
+        lines = "".join(f"{odd}/{image.name} {image.label}\n" for image in images)
+        (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
+    for name in convert.FORMATS:
+        roots[name] = tmp_path / name
+        convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=2)
+    return roots
+
+
+def test_every_format_is_verified_and_trains_without_what_fails(odd_containers, odd, run_train, tmp_path, capsys):
+    expected = verify.verify(odd)
+    bad = tmp_path / "bad.txt"
+    flags = ["--num-of-class", "4", "--batch-size", "4"]
+    for data_format, root in odd_containers.items():
+        report = verify.verify(root)
+        assert report.images == expected.images
+        assert sorted(report.failing.values()) == sorted(expected.failing.values())
+        for kind in ("CMYK", "EXIF-rotated", "grayscale", "truncated", "0 bytes", "the same file in train and val"):
+            assert len(report.odd[kind]) == len(expected.odd[kind]) > 0
+
+        capsys.readouterr()
+        assert run_train(*flags, image_root=root)[0] == 2
+        message = capsys.readouterr().err
+        [named] = re.findall(r"error: (\S+) cannot be decoded \(rank 0\)", message)
+        names = [os.path.join(root, name) for name in report.failing]
+        assert named in names
+        assert dataset.main(["verify", str(root), "--fix-list", str(bad)]) == 1
+        if data_format == "lmdb":
+            assert "and convert the data set with --skip-list" in message
+            words = ["convert", "--from", root, "--to", "lmdb", "--output", tmp_path / "again", "--skip-list", bad]
+            assert dataset.main(list(map(str, words))) == 0
+            assert run_train(*flags, image_root=tmp_path / "again")[0] == 0
+        else:
+            assert run_train(*flags, "--skip-list", bad, image_root=root)[0] == 0
+
+
+def test_label_without_a_class_fails(converted, tmp_path):
+    shutil.copytree(converted["tfrecord"], tmp_path / "x")
+    (tmp_path / "x" / "classes.txt").write_text("a\nb\n")
+    report = verify.verify(tmp_path / "x")
+    assert "has the label 2" in report.errors[0]
+    assert len(report.failing) == 10 + 7
+    assert set(report.failing.values()) == {"has the label 2 and there are 2 classes"}
 
 
 def test_good_folder_passes(photos, tmp_path):
