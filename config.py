@@ -231,6 +231,12 @@ def _add_advanced(group):
         default=10,
         help="steps in a row with a loss that is not finite, loss-scaling skips apart, that end the run",
     )
+    group.add_argument(
+        "--comm-timeout-s",
+        type=_positive,
+        default=600,
+        help="seconds without progress of any one process after which a job of several processes ends",
+    )
     _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
     _add_switch(group, "--asp", help="train with 2:4 sparsity")
     _add_switch(group, "--prune-model", help="prune the weights to 2:4 before training (with --asp)")

@@ -59,10 +59,11 @@ def _work(args, argv):
     import paddle
     from paddle import static
 
-    from paddle_resnet import checkpoint, dali, distributed, parameters, program, report
+    from paddle_resnet import agreement, checkpoint, dali, distributed, parameters, program, report
     from paddle_resnet.optimizer import cast_evaluation_program, prune
     from paddle_resnet.saver import Saver
 
+    agreement.check_start(args)
     found = checkpoint.find(args)
     trains = args.run_scope.trains
     if trains and found and found.epoch >= args.epochs:
@@ -82,11 +83,8 @@ def _work(args, argv):
         eval_fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
     exe.run(startup_prog if trains else eval_startup_prog)
 
-    is_sparse = False
-    if found is not None:
-        is_sparse = parameters.load(args, found.folder, train_prog if trains else eval_prog, place)
-    elif args.from_pretrained_params is not None:
-        parameters.load_pretrained(args, train_prog if trains else eval_prog, place)
+    main_prog = train_prog if trains else eval_prog
+    is_sparse = parameters.load_start(args, found, main_prog, place)
     if trains:
         if found is not None:
             checkpoint.restore(args, found, lr_scheduler, train_loader, train_fetchs, place)
@@ -98,7 +96,8 @@ def _work(args, argv):
     if evaluates:
         cast_evaluation_program(args, eval_prog, place)
         compiled_eval = program.compile_prog(args, eval_prog, is_train=False)
-    logger.info(report.start_line(args, train_loader, eval_loader))
+    agreement.check_work(train_loader, eval_loader, main_prog)
+    logger.info(report.start_line(args, train_loader, eval_loader, main_prog))
     if args.dry_run:
         logger.info("dry run: flags, data and programs are in order")
         return

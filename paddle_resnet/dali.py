@@ -6,7 +6,7 @@ import numpy as np
 import nvidia.dali
 from nvidia.dali import fn, pipeline_def, types
 
-from paddle_resnet import distributed, listing, readers
+from paddle_resnet import distributed, listing, readers, watchdog
 from paddle_resnet.iterators import READER, EmptyIterator, ShardIterator, SyntheticIterator
 from utils import logger
 from utils.errors import UsageError
@@ -50,10 +50,12 @@ def build_dataloader(args, mode, state=None):
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator where there are fewer validation
         images than processes. `len()` is the number of steps an epoch, the same on every process when training; `step`
-        how many of them are done, `classes` the class names in label order.
+        how many of them are done, `data_set_size` the images of the whole split, `classes` the class names in label
+        order.
     Raises:
         UsageError: the data set cannot be used with these flags.
     """
+    watchdog.phase(f"the list of {mode.value} images")
     rank, world_size = distributed.rank(), distributed.world_size()
     if args.data_format == "synthetic":
         images = SYNTHETIC_SIZE[mode] // world_size

@@ -18,6 +18,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_optimizers.common import CollectiveHelper
 from paddle.distributed.fleet.utils.log_util import set_log_level
 
+from paddle_resnet import watchdog
 from utils import signals
 from utils.errors import UsageError
 
@@ -77,7 +78,7 @@ def place(args):
 
 def start(args):
     """Initialise Fleet for collective training, in a job of one process, too, set Paddle's flags and seed the host's
-    random generators; to be called before a program is built.
+    random generators; to be called before a program is built. From then on the processes of a job watch each other.
     """
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -92,6 +93,9 @@ def start(args):
         # Fleet writes NCCL's set-up into the start-up program even where there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         paddle.distributed.init_parallel_env()
+    if world_size() > 1:
+        host = os.environ["PADDLE_MASTER"].rpartition(":")[0]
+        watchdog.start(rank(), world_size(), host, from_rank_0, args.comm_timeout_s)
 
 
 def adapt_communication(args, main_prog, startup_prog):
@@ -133,6 +137,13 @@ def _leave_out_nccl(block):
         if block.ops[i].type in _NCCL_OPERATORS:
             block._remove_op(i)
     block._sync_with_cpp()
+
+
+def count_gradient_all_reduces(train_prog):
+    """How many all-reduces a training step makes for its gradients, after they were fused."""
+    backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
+    ops = train_prog.global_block().ops
+    return sum(op.type == "c_allreduce_sum" and bool(op.attr("op_role") & backward) for op in ops)
 
 
 def build_bn_average(train_prog):
@@ -211,6 +222,8 @@ def from_rank_0(function):
         _store().set(key, json.dumps(answer).encode().hex())
     answer = json.loads(_get(key))
     if "error" in answer:
+        if rank() != 0:
+            watchdog.stop()  # no failure of its own to tell of
         raise UsageError(answer["error"])
     return answer["result"]
 
@@ -218,11 +231,14 @@ def from_rank_0(function):
 @contextlib.contextmanager
 def leaving_together():
     """Let no process of the job end before all have done what is inside, or have been stopped in it; rank 0 last, whose
-    store the others still talk to. An error ends a process at once, and the launcher the others."""
+    store the others still talk to. An error ends the whole job: the other processes get word of it."""
     try:
         yield
     except signals.Preempted:
         _wait_for_all()
+        raise
+    except BaseException as e:
+        watchdog.announce(e)
         raise
     _wait_for_all()
 
@@ -230,13 +246,16 @@ def leaving_together():
 def _wait_for_all():
     if world_size() == 1:
         return
+    watchdog.phase("the end")
     all_gather([0])
     key = _next_exchange()
     if rank() != 0:
+        watchdog.stop()  # before rank 0 may leave
         _store().set(f"{key}/{rank()}", "00")
     else:
         for r in range(1, world_size()):
             _get(f"{key}/{r}")
+        watchdog.stop()
 
 
 def stop_agreed():

@@ -39,6 +39,7 @@ class ShardIterator(DALIGenericIterator):
 
     def __init__(self, pipeline, images, data_set, image_root, conditions, step=0):
         self.images = images
+        self.data_set_size = data_set.size
         self.classes = data_set.classes
         self._data_set = data_set
         self._image_root = image_root
@@ -125,6 +126,7 @@ class EmptyIterator:
     step = 0
 
     def __init__(self, data_set):
+        self.data_set_size = data_set.size
         self.classes = data_set.classes
 
     def __len__(self):
@@ -151,6 +153,7 @@ class SyntheticIterator:
 
     def __init__(self, args, images, mode, conditions, state=None):
         self.batch_size = args.batch_size
+        self.data_set_size = conditions["number of images"]
         self.classes = list(map(str, range(args.num_of_class)))
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:

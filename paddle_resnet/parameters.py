@@ -17,6 +17,22 @@ MASTER = "_fp32_master_0"  # what Paddle appends to a float16 parameter's name f
 MASK = ".asp_mask"  # what ASP appends to a pruned parameter's name for its mask
 
 
+def load_start(args, found, program, place):
+    """Set the variables of a program to what the run starts from: a checkpoint (checkpoint.Found or None), pretrained
+    parameters, or what its start-up program has made.
+
+    Returns:
+        whether the weights are pruned already.
+    Raises:
+        UsageError: as load and load_pretrained.
+    """
+    if found is not None:
+        return load(args, found.folder, program, place)
+    if args.from_pretrained_params is not None:
+        load_pretrained(args, program, place)
+    return False
+
+
 def load(args, folder, program, place):
     """Set parameters and, in a training program, the optimizer from a checkpoint's folder.
 

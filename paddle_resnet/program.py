@@ -10,7 +10,7 @@ from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
-from paddle_resnet import distributed
+from paddle_resnet import distributed, watchdog
 from paddle_resnet.models import build_model
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
 from utils import logger
@@ -126,6 +126,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
     Returns:
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
+    watchdog.phase("the building of a program")
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
     lr_scheduler = optimizer = None
@@ -231,6 +232,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
                 metrics["lr"] = lr
             log_info((epoch, step), metrics, mode)
 
+    watchdog.phase(f"epoch {epoch} {mode.value}")
     batches = iter(dataloader)
     start, stopped = 0 if args.benchmark else dataloader.step, False
     for step in range(start, last_step):
@@ -244,12 +246,14 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             read()
             clock.close_step()
             save(epoch, step)
+            watchdog.phase(f"epoch {epoch} {mode.value}")
             clock.resume()
         if step == first_step:
             read()
             for meter in meters:
                 meter.reset()
             clock.restart()
+        watchdog.step(step, waits=True)
         batch = next(batches, None)
         if batch is None:
             if not args.benchmark:
@@ -261,6 +265,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             batch = next(batches)
             clock.resume()
         clock.data_ready()
+        watchdog.step(step)
         images = batch[0]["label"].shape()[0]
         handles = exe.run(program, feed=batch[0], fetch_list=variables, return_numpy=False)
         dispatched = (step, images, lr_scheduler.last_lr if lr_scheduler else None, handles)
@@ -320,6 +325,7 @@ def _loss_scale():
 
 def _over_all_processes(meters, clock, stopped):
     """Sums and times of every process, reduced on the host in float64, the same on each."""
+    watchdog.phase("the sums over all processes")
     mine = [meter.sum for meter in meters.values()] + [meters["loss"].count, clock.images, stopped]
     mine += [len(clock.batch_times), sum(clock.batch_times), sum(clock.data_times)]
     everyone = distributed.all_gather(mine)

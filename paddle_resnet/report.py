@@ -14,12 +14,14 @@ from utils.errors import UsageError
 from utils.mode import RunScope
 
 
-def start_line(args, train_loader, eval_loader):
-    """One line: network, devices, precision, batch, learning rate, steps."""
+def start_line(args, train_loader, eval_loader, main_prog):
+    """One line: network, devices, precision, batch, learning rate, steps, gradient all-reduces."""
     processes = distributed.world_size()
     precision = ("float16 O2" if args.use_pure_fp16 else "float16 O1") if args.amp else "float32"
     loaders = {"train": train_loader, "val": eval_loader}
     sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
+    if train_loader is not None and processes > 1:
+        sizes.append(f"{distributed.count_gradient_all_reduces(main_prog)} gradient all-reduces a step")
     return (
         f"{args.model_arch_name} on {processes} x {args.device}, {precision}, {args.data_layout}, batch "
         f"{args.batch_size} a process, peak lr {args.lr} x {processes} = {args.lr * processes:g}, {', '.join(sizes)}"

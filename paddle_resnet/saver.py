@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import config
-from paddle_resnet import commit, distributed, parameters
+from paddle_resnet import commit, distributed, parameters, watchdog
 from utils import logger
 from utils.errors import RunError, UsageError
 
@@ -70,6 +70,7 @@ class Saver:
         if at == self._last:
             return  # a stop right after a checkpoint, or before the first step of a resumed run
         self._last = at
+        watchdog.phase(f"the checkpoint of epoch {epoch}")
         self.finish()
         in_epoch = step is not None and trained is None
         arrays = self._bn_statistics() if in_epoch and distributed.rank() > 0 else {}

@@ -74,6 +74,7 @@ OURS = {
     "keep-checkpoints": 3,
     "pretrained-mismatch": "error",
     "max-bad-steps": 10,
+    "comm-timeout-s": 600,
     "data-format": "auto",
     "dali-device": "auto",
     "hw-decoder-load": 0.9,

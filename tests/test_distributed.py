@@ -1,39 +1,42 @@
 """Two and three processes on the CPU, started by Paddle's launcher as on GPUs."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from time import monotonic
+from pathlib import Path
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
 from paddle import static
 
-from conftest import ROOT, TINY, phase, read_report
-from paddle_resnet import distributed
+from conftest import ROOT, TINY, assert_one_sentence, phase, read_report
+from paddle_resnet import commit, distributed
 from utils.errors import UsageError
 
 
 @pytest.fixture
 def launch(photos, tmp_path):
-    """Run a job; returns (report entries, [parameters of each rank]), or the ranks' output if it is to fail."""
+    """Run a job; returns (report entries, [parameters of each rank]), or (exit code, [log of each rank]) if it is to
+    fail."""
 
-    def launch(processes, *flags, succeeds=True):
+    def launch(processes, *flags, succeeds=True, environment=None):
         name = f"job{len(list(tmp_path.glob('job*')))}"
         folder = tmp_path / name
         folder.mkdir()
         places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", folder / "report.json"]
         launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes, "--log_dir", folder / "log"]
         command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder), **(environment or {})}
         done = subprocess.run(
             list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
         )
         parameters = [np.load(path) for path in sorted(folder.glob("rank*.npz"))]
         if not succeeds:
             assert done.returncode != 0
-            return "".join(path.read_text() for path in (folder / "log").glob("workerlog.*"))
+            return done.returncode, [(folder / f"log/workerlog.{r}").read_text() for r in range(processes)]
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return read_report(folder / "report.json"), parameters
 
@@ -91,9 +94,103 @@ def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
     (root / name).write_bytes(b"no image")
     start = monotonic()
     flags = ["--image-root", root, "--batch-size", "2", "--dali-prefetch", "1", "--epochs", "2"]
-    output = launch(2, *flags, succeeds=False)
+    code, logs = launch(2, *flags, succeeds=False)
     assert monotonic() - start < 60
-    assert f"{root}/{name} cannot be decoded (rank {rank})" in output
+    assert code == 2
+    says = f"{root}/{name} cannot be decoded (rank {rank})"
+    assert_one_sentence(logs[rank], [f"error: {says}"])
+    assert_one_sentence(logs[1 - rank], [f"rank {rank} failed first: {says}"])
+
+
+FAULTS = [
+    ("1 4 raises", "rank 1 failed first: ZeroDivisionError of the test"),
+    ("0 4 raises", "rank 0 failed first: ZeroDivisionError of the test"),
+    ("1 4 killed", "rank 1 failed first: its process ended without a word"),
+    ("0 4 killed", "rank 0 failed first: its process ended without a word"),
+    ("0 4 stopped", "--comm-timeout-s 8: rank 0 has not been heard of for"),
+    ("1 4 stopped", "--comm-timeout-s 8: no progress for that long: rank 1 last seen in"),
+    (
+        "1 4 hangs",
+        "--comm-timeout-s 8: no progress for that long: rank 1 last seen in epoch 1 train, step 0, others wait",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "says"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, says):
+    """In the second epoch, whose first one has left a checkpoint."""
+    rank, _, kind = fault.split()
+    start = monotonic()
+    code, logs = launch(
+        2, "--batch-size", "4", "--epochs", "3", "--comm-timeout-s", "8", succeeds=False, environment={"FAULT": fault}
+    )
+    assert monotonic() - start < 60
+    assert code != 0
+    assert_one_sentence(logs[1 - int(rank)], [says])
+    assert "Traceback" not in logs[1 - int(rank)]
+    assert ("Traceback" in logs[int(rank)]) == (kind == "raises")
+    assert not processes_with(tmp_path)
+    assert (tmp_path / "output/Tiny/latest").resolve().name == "0"
+    commit.verify(tmp_path / "output/Tiny/0")
+
+
+DISAGREEMENTS = [
+    ("1 --lr 0.2 --epochs 3", ["--lr is 0.05 on ranks 0, 2 and 0.2 on rank 1", "--epochs is 1 on ranks 0, 2 and 3 on"]),
+    ("2 version", ["the version of Paddle is 2.6.2 on ranks 0, 1 and 9.9.9 on rank 2"]),
+    ("1 --image-root other", ["the number of validation images is 23 on ranks 0, 2 and 22 on rank 1"]),
+    ("2 --image-root nowhere", ["rank 2 failed first: --image-root nowhere is no folder"]),
+]
+
+
+@pytest.mark.parametrize(("differs", "says"), DISAGREEMENTS, ids=[differs for differs, _ in DISAGREEMENTS])
+def test_disagreements_are_found_before_step_1(launch, photos, tmp_path, differs, says):
+    shutil.copytree(photos, tmp_path / "other")
+    (tmp_path / "other/val/class0/00.jpg").unlink()
+    code, logs = launch(3, succeeds=False, environment={"DIFFERS": differs.replace("other", f"{tmp_path}/other")})
+    assert code == 2
+    for log in logs:
+        words = [words.removeprefix("rank 2 failed first: ") if log is logs[2] else words for words in says]
+        assert_one_sentence(log, words)
+        assert "epoch 0" not in log
+
+
+def test_processes_outlive_no_launcher(photos, tmp_path):
+    """They stop as after a SIGTERM, with a checkpoint."""
+    places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
+    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
+    flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]
+    command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLOW_STEP": "0.1"}
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: '"step": [0, 2]' in (tmp_path / "report.json").read_text(), 60)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not processes_with(tmp_path), 60)
+    log = (tmp_path / "log/workerlog.0").read_text()
+    assert "stopped by SIGTERM; the same command with --resume goes on" in log
+    commit.verify((tmp_path / "output/Tiny/latest").resolve())
+
+
+def wait_until(condition, seconds):
+    end = monotonic() + seconds
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if condition():
+                return
+        assert monotonic() < end
+        sleep(0.1)
+
+
+def processes_with(folder):
+    """Processes other than this one with a folder on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder) in path.read_text() and int(path.parent.name) != os.getpid():
+                found.append(path.parent.name)
+    return found
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():

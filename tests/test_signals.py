@@ -49,3 +49,12 @@ def test_sigterm_means_nothing_while_a_stopped_process_leaves():
     send("SIGTERM")
     with signals.watched():
         assert signals.received() is None
+
+
+def test_launched_process_that_failed_leaves_with_its_own_exit_code(monkeypatch):
+    for launched in (False, True):
+        if launched:
+            monkeypatch.setenv("PADDLE_TRAINER_ID", "0")
+        with pytest.raises(ZeroDivisionError), signals.watched():
+            raise ZeroDivisionError
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) == launched

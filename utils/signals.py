@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT: a run that is asked to stop ends at a step that all processes agree on, with a checkpoint."""
 
 import contextlib
+import os
 import signal
 
 _received = None
@@ -20,12 +21,18 @@ def watched():
     for number in previous:
         # Paddle's TCP store takes a system call that a signal interrupts for a lost connection.
         signal.siginterrupt(number, False)
+    is_leaving = False
     try:
         yield
+    except BaseException:
+        # The launcher terminates whoever is left when the first process is gone.
+        is_leaving = "PADDLE_TRAINER_ID" in os.environ
+        raise
     finally:
+        is_leaving = is_leaving or _received is not None
         for number, handler in previous.items():
-            # Repeats may still come while the process leaves, and must not change its exit code.
-            signal.signal(number, signal.SIG_IGN if _received and number == signal.SIGTERM else handler)
+            # What comes while the process leaves must not change its exit code.
+            signal.signal(number, signal.SIG_IGN if is_leaving and number == signal.SIGTERM else handler)
 
 
 def received():
