@@ -13,6 +13,7 @@ from paddle.incubate import asp
 from paddle_resnet import distributed, watchdog
 from paddle_resnet.models import build_model
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
+from paddle_resnet.report import StepLog
 from utils import logger
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, ConfusionMeter, StepClock, latency_percentiles
@@ -211,6 +212,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     first_step = args.benchmark_warmup_steps if args.benchmark else 0
     last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
     clock = StepClock()
+    step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
     in_flight = None  # (step, images, learning rate, handles) of the step whose metrics are still to be read
 
     def read():
@@ -226,11 +228,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         if step % args.print_interval == 0 and step >= first_step:
             metrics = {name: meter.value for name, meter in zip(names, meters, strict=True) if name != "confusion"}
             metrics.update(clock.since_last_log())
-            if distributed.world_size() > 1:  # a step's figures are this process's; an epoch's are the job's
-                metrics = {f"rank0.{name}": value for name, value in metrics.items()}
-            if lr is not None:
-                metrics["lr"] = lr
-            log_info((epoch, step), metrics, mode)
+            step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
 
     watchdog.phase(f"epoch {epoch} {mode.value}")
     batches = iter(dataloader)
@@ -238,6 +236,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     for step in range(start, last_step):
         if mode is Mode.TRAIN and distributed.stop_agreed():
             read()
+            step_log.finish()
             raise Preempted
         if mode is Mode.EVAL and step % EVAL_STOP_POLL_STEPS == 0 and distributed.stop_asked():
             stopped = True
@@ -276,6 +275,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         clock.step_done(images)
     read()
     clock.close_step()
+    step_log.finish()
     if not args.benchmark and not stopped:
         _finish_epoch(dataloader, batches)
     averages = {name: meter for name, meter in zip(names, meters, strict=True) if name != "confusion"}

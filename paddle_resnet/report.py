@@ -1,6 +1,7 @@
 """What a run says about itself: first and last lines, and files beside --report-file for what its lines do not hold."""
 
 import csv
+import itertools
 import os
 import shlex
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_resnet import distributed
+from paddle_resnet import distributed, watchdog
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import RunScope
@@ -26,6 +27,61 @@ def start_line(args, train_loader, eval_loader, main_prog):
         f"{args.model_arch_name} on {processes} x {args.device}, {precision}, {args.data_layout}, batch "
         f"{args.batch_size} a process, peak lr {args.lr} x {processes} = {args.lr * processes:g}, {', '.join(sizes)}"
     )
+
+
+class StepLog:
+    """Log lines of single steps with the figures of all processes.
+
+    Each rank posts its figures, and rank 0 logs a step when those of all have come, some steps later. Nobody waits
+    before the end of the epoch.
+
+    Args:
+        log: function of the step and its metrics.
+    """
+
+    _topics = itertools.count()
+
+    def __init__(self, log):
+        self._log, self._topic = log, next(self._topics)
+
+    def add(self, step, images, metrics, common):
+        """Args:
+        step: number.
+        images: of this process.
+        metrics: {name: value} of this process; means over its images, but ips and times.
+        common: {name: value} that is the same on all processes.
+        """
+        if distributed.world_size() == 1:
+            self._log(step, {**metrics, **common})
+            return
+        watchdog.post(self._topic, step, (images, metrics, common))
+        self._write(is_over=False)
+
+    def finish(self):
+        """Log what is left; every rank has to call this."""
+        if distributed.world_size() > 1:
+            watchdog.post(self._topic, None, None)
+            self._write(is_over=True)
+
+    def _write(self, is_over):
+        if distributed.rank() == 0:
+            for step, everyone in watchdog.collect(self._topic, is_over):
+                self._log(step, over_all(everyone))
+
+
+def over_all(everyone):
+    """Figures of a step over several processes, [(images, {name: value}, {name: common value})] of each."""
+    counts = [images for images, _, _ in everyone]
+    result = {}
+    for name in everyone[0][1]:
+        values = [metrics[name] for _, metrics, _ in everyone]
+        if name == "ips":
+            result[name] = sum(values)
+        elif name.endswith("_time"):
+            result[name] = sum(values) / len(values)
+        else:
+            result[name] = sum(value * n for value, n in zip(values, counts, strict=True)) / sum(counts)
+    return {**result, **everyone[0][2]}
 
 
 def all_done(args, found):

@@ -1,4 +1,5 @@
-"""Ends a job of several processes when one of them fails or stands still, and says which and why.
+"""Ends a job of several processes when one of them fails or stands still, and says which and why; and brings the
+figures of single steps to rank 0.
 
 A process that waits in a collective operation for another one waits in C code, with NCCL for ever. So a thread of each
 process looks on. The threads of all ranks are connected to rank 0's; a connection that breaks tells at once that a
@@ -57,9 +58,10 @@ def start(rank, world_size, host, share, timeout_s):
     listener = socket.create_server(("", 0), backlog=world_size) if rank == 0 else None
     port, token = share(lambda: [listener.getsockname()[1], secrets.token_hex(16)])
     if rank == 0:
-        _watch = _Hub(timeout_s, listener, token, world_size)
+        _watch = _Hub(timeout_s, world_size, listener, token)
     else:
-        _watch = _Spoke(timeout_s, socket.create_connection((host, port), timeout=SILENCE_S), token, rank)
+        connection = socket.create_connection((host, port), timeout=SILENCE_S)
+        _watch = _Spoke(timeout_s, world_size, connection, token, rank)
     threading.Thread(target=_watch.run, name="watchdog", daemon=True).start()
 
 
@@ -82,6 +84,29 @@ def announce(error):
     code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     name = "" if isinstance(error, (UsageError, RunError)) else f"{type(error).__name__} "
     _watch.fail(f"{name}{error}".strip(), code)
+
+
+def post(topic, key, data):
+    """Send data that JSON holds to rank 0, which collects it; waits for nobody.
+
+    Args:
+        topic: number, the same on all ranks.
+        key: number that tells apart what a rank posts to a topic; None, as the last one, ends the topic.
+        data: what is posted.
+    """
+    _watch.post(topic, key, data)
+
+
+def collect(topic, is_over=False):
+    """On rank 0, what has been posted to a topic and not been collected.
+
+    Args:
+        topic: of post.
+        is_over: wait until all ranks have ended the topic, and return also what not all of them have posted.
+    Returns:
+        [(key, [data, by rank])] in the order of the keys.
+    """
+    return _watch.collect(topic, is_over)
 
 
 class _Connection:
@@ -118,9 +143,10 @@ class _Connection:
 
 
 class _Watch:
-    def __init__(self, timeout_s):
+    def __init__(self, timeout_s, world_size):
         self.timeout_s = timeout_s
-        self.period_s = min(1.0, timeout_s / 10)
+        # Once a second, but with many ranks not so often that rank 0 has its hands full.
+        self.period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         self.selector = selectors.DefaultSelector()
         self.is_leaving = False
         self.seen = {}  # rank: (where it is, since when it has been there)
@@ -173,9 +199,10 @@ class _Watch:
 class _Hub(_Watch):
     """Rank 0's end."""
 
-    def __init__(self, timeout_s, listener, token, world_size):
-        super().__init__(timeout_s)
+    def __init__(self, timeout_s, world_size, listener, token):
+        super().__init__(timeout_s, world_size)
         self._ranks, self._token, self._world_size = {}, token, world_size
+        self._posts, self._posted = {}, threading.Condition()  # {topic: {key: {rank: data}}}
         self.selector.register(listener, selectors.EVENT_READ)
 
     def handle(self, key):
@@ -193,6 +220,8 @@ class _Hub(_Watch):
         for message in messages:
             if "at" in message:
                 self.note(rank, tuple(message["at"]))
+            elif "post" in message:
+                self._keep(rank, *message["post"])
             elif "failed" in message:
                 self.end(f"rank {rank} failed first: {message['failed']}", message["code"])
             elif "bye" in message:
@@ -211,6 +240,28 @@ class _Hub(_Watch):
         if time.monotonic() - since >= self.timeout_s:
             self.end(_standstill(self.timeout_s, {rank: at for rank, (at, _) in self.seen.items()}), 1)
 
+    def post(self, topic, key, data):
+        self._keep(0, topic, key, data)
+
+    def _keep(self, rank, topic, key, data):
+        with self._posted:
+            self._posts.setdefault(topic, {}).setdefault(key, {})[rank] = data
+            self._posted.notify()
+
+    def collect(self, topic, is_over):
+        def whole(key):
+            return len(self._posts.get(topic, {}).get(key, ())) == self._world_size
+
+        with self._posted:
+            if is_over:
+                self._posted.wait_for(lambda: whole(None))
+            posts = self._posts.get(topic, {})
+            keys = sorted(key for key in posts if key is not None and (is_over or whole(key)))
+            found = [(key, [data for _, data in sorted(posts.pop(key).items())]) for key in keys]
+            if is_over:
+                del self._posts[topic]
+        return found
+
     def fail(self, cause, code):
         self.leave({"end": f"rank 0 failed first: {cause}", "code": code})
 
@@ -225,8 +276,8 @@ class _Hub(_Watch):
 class _Spoke(_Watch):
     """The end of any other rank."""
 
-    def __init__(self, timeout_s, connection, token, rank):
-        super().__init__(timeout_s)
+    def __init__(self, timeout_s, world_size, connection, token, rank):
+        super().__init__(timeout_s, world_size)
         self._rank, self._connection = rank, _Connection(connection)
         self._heard = time.monotonic()
         self._connection.send({"token": token, "rank": rank})
@@ -250,6 +301,9 @@ class _Spoke(_Watch):
         silence = now - self._heard
         if silence >= self.timeout_s and now - self.seen[self._rank][1] >= self.timeout_s:
             self.end(f"--comm-timeout-s {self.timeout_s:g}: rank 0 has not been heard of for {silence:.0f} s", 1)
+
+    def post(self, topic, key, data):
+        self._connection.send({"post": [topic, key, data]})
 
     def fail(self, cause, code):
         self.leave({"failed": cause, "code": code})

@@ -158,9 +158,8 @@ def losses(report):
     """{(epoch, step): training loss, (epoch, "train" or "val"): loss of the epoch}."""
     found = {}
     for entry in report:
-        for name in ("train.loss", "train.rank0.loss"):
-            if len(entry["step"]) == 2 and name in entry["data"]:
-                found[tuple(entry["step"])] = entry["data"][name]
+        if len(entry["step"]) == 2 and "train.loss" in entry["data"]:
+            found[tuple(entry["step"])] = entry["data"]["train.loss"]
         if len(entry["step"]) == 1:
             for phase in ("train", "val"):
                 if f"{phase}.loss" in entry["data"]:

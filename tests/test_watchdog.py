@@ -32,7 +32,7 @@ def fresh(monkeypatch):
 def hub():
     """Rank 0 of three, and a function that connects another rank's end to it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    hub = watchdog._Hub(600, listener, TOKEN, 3)
+    hub = watchdog._Hub(600, 3, listener, TOKEN)
 
     def connect(rank, token=TOKEN):
         peer = watchdog._Connection(socket.create_connection(listener.getsockname()))
@@ -140,7 +140,7 @@ def test_many_ranks_are_not_listed():
 def spoke():
     """Rank 1, and the end that rank 0 has of it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    spoke = watchdog._Spoke(600, socket.create_connection(listener.getsockname()), TOKEN, 1)
+    spoke = watchdog._Spoke(600, 3, socket.create_connection(listener.getsockname()), TOKEN, 1)
     rank_0 = watchdog._Connection(listener.accept()[0])
     yield spoke, rank_0
     for connection in (spoke._connection.socket, rank_0.socket, listener):
@@ -208,3 +208,28 @@ def test_lines_arrive_whole(spoke):
     assert spoke._connection.receive() == ([], False)
     rank_0.socket.sendall(line[7:])
     assert spoke._connection.receive() == ([{"end": "x" * 10, "code": 1}], False)
+
+
+def test_posts_are_collected_when_all_ranks_have_made_them(hub):
+    hub, connect = hub
+    peers = {rank: connect(rank) for rank in (2, 1)}
+    hub.post(7, 0, "a0")
+    for rank, peer in peers.items():
+        peer.send({"post": [7, 0, f"a{rank}"]})
+        peer.send({"post": [8, 0, "another topic's"]})
+    peers[1].send({"post": [7, 10, "b1"]})
+    run(hub)
+    assert hub.collect(7, False) == [(0, ["a0", "a1", "a2"])]
+    assert hub.collect(7, False) == []
+    for peer in peers.values():
+        peer.send({"post": [7, None, None]})
+    hub.post(7, None, None)
+    run(hub)
+    assert hub.collect(7, True) == [(10, ["b1"])]
+    assert list(hub._posts) == [8]
+
+
+def test_post_of_another_rank(spoke):
+    spoke, rank_0 = spoke
+    spoke.post(3, 20, {"loss": 0.1})
+    assert {"post": [3, 20, {"loss": 0.1}]} in rank_0.receive()[0]
