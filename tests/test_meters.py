@@ -115,3 +115,16 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     assert counts.tolist() == [1, 2, 1]
     meter.reset()
     assert [part.tolist() for part in meter.counts()] == [[], []]
+
+
+def test_sum_over_samples_does_not_depend_on_their_order():
+    losses = np.random.RandomState(0).lognormal(0, 4, 50_000).astype(np.float32)
+    sums = set()
+    for order in (losses, losses[::-1], np.sort(losses)):
+        meter = AverageMeter("loss")
+        for start in range(0, len(order), 256):
+            batch = order[start : start + 256]
+            meter.update(batch, len(batch))
+        sums.add(meter.sum)
+    assert len(sums) == 1
+    assert sums.pop() == pytest.approx(losses.sum(dtype=np.float64), rel=1e-9)

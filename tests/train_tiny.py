@@ -1,6 +1,9 @@
 """train.py with the tiny network, as a process of its own or as a worker of a job.
 
-$PARAMETERS: folder that each rank writes its parameters to at the end. $FATAL_CHANGE: kill -9 before the n-th change
+$PARAMETERS: folder that each rank writes its parameters to at the end, and its whole state at the end of each epoch.
+$SHARES: the synthetic images of a step are the same over all processes together, whatever their number. $OVERFLOW:
+"RANK STEP STEP ...", where those of one rank are infinite. $SCALING: with dynamic loss scaling, in float32. The model
+"Plain" has no batch normalisation. $FATAL_CHANGE: kill -9 before the n-th change
 to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer, so that a
 signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from FAULTS.
 $DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version".
@@ -17,8 +20,11 @@ import paddle
 from paddle import static
 
 import train  # first: sets Paddle's environment
-from paddle_resnet import distributed, models
+from paddle_resnet import dali, distributed, models, parameters, program
+from paddle_resnet.models import resnet
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+from paddle_resnet.saver import Saver
+from utils.mode import Mode
 
 
 def kill_at(root, fatal):
@@ -75,8 +81,56 @@ def slow(function, seconds):
     return wrapped
 
 
+class Shares(dali.SyntheticIterator):
+    """This process's part of the images of a step."""
+
+    def __next__(self):
+        if self._left == 0:
+            raise StopIteration
+        step, rank, n = self.step, distributed.rank(), self.batch_size
+        self._left -= n
+        generator = np.random.RandomState(step)
+        part = slice(rank * n, (rank + 1) * n)
+        images = generator.standard_normal((n * distributed.world_size(), 3, 32, 32)).astype("float32")[part]
+        labels = generator.randint(0, 3, (n * distributed.world_size(), 1)).astype("int64")[part]
+        if (
+            os.environ.get("OVERFLOW", "").split()[:1] == [str(rank)]
+            and str(step) in os.environ["OVERFLOW"].split()[1:]
+        ):
+            images[0] = np.inf
+        return [{"data": self._tensor(images), "label": self._tensor(labels)}]
+
+
+def scale_losses(args, optimizer):
+    """decorate_amp without a float16 operator, which a CPU does not have."""
+    args.use_dynamic_loss_scaling = True
+    operators = {op.type for op in static.default_main_program().global_block().ops}
+    lists = static.amp.AutoMixedPrecisionLists(custom_black_list=operators | {"scale", "sum", "elementwise_mul"})
+    return static.amp.decorate(optimizer, lists, init_loss_scaling=1024.0, use_dynamic_loss_scaling=True)
+
+
+def write_state(save):
+    def wrapped(self, epoch, step=None, *args):
+        if step is None:
+            arrays = {name: array for state in parameters.snapshot(self._program) for name, array in state.items()}
+            np.savez(f"{os.environ['PARAMETERS']}/epoch{epoch}_rank{distributed.rank()}.npz", **arrays)
+        return save(self, epoch, step, *args)
+
+    return wrapped
+
+
 if __name__ == "__main__":
     models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
+    models.MODELS["Plain"] = models.MODELS["Tiny"]
+    if "Plain" in sys.argv:
+        resnet.BatchNorm = paddle.nn.Identity
+    if "SHARES" in os.environ:
+        dali.SyntheticIterator = Shares
+        dali.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
+    if "SCALING" in os.environ:
+        program.decorate_amp = scale_losses
+    if "PARAMETERS" in os.environ:
+        Saver.save = write_state(Saver.save)
     if "FATAL_CHANGE" in os.environ:
         kill_at(os.environ["FATAL_ROOT"], int(os.environ["FATAL_CHANGE"]))
     distributed.stop_agreed = slow(distributed.stop_agreed, float(os.environ.get("SLOW_STEP", 0)))
@@ -88,7 +142,7 @@ if __name__ == "__main__":
     if os.environ.get("DIFFERS", "").split()[:1] == [my_rank]:
         differ(os.environ["DIFFERS"].split()[1:])
     code = train.main()
-    if code == 0 and "PARAMETERS" in os.environ:
+    if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:
         names = [f"conv2d_{i}.w_0" for i in range(17)] + ["linear_0.w_0", "linear_0.b_0"]
         names += [f"batch_norm_{i}.{part}" for i in range(17) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}

@@ -38,7 +38,9 @@ class AverageMeter:
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
-        total = float(value.sum()) if value.size == n else float(value[0]) * n
+        # Multiples of 2^-24, finer than a float32 near 1, add up to half a billion without rounding, so that the sum
+        # over samples is the same in whatever order, that is for every number of processes and size of batch.
+        total = float(np.rint(value * 2.0**24).sum() / 2**24) if value.size == n else float(value[0]) * n
         if self.is_ratio:
             total = round(total)
         self.value = total / n
