@@ -3,6 +3,8 @@
 import contextlib
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from paddle import static
 
-from conftest import ROOT, TINY, assert_one_sentence, phase, read_report
+from conftest import ROOT, TINY, assert_one_sentence, losses, phase, read_report
 from paddle_resnet import commit, distributed
 from utils.errors import UsageError
 
@@ -227,6 +229,58 @@ def test_processes_outlive_no_launcher(photos, tmp_path):
     log = (tmp_path / "log/workerlog.0").read_text()
     assert "stopped by SIGTERM; the same command with --resume goes on" in log
     commit.verify((tmp_path / "output/Tiny/latest").resolve())
+
+
+@pytest.fixture
+def launch_nodes(photos, tmp_path):
+    """Start two launchers that find each other through a master on loopback, a process each, as two machines would;
+    returns them and the job's folder."""
+    started = []
+
+    def launch_nodes(*flags, environment=None):
+        folder = tmp_path / "nodes"
+        folder.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            master = f"127.0.0.1:{free.getsockname()[1]}"
+        places = ["--image-root", photos, "--output-dir", folder / "output", "--report-file", folder / "report.json"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder), **(environment or {})}
+        for node in range(2):
+            launcher = ["-m", "paddle.distributed.launch", "--nnodes", 2, "--master", master, "--rank", node]
+            launcher += ["--nproc_per_node", 1, "--log_dir", folder / f"log{node}"]
+            command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            started.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
+        return started, folder
+
+    yield launch_nodes
+    for process in started:
+        process.kill()
+
+
+def test_two_nodes_train_like_one_with_two_processes(launch, launch_nodes):
+    flags = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
+    nodes, folder = launch_nodes(*flags)
+    assert [node.wait(120) for node in nodes] == [0, 0]
+    report, parameters = launch(2, *flags)
+    assert losses(read_report(folder / "report.json")) == losses(report)
+    for rank, expected in enumerate(parameters):
+        found = np.load(folder / f"rank{rank}.npz")
+        for name in expected.files:
+            np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_ends_the_other(launch_nodes, lost):
+    """Its launcher and its process at once, so that nobody is left there to tell."""
+    flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
+    nodes, folder = launch_nodes(*flags, environment={"SLOW_STEP": "0.1"})
+    wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
+    children = subprocess.run(["pgrep", "-P", str(nodes[lost].pid)], capture_output=True, text=True, check=True)
+    for pid in (nodes[lost].pid, *map(int, children.stdout.split())):
+        os.kill(pid, signal.SIGKILL)
+    assert nodes[1 - lost].wait(60) != 0
+    log = (folder / f"log{1 - lost}/workerlog.0").read_text()
+    assert_one_sentence(log, [f"rank {lost} failed first: its process ended without a word"])
 
 
 def wait_until(condition, seconds):
