@@ -17,11 +17,11 @@ UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """128 cores of which the process may use 0, 1, 3, 4, 70 and 127; returns what it binds itself to."""
+    """A container that counts 8 cores and may use 0, 1, 3, 4, 70 and 127; returns what it binds itself to."""
     bound = []
     monkeypatch.setattr(logger, "_quiet", False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 3, 4, 70, 127})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
     return bound

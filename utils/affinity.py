@@ -26,9 +26,10 @@ def bind_to_gpu(local_gpu):
         return
     try:
         handle = _device_handle(pynvml, local_gpu)
-        words = pynvml.nvmlDeviceGetCpuAffinity(handle, (os.cpu_count() + 63) // 64)
-        near = {64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1}
-        cores = near & os.sched_getaffinity(0)
+        allowed = os.sched_getaffinity(0)
+        # Up to the highest core that is allowed: a container may count fewer cores than their numbers go.
+        words = pynvml.nvmlDeviceGetCpuAffinity(handle, max(allowed) // 64 + 1)
+        cores = allowed & {64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1}
         if cores:
             os.sched_setaffinity(0, cores)
         else:
