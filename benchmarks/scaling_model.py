@@ -1,0 +1,175 @@
+"""Expected speed of data-parallel training on many GPUs, from a small model fitted to measurements on few.
+
+`python benchmarks/scaling_model.py --help`; docs/scaling.md explains the model and holds its table.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+
+# ResNet-50 on H200s, AMP O2, NHWC, 256 images a GPU, synthetic: {GPUs: images/s}, medians of benchmarks/.
+MEASURED = {1: 6873.0, 2: 13305.0}
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass
+class Setup:
+    """What the model is told.
+
+    Attributes:
+        batch: images a GPU and step.
+        gradient_bytes: all-reduced by each GPU in each step.
+        buckets: all-reduces a step.
+        gpus_per_node: GPUs that NVLink connects.
+        nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
+        network: bytes/s that a node sends to others, all its adapters together.
+        latency_s: seconds that one hop of an all-reduce between nodes takes, however short the message.
+        backward: share of a step of one GPU that the backward pass takes, beside which gradients travel.
+    """
+
+    batch: int = 256
+    gradient_bytes: float = 25.6e6 * 2
+    buckets: int = 21
+    gpus_per_node: int = 8
+    nvlink: float = 300e9
+    network: float = 50e9
+    latency_s: float = 10e-6
+    backward: float = 0.6
+
+
+def all_reduce_s(setup, gpus, size):
+    """Seconds that an all-reduce of `size` bytes takes.
+
+    Within a node, a ring: each GPU sends 2 (n-1)/n of the bytes. Between nodes, the same over the network, split over
+    the GPUs of a node so that the node sends the bytes once, and a tree's latency.
+    """
+    local = min(gpus, setup.gpus_per_node)
+    nodes = math.ceil(gpus / setup.gpus_per_node)
+    seconds = 2 * (local - 1) / local * size / setup.nvlink
+    if nodes > 1:
+        seconds += 2 * (nodes - 1) / nodes * size / setup.network + 2 * math.log2(nodes) * setup.latency_s
+    return seconds
+
+
+def exposed_s(setup, gpus, step_s):
+    """Seconds of communication a step that nothing hides: all that does not fit beside the backward pass, and at
+    least the last bucket, whose gradients are the last to be computed."""
+    if gpus == 1:
+        return 0.0
+    bucket = all_reduce_s(setup, gpus, setup.gradient_bytes / setup.buckets)
+    return max(bucket, setup.buckets * bucket - setup.backward * step_s)
+
+
+def fit(setup, measured):
+    """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements.
+
+    overhead is what communication costs on any number of GPUs: its kernels take multiprocessors and memory bandwidth
+    from the backward pass. jitter is the deviation of a GPU's step, of which a job waits for the largest of n. Neither
+    can be negative. Measurements on one number of GPUs beside one are all overhead: a best case.
+
+    Args:
+        setup: Setup.
+        measured: {GPUs: images/s}, 1 among them and at least one more.
+    Returns:
+        (seconds a step of one GPU, overhead, jitter), in seconds.
+    Raises:
+        ValueError: there are too few.
+    """
+    alone, rows = _losses(setup, measured)
+    mean_x, mean_y = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in rows)
+    jitter = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in rows) / spread) if spread else 0.0
+    overhead = mean_y - jitter * mean_x
+    return (alone, overhead, jitter) if overhead >= 0 else fit_jitter(setup, measured)
+
+
+def fit_jitter(setup, measured):
+    """As fit, with all that is lost taken for jitter: the worst case, which grows with the number of GPUs."""
+    alone, rows = _losses(setup, measured)
+    return alone, 0.0, max(0.0, sum(x * y for x, y in rows) / sum(x * x for x, _ in rows))
+
+
+def _losses(setup, measured):
+    """(seconds a step of one GPU, [(sqrt(2 ln n), seconds that a step on n GPUs takes longer)])."""
+    if 1 not in measured or len(measured) < 2:
+        raise ValueError("measurements on one GPU and on at least one larger number are needed")
+    alone = setup.batch / measured[1]
+    return alone, [
+        (math.sqrt(2 * math.log(n)), n * setup.batch / ips - alone - exposed_s(setup, n, alone))
+        for n, ips in sorted(measured.items())
+        if n > 1
+    ]
+
+
+def predict(setup, fitted, gpus):
+    """{"step_s", "ips", "efficiency", "exposed_s"} on a number of GPUs."""
+    alone, overhead, jitter = fitted
+    exposed = exposed_s(setup, gpus, alone)
+    step = alone if gpus == 1 else alone + exposed + overhead + jitter * math.sqrt(2 * math.log(gpus))
+    return {"step_s": step, "ips": gpus * setup.batch / step, "efficiency": alone / step, "exposed_s": exposed}
+
+
+def table(setup, measured, gpus=GPUS, file_bytes=110e3):
+    """Markdown: measured and expected figures by number of GPUs."""
+    fitted, worst = fit(setup, measured), fit_jitter(setup, measured)
+    alone, overhead, jitter = (f"{seconds * 1e3:.2f} ms" for seconds in fitted)
+    columns = ["GPUs", "all-reduces ms", "exposed ms", "step ms", "images/s", "efficiency", "worst case"]
+    columns += ["files/s a node", "GB/s a node"]
+    lines = [
+        f"Step of one GPU {alone}, overhead {overhead}, jitter {jitter}; worst case: jitter {worst[2] * 1e3:.2f} ms",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for n in sorted({*measured, *gpus}):
+        result = predict(setup, fitted, n)
+        reduce_ms = setup.buckets * all_reduce_s(setup, n, setup.gradient_bytes / setup.buckets) * 1e3
+        files = result["ips"] * min(n, setup.gpus_per_node) / n
+        seen = f" (measured {measured[n]:,.0f})" if n in measured else ""
+        lines.append(
+            f"| {n} | {reduce_ms:.2f} | {result['exposed_s'] * 1e3:.2f} | {result['step_s'] * 1e3:.2f} | "
+            f"{result['ips']:,.0f}{seen} | {result['efficiency']:.3f} | {predict(setup, worst, n)['efficiency']:.3f} | "
+            f"{files:,.0f} | {files * file_bytes / 1e9:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _measurement(text):
+    gpus, _, ips = text.partition(":")
+    return int(gpus), float(ips)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--measured", type=_measurement, nargs="+", default=list(MEASURED.items()), metavar="GPUS:IPS", help="images/s"
+    )
+    setup = Setup()
+    parser.add_argument("--batch", type=int, default=setup.batch, help="images a GPU")
+    parser.add_argument("--gradient-mb", type=float, default=setup.gradient_bytes / 1e6, help="a step")
+    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces a step: see the start line")
+    parser.add_argument("--gpus-per-node", type=int, default=setup.gpus_per_node, help="GPUs a node")
+    parser.add_argument("--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="GB/s a GPU in an all-reduce")
+    parser.add_argument("--network-gb-s", type=float, default=setup.network / 1e9, help="GB/s a node, all adapters")
+    parser.add_argument("--latency-us", type=float, default=setup.latency_s * 1e6, help="of a hop between nodes")
+    parser.add_argument("--file-kb", type=float, default=110.0, help="mean size of an image file")
+    args = parser.parse_args(argv)
+    setup = Setup(
+        batch=args.batch,
+        gradient_bytes=args.gradient_mb * 1e6,
+        buckets=args.buckets,
+        gpus_per_node=args.gpus_per_node,
+        nvlink=args.nvlink_gb_s * 1e9,
+        network=args.network_gb_s * 1e9,
+        latency_s=args.latency_us * 1e-6,
+    )
+    try:
+        print(table(setup, dict(args.measured), file_bytes=args.file_kb * 1e3))
+    except ValueError as e:
+        parser.error(str(e))
+
+
+if __name__ == "__main__":
+    main()

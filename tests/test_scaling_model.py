@@ -1,0 +1,88 @@
+"""The arithmetic of benchmarks/scaling_model.py."""
+
+import importlib.util
+import math
+from dataclasses import replace
+
+import pytest
+
+from conftest import ROOT
+
+spec = importlib.util.spec_from_file_location("scaling_model", ROOT / "benchmarks/scaling_model.py")
+model = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(model)
+SETUP = model.Setup()
+
+
+def test_all_reduce_sends_twice_the_bytes_at_most():
+    setup = replace(SETUP, nvlink=100e9, network=10e9, latency_s=1e-3)
+    assert model.all_reduce_s(setup, 1, 1e9) == 0
+    assert model.all_reduce_s(setup, 2, 1e9) == pytest.approx(0.01)
+    assert model.all_reduce_s(setup, 8, 1e9) == pytest.approx(2 * 7 / 8 * 0.01)
+    # Two nodes: the same bytes over the network, and two hops.
+    assert model.all_reduce_s(setup, 16, 1e9) == pytest.approx(2 * 7 / 8 * 0.01 + 0.1 + 2 * 1e-3)
+    assert model.all_reduce_s(setup, 1024, 1e9) == pytest.approx(0.0175 + 2 * 127 / 128 * 0.1 + 2 * 7 * 1e-3)
+
+
+def test_communication_that_fits_beside_the_backward_pass_exposes_its_last_bucket():
+    bucket = model.all_reduce_s(SETUP, 16, SETUP.gradient_bytes / SETUP.buckets)
+    assert model.exposed_s(SETUP, 16, 1.0) == pytest.approx(bucket)
+    total = bucket * SETUP.buckets
+    assert model.exposed_s(SETUP, 16, total / 10) == pytest.approx(total - SETUP.backward * total / 10)
+
+
+@pytest.mark.parametrize(("overhead", "jitter"), [(1e-3, 0.0), (0.0, 5e-4), (1e-3, 5e-4)])
+def test_fit_finds_what_measurements_were_made_of(overhead, jitter):
+    alone = SETUP.batch / 6873
+    measured = {1: 6873.0}
+    for n in (2, 4, 8):
+        step = alone + model.exposed_s(SETUP, n, alone) + overhead + jitter * math.sqrt(2 * math.log(n))
+        measured[n] = n * SETUP.batch / step
+    fitted = model.fit(SETUP, measured)
+    assert fitted == pytest.approx((alone, overhead, jitter), abs=1e-9)
+    for n, ips in measured.items():
+        assert model.predict(SETUP, fitted, n)["ips"] == pytest.approx(ips)
+
+
+def test_two_points_give_a_best_and_a_worst_case_that_agree_where_measured():
+    best, worst = model.fit(SETUP, model.MEASURED), model.fit_jitter(SETUP, model.MEASURED)
+    for n, ips in ((1, model.MEASURED[1]), (2, model.MEASURED[2])):
+        for fitted in (best, worst):
+            assert model.predict(SETUP, fitted, n)["ips"] == pytest.approx(ips)
+    for n in model.GPUS:
+        assert model.predict(SETUP, worst, n)["efficiency"] < model.predict(SETUP, best, n)["efficiency"] < 1
+
+
+def test_faster_than_linear_is_no_negative_cost():
+    _, overhead, jitter = model.fit(SETUP, {1: 1000.0, 2: 2100.0})
+    assert (overhead, jitter) == (0, 0)
+
+
+def test_efficiency_falls_with_gpus_and_rises_with_the_network():
+    fitted = model.fit_jitter(SETUP, model.MEASURED)
+    values = [model.predict(SETUP, fitted, n)["efficiency"] for n in (1, *model.GPUS)]
+    assert values == sorted(values, reverse=True)
+    slow = replace(SETUP, network=1.25e9)
+    assert model.predict(slow, fitted, 64)["efficiency"] < model.predict(SETUP, fitted, 64)["efficiency"] / 2
+
+
+def test_one_measurement_is_too_little(capsys):
+    with pytest.raises(ValueError, match="larger number"):
+        model.fit(SETUP, {1: 6873.0})
+    with pytest.raises(SystemExit):
+        model.main(["--measured", "2:100"])
+    assert "larger number" in capsys.readouterr().err
+
+
+def test_table_of_the_documentation_is_the_scripts(capsys):
+    model.main([])
+    printed = capsys.readouterr().out.strip()
+    assert printed in (ROOT / "docs/scaling.md").read_text()
+
+
+def test_flags_reach_the_model(capsys):
+    model.main(["--measured", "1:1000", "2:1900", "--batch", "100", "--gpus-per-node", "4", "--file-kb", "200"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[1][4] == "1,000 (measured 1,000)"
+    assert rows[1][7] == "1,000"
+    assert rows[1][8] == "0.2 |"
