@@ -81,6 +81,12 @@ def _add_global(group):
     group.add_argument(
         "--benchmark-warmup-steps", type=_not_negative, default=100, help="steps before them that are not"
     )
+    group.add_argument(
+        "--profile-steps",
+        type=_steps,
+        metavar="{None,A:B}",
+        help="write a trace of the steps A to B-1 of the first epoch to OUTPUT_DIR/profile/",
+    )
     group.add_argument("--model-prefix", default="resnet_50_paddle", help="name of the files in a checkpoint")
     group.add_argument(
         "--save-interval-steps", type=_not_negative, default=0, help="steps between checkpoints in an epoch; 0: none"
@@ -424,6 +430,19 @@ def _seed(text):
     if value >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} is too large for a seed: give less than {2**32}")
     return value
+
+
+def _steps(text):
+    """A:B; a YAML list of two numbers arrives as A,B. None takes back what stands before."""
+    if text == "None":
+        return None
+    parts = text.replace(",", ":").split(":")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"'{text}' is not A:B: give two steps such as 100:110 (quoted in YAML)")
+    begin, end = (_not_negative(part) for part in parts)
+    if begin >= end:
+        raise argparse.ArgumentTypeError(f"{begin}:{end} holds no step: give A:B with A less than B")
+    return [begin, end]
 
 
 def _epoch(text):

@@ -97,7 +97,7 @@ def _work(args, argv):
         cast_evaluation_program(args, eval_prog, place)
         compiled_eval = program.compile_prog(args, eval_prog, is_train=False)
     agreement.check_work(train_loader, eval_loader, main_prog)
-    logger.info(report.start_line(args, train_loader, eval_loader, main_prog))
+    logger.info(report.start_line(args, train_loader, eval_loader, compiled_train if trains else compiled_eval))
     if args.dry_run:
         logger.info("dry run: flags, data and programs are in order")
         return
@@ -108,11 +108,11 @@ def _work(args, argv):
         return report.write_classes(args, result, eval_loader.classes)
 
     if not trains:
-        program.log_info((), evaluate(max(0, found.epoch - 1) if found else 0), Mode.EVAL)
+        report.conclude(args, argv, evaluate(max(0, found.epoch - 1) if found else 0), Mode.EVAL)
         return
     if args.benchmark:
         result = program.run(args, train_loader, exe, compiled_train, train_fetchs, 0, Mode.TRAIN, lr_scheduler)
-        program.log_info((), result, Mode.TRAIN)
+        report.conclude(args, argv, result, Mode.TRAIN)
         return
 
     saver = Saver(args, train_prog, lr_scheduler, train_loader, train_fetchs, found)

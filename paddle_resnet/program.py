@@ -10,7 +10,7 @@ from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
-from paddle_resnet import distributed, watchdog
+from paddle_resnet import distributed, profile, watchdog
 from paddle_resnet.models import build_model
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
 from paddle_resnet.report import StepLog
@@ -194,12 +194,14 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
         steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
         (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
-        latency_{mean,p50,p90,p95,p99}_ms; with Mode.EVAL confusion (images by label and predicted class, int64 [C, C])
+        latency_{mean,p50,p90,p95,p99}_ms and first_step_s (seconds from the start of the program until the host had the
+        first step's metrics); with Mode.EVAL confusion (images by label and predicted class, int64 [C, C])
         and class_top1 (float64 [C], NaN for a class without any). In the rest of an epoch that another run has begun,
         steps and times are those of the rest.
     Raises:
         Preempted: the run has been asked to stop and all processes have done so before the same step.
         RunError: --max-bad-steps losses in a row were not finite.
+        UsageError: --profile-steps names steps that this pass has not.
     """
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
@@ -213,16 +215,18 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
     clock = StepClock()
     step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
+    first_step_s = None
     in_flight = None  # (step, images, learning rate, handles) of the step whose metrics are still to be read
 
     def read():
-        nonlocal in_flight
+        nonlocal in_flight, first_step_s
         if in_flight is None:
             return
         step, images, lr, handles = in_flight
         in_flight = None
         for meter, handle in zip(meters, handles, strict=True):
             meter.update(np.asarray(handle), images)
+        first_step_s = first_step_s or logger.elapsed_s()
         if mode is Mode.TRAIN:
             _refuse_bad_losses(args, fetchs, epoch, step, lr)
         if step % args.print_interval == 0 and step >= first_step:
@@ -233,6 +237,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     watchdog.phase(f"epoch {epoch} {mode.value}")
     batches = iter(dataloader)
     start, stopped = 0 if args.benchmark else dataloader.step, False
+    trace = profile.start(args, start, last_step)
     for step in range(start, last_step):
         if mode is Mode.TRAIN and distributed.stop_agreed():
             read()
@@ -247,6 +252,8 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             save(epoch, step)
             watchdog.phase(f"epoch {epoch} {mode.value}")
             clock.resume()
+        if trace is not None:
+            trace.before(step, read, clock)
         if step == first_step:
             read()
             for meter in meters:
@@ -276,6 +283,8 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     read()
     clock.close_step()
     step_log.finish()
+    if trace is not None:
+        trace.before(last_step, read, clock)
     if not args.benchmark and not stopped:
         _finish_epoch(dataloader, batches)
     averages = {name: meter for name, meter in zip(names, meters, strict=True) if name != "confusion"}
@@ -285,7 +294,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     if "confusion" in fetchs:
         result.update(_confusion_over_all_processes(fetchs["confusion"][1]))
     if args.benchmark:
-        result.update(latency_percentiles(clock.batch_times))
+        result.update(latency_percentiles(clock.batch_times), first_step_s=first_step_s)
     return result
 
 

@@ -3,30 +3,54 @@
 import csv
 import itertools
 import os
+import platform
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import nvidia.dali
+import paddle
+from paddle import static
 
 from paddle_resnet import distributed, watchdog
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import RunScope
 
+MIB = 2**20
 
-def start_line(args, train_loader, eval_loader, main_prog):
-    """One line: network, devices, precision, batch, learning rate, steps, gradient all-reduces."""
+
+def start_line(args, train_loader, eval_loader, compiled):
+    """One line: network, devices, precision, layout, fused operators, batch, learning rate, steps,
+    gradient all-reduces.
+
+    Args:
+        args: flags.
+        train_loader, eval_loader: those of this run; None for the other.
+        compiled: result of program.compile_prog for the program that the line is about.
+    """
     processes = distributed.world_size()
     precision = ("float16 O2" if args.use_pure_fp16 else "float16 O1") if args.amp else "float32"
     loaders = {"train": train_loader, "val": eval_loader}
     sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
     if train_loader is not None and processes > 1:
-        sizes.append(f"{distributed.count_gradient_all_reduces(main_prog)} gradient all-reduces a step")
+        sizes.append(f"{distributed.count_gradient_all_reduces(compiled._program)} gradient all-reduces a step")
     return (
-        f"{args.model_arch_name} on {processes} x {args.device}, {precision}, {args.data_layout}, batch "
+        f"{args.model_arch_name} on {processes} x {args.device}, {precision}, {args.data_layout}, "
+        f"{_fused_operators(args, compiled)}, batch "
         f"{args.batch_size} a process, peak lr {args.lr} x {processes} = {args.lr * processes:g}, {', '.join(sizes)}"
     )
+
+
+def _fused_operators(args, compiled):
+    """The fused operators that Paddle's passes have made. The Executor would compile the program in its first step; it
+    takes what is compiled here."""
+    compiled._compile(static.global_scope(), distributed.place(args))
+    types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
+    fused = {name: count for name, count in sorted(types.items()) if name.startswith("fused_")}
+    return ", ".join(f"{count} {name}" for name, count in fused.items()) or "no fused operators"
 
 
 class StepLog:
@@ -95,6 +119,75 @@ def all_done(args, found):
     logger.info(f"--resume: all {args.epochs} epochs are done in {found.folder}")
 
 
+def conclude(args, argv, result, mode):
+    """Log the result of a benchmark or of an evaluation without training as the summary of the run.
+
+    A benchmark's has peak memory, versions and command, too, and a table in place of the line.
+
+    Args:
+        args: flags.
+        argv: words of the command line.
+        result: of program.run, without arrays.
+        mode: Mode.TRAIN or Mode.EVAL.
+    """
+    if args.benchmark:
+        result = result | _peak_memory(args)
+    data = {f"{mode.value}.{name}": value for name, value in result.items()}
+    if not args.benchmark:
+        logger.log((), data)
+        return
+    command = f"{_python()} train.py {shlex.join(argv)}"
+    about = {"versions": _versions(args), "processes": distributed.world_size(), "command": command}
+    logger.report((), data | about)
+    if distributed.rank() == 0:
+        _print_table(f"benchmark: {mode.value}", result, about)
+
+
+def _peak_memory(args):
+    """What Paddle's allocator held at most, in MiB on the process that held most; nothing on a CPU, where it does not
+    count."""
+    if args.device == "cpu":
+        return {}
+    gpu = distributed.local_gpu()
+    mine = [paddle.device.cuda.max_memory_allocated(gpu) / MIB, paddle.device.cuda.max_memory_reserved(gpu) / MIB]
+    allocated, reserved = distributed.all_gather(mine).max(axis=0)
+    return {"peak_memory_allocated_mib": float(allocated), "peak_memory_reserved_mib": float(reserved)}
+
+
+def _versions(args):
+    versions = {
+        "python": platform.python_version(),
+        "paddle": paddle.__version__,
+        "dali": nvidia.dali.__version__,
+        "numpy": np.__version__,
+    }
+    if args.device == "gpu":
+        gpu = distributed.local_gpu()
+        versions |= {"gpu": paddle.device.cuda.get_device_name(gpu), "driver": _driver()}
+        versions |= {"cuda": paddle.version.cuda(), "cudnn": paddle.device.get_cudnn_version()}
+    return versions
+
+
+def _driver():
+    """The version of NVIDIA's driver; None where the kernel does not tell."""
+    path = Path("/sys/module/nvidia/version")
+    return path.read_text().strip() if path.is_file() else None
+
+
+def _print_table(title, result, about):
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", title=title, title_justify="left")
+    for name, value in result.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}")
+    table.add_section()
+    for name, value in about.items():
+        value = ", ".join(f"{what} {v}" for what, v in value.items()) if isinstance(value, dict) else str(value)
+        table.add_row(name, value)
+    Console(width=120).print(table)
+
+
 def summarise(args, argv, trained, evaluated, best, folder):
     """Log the results of a training run and print the command that evaluates its last checkpoint again.
 
@@ -113,6 +206,7 @@ def summarise(args, argv, trained, evaluated, best, folder):
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
+        flags += ["--profile-steps", "None"] if args.profile_steps else []
         logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
 
 

@@ -73,6 +73,7 @@ OURS = {
     "save-interval-steps": 0,
     "keep-checkpoints": 3,
     "pretrained-mismatch": "error",
+    "profile-steps": None,
     "max-bad-steps": 10,
     "comm-timeout-s": 600,
     "data-format": "auto",
@@ -158,6 +159,9 @@ def test_commands_in_the_style_of_nvidias_example(flags):
         ("--normalize-mean 0,0.5,1", "normalize_mean", [0.0, 0.5, 1.0]),
         ("--normalize-mean=-1,0,0", "normalize_mean", [-1.0, 0.0, 0.0]),
         ("--run-scope train_only", "run_scope", RunScope.TRAIN_ONLY),
+        ("--profile-steps 0:1", "profile_steps", [0, 1]),
+        ("--profile-steps 100:110", "profile_steps", [100, 110]),
+        ("--profile-steps 100:110 --profile-steps None", "profile_steps", None),
         ("--amp", "amp", True),
         ("--amp --lr 1", "amp", True),
         ("--amp true", "amp", True),
@@ -227,6 +231,7 @@ def test_flags_of_yaml_and_command_line_are_checked_together(config_file):
     "flags",
     [
         "",
+        "--benchmark --profile-steps 10:20",
         "--lr 1/3 --amp --show-config false --image-shape 3,224,224 --rand-crop-ratio 1,1 --device cpu",
         "--run-scope eval_only --from-checkpoint d --last-epoch-of-checkpoint auto",
         "--run-scope eval_only --from-checkpoint d --last-epoch-of-checkpoint 0 --weight-decay 1e-7",
@@ -418,6 +423,12 @@ def test_flags_need_neither_paddle_nor_dali():
         (["--rand-crop-scale", "nan,1"], "nan is not finite"),
         (["--dali-random-seed", str(2**32)], "too large for a seed"),
         (["--seed", str(2**32)], "too large for a seed"),
+        (["--profile-steps", "3:3"], "--profile-steps: 3:3 holds no step"),
+        (["--profile-steps", "4:3"], "4:3 holds no step"),
+        (["--profile-steps=-1:3"], "-1 is too small"),
+        (["--profile-steps", "a:3"], "'a' is not a whole number"),
+        (["--profile-steps", "3"], "'3' is not A:B"),
+        (["--profile-steps", "1:2:3"], "'1:2:3' is not A:B"),
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused(flags, says):
@@ -429,6 +440,7 @@ def test_numbers_that_cannot_be_meant_are_refused(flags, says):
     ("content", "says"),
     [
         (b"model_prefix: no\n", "model_prefix takes a word and YAML reads this one as False: quote it"),
+        (b"profile_steps: 10:20\n", "'620' is not A:B: give two steps such as 100:110 \\(quoted in YAML\\)"),
         (b"\xff\xfe\xfa", "is not YAML"),
         (b"[]", "is not a list of `flag: value` lines"),
         (b"false", "is not a list of `flag: value` lines"),

@@ -1,5 +1,6 @@
 """What only a GPU can show; skipped without one."""
 
+import json
 import os
 import pickle
 import shutil
@@ -177,7 +178,28 @@ def test_benchmark(run_train, scope, source):
     flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--data-format", source]
     code, report = run_train("--run-scope", scope, *flags, *O2)
     assert code == 0
-    assert phase(report, [], "train." if scope == "train_only" else "val.")["steps"] == 7
+    result = phase(report, [], "train." if scope == "train_only" else "val.")
+    assert result["steps"] == 7
+    assert 0 < result["peak_memory_allocated_mib"] <= result["peak_memory_reserved_mib"]
+    versions = report[-1]["data"]["versions"]
+    assert versions["cuda"] and versions["cudnn"] and versions["gpu"] and "driver" in versions
+
+
+def test_trace_has_the_kernels(run_train, tmp_path):
+    flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--profile-steps", "4:6"]
+    assert run_train("--run-scope", "train_only", *flags, *O2)[0] == 0
+    trace = json.loads((tmp_path / "output/profile/steps_4_6_rank0.json").read_text())["traceEvents"]
+    kinds = {event.get("cat") for event in trace}
+    assert {"Kernel", "Operator", "ProfileStep"} <= kinds, kinds
+
+
+@pytest.mark.parametrize("flags", [O1, O2], ids=["O1", "O2"])
+def test_start_line_counts_the_fused_operators(run_train, capsys, flags):
+    assert run_train("--dry-run", *flags)[0] == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Tiny on 1 x gpu"))
+    # A residual unit's last BN, addition and ReLU; the other BN with a ReLU behind it.
+    assert "4 fused_bn_add_activation, 4 fused_bn_add_activation_grad" in line
+    assert "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad" in line
 
 
 @pytest.fixture

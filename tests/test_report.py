@@ -1,9 +1,11 @@
 import csv
 
 import numpy as np
+import paddle
 
 from conftest import phase
-from paddle_resnet import report
+from paddle_resnet import distributed, program, report
+from test_program import build, random_batches
 
 
 def read(path):
@@ -48,3 +50,51 @@ def test_benchmark_and_other_ranks_write_nothing(run_train, tmp_path, monkeypatc
     result = {"confusion": np.eye(3), "class_top1": np.ones(3)}
     report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "abc")
     assert list(tmp_path.glob("*.csv")) == []
+
+
+def test_benchmark_ends_with_figures_versions_and_command(run_train, capsys):
+    flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1"]
+    code, entries = run_train("--run-scope", "train_only", *flags)
+    assert code == 0
+    last = entries[-1]
+    assert last["step"] == []
+    assert {"train.ips", "train.latency_p99_ms", "train.data_time", "train.compute_time"} <= last["data"].keys()
+    assert 0 < last["data"]["train.first_step_s"] < float(last["elapsedtime"])
+    assert last["data"]["versions"]["paddle"] == paddle.__version__
+    assert last["data"]["command"].endswith("--benchmark --benchmark-steps 2 --benchmark-warmup-steps 1")
+    assert not any("memory" in name for name in last["data"])  # a CPU has no such figure
+    table = capsys.readouterr().out
+    for words in ("latency_p99_ms", "ips", f"paddle {paddle.__version__}", "--benchmark-steps 2"):
+        assert words in table
+
+
+def test_peak_memory_is_that_of_the_process_that_held_most(parse, monkeypatch, tmp_path):
+    args = parse("--report-file", tmp_path / "report.json")
+    args.device = "gpu"
+    monkeypatch.setattr(paddle.device.cuda, "max_memory_allocated", lambda gpu: 3 * 2**20)
+    monkeypatch.setattr(paddle.device.cuda, "max_memory_reserved", lambda gpu: 5 * 2**20)
+    monkeypatch.setattr(distributed, "all_gather", lambda mine: np.array([[4.0, 4.0], mine]))
+    expected = {"peak_memory_allocated_mib": 4.0, "peak_memory_reserved_mib": 5.0}
+    assert report._peak_memory(args) == expected
+
+
+def test_start_line_counts_the_fused_operators_that_run(parse, monkeypatch):
+    """The one fusion that Paddle's CPU build has."""
+    strategy = program.create_strategy
+
+    def fusing(args, is_train=True):
+        result = strategy(args, is_train)
+        result[0].fuse_elewise_add_act_ops = True
+        return result
+
+    args = parse()
+    compiled, *_ = build(args)
+    assert "no fused operators" in report.start_line(args, [1], None, compiled)
+    monkeypatch.setattr(program, "create_strategy", fusing)
+    compiled, exe, fetchs, *_ = build(args)
+    line = report.start_line(args, [1], None, compiled)
+    # relu(a + b) at the end of each of the four residual units, forward and backward.
+    assert "4 fused_elemwise_add_activation, 4 fused_elemwise_add_activation_grad" in line
+    images, labels = random_batches(1)[0]
+    loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
+    assert np.isfinite(loss)

@@ -43,6 +43,11 @@ def close():
         _report = None
 
 
+def elapsed_s():
+    """Seconds since the start of the program, as in the report's elapsedtime."""
+    return time.time() - _start_s
+
+
 def info(message):
     """Print a line for the user on rank 0; it is not part of the report."""
     if not _quiet:
@@ -66,6 +71,11 @@ def log(step, data):
         return
     if step != "PARAMETER":
         print(_line(step, data), flush=True)
+    report(step, data)
+
+
+def report(step, data):
+    """Report metrics without printing them; arguments of log."""
     if _report is not None:
         now = time.time()
         entry = {

@@ -1,0 +1,72 @@
+"""A trace of chosen steps (--profile-steps), for the Chrome trace viewer (chrome://tracing) or Perfetto."""
+
+from pathlib import Path
+
+from paddle.profiler import Profiler, ProfilerTarget
+
+from paddle_resnet import distributed
+from utils import logger
+from utils.errors import UsageError
+
+_traced = None  # flags of the run that has begun its first pass
+
+
+def start(args, first_step, last_step):
+    """The trace of a run's first pass over a loader; None without --profile-steps and for every later pass.
+
+    Args:
+        args: flags.
+        first_step, last_step: the pass has the steps from first_step to last_step - 1.
+    Raises:
+        UsageError: the pass lacks some of the steps.
+    """
+    global _traced
+    if args.profile_steps is None or _traced is args:
+        return None
+    _traced = args
+    begin, end = args.profile_steps
+    if begin < first_step or end > last_step:
+        raise UsageError(
+            f"--profile-steps {begin}:{end} is not within this run's first steps {first_step}:{last_step}: give a "
+            "part of them"
+        )
+    return Trace(args, begin, end)
+
+
+class Trace:
+    """Records the steps from `begin` to `end - 1` of this process: operators on the host, and on a GPU its kernels and
+    copies.
+
+    Recording starts and ends with an empty queue. The other steps pay for a comparison of numbers. Paddle prepares a
+    program while it runs it for the first time and names no operators in that step.
+    """
+
+    def __init__(self, args, begin, end):
+        self._begin, self._end = begin, end
+        self._path = Path(args.output_dir) / "profile" / f"steps_{begin}_{end}_rank{distributed.rank()}.json"
+        targets = [ProfilerTarget.CPU, *([ProfilerTarget.GPU] if args.device == "gpu" else [])]
+        self._profiler = Profiler(targets=targets, on_trace_ready=lambda _: None)
+        self._profiler.step_num = begin  # what the trace calls its first step
+
+    def before(self, step, drain, clock):
+        """To be called before each step, and after the last one with the number that would come next.
+
+        Args:
+            step: its number.
+            drain: waits until the steps before are done.
+            clock: meters.StepClock, which leaves out the time that it takes to start and to write the trace.
+        """
+        if self._begin < step < self._end:
+            self._profiler.step()
+        if step not in (self._begin, self._end):
+            return
+        drain()
+        clock.close_step()
+        if step == self._begin:
+            self._profiler.start()
+        else:
+            self._profiler.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export(str(self._path), "json")
+            logger.info(f"trace of the steps {self._begin} to {self._end - 1}: {self._path}")
+        clock.resume()

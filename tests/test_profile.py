@@ -1,0 +1,62 @@
+import json
+from collections import Counter
+
+import pytest
+
+from conftest import assert_one_sentence, phase
+
+BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]
+
+
+def events(path):
+    """How often each operator or step stands in a trace; Paddle writes its duration behind its name."""
+    trace = json.loads(path.read_text())["traceEvents"]
+    complete = [event for event in trace if event.get("ph") == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] > 0 for event in complete)
+    return Counter(event["name"].partition("[")[0] for event in complete)
+
+
+def steps(found):
+    return sorted(name for name, count in found.items() if name.startswith("ProfileStep") and count == 1)
+
+
+def test_trace_of_a_benchmark_names_steps_and_operators(run_train, tmp_path):
+    code, report = run_train("--run-scope", "train_only", *BENCHMARK, "--profile-steps", "1:4")
+    assert code == 0
+    assert phase(report, [], "train.")["steps"] == 4
+    found = events(tmp_path / "output/profile/steps_1_4_rank0.json")
+    assert {"ProfileStep#1", "ProfileStep#2", "ProfileStep#3"} <= set(steps(found))
+    # The tiny network's 17 convolutions and BN layers and 53 trainable parameters.
+    assert found["conv2d"] == found["conv2d_grad"] == 3 * 17
+    assert found["momentum"] == 3 * 53
+    assert found["batch_norm"] == 3 * 17
+
+
+def test_trace_up_to_the_last_step_of_an_evaluation(run_train, tmp_path):
+    code, _ = run_train("--run-scope", "eval_only", *BENCHMARK, "--profile-steps", "5:6")
+    assert code == 0
+    found = events(tmp_path / "output/profile/steps_5_6_rank0.json")
+    assert found["conv2d"] == 17
+    assert found["momentum"] == 0
+
+
+def test_only_the_first_epoch_is_traced(run_train, tmp_path, capsys):
+    assert run_train("--epochs", "2", "--profile-steps", "1:3")[0] == 0
+    assert [path.name for path in (tmp_path / "output/profile").iterdir()] == ["steps_1_3_rank0.json"]
+    found = events(tmp_path / "output/profile/steps_1_3_rank0.json")
+    assert found["momentum"] == 2 * 53
+    assert found["conv2d"] == 2 * 17
+    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate it again: ")]
+    assert again[0].endswith("--profile-steps None")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"), [([*BENCHMARK, "--profile-steps", "2:7"], "2:7"), (["--profile-steps", "3:5"], "3:5")]
+)
+def test_steps_that_the_run_has_not_are_refused_before_the_first(run_train, tmp_path, capsys, flags, says):
+    code, report = run_train(*flags)
+    assert code == 2
+    end = 6 if "--benchmark" in flags else 3
+    assert_one_sentence(capsys.readouterr().err, [f"--profile-steps {says}", f"0:{end}"])
+    assert not any(isinstance(entry["step"], list) for entry in report)
+    assert not (tmp_path / "output/profile").exists()
