@@ -1,0 +1,305 @@
+"""ResNet-50 of this project beside PyTorch's, on one GPU, in turn: training on synthetic images and on JPEG files, and
+evaluation on JPEG files.
+
+    python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
+    python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
+
+Every measurement is a process of its own: `train.py --benchmark`, or this file's `worker` for a peer. All of them do
+the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight decay except on BN, label smoothing
+0.1, loss, top1 and top5 each step and read by the host a step later. The clock starts and stops with an empty queue.
+Peers run as their users run them: torch.autocast and GradScaler, cuDNN's search, a fused optimizer; with torch.compile
+the loss and the accuracy are compiled, too. Both sides decode with DALI's mixed decoder and the same settings; ours
+pads the images to 4 channels, as its recipes do, a peer has 3. A peer evaluates with all its parameters in float16.
+
+"first step" is the time from the start of the process until the host has the loss of the first step. The run starts
+with an empty cache of compiled kernels, which the later of a row's repetitions find filled.
+
+DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, torchvision and nvidia-dali.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HALF = ["--amp", "--use-pure-fp16", "--scale-loss", "128", "--use-dynamic-loss-scaling", "--dali-output-fp16"]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# {row: (task, who, words for the worker)}; the peers of a task stand behind ours.
+ROWS = {
+    "train, synthetic: ours": ("train, synthetic", "ours", []),
+    "train, synthetic: PyTorch eager": ("train, synthetic", "torch", []),
+    "train, synthetic: PyTorch compile": ("train, synthetic", "torch", ["--compile", "default"]),
+    "train, synthetic: PyTorch max-autotune": ("train, synthetic", "torch", ["--compile", "max-autotune"]),
+    "train, JPEG: ours": ("train, JPEG", "ours", []),
+    "train, JPEG: PyTorch eager": ("train, JPEG", "torch", []),
+    "train, JPEG: PyTorch compile": ("train, JPEG", "torch", ["--compile", "default"]),
+    "evaluate, JPEG: ours": ("evaluate, JPEG", "ours", []),
+    "evaluate, JPEG: PyTorch compile": ("evaluate, JPEG", "torch", ["--compile", "default"]),
+}
+DEFAULT_ROWS = [row for row in ROWS if "max-autotune" not in row]
+WORKER_FLAGS = ("image_root", "arch", "device", "batch_size", "crop_size", "threads", "steps", "warmup_steps")
+
+
+def run(args):
+    """Measure the rows in turn, --repeats times; one JSON line each goes to --output at once."""
+    rows = [row for row in ROWS if any(words in row for words in args.rows or DEFAULT_ROWS)]
+    results = []
+    with tempfile.TemporaryDirectory() as folder, open(args.output, "a", encoding="utf-8") as output:
+        for repetition in range(args.repeats):
+            for row in rows:
+                result = {"row": row, "repetition": repetition, **measure(args, row, Path(folder))}
+                results.append(result)
+                output.write(json.dumps(result) + "\n")
+                output.flush()
+                print(f"{repetition} {row}: {result.get('error') or round(result['ips'])}", flush=True)
+    print(table(results))
+    return 1 if any("error" in result for result in results) else 0
+
+
+def measure(args, row, folder):
+    """{"ips": images/s, "first_step_s": seconds, ...} of one process, or {"error": its last words}."""
+    task, who, words = ROWS[row]
+    report = folder / "report.json"
+    report.unlink(missing_ok=True)
+    command = ours(args, task, report) if who == "ours" else [args.torch_python, __file__, "worker", task, *words]
+    environment = dict(os.environ)
+    if who == "torch":
+        values = {name: getattr(args, name) for name in WORKER_FLAGS}
+        command += [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+        if args.torch_env_clear:
+            environment.pop("PYTHONPATH", None)
+            environment.pop("LD_LIBRARY_PATH", None)
+        paths = [args.torch_pythonpath, environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
+    start = time.time()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        return {"error": lines[-1], "command": command, "returncode": done.returncode, "stderr": lines[-40:]}
+    result = read_report(report) if who == "ours" else json.loads(done.stdout.splitlines()[-1])
+    result["first_step_s"] = result.pop("first_step_at") - start
+    return {**result, "command": command}
+
+
+def ours(args, task, report):
+    scope = "train_only" if task.startswith("train") else "eval_only"
+    side = str(args.crop_size)
+    command = [args.paddle_python, "train.py", "--benchmark", "--run-scope", scope, "--report-file", str(report)]
+    command += ["--benchmark-steps", str(args.steps), "--benchmark-warmup-steps", str(args.warmup_steps)]
+    command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", args.arch]
+    command += ["--crop-size", side, "--image-shape", f"4,{side},{side}", "--device", args.device]
+    command += ["--show-config", "false", "--print-interval", str(10**9)]
+    command += HALF if args.device == "gpu" else []
+    if task.endswith("synthetic"):
+        return [*command, "--data-format", "synthetic"]
+    return [*command, "--image-root", args.image_root, "--dali-num-threads", str(args.threads)]
+
+
+def read_report(path):
+    """The figures of the summary, the last line of a --report-file."""
+    entry = json.loads(path.read_text().splitlines()[-1].removeprefix("DLLL "))
+    data = {name.rpartition(".")[2]: value for name, value in entry["data"].items()}
+    start = float(entry["timestamp"]) - float(entry["elapsedtime"])
+    kept = ("ips", "loss", "steps", "peak_memory_allocated_mib", "versions")
+    return {name: data[name] for name in kept if name in data} | {"first_step_at": start + data["first_step_s"]}
+
+
+def table(results):
+    """A markdown table of the rows that occur; a failed measurement is counted and has no figure."""
+    lines = [
+        "| task | trainer | n | median images/s | lowest to highest | ours is | first step, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = {row: [r for r in results if r["row"] == row] for row in ROWS}
+    rates = {row: [r["ips"] for r in measured if "error" not in r] for row, measured in found.items()}
+    for row, (task, _, _) in ROWS.items():
+        if not found[row]:
+            continue
+        failed = len(found[row]) - len(rates[row])
+        n = f"{len(rates[row])}{f' ({failed} failed)' if failed else ''}"
+        cells = ["", "", "", ""]
+        if rates[row]:
+            middle = statistics.median(rates[row])
+            cells[0], cells[1] = f"{middle:,.0f}", f"{min(rates[row]):,.0f} to {max(rates[row]):,.0f}"
+            if rates[f"{task}: ours"]:
+                cells[2] = f"{statistics.median(rates[f'{task}: ours']) / middle:.3f} x"
+            waits = [r["first_step_s"] for r in found[row] if "error" not in r]
+            cells[3] = f"{statistics.median(waits):.1f} ({min(waits):.1f} to {max(waits):.1f})"
+        lines.append("| " + " | ".join([task, row.partition(": ")[2], n, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def worker(args):
+    """One measurement of PyTorch; prints it as a JSON line."""
+    import torch
+    import torchvision
+
+    training, device = args.task.startswith("train"), torch.device("cuda" if args.device == "gpu" else "cpu")
+    on_gpu = device.type == "cuda"
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    model = getattr(torchvision.models, args.arch.lower())().to(device, memory_format=torch.channels_last)
+    norms = [p for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d) for p in m.parameters()]
+    others = [p for p in model.parameters() if all(p is not norm for norm in norms)]
+    groups = [{"params": others, "weight_decay": 3.0517578125e-05}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.256, momentum=0.875, fused=on_gpu)
+    scaler = torch.amp.GradScaler(device.type, init_scale=128.0, enabled=on_gpu)
+    if not training:
+        model.eval()
+        model = model.half() if on_gpu else model
+
+    def forward(images, labels):
+        with torch.autocast(device.type, torch.float16, enabled=training and on_gpu):
+            out = model(images)
+        out = out.float()
+        smoothing = 0.1 if training else 0.0
+        loss = torch.nn.functional.cross_entropy(out, labels, label_smoothing=smoothing)
+        right = out.topk(5).indices == labels[:, None]
+        return loss, right[:, :1].sum(), right.sum()
+
+    if args.compile:
+        forward = torch.compile(forward, mode=args.compile)
+
+    def step(images, labels):
+        if not training:
+            with torch.inference_mode():
+                return forward(images, labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss, top1, top5 = forward(images, labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach(), top1, top5
+
+    def synchronise():
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    batches = iter(torch_batches(args, training, device))
+    previous = [metric.clone() for metric in step(*next(batches))]  # a CUDA graph reuses its outputs
+    loss, first_step_at = previous[0].item(), time.time()
+    for i in range(1, args.warmup_steps + args.steps):
+        if i == args.warmup_steps:
+            synchronise()
+            start = time.perf_counter()
+        metrics = [metric.clone() for metric in step(*next(batches))]
+        loss, _, _ = (metric.item() for metric in previous)
+        previous = metrics
+    synchronise()
+    ips = args.steps * args.batch_size / (time.perf_counter() - start)
+    result = {"ips": ips, "steps": args.steps, "loss": loss, "first_step_at": first_step_at}
+    result["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
+    if on_gpu:
+        result["peak_memory_allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        result["versions"] |= {"cudnn": torch.backends.cudnn.version(), "gpu": torch.cuda.get_device_name()}
+    print(json.dumps(result))
+
+
+def torch_batches(args, training, device):
+    """Endless (images [N, 3, H, W] in channels last, labels [N])."""
+    import torch
+
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    if args.task.endswith("synthetic"):
+        images = torch.randn(args.batch_size, 3, args.crop_size, args.crop_size, device=device, dtype=dtype)
+        labels = torch.randint(0, 1000, (args.batch_size,), device=device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        while True:
+            yield images, labels
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    # Without the reader's size the iterator never ends an epoch; ours leaves the time of a restart out.
+    for batch in DALIGenericIterator([dali_pipeline(args, training, device)], ["data", "label"], auto_reset=False):
+        yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
+
+
+def dali_pipeline(args, training, device):
+    """What paddle_resnet.dali builds with its default flags, but for the fourth channel."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    on_gpu = device.type == "cuda"
+    decoder = {"device": "cpu"}
+    if on_gpu:
+        hints = {"preallocate_width_hint": 5980, "preallocate_height_hint": 6430}
+        decoder = {"device": "mixed", "hw_decoder_load": 0.9, **hints}
+
+    @pipeline_def(
+        batch_size=args.batch_size,
+        num_threads=args.threads,
+        device_id=0 if on_gpu else None,
+        seed=42,
+        prefetch_queue_depth=3,
+        exec_dynamic=on_gpu,
+    )
+    def pipeline():
+        folder = Path(args.image_root) / ("train" if training else "val")
+        encoded, labels = fn.readers.file(file_root=str(folder), random_shuffle=training, name="Reader")
+        if training:
+            crop = {"random_area": (0.08, 1.0), "random_aspect_ratio": (3 / 4, 4 / 3), "num_attempts": 100}
+            images = fn.decoders.image_random_crop(encoded, output_type=types.RGB, **crop, **decoder)
+            images = fn.resize(images, resize_x=args.crop_size, resize_y=args.crop_size, antialias=False)
+        else:
+            images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
+            images = fn.resize(images, resize_shorter=args.crop_size * 256 // 224, antialias=False)
+        images = fn.crop_mirror_normalize(
+            images,
+            dtype=types.FLOAT16 if on_gpu else types.FLOAT,
+            output_layout="HWC",
+            crop=(args.crop_size, args.crop_size),
+            mean=[255 * m for m in MEAN],
+            std=[255 * s for s in STD],
+            mirror=fn.random.coin_flip(probability=0.5) if training else 0,
+        )
+        return images, labels.gpu() if on_gpu else labels
+
+    return pipeline()
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    both = argparse.ArgumentParser(add_help=False)
+    both.add_argument("--image-root", metavar="DIR")
+    both.add_argument("--arch", default="ResNet50")
+    both.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="cpu, in float32: to try this file")
+    both.add_argument("--batch-size", type=int, default=256)
+    both.add_argument("--crop-size", type=int, default=224)
+    both.add_argument("--threads", type=int, default=14, help="of DALI")
+    both.add_argument("--steps", type=int, default=100)
+    both.add_argument("--warmup-steps", type=int, default=50)
+
+    run = commands.add_parser("run", parents=[both])
+    run.add_argument("--rows", action="append", metavar="WORDS", help=f"those with WORDS in their name: {list(ROWS)}")
+    run.add_argument("--repeats", type=int, default=3)
+    run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="JSON lines are added to it")
+    run.add_argument("--paddle-python", default=sys.executable, metavar="PYTHON")
+    run.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
+    run.add_argument("--torch-pythonpath", metavar="DIR", help="folder with nvidia-dali for --torch-python")
+    run.add_argument(
+        "--torch-env-clear", action="store_true", help="no PYTHONPATH and LD_LIBRARY_PATH of this process for PyTorch"
+    )
+    worker = commands.add_parser("worker", parents=[both])
+    worker.add_argument("task", choices=sorted({task for task, _, _ in ROWS.values()}))
+    worker.add_argument("--compile", choices=["default", "max-autotune"])
+    commands.add_parser("table").add_argument("files", nargs="+", metavar="FILE")
+    args = parser.parse_args()
+    if getattr(args, "warmup_steps", 1) < 1:
+        parser.error("--warmup-steps: give at least 1, so that no compilation is measured")
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.command == "worker":
+        worker(args)
+    elif args.command == "table":
+        print(table([json.loads(line) for path in args.files for line in Path(path).read_text().splitlines()]))
+    else:
+        sys.exit(run(args))
