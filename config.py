@@ -35,6 +35,7 @@ def parse_args(argv=None):
         flags = [option for action in parser._actions for option in action.option_strings]
         raise UsageError(_unknown("flag", unknown[0].split("=")[0], flags))
     args.run_scope = RunScope(args.run_scope)
+    _check_amp(args)
     _check(args)
     return args
 
@@ -225,12 +226,21 @@ def _add_training(group):
 
 
 def _add_advanced(group):
-    _add_switch(group, "--amp", help="automatic mixed precision in float16 (GPU)")
+    _add_switch(group, "--amp", help="automatic mixed precision (GPU)")
+    group.add_argument(
+        "--amp-dtype", default="float16", choices=["float16", "bfloat16"], help="bfloat16 needs no loss scaling"
+    )
+    group.add_argument(
+        "--amp-level",
+        default=argparse.SUPPRESS,
+        choices=["O1", "O2"],
+        help="O1: float32 parameters; O2: parameters in --amp-dtype with float32 master copies (default: O1)",
+    )
     group.add_argument(
         "--scale-loss", type=_positive_number, default=1.0, help="loss scale, or the first one if it is dynamic"
     )
     _add_switch(group, "--use-dynamic-loss-scaling", help="adapt the loss scale")
-    _add_switch(group, "--use-pure-fp16", help="AMP O2: parameters in float16 with float32 master copies")
+    _add_switch(group, "--use-pure-fp16", help="the same as --amp-level O2, in float16")
     group.add_argument(
         "--max-bad-steps",
         type=_positive,
@@ -305,16 +315,37 @@ def _check(args):
             raise UsageError(f"{_flag(flag)} {low},{high} is no range: give MIN,MAX with MIN <= MAX, areas up to 1")
     if args.rotate_degrees > 180:
         raise UsageError(f"--rotate-degrees {args.rotate_degrees:g} is more than a half turn: give 180 or less")
-    if args.use_pure_fp16 and not args.amp:
-        raise UsageError("--use-pure-fp16 is a level of mixed precision and needs --amp: add it, or drop the flag")
-    if args.use_dynamic_loss_scaling and not args.amp:
-        raise UsageError("--use-dynamic-loss-scaling scales the loss of --amp only: add it, or drop the flag")
     if args.asp and not args.prune_model and args.from_checkpoint is None:
         raise UsageError(
             "--asp keeps pruned weights pruned and there are none: add --prune-model or --from-checkpoint DIR"
         )
     if args.prune_model and not args.asp:
         raise UsageError("--prune-model prunes for sparse training and needs --asp: add it, or drop the flag")
+
+
+def _check_amp(args):
+    """Refuse precisions that do not fit each other, and settle --amp-level."""
+    level = getattr(args, "amp_level", None)
+    if args.use_pure_fp16 and not args.amp:
+        raise UsageError("--use-pure-fp16 is a level of mixed precision and needs --amp: add it, or drop the flag")
+    if args.use_pure_fp16 and level == "O1":
+        raise UsageError("--use-pure-fp16 is level O2 and --amp-level is O1: drop one of them")
+    args.amp_level = level or ("O2" if args.use_pure_fp16 else "O1")
+    if args.use_dynamic_loss_scaling and not args.amp:
+        raise UsageError("--use-dynamic-loss-scaling scales the loss of --amp only: add it, or drop the flag")
+    if args.amp_level == "O2" and not args.amp:
+        raise UsageError("--amp-level O2 is a level of mixed precision and needs --amp: add it, or drop the flag")
+    if args.amp_dtype == "float16":
+        return
+    if not args.amp:
+        raise UsageError("--amp-dtype bfloat16 is a type of mixed precision and needs --amp: add it, or drop the flag")
+    if args.use_pure_fp16:
+        raise UsageError("--use-pure-fp16 is float16 and --amp-dtype is bfloat16: give --amp-level O2 instead")
+    if args.use_dynamic_loss_scaling or args.scale_loss != 1:
+        flag = "--use-dynamic-loss-scaling" if args.use_dynamic_loss_scaling else f"--scale-loss {args.scale_loss:g}"
+        raise UsageError(f"{flag} is for float16, and bfloat16 reaches as far as float32: drop it")
+    if args.asp and args.amp_level == "O2":
+        raise UsageError("--asp masks no bfloat16 parameters: give --amp-level O1 or --amp-dtype float16")
 
 
 def _flag(name):

@@ -55,7 +55,8 @@ def resolve_devices(args):
     """Settle --device auto and --dali-device auto, and refuse what the device cannot do.
 
     Raises:
-        UsageError: --device gpu without a GPU, mixed precision on a CPU, a GPU loader for a CPU program.
+        UsageError: --device gpu without a GPU, mixed precision on a CPU, bfloat16 on an old GPU, a GPU loader for a
+            CPU program.
     """
     has_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
     if args.device == "gpu" and not has_gpu:
@@ -64,7 +65,16 @@ def resolve_devices(args):
     if args.device == "auto":
         args.device = "gpu" if has_gpu else "cpu"
     if args.amp and args.device == "cpu":
-        raise UsageError("--amp needs a GPU and this run is on the CPU, which has no float16 kernels: drop --amp")
+        raise UsageError(
+            f"--amp needs a GPU and this run is on the CPU, which has no {args.amp_dtype} kernels: drop --amp"
+        )
+    if args.amp and args.amp_dtype == "bfloat16":
+        major, minor = paddle.device.cuda.get_device_capability(local_gpu())
+        if major < 8:
+            raise UsageError(
+                f"--amp-dtype bfloat16 needs compute capability 8.0 and this GPU has {major}.{minor}: give "
+                "--amp-dtype float16"
+            )
     if args.dali_device == "gpu" and args.device == "cpu":
         raise UsageError("--dali-device gpu needs --device gpu and this run is on the CPU: give --dali-device cpu")
     if args.dali_device == "auto":

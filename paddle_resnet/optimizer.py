@@ -5,10 +5,12 @@ from paddle import static
 from paddle.incubate import asp
 from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 from paddle.static.amp import fp16_utils
+from paddle.utils import unique_name
 
 from paddle_resnet import distributed
 from utils import logger
 
+OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 # The operators that program.create_fetchs makes.
 LOSS_HEAD = ("one_hot_v2", "label_smooth", "softmax_with_cross_entropy", "reduce_mean", "top_k_v2", "accuracy")
 
@@ -45,30 +47,91 @@ def build_optimizer(args, lr_scheduler):
     )
 
 
-def _amp_lists(program):
-    """Paddle's lists of what runs in float16, with loss and accuracy kept in float32.
+def _amp_lists(args, program):
+    """Paddle's lists of what runs in --amp-dtype, with loss and accuracy kept in float32.
 
-    Level O2 ignores Paddle's own black list and would round the loss and the share of right answers to 11 bits. Its
-    operators are named by their outputs, which is the one exception that every level respects.
+    Level O2 ignores Paddle's own black list and would round the loss and the share of right answers to 11 bits or 8.
+    Its operators are named by their outputs, which is the one exception that every level respects.
     """
     head = [op for op in program.global_block().ops if op.type in LOSS_HEAD]
     names = {name for op in head for name in op.output_arg_names}
-    return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names)
+    return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=args.amp_dtype)
 
 
 def decorate_amp(args, optimizer):
-    """Mixed precision in float16, level O1 or, with --use-pure-fp16, O2 with float32 master weights, for the
-    program that is being built."""
+    """Mixed precision for the program that is being built: level O1, or O2 with float32 master weights."""
     if not args.amp:
         return optimizer
     return static.amp.decorate(
         optimizer,
-        amp_lists=_amp_lists(static.default_main_program()),
-        level="O2" if args.use_pure_fp16 else "O1",
-        dtype="float16",
+        amp_lists=_amp_lists(args, static.default_main_program()),
+        level=args.amp_level,
+        dtype=args.amp_dtype,
         init_loss_scaling=args.scale_loss,
         use_dynamic_loss_scaling=args.use_dynamic_loss_scaling,
     )
+
+
+def mend_updates(args, main_prog):
+    """Change what Paddle has written into a training program to update its parameters, where that is not right."""
+    if args.amp and args.amp_dtype == "bfloat16":
+        _update_masters_in_float32(main_prog.global_block())
+    if args.use_dynamic_loss_scaling:
+        _keep_parameters_on_overflow(main_prog.global_block())
+
+
+def _update_masters_in_float32(block):
+    """Let momentum change the float32 master of each bfloat16 parameter, and copy that one: Paddle has no momentum
+    kernel for bfloat16, not even for one that reads and writes masters."""
+    for i in reversed(range(len(block.ops))):
+        op = block.ops[i]
+        if op.type != "momentum" or block.var(op.input("Param")[0]).dtype != paddle.bfloat16:
+            continue
+        param, grad, master = (block.var(op.input(name)[0]) for name in ("Param", "Grad", "MasterParam"))
+        grad_fp32 = block.create_var(
+            name=unique_name.generate(f"{grad.name}_fp32"), shape=grad.shape, dtype=paddle.float32
+        )
+        for name, variable in (("Param", master), ("Grad", grad_fp32)):
+            op.desc.set_input(name, [variable.name])
+        op.desc.set_input("MasterParam", [])
+        op.desc.set_output("ParamOut", [master.name])
+        op.desc.set_output("MasterParamOut", [])
+        op._set_attr("multi_precision", False)
+        _insert_update(block, i + 1, "cast", {"X": master}, param, _cast(master, param))
+        _insert_update(block, i, "cast", {"X": grad}, grad_fp32, _cast(grad, grad_fp32))
+    block._sync_with_cpp()
+
+
+def _keep_parameters_on_overflow(block):
+    """Make the learning rate 0 in a step that dynamic loss scaling skips.
+
+    Paddle skips it by setting the gradients to 0: momentum and weight decay would still move the parameters. What is
+    left of that is that momentum decays as for a gradient of 0, in one of thousands of steps; to keep it, too, would
+    take one more operator a parameter in every step.
+    """
+    overflow = next(op.input("FoundInfinite")[0] for op in block.ops if op.type == "update_loss_scaling")
+    updates = [i for i, op in enumerate(block.ops) if op.type == "momentum"]
+    overflow, rate = block.var(overflow), block.var(block.ops[updates[0]].input("LearningRate")[0])
+    overflows, proceeds, effective_rate = (
+        block.create_var(name=unique_name.generate(name), shape=[1], dtype=paddle.float32)
+        for name in ("overflows", "proceeds", f"{rate.name}_unless_overflow")
+    )
+    for i in updates:
+        block.ops[i]._rename_input(rate.name, effective_rate.name)
+    at = updates[0]
+    _insert_update(block, at, "elementwise_mul", {"X": rate, "Y": proceeds}, effective_rate, {"axis": -1})
+    _insert_update(block, at, "scale", {"X": overflows}, proceeds, {"scale": -1.0, "bias": 1.0})
+    _insert_update(block, at, "cast", {"X": overflow}, overflows, _cast(overflow, overflows))
+    block._sync_with_cpp()
+
+
+def _insert_update(block, i, op_type, inputs, output, attrs):
+    role = {"op_role": int(OpRole.Optimize)}
+    block._insert_op_without_sync(i, type=op_type, inputs=inputs, outputs={"Out": output}, attrs=attrs | role)
+
+
+def _cast(source, target):
+    return {"in_dtype": source.dtype, "out_dtype": target.dtype}
 
 
 def cast_evaluation_program(args, program, place):
@@ -76,14 +139,21 @@ def cast_evaluation_program(args, program, place):
     are in the scope.
 
     O1 casts at the inputs of each operator and leaves the float32 parameters alone. O2 casts the parameters in the
-    scope, which does nothing to those that a training program has cast already.
+    scope, apart from those that a training program has cast already.
     """
     if not args.amp:
         return
-    level = "O2" if args.use_pure_fp16 else "O1"
-    names = fp16_utils.cast_model_to_fp16(program, _amp_lists(program), use_fp16_guard=False, level=level)
-    if args.use_pure_fp16:
-        fp16_utils.cast_parameters_to_fp16(place, program, static.global_scope(), names)
+    dtype, scope = getattr(paddle, args.amp_dtype), static.global_scope()
+    names = fp16_utils.cast_model_to_fp16(
+        program, _amp_lists(args, program), use_fp16_guard=False, dest_type=dtype, level=args.amp_level
+    )
+    if args.amp_level == "O2":
+        to_cast = {
+            p.name
+            for p in program.all_parameters()
+            if p.name in names and scope.find_var(p.name).get_tensor()._dtype() == paddle.float32
+        }
+        fp16_utils.cast_parameters_to_fp16(place, program, scope, to_cast, dtype)
 
 
 def exclude_from_asp(main_prog, model):

@@ -12,7 +12,7 @@ from paddle.incubate import asp
 
 from paddle_resnet import distributed, profile, watchdog
 from paddle_resnet.models import build_model
-from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
+from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp, mend_updates
 from paddle_resnet.report import StepLog
 from utils import logger
 from utils.errors import RunError, UsageError
@@ -97,8 +97,10 @@ def create_strategy(args, is_train=True):
             )
         strategy.fuse_resunit = True
     if args.device == "gpu" and is_train:
+        # Paddle's kernels of a fused addition and activation know no bfloat16; the passes that fuse BN leave it alone.
+        is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
-            if hasattr(strategy, name):
+            if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
                 setattr(strategy, name, True)
     return strategy, None
 
@@ -138,8 +140,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
         if not is_train:
             model.eval()
         images = feeds["data"]
-        if args.dali_output_fp16 and not args.amp:
-            images = images.astype("float32")
+        if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
+            images = images.astype("float32")  # AMP casts it on to bfloat16: Paddle's layers check for the other two
         out = model(images)
         mode = Mode.TRAIN if is_train else Mode.EVAL
         fetchs = create_fetchs(out, feeds, args.num_of_class, args.label_smoothing, mode)
@@ -150,6 +152,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
                 exclude_from_asp(main_prog, model)
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
+            mend_updates(args, main_prog)
             distributed.adapt_communication(args, main_prog, startup_prog)
     return fetchs, lr_scheduler, feeds, optimizer
 

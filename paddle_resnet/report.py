@@ -32,7 +32,7 @@ def start_line(args, train_loader, eval_loader, compiled):
         compiled: result of program.compile_prog for the program that the line is about.
     """
     processes = distributed.world_size()
-    precision = ("float16 O2" if args.use_pure_fp16 else "float16 O1") if args.amp else "float32"
+    precision = f"AMP {args.amp_level} in {args.amp_dtype}" if args.amp else "float32"
     loaders = {"train": train_loader, "val": eval_loader}
     sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
     if train_loader is not None and processes > 1:

@@ -11,12 +11,28 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import numpy as np
+import paddle
 import pytest
 from paddle import static
 
+import config
 from conftest import ROOT, TINY, assert_one_sentence, losses, phase, read_report
 from paddle_resnet import commit, distributed
 from utils.errors import UsageError
+
+
+def test_bfloat16_on_an_old_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 1)
+    flags = ["--amp", "--amp-dtype", "bfloat16"]
+    for capability, fails in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
+        monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        distributed.resolve_devices(config.parse_args(["--amp"]))
+        if not fails:
+            distributed.resolve_devices(config.parse_args(flags))
+            continue
+        with pytest.raises(UsageError, match=r"--amp-dtype bfloat16 .* 8\.0 .* 7\.5: give --amp-dtype float16"):
+            distributed.resolve_devices(config.parse_args(flags))
 
 
 @pytest.fixture

@@ -23,6 +23,9 @@ O1 = [*FP32, "--data-layout", "NHWC", "--image-shape", "4,32,32", "--amp", "--sc
 O1 += ["--use-dynamic-loss-scaling"]
 O2 = [*O1, "--use-pure-fp16", "--dali-output-fp16"]
 SPARSE = [*O2, "--asp", "--prune-model"]
+BF16_O1 = [*FP32, "--data-layout", "NHWC", "--image-shape", "4,32,32", "--amp", "--amp-dtype", "bfloat16"]
+BF16_O2 = [*BF16_O1, "--amp-level", "O2", "--dali-output-fp16"]
+KINDS = {"fp32": FP32, "O1": O1, "O2": O2, "O2 ASP": SPARSE, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
 
 
 def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos):
@@ -80,7 +83,7 @@ def test_evaluation_yields_every_image_once(parse, photos, batch_size):
         assert len({image.tobytes() for batch in images for image in batch}) == 23
 
 
-@pytest.mark.parametrize("flags", [FP32, O1, O2, [*FP32, "--dali-output-fp16"]], ids=["fp32", "O1", "O2", "fp16 input"])
+@pytest.mark.parametrize("flags", [*KINDS.values(), [*FP32, "--dali-output-fp16"]], ids=[*KINDS, "fp16 input"])
 def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path, flags):
     code, report = run_train("--epochs", "2", *flags)
     assert code == 0
@@ -94,8 +97,9 @@ def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path, fl
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
-def test_pure_fp16_really_casts_and_its_checkpoint_is_float32(run_train, tmp_path):
-    assert run_train(*O2)[0] == 0
+@pytest.mark.parametrize("flags", [O2, BF16_O2], ids=["float16", "bfloat16"])
+def test_level_o2_really_casts_and_its_checkpoint_is_float32(run_train, tmp_path, flags):
+    assert run_train(*flags)[0] == 0
     params = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
     assert {array.dtype for array in params.values()} == {np.dtype("float32")}
     optimizer = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdopt").read_bytes())
@@ -114,7 +118,7 @@ def deterministic():
 
 
 @pytest.mark.parametrize("step", [4, 6, 8], ids=["inside an epoch", "between epochs", "in the last epoch"])
-@pytest.mark.parametrize("flags", [FP32, O1, O2, SPARSE], ids=["fp32", "O1", "O2", "O2 ASP"])
+@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
 def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
     run_train, stop_before, deterministic, tmp_path, flags, step
 ):
@@ -223,7 +227,7 @@ def two_gpus(photos, tmp_path):
     return two_gpus
 
 
-@pytest.mark.parametrize("flags", [FP32, O1, O2, SPARSE], ids=["fp32", "O1", "O2", "O2 ASP"])
+@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
 def test_two_gpus_keep_the_same_parameters(two_gpus, tmp_path, flags):
     two_gpus(*flags)
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))

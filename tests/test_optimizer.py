@@ -6,7 +6,7 @@ import pytest
 from paddle import static
 
 from paddle_resnet import distributed, optimizer, program
-from test_program import build, variable
+from test_program import build, random_batches, variable
 
 
 def rates(scheduler, steps):
@@ -65,27 +65,40 @@ def test_pruning_leaves_two_of_four(parse, algorithm):
             np.testing.assert_allclose(np.abs(weight).sum(), sums, rtol=1e-5)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("is_train", [True, False])
-def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(parse, monkeypatch, level, is_train):
-    """How the program is rewritten; a GPU runs it in test_gpu.py. Paddle's CPU build knows no float16 kernel and
-    would cast nothing, so its list of unsupported operators is emptied here."""
+@pytest.fixture
+def gpu_lists(monkeypatch):
+    """Paddle's CPU build knows no float16 kernel and would cast nothing: its list of unsupported operators, emptied."""
     lists = optimizer._amp_lists
 
-    def all_supported(program):
-        result = lists(program)
+    def all_supported(*args):
+        result = lists(*args)
         result.unsupported_list = set()
         return result
 
     monkeypatch.setattr(optimizer, "_amp_lists", all_supported)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("is_train", [True, False])
+def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
+    parse, monkeypatch, gpu_lists, level, dtype, is_train
+):
+    """How the program is rewritten; a GPU runs it in test_gpu.py."""
+    half = getattr(paddle, dtype)
     args = parse("--dali-output-fp16", "--data-layout", "NHWC")
-    args.amp, args.use_pure_fp16 = True, level == "O2"  # refused by the parser on a CPU
-    args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
+    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # refused on a CPU
+    if dtype == "float16":
+        args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
     main = static.Program()
     fetchs, _, _, _ = program.build(args, main, static.Program(), 1, is_train=is_train)
     if not is_train:
-        monkeypatch.setattr(optimizer.fp16_utils, "cast_parameters_to_fp16", lambda *_: None)
+        cast = []
+        for p in main.all_parameters():  # what a run has loaded
+            static.global_scope().var(p.name).get_tensor().set(np.zeros(p.shape, "float32"), paddle.CPUPlace())
+        monkeypatch.setattr(optimizer.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
         optimizer.cast_evaluation_program(args, main, paddle.CPUPlace())
+        assert len(cast) == (level == "O2")
     block = main.global_block()
     by_type = {}
     for op in block.ops:
@@ -95,11 +108,108 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(parse, monkeyp
         return {block.var(name).dtype for name in names if block.var(name).dtype not in (paddle.int64, paddle.int32)}
 
     for op in by_type["conv2d"]:
-        assert dtypes(op, op.input("Input") + op.input("Filter") + op.output("Output")) == {paddle.float16}
+        assert dtypes(op, op.input("Input") + op.input("Filter") + op.output("Output")) == {half}
     for op_type in optimizer.LOSS_HEAD:
         for op in by_type.get(op_type, []):
             assert dtypes(op, op.input_arg_names + op.output_arg_names) == {paddle.float32}, op_type
     assert {variable.dtype for name, (variable, _) in fetchs.items() if name != "confusion"} == {paddle.float32}
-    weights = {p.dtype for p in main.all_parameters() if "batch_norm" not in p.name and "mask" not in p.name}
-    assert weights == {paddle.float16 if level == "O2" else paddle.float32}
+    weights = {p.name for p in main.all_parameters() if "batch_norm" not in p.name and "mask" not in p.name}
+    assert {block.var(name).dtype for name in weights} == {half if level == "O2" else paddle.float32}
     assert {p.dtype for p in main.all_parameters() if "batch_norm" in p.name} == {paddle.float32}
+    if level == "O2" and not is_train:
+        assert cast == [weights]
+    for op in by_type.get("momentum", []):  # its kernels
+        allowed = {paddle.float32} if dtype == "bfloat16" else {paddle.float32, paddle.float16}
+        assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
+
+
+def test_bfloat16_parameters_follow_their_float32_masters(parse):
+    """The update alone, on the CPU, beside the one in float32: the forward pass has no bfloat16 kernels there."""
+    found = {}
+    for dtype in (paddle.float32, paddle.bfloat16):
+        main, startup = static.Program(), static.Program()
+        with static.program_guard(main, startup), paddle.utils.unique_name.guard(), static.scope_guard(static.Scope()):
+            x = static.data("x", [4, 4], "float32")
+            weight = paddle.create_parameter([4, 4], "float32", default_initializer=paddle.nn.initializer.Assign(START))
+            weight.desc.set_dtype(dtype)  # as AMP O2 does it
+            momentum = paddle.optimizer.Momentum(0.5, 0.9, weight_decay=paddle.regularizer.L2Decay(0.1))
+            momentum._multi_precision = True
+            grad = paddle.cast(x, dtype)
+            momentum.apply_gradients([(weight, grad)])
+            optimizer._update_masters_in_float32(main.global_block())
+            exe = static.Executor(paddle.CPUPlace())
+            exe.run(startup)
+            master = f"{weight.name}_fp32_master_0" if dtype == paddle.bfloat16 else weight.name
+            for i in range(3):
+                exe.run(main, {"x": np.full((4, 4), i - 0.75, "float32")}, [])
+            found[dtype] = variable(master), variable(f"{master}_velocity_0")
+            if dtype == paddle.bfloat16:
+                bits = variable(weight.name)
+                assert bits.dtype == np.uint16
+                rounded = (bits.astype(np.uint32) << 16).view(np.float32)
+                np.testing.assert_allclose(rounded, found[dtype][0], rtol=2**-7)  # the CPU cuts off
+                assert np.any(rounded != found[dtype][0])
+    for in_float32, with_master in zip(found[paddle.float32], found[paddle.bfloat16], strict=True):
+        np.testing.assert_array_equal(in_float32, with_master)
+
+
+START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("flags", [[], ["--asp", "--prune-model"]], ids=["dense", "ASP"])
+def test_overflow_leaves_the_parameters_alone(parse, flags, level):
+    """AMP on the CPU: everything stays in float32, and the loss is scaled."""
+    args = parse("--lr", "0.1", "--weight-decay", "0.01", *flags)
+    args.amp, args.amp_level, args.use_dynamic_loss_scaling, args.scale_loss = True, level, True, 1024.0
+    compiled, exe, fetchs, lr_scheduler, main = build(args)
+    if flags:
+        optimizer.prune(args, main, paddle.CPUPlace())
+    names = [p.name for p in main.all_parameters() if "_mean" not in p.name and "_variance" not in p.name]
+    names = [name for name in names if name not in distributed.bn_statistics(main)]
+    velocities = {p: f"{p}_velocity_0" for p in names if not p.endswith("asp_mask")}
+    batches = iter(random_batches(6))
+
+    def step():
+        before = {name: variable(name) for name in [*names, *velocities.values()]}
+        images, labels = next(batches)
+        loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
+        assert np.isfinite(loss)
+        lr_scheduler.step()
+        return before, {name: variable(name) for name in before}
+
+    for _ in range(2):
+        before, after = step()
+        assert all(np.any(before[name] != after[name]) for name in velocities)
+    scale = static.global_scope().find_var(program.LOSS_SCALE).get_tensor()
+    scale.set(np.array([3e38], "float32"), paddle.CPUPlace())
+    before, after = step()
+    np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
+    for name in names:
+        np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+    for name, velocity in velocities.items():  # as for a gradient of 0
+        decay = 0.0 if "batch_norm" in name else 0.01
+        expected = args.momentum * before[velocity] + decay * before[name]
+        np.testing.assert_allclose(after[velocity], expected, rtol=1e-5, atol=1e-8, err_msg=name)
+    scale.set(np.array([1024], "float32"), paddle.CPUPlace())
+    before, after = step()
+    assert all(np.any(before[name] != after[name]) for name in velocities)
+    assert np.isfinite(np.concatenate([after[name].ravel() for name in velocities])).all()
+
+
+def test_steps_without_overflow_are_those_of_the_plain_update(parse, monkeypatch):
+    def parameters(is_mended):
+        args = parse("--lr", "0.1")
+        args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, True, 1024.0
+        with monkeypatch.context() as patch, static.scope_guard(static.Scope()):
+            if not is_mended:
+                patch.setattr(optimizer, "_keep_parameters_on_overflow", lambda _: None)
+            compiled, exe, fetchs, lr_scheduler, main = build(args)
+            for images, labels in random_batches(3):
+                exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])
+                lr_scheduler.step()
+            return {p.name: variable(p.name) for p in main.all_parameters()}
+
+    plain, mended = parameters(False), parameters(True)
+    for name in plain:
+        np.testing.assert_array_equal(plain[name], mended[name], err_msg=name)
