@@ -12,7 +12,8 @@ _traced = None  # flags of the run that has begun its first pass
 
 
 def start(args, first_step, last_step):
-    """The trace of a run's first pass over a loader; None without --profile-steps and for every later pass.
+    """The trace of a run's first pass over a loader; None without --profile-steps, for every later pass, and where
+    --resume goes on behind the steps' beginning.
 
     Args:
         args: flags.
@@ -25,6 +26,9 @@ def start(args, first_step, last_step):
         return None
     _traced = args
     begin, end = args.profile_steps
+    if args.resume and begin < first_step:  # the command is one to be repeated until it is done
+        logger.warn(f"--profile-steps {begin}:{end}: no trace, since --resume goes on at step {first_step}")
+        return None
     if begin < first_step or end > last_step:
         raise UsageError(
             f"--profile-steps {begin}:{end} is not within this run's first steps {first_step}:{last_step}: give a "
@@ -38,7 +42,8 @@ class Trace:
     copies.
 
     Recording starts and ends with an empty queue. The other steps pay for a comparison of numbers. Paddle prepares a
-    program while it runs it for the first time and names no operators in that step.
+    program while it runs it for the first time and names no operators in that step. A run that is stopped in between
+    writes no trace.
     """
 
     def __init__(self, args, begin, end):

@@ -60,3 +60,13 @@ def test_steps_that_the_run_has_not_are_refused_before_the_first(run_train, tmp_
     assert_one_sentence(capsys.readouterr().err, [f"--profile-steps {says}", f"0:{end}"])
     assert not any(isinstance(entry["step"], list) for entry in report)
     assert not (tmp_path / "output/profile").exists()
+
+
+def test_repeated_command_goes_on_where_the_traced_steps_are_over(run_train, stop_before, tmp_path, capsys):
+    flags = ["--resume", "--profile-steps", "0:3"]
+    stop_before(train_step=2)
+    assert run_train(*flags)[0] == 75
+    stop_before()
+    assert run_train(*flags)[0] == 0
+    assert "--profile-steps 0:3: no trace, since --resume goes on at step 2" in capsys.readouterr().err
+    assert not (tmp_path / "output/profile").exists()
