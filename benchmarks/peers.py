@@ -49,6 +49,8 @@ WORKER_FLAGS = ("image_root", "arch", "device", "batch_size", "crop_size", "thre
 def run(args):
     """Measure the rows in turn, --repeats times; one JSON line each goes to --output at once."""
     rows = [row for row in ROWS if any(words in row for words in args.rows or DEFAULT_ROWS)]
+    if args.image_root is None and any("JPEG" in row for row in rows):
+        sys.exit("--image-root: name the folder with train/ and val/, or choose --rows synthetic")
     results = []
     with tempfile.TemporaryDirectory() as folder, open(args.output, "a", encoding="utf-8") as output:
         for repetition in range(args.repeats):
@@ -149,7 +151,7 @@ def worker(args):
     norms = [p for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d) for p in m.parameters()]
     others = [p for p in model.parameters() if all(p is not norm for norm in norms)]
     groups = [{"params": others, "weight_decay": 3.0517578125e-05}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.SGD(groups, lr=0.256, momentum=0.875, fused=on_gpu)
+    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.875, fused=on_gpu)
     scaler = torch.amp.GradScaler(device.type, init_scale=128.0, enabled=on_gpu)
     if not training:
         model.eval()

@@ -1,0 +1,70 @@
+"""benchmarks/peers.py as far as it needs neither PyTorch nor a GPU."""
+
+import importlib.util
+import sys
+
+import pytest
+
+import config
+from conftest import ROOT
+
+spec = importlib.util.spec_from_file_location("peers", ROOT / "benchmarks" / "peers.py")
+peers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(peers)
+
+
+def parse(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["peers.py", *map(str, words)])
+    return peers.parse_args()
+
+
+@pytest.mark.parametrize("task", sorted({task for task, _, _ in peers.ROWS.values()}))
+def test_our_side_is_a_benchmark_with_known_flags(monkeypatch, tmp_path, task):
+    args = parse(monkeypatch, "run", "--image-root", "photos", "--batch-size", "64", "--steps", "7", "--threads", "3")
+    python, script, *words = peers.ours(args, task, tmp_path / "report.json")
+    assert script == "train.py"
+    flags = config.parse_args(words)
+    assert flags.benchmark and flags.amp and flags.amp_level == "O2" and flags.data_layout == "NHWC"
+    assert (flags.batch_size, flags.benchmark_steps, flags.benchmark_warmup_steps) == (64, 7, 50)
+    assert flags.run_scope.trains == task.startswith("train")
+    assert (flags.data_format == "synthetic") == task.endswith("synthetic")
+    if not task.endswith("synthetic"):
+        assert (flags.image_root, flags.dali_num_threads) == ("photos", 3)
+
+
+def test_figures_of_a_report_and_of_a_failure(monkeypatch, run_train, tmp_path):
+    """The report of a real benchmark, read as the measurement does it; a run that ends with an error."""
+    flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1", "--run-scope", "train_only"]
+    code, entries = run_train(*flags)
+    assert code == 0
+    found = peers.read_report(tmp_path / "report.json")
+    assert found["ips"] == entries[-1]["data"]["train.ips"]
+    assert found["first_step_at"] < float(entries[-1]["timestamp"])
+    assert "paddle" in found["versions"]
+    args = parse(monkeypatch, "run", "--image-root", tmp_path / "nowhere", "--device", "cpu")
+    result = peers.measure(args, "train, JPEG: ours", tmp_path)
+    assert result["returncode"] == 2
+    assert f"{tmp_path}/nowhere" in result["error"]
+
+
+def test_table_has_medians_and_ratios_of_what_was_measured():
+    ours, eager, compiled = (f"train, synthetic: {who}" for who in ("ours", "PyTorch eager", "PyTorch compile"))
+    results = [{"row": ours, "ips": ips, "first_step_s": 9.0} for ips in (6000.0, 7000.0, 6800.0)]
+    results += [{"row": compiled, "ips": ips, "first_step_s": s} for ips, s in ((800.0, 40.0), (850.0, 20.0))]
+    results += [{"row": compiled, "error": "out of memory"}, {"row": eager, "error": "no torch"}]
+    assert peers.table(results).splitlines()[2:] == [
+        "| train, synthetic | ours | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 9.0 (9.0 to 9.0) |",
+        "| train, synthetic | PyTorch eager | 0 (1 failed) |  |  |  |  |",
+        "| train, synthetic | PyTorch compile | 2 (1 failed) | 825 | 800 to 850 | 8.242 x | 30.0 (20.0 to 40.0) |",
+    ]
+
+
+def test_warm_up_cannot_be_left_out(monkeypatch):
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "run", "--warmup-steps", "0")
+
+
+def test_images_are_asked_for_before_the_first_measurement(monkeypatch):
+    args = parse(monkeypatch, "run", "--rows", "train, synthetic: ours", "--rows", "JPEG: ours")
+    with pytest.raises(SystemExit, match="--image-root"):
+        peers.run(args)
