@@ -166,6 +166,22 @@ def test_overflows_are_skipped_and_training_recovers(run_train):
     assert np.isfinite(phase(report, [11], "val.")["loss"])
 
 
+@pytest.mark.parametrize("flags", [O1, O2, SPARSE], ids=["O1", "O2", "O2 ASP"])
+def test_overflows_leave_the_parameters_alone(run_train, tmp_path, flags):
+    """An epoch in which every step overflows ends with the parameters of one with learning rate 0."""
+    found = []
+    for name, change in (("overflows", ["--scale-loss", "3e38"]), ("still", ["--lr", "0"])):
+        code, report = run_train("--run-scope", "train_only", *flags, *change, "--output-dir", tmp_path / name)
+        assert code == 0
+        found.append(pickle.loads((tmp_path / name / "Tiny/0/tiny.pdparams").read_bytes()))
+        scale = phase(report, [0], "train.")["loss_scale"]
+        assert scale == pytest.approx(3e38 / 2**3 if name == "overflows" else 128)
+    overflows, still = found
+    for name in still:
+        if not name.endswith(("w_1", "w_2")):  # BN statistics
+            np.testing.assert_array_equal(overflows[name], still[name], err_msg=name)
+
+
 def test_sparse_training_in_half_precision_keeps_the_pattern(run_train, tmp_path):
     assert run_train(*O2, "--asp", "--prune-model")[0] == 0
     params = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
