@@ -50,8 +50,8 @@ def _run(args, argv):
         logger.info(yaml.safe_dump(config.as_dict(args), sort_keys=False, default_flow_style=None).rstrip())
 
     paddle.enable_static()
-    distributed.start(args)
     with distributed.leaving_together():
+        distributed.start(args)
         _work(args, argv)
 
 

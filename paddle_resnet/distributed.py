@@ -94,6 +94,10 @@ def start(args):
     np.random.seed(args.seed)
     if args.device == "gpu":
         paddle.set_flags(GPU_FLAGS)
+    if world_size() > 1:
+        # Before Fleet, whose set-up of the communication may wait for a process that is gone.
+        host = os.environ["PADDLE_MASTER"].rpartition(":")[0]
+        watchdog.start(rank(), world_size(), host, from_rank_0, args.comm_timeout_s)
     set_log_level("ERROR")  # before the strategy, which reports its own creation
     strategy = fleet.DistributedStrategy()
     # oneDNN writes a convolution's gradient into memory of its own, not into the buffer of a fused all-reduce.
@@ -103,9 +107,6 @@ def start(args):
         # Fleet writes NCCL's set-up into the start-up program even where there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         paddle.distributed.init_parallel_env()
-    if world_size() > 1:
-        host = os.environ["PADDLE_MASTER"].rpartition(":")[0]
-        watchdog.start(rank(), world_size(), host, from_rank_0, args.comm_timeout_s)
 
 
 def adapt_communication(args, main_prog, startup_prog):

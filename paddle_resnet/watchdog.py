@@ -84,6 +84,8 @@ def announce(error):
     code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     name = "" if isinstance(error, (UsageError, RunError)) else f"{type(error).__name__} "
     _watch.fail(f"{name}{error}".strip(), code)
+    # Paddle's own threads and processes, half set up, may keep a process from its end.
+    faulthandler.dump_traceback_later(SILENCE_S, exit=True)
 
 
 def post(topic, key, data):

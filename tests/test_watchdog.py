@@ -195,10 +195,13 @@ def test_words_of_an_error_and_exit_code(monkeypatch):
 
     told = []
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0)
+    armed = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda s, exit: armed.append((s, exit)))
     monkeypatch.setattr(watchdog, "_watch", type("Watch", (), {"fail": lambda self, *words: told.append(words)})())
     for error in (DataError("bad.jpg"), RunError("no room"), KeyboardInterrupt(), ZeroDivisionError("by 0")):
         watchdog.announce(error)
     assert told == [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
+    assert armed == [(watchdog.SILENCE_S, True)] * 4  # should the process not come to its end
 
 
 def test_lines_arrive_whole(spoke):
