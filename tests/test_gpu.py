@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from time import monotonic
 
 import numpy as np
 import paddle
@@ -228,19 +229,40 @@ def two_gpus(photos, tmp_path):
     if paddle.device.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
 
-    def two_gpus(*flags):
+    def two_gpus(*flags, fault=None):
         launcher = ["-m", "paddle.distributed.launch", "--gpus", "0,1", "--log_dir", tmp_path / "log"]
         places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
         command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags, "--batch-size", "5"]
         environment = {**os.environ, "PARAMETERS": str(tmp_path), "FLAGS_cudnn_deterministic": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment["FAULT"] = fault or ""
         done = subprocess.run(
             list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
         )
+        if fault:
+            assert done.returncode != 0
+            return [(tmp_path / f"log/workerlog.{rank}").read_text() for rank in range(2)]
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return read_report(tmp_path / "report.json")
 
     return two_gpus
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("1 4 raises", "rank 1 failed first: ZeroDivisionError"),
+        ("1 4 killed", "rank 1 failed first: its process ended"),
+        ("1 4 hangs", "--comm-timeout-s 20: no progress for that long: rank 1 last seen in epoch 1 train, step"),
+    ],
+    ids=["raises", "killed", "hangs"],
+)
+def test_a_rank_that_fails_ends_a_job_on_two_gpus(two_gpus, fault, says):
+    """Rank 0 waits in NCCL, which does not end by itself."""
+    start = monotonic()
+    logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", fault=fault)
+    assert monotonic() - start < 90
+    assert_one_sentence(logs[0], [says])
 
 
 @pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)

@@ -2,6 +2,7 @@ import csv
 
 import numpy as np
 import paddle
+from paddle import static
 
 from conftest import phase
 from paddle_resnet import distributed, program, report
@@ -98,3 +99,29 @@ def test_start_line_counts_the_fused_operators_that_run(parse, monkeypatch):
     images, labels = random_batches(1)[0]
     loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
     assert np.isfinite(loss)
+
+
+def test_figures_of_a_step_over_all_processes():
+    everyone = [
+        (8, {"loss": 1.0, "top1": 0.5, "ips": 100.0, "data_time": 0.1}, {"lr": 0.3}),
+        (2, {"loss": 2.0, "top1": 0.0, "ips": 50.0, "data_time": 0.3}, {"lr": 0.3}),
+    ]
+    result = report.over_all(everyone)
+    assert result == {"loss": 1.2, "top1": 0.4, "ips": 150.0, "data_time": 0.2, "lr": 0.3}
+    assert list(result) == ["loss", "top1", "ips", "data_time", "lr"]
+
+
+def test_start_line_counts_the_gradient_all_reduces(parse, monkeypatch):
+    main = static.Program()
+    backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
+    with static.program_guard(main):
+        main.global_block().create_var(name="g", shape=[2], dtype="float32")
+        for role in (backward, backward, 0):  # the last one is no gradient's
+            places = {"inputs": {"X": "g"}, "outputs": {"Out": "g"}}
+            main.global_block().append_op(type="c_allreduce_sum", **places, attrs={"ring_id": 0, "op_role": role})
+    args = parse()
+    assert "all-reduces" not in report.start_line(args, [1, 2], None, static.CompiledProgram(main))
+    monkeypatch.setattr("paddle_resnet.distributed.world_size", lambda: 4)
+    assert report.start_line(args, [1, 2], None, static.CompiledProgram(main)).endswith(
+        "train 2 steps an epoch, 2 gradient all-reduces a step"
+    )
