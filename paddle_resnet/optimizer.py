@@ -109,9 +109,10 @@ def _keep_parameters_on_overflow(block):
     left of that is that momentum decays as for a gradient of 0, in one of thousands of steps; to keep it, too, would
     take one more operator a parameter in every step.
     """
-    overflow = next(op.input("FoundInfinite")[0] for op in block.ops if op.type == "update_loss_scaling")
+    scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
     updates = [i for i, op in enumerate(block.ops) if op.type == "momentum"]
-    overflow, rate = block.var(overflow), block.var(block.ops[updates[0]].input("LearningRate")[0])
+    overflow = block.var(scaling.input("FoundInfinite")[0])
+    rate = block.var(block.ops[updates[0]].input("LearningRate")[0])
     overflows, proceeds, effective_rate = (
         block.create_var(name=unique_name.generate(name), shape=[1], dtype=paddle.float32)
         for name in ("overflows", "proceeds", f"{rate.name}_unless_overflow")
