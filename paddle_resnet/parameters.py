@@ -158,8 +158,16 @@ def read(name):
 
 def set_variable(name, array, place):
     tensor = _tensor(name)
-    dtype = np.array(tensor).dtype if array.dtype.kind == "f" else array.dtype
-    tensor.set(np.ascontiguousarray(array.astype(dtype)), place)
+    if array.dtype.kind == "f":
+        array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
+    tensor.set(np.ascontiguousarray(array), place)
+
+
+def _bfloat16(array):
+    """Floats rounded to the nearest bfloat16, ties to even as on a GPU, in the form in which Paddle takes them: their
+    bits as uint16, the upper half of a float32."""
+    bits = array.astype(np.float32).view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
 
 def _classifier(program):

@@ -149,9 +149,8 @@ def _peak_memory(args):
     if args.device == "cpu":
         return {}
     gpu = distributed.local_gpu()
-    mine = [paddle.device.cuda.max_memory_allocated(gpu) / MIB, paddle.device.cuda.max_memory_reserved(gpu) / MIB]
-    allocated, reserved = distributed.all_gather(mine).max(axis=0)
-    return {"peak_memory_allocated_mib": float(allocated), "peak_memory_reserved_mib": float(reserved)}
+    mine = paddle.device.cuda.max_memory_allocated(gpu) / MIB
+    return {"peak_memory_allocated_mib": float(distributed.all_gather([mine]).max())}
 
 
 def _versions(args):

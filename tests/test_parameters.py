@@ -159,3 +159,20 @@ def test_float16_parameters_are_saved_from_their_float32_masters(args):
     saved = parameters.snapshot(main)[0][name]
     assert saved.dtype == np.float32
     np.testing.assert_array_equal(saved, master)
+
+
+def test_bfloat16_variables_get_the_nearest_values():
+    """As a GPU rounds; Paddle's CPU kernel cuts off."""
+    values = np.random.RandomState(0).standard_normal(1000).astype(np.float32)
+    values[:5] = 0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20  # ties and almost one
+    tensor = static.global_scope().var("rounded").get_tensor()
+    tensor.set(np.zeros(1000, np.uint16), paddle.CPUPlace())
+    parameters.set_variable("rounded", values, paddle.CPUPlace())
+    assert tensor._dtype() == paddle.bfloat16
+    rounded, below, above = (
+        ((parameters.read("rounded").astype(np.uint32) + step) << 16).astype(np.uint32).view(np.float32)
+        for step in (0, -1, 1)
+    )
+    assert rounded[:5].tolist() == [0, 1, 1 + 2**-6, -1, 1 + 2**-7]
+    error = np.abs(rounded - values)[1:]
+    assert (error <= np.abs(below - values)[1:]).all() and (error <= np.abs(above - values)[1:]).all()
