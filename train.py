@@ -59,7 +59,7 @@ def _work(args, argv):
     import paddle
     from paddle import static
 
-    from paddle_resnet import agreement, checkpoint, dali, distributed, parameters, program, report
+    from paddle_resnet import agreement, checkpoint, dali, distributed, folding, parameters, program, report
     from paddle_resnet.optimizer import cast_evaluation_program, prune
     from paddle_resnet.saver import Saver
 
@@ -95,6 +95,7 @@ def _work(args, argv):
         compiled_train = program.compile_prog(args, train_prog, train_fetchs["loss"][0].name)
     if evaluates:
         cast_evaluation_program(args, eval_prog, place)
+        refold = folding.fold_batch_norms(args, eval_prog, exe)
         compiled_eval = program.compile_prog(args, eval_prog, is_train=False)
     agreement.check_work(train_loader, eval_loader, main_prog)
     logger.info(report.start_line(args, train_loader, eval_loader, compiled_train if trains else compiled_eval))
@@ -103,6 +104,7 @@ def _work(args, argv):
         return
 
     def evaluate(epoch):
+        refold()
         result = program.run(args, eval_loader, exe, compiled_eval, eval_fetchs, epoch, Mode.EVAL)
         program.log_info((epoch,), result, Mode.EVAL)
         return report.write_classes(args, result, eval_loader.classes)

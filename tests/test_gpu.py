@@ -26,7 +26,9 @@ O2 = [*O1, "--use-pure-fp16", "--dali-output-fp16"]
 SPARSE = [*O2, "--asp", "--prune-model"]
 BF16_O1 = [*FP32, "--data-layout", "NHWC", "--image-shape", "4,32,32", "--amp", "--amp-dtype", "bfloat16"]
 BF16_O2 = [*BF16_O1, "--amp-level", "O2", "--dali-output-fp16"]
-KINDS = {"fp32": FP32, "O1": O1, "O2": O2, "O2 ASP": SPARSE, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
+EXACT = {"fp32": FP32, "O1": O1, "O2": O2, "O2 ASP": SPARSE}
+# Two runs in bfloat16 differ from the second step on, even with FLAGS_cudnn_deterministic.
+KINDS = {**EXACT, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
 
 
 def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos):
@@ -119,7 +121,7 @@ def deterministic():
 
 
 @pytest.mark.parametrize("step", [4, 6, 8], ids=["inside an epoch", "between epochs", "in the last epoch"])
-@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("flags", EXACT.values(), ids=EXACT)
 def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
     run_train, stop_before, deterministic, tmp_path, flags, step
 ):
@@ -260,7 +262,7 @@ def two_gpus(photos, tmp_path):
 def test_a_rank_that_fails_ends_a_job_on_two_gpus(two_gpus, fault, says):
     """Rank 0 waits in NCCL, which does not end by itself."""
     start = monotonic()
-    logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", fault=fault)
+    logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", *FP32, fault=fault)
     assert monotonic() - start < 90
     assert_one_sentence(logs[0], [says])
 

@@ -1,0 +1,80 @@
+"""Batch normalisation folded into the convolutions before it, for evaluation on a GPU.
+
+With fixed statistics it is a scale and a shift of each channel: the scale goes into the filters, the shift remains. In
+half precision an evaluation spends more time on normalising than on convolving; see benchmarks/step_h200_2026-11-21.md.
+"""
+
+import paddle
+from paddle import static
+
+
+def fold_batch_norms(args, program, exe):
+    """Rewrite an evaluation program that runs in half precision on a GPU; others stay as they are, float32 as the exact
+    reference.
+
+    Args:
+        args: flags.
+        program: evaluation Program after cast_evaluation_program, its parameters in the scope.
+        exe: static.Executor.
+    Returns:
+        function without arguments that brings the folded filters up to date with the parameters; to be called before
+        each evaluation.
+    """
+    if not args.amp:
+        return lambda: None
+    fold_prog = _fold(program, 1 if args.data_layout == "NCHW" else -1)
+
+    def refold():
+        exe.run(fold_prog)
+
+    refold()
+    return refold
+
+
+def _fold(program, channel_axis):
+    """Rewrite; returns the program that computes the folded filters and shifts."""
+    block, fold_prog = program.global_block(), static.Program()
+    makers = {name: op for op in block.ops for name in op.output_arg_names}
+    for bn in [op for op in block.ops if op.type == "batch_norm"]:
+        out = bn.input("X")[0]
+        conv = makers[out]
+        if conv.type != "conv2d":
+            continue
+        used = block.var(conv.input("Filter")[0])
+        cast = makers.get(used.name)  # of level O1
+        filters = block.var(cast.input("X")[0]) if cast is not None else used
+        shift_of = block.var(bn.input("Bias")[0])
+        folded = _persistable(block, f"{filters.name}.folded", filters.shape, used.dtype)
+        shift = _persistable(block, f"{shift_of.name}.folded", shift_of.shape, block.var(out).dtype)
+        with static.program_guard(fold_prog):
+            _compute(fold_prog.global_block(), block, bn, filters, folded, shift)
+        conv._rename_input(used.name, folded.name)
+        place = block.ops.index(bn)
+        block._insert_op_without_sync(
+            place,
+            type="elementwise_add",
+            inputs={"X": block.var(out), "Y": shift},
+            outputs={"Out": block.var(bn.output("Y")[0])},
+            attrs={"axis": channel_axis},
+        )
+        block._remove_op(place + 1, sync=False)
+        if cast is not None:
+            block._remove_op(block.ops.index(cast), sync=False)
+    block._sync_with_cpp()
+    return fold_prog
+
+
+def _compute(fold_block, block, bn, filters, folded, shift):
+    scale, bias, mean, variance, filters = (
+        _persistable(fold_block, variable.name, variable.shape, variable.dtype)
+        for variable in (*(block.var(bn.input(name)[0]) for name in ("Scale", "Bias", "Mean", "Variance")), filters)
+    )
+    factor = scale / paddle.sqrt(variance + bn.attr("epsilon"))
+    product = filters.astype("float32") * paddle.reshape(factor, [-1, 1, 1, 1])
+    for value, target in ((product, folded), (bias - mean * factor, shift)):
+        target = _persistable(fold_block, target.name, target.shape, target.dtype)
+        paddle.assign(value.astype(target.dtype), output=target)
+
+
+def _persistable(block, name, shape, dtype):
+    return block.create_var(name=name, shape=shape, dtype=dtype, persistable=True)
