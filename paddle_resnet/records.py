@@ -110,8 +110,9 @@ def _without(index, shard, kind, skip):
     kept = ~np.isin(starts, list(skip))
     if kind == "webdataset":
         with open(index.path, encoding="utf-8") as f:
-            lines = [line for line, keep in zip(f.readlines()[1:], kept, strict=True) if keep]
-        lines.insert(0, f"v1.1 {len(lines)}\n")
+            version = f.readline().split()[0]
+            lines = [line for line, keep in zip(f, kept, strict=True) if keep]
+        lines.insert(0, f"{version} {len(lines)}\n")
     elif kind == "tfrecord":
         lines = [f"{offset} {size}\n" for offset, size in index.images[kept].tolist()]
     else:

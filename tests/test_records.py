@@ -157,6 +157,20 @@ def test_empty_shard_is_refused(tmp_path, kind):
         records.open_index(str(shard), kind)
 
 
+def test_index_of_dalis_newer_form_keeps_it_without_skipped_images(tmp_path, cache):
+    """v1.2 has the name of each file behind its extension, offset and size."""
+    shard = str(write(tmp_path, "webdataset"))
+    first = records.open_index(shard, "webdataset")
+    head, *lines = Path(first.path).read_text().splitlines()
+    words = [line.split() for line in lines]
+    lines = [" ".join(f"{e} {o} {s} x.{e}" for e, o, s in zip(w[::3], w[1::3], w[2::3], strict=True)) for w in words]
+    Path(first.path).write_text("\n".join([head.replace("v1.1", "v1.2"), *lines]) + "\n")
+    assert records.open_index(shard, "webdataset").images.tolist() == first.images.tolist()
+    rest = records.open_index(shard, "webdataset", frozenset({int(first.images[0, 0])}))
+    assert rest.images.tolist() == first.images[1:].tolist()
+    assert Path(rest.path).read_text().splitlines() == ["v1.2 4", *lines[1:]]
+
+
 def tar(path, names):
     with tarfile.open(path, "w") as archive:
         for name in names:
