@@ -20,7 +20,19 @@ from utils.mode import Mode
 READER = "Reader"  # name of the reading operator in a pipeline
 
 
-class ShardIterator(DALIGenericIterator):
+class _Steps:
+    """Counting in steps, for iterators that have `images` an epoch of which `_left` are still to come."""
+
+    def __len__(self):
+        return -(-self.images // self.batch_size)
+
+    @property
+    def step(self):
+        """Batches of this epoch that have been taken."""
+        return -(-(self.images - self._left) // self.batch_size)
+
+
+class ShardIterator(_Steps, DALIGenericIterator):
     """DALI's Paddle iterator with exact epochs, for GPU and CPU pipelines.
 
     Every process reads ceil(ceil(size / num_shards) / batch) batches an epoch, padded ones included, so that all
@@ -55,14 +67,6 @@ class ShardIterator(DALIGenericIterator):
         )
         with self._naming_bad_images():
             self._schedule_runs(False)  # decoding starts now, while the program is being built
-
-    def __len__(self):
-        return -(-self.images // self.batch_size)
-
-    @property
-    def step(self):
-        """Batches of this epoch that have been taken."""
-        return -(-(self.images - self._left) // self.batch_size)
 
     def state(self):
         """Where a training loader stands, as plain data for build_dataloader."""
@@ -139,7 +143,7 @@ class EmptyIterator:
         pass
 
 
-class SyntheticIterator:
+class SyntheticIterator(_Steps):
     """The same random images and labels every step, in device memory: measures the program without a loader.
 
     Args:
@@ -171,13 +175,6 @@ class SyntheticIterator:
         self._full = {name: self._tensor(array) for name, array in self._host.items()}
         self._conditions = conditions
         self._left = self.images - (state["step"] if state else 0) * self.batch_size
-
-    def __len__(self):
-        return -(-self.images // self.batch_size)
-
-    @property
-    def step(self):
-        return -(-(self.images - self._left) // self.batch_size)
 
     def state(self):
         return {"conditions": self._conditions, "step": self.step}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_resnet import convert, records
+from paddle_resnet import records, writers
 from utils.errors import UsageError
 
 KINDS = {"tfrecord": "train-00000-of-00001", "recordio": "train.rec", "webdataset": "train-000000.tar"}
@@ -19,12 +19,12 @@ def write(folder, kind, count=5):
     path = folder / KINDS[kind]
     images = [(bytes([i]) * (100 + i), i) for i in range(count)]
     if kind == "recordio":
-        with convert.SINGLE_FILE[kind](str(folder), "train") as writer:
+        with writers.SINGLE_FILE[kind](str(folder), "train") as writer:
             writer.write(images)
             writer.finish()
         os.unlink(folder / "train.idx")
     else:
-        with convert.SHARDED[kind](str(path)) as writer:
+        with writers.SHARDED[kind](str(path)) as writer:
             for number, (image, label) in enumerate(images):
                 writer(number, image, "jpg", label)
     return path
@@ -221,7 +221,7 @@ def test_records_without_a_label_are_refused(tmp_path):
     with pytest.raises(UsageError, match="image/encoded and image/class/label"):
         records.read_label(str(tmp_path / "other"), "tfrecord", 0, size)
 
-    (tmp_path / "flagged").write_bytes(convert.recordio_record(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
+    (tmp_path / "flagged").write_bytes(writers.recordio_record(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
     with pytest.raises(UsageError, match="it has several labels"):
         records.read_label(str(tmp_path / "flagged"), "recordio", 0, 0)
 
@@ -231,7 +231,7 @@ def test_records_without_a_label_are_refused(tmp_path):
 
 
 def test_lmdb_tells_its_size_and_labels(tmp_path):
-    with convert.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
+    with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
         writer.write([(b"x", 300), (b"y", 2), (b"z", 1)])
         writer.finish()
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 1) == (3, [300, 1])
