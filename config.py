@@ -253,6 +253,13 @@ def _add_advanced(group):
         default=600,
         help="seconds without progress of any one process after which a job of several processes ends",
     )
+    group.add_argument(
+        "--kernels",
+        default="auto",
+        choices=["auto", "native", "paddle"],
+        help="BN, its ReLU and addition, and max pooling in NHWC by this project's own kernels or by Paddle's; auto: "
+        "native on a GPU in NHWC if they can be built",
+    )
     _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
     _add_switch(group, "--asp", help="train with 2:4 sparsity")
     _add_switch(group, "--prune-model", help="prune the weights to 2:4 before training (with --asp)")

@@ -38,11 +38,12 @@ def _run(args, argv):
     # Paddle and DALI take seconds to import: not before the flags are known to be right.
     import paddle
 
-    from paddle_resnet import distributed
+    from paddle_resnet import distributed, native
     from utils.affinity import bind_to_gpu
 
     logger.setup(args.report_file, distributed.rank())
     distributed.resolve_devices(args)
+    native.resolve(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(distributed.local_gpu())
     logger.log("PARAMETER", config.as_dict(args))

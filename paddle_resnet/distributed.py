@@ -100,8 +100,12 @@ def start(args):
         watchdog.start(rank(), world_size(), host, from_rank_0, args.comm_timeout_s)
     set_log_level("ERROR")  # before the strategy, which reports its own creation
     strategy = fleet.DistributedStrategy()
-    # oneDNN writes a convolution's gradient into memory of its own, not into the buffer of a fused all-reduce.
-    strategy.fuse_all_reduce_ops = args.device == "gpu"
+    # oneDNN, which convolves in NCHW on a CPU, writes gradients into memory of its own, not into a fused all-reduce's.
+    strategy.fuse_all_reduce_ops = args.device == "gpu" or args.data_layout == "NHWC"
+    if args.kernels == "native":
+        build_strategy = strategy.build_strategy
+        build_strategy.fuse_bn_add_act_ops = False  # Fleet's default, which would leave nothing to fusion.py
+        strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
     if world_size() > 1 and args.device == "cpu":
         # Fleet writes NCCL's set-up into the start-up program even where there is no NCCL.
@@ -113,9 +117,8 @@ def adapt_communication(args, main_prog, startup_prog):
     """Mend what Fleet has written into the programs of a job of several processes."""
     if world_size() == 1:
         return
-    if args.device == "gpu":
-        _order_fused_all_reduces(main_prog.global_block())
-    else:
+    _order_fused_all_reduces(main_prog.global_block())
+    if args.device == "cpu":
         for program in (main_prog, startup_prog):
             _leave_out_nccl(program.global_block())
 
@@ -176,7 +179,7 @@ def build_bn_average(train_prog):
 
 def bn_statistics(train_prog):
     """Names of the running means and variances of a training program."""
-    ops = [op for op in train_prog.global_block().ops if op.type in ("batch_norm", "fused_bn_add_activation")]
+    ops = [op for op in train_prog.global_block().ops if "MeanOut" in op.output_names]
     return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]
 
 

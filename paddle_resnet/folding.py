@@ -20,7 +20,7 @@ def fold_batch_norms(args, program, exe):
         function without arguments that brings the folded filters up to date with the parameters; to be called before
         each evaluation.
     """
-    if not args.amp:
+    if not args.amp or args.kernels == "native":
         return lambda: None
     fold_prog = _fold(program, 1 if args.data_layout == "NCHW" else -1)
 

@@ -10,7 +10,7 @@ from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
-from paddle_resnet import distributed, profile, watchdog
+from paddle_resnet import distributed, fusion, posting, profile, watchdog
 from paddle_resnet.models import build_model
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp, mend_updates
 from paddle_resnet.report import StepLog
@@ -154,6 +154,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
             mend_updates(args, main_prog)
             distributed.adapt_communication(args, main_prog, startup_prog)
+        if args.kernels == "native":
+            posting.post(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
 
 
@@ -174,6 +176,8 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         for op in program.global_block().ops:
             if op.type in ("conv2d", "conv2d_grad"):
                 op._set_attr("use_mkldnn", True)
+    if args.kernels == "native":
+        fusion.fuse(program)
     return static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
 
 
@@ -212,7 +216,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save):
     """As run, and calls `save(epoch, step)` before a step every --save-interval-steps."""
     names = list(fetchs)
-    variables = [variable for variable, _ in fetchs.values()]
+    dispatch = posting.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
     meters = [meter for _, meter in fetchs.values()]
     first_step = args.benchmark_warmup_steps if args.benchmark else 0
     last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
@@ -237,6 +241,11 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             metrics.update(clock.since_last_log())
             step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
 
+    def drain():
+        read()
+        if args.device == "gpu":
+            paddle.device.cuda.synchronize()  # the metrics are there before the step ends
+
     watchdog.phase(f"epoch {epoch} {mode.value}")
     batches = iter(dataloader)
     start, stopped = 0 if args.benchmark else dataloader.step, False
@@ -250,15 +259,15 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             stopped = True
             break
         if save is not None and args.save_interval_steps and step > start and step % args.save_interval_steps == 0:
-            read()
+            drain()
             clock.close_step()
             save(epoch, step)
             watchdog.phase(f"epoch {epoch} {mode.value}")
             clock.resume()
         if trace is not None:
-            trace.before(step, read, clock)
+            trace.before(step, drain, clock)
         if step == first_step:
-            read()
+            drain()
             for meter in meters:
                 meter.reset()
             clock.restart()
@@ -267,7 +276,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         if batch is None:
             if not args.benchmark:
                 raise RuntimeError(f"the loader ended at step {step} of {last_step}")
-            read()
+            drain()
             clock.close_step()
             dataloader.reset()
             batches = iter(dataloader)
@@ -276,18 +285,18 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         clock.data_ready()
         watchdog.step(step)
         images = batch[0]["label"].shape()[0]
-        handles = exe.run(program, feed=batch[0], fetch_list=variables, return_numpy=False)
+        handles = dispatch(batch[0])
         dispatched = (step, images, lr_scheduler.last_lr if lr_scheduler else None, handles)
         if lr_scheduler is not None:
             lr_scheduler.step()
         read()
         in_flight = dispatched
         clock.step_done(images)
-    read()
+    drain()
     clock.close_step()
     step_log.finish()
     if trace is not None:
-        trace.before(last_step, read, clock)
+        trace.before(last_step, drain, clock)
     if not args.benchmark and not stopped:
         _finish_epoch(dataloader, batches)
     averages = {name: meter for name, meter in zip(names, meters, strict=True) if name != "confusion"}

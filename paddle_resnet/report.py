@@ -49,7 +49,7 @@ def _fused_operators(args, compiled):
     takes what is compiled here."""
     compiled._compile(static.global_scope(), distributed.place(args))
     types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
-    fused = {name: count for name, count in sorted(types.items()) if name.startswith("fused_")}
+    fused = {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}
     return ", ".join(f"{count} {name}" for name, count in fused.items()) or "no fused operators"
 
 

@@ -26,6 +26,7 @@ TINY = [
     *("--batch-size", "8", "--dali-num-threads", "2", "--show-config", "false", "--warmup-epochs", "0"),
     *("--lr", "0.05", "--epochs", "1"),
 ]
+NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
 
 def pytest_collection_modifyitems(items):

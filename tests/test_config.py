@@ -87,6 +87,7 @@ OURS = {
     "lighting": 0.0,
     "rotate-degrees": 0.0,
     "interp": "linear",
+    "kernels": "auto",
 }
 DEFAULTS = {**NVIDIA, **OURS}
 

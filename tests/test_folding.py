@@ -28,7 +28,9 @@ def test_folded_program_computes_the_same(parse, flags):
     randomise()
     plain = program.clone()
     expected = losses(plain)
-    refold = folding.fold_batch_norms(SimpleNamespace(amp=True, data_layout=args.data_layout), program, exe)
+    refold = folding.fold_batch_norms(
+        SimpleNamespace(amp=True, kernels="paddle", data_layout=args.data_layout), program, exe
+    )
     assert not any(op.type == "batch_norm" for op in program.global_block().ops)
     np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
     # New parameters are seen from the next refold on.

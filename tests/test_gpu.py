@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from conftest import ROOT, TINY, assert_one_sentence, losses, phase, read_report
+from conftest import NHWC, ROOT, TINY, assert_one_sentence, losses, phase, read_report
 from paddle_resnet import dali
 from test_dali import epoch
 from utils.mode import Mode
@@ -20,15 +20,18 @@ from utils.mode import Mode
 pytestmark = pytest.mark.gpu
 
 FP32 = ["--device", "gpu"]
-O1 = [*FP32, "--data-layout", "NHWC", "--image-shape", "4,32,32", "--amp", "--scale-loss", "128"]
+FP32_NHWC = [*FP32, *NHWC]
+O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]
 O1 += ["--use-dynamic-loss-scaling"]
 O2 = [*O1, "--use-pure-fp16", "--dali-output-fp16"]
 SPARSE = [*O2, "--asp", "--prune-model"]
-BF16_O1 = [*FP32, "--data-layout", "NHWC", "--image-shape", "4,32,32", "--amp", "--amp-dtype", "bfloat16"]
+BF16_O1 = [*FP32_NHWC, "--amp", "--amp-dtype", "bfloat16"]
 BF16_O2 = [*BF16_O1, "--amp-level", "O2", "--dali-output-fp16"]
-EXACT = {"fp32": FP32, "O1": O1, "O2": O2, "O2 ASP": SPARSE}
+EXACT = {"fp32": FP32, "fp32 NHWC": FP32_NHWC, "O1": O1, "O2": O2, "O2 ASP": SPARSE}
 # Two runs in bfloat16 differ from the second step on, even with FLAGS_cudnn_deterministic.
 KINDS = {**EXACT, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
+STOPS = {f"{name} inside an epoch": (flags, 4) for name, flags in EXACT.items()}
+STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPARSE, 8)}
 
 
 def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos):
@@ -107,8 +110,7 @@ def test_level_o2_really_casts_and_its_checkpoint_is_float32(run_train, tmp_path
     assert {array.dtype for array in params.values()} == {np.dtype("float32")}
     optimizer = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdopt").read_bytes())
     assert any(name.endswith("_fp32_master_0") for name in optimizer)
-    in_float32 = [*FP32, "--image-shape", "4,32,32", "--data-layout", "NHWC"]
-    code, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0", *in_float32)
+    code, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0", *FP32_NHWC)
     assert code == 0
     assert phase(report, [], "val.")["images"] == 23
 
@@ -120,8 +122,7 @@ def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": False})
 
 
-@pytest.mark.parametrize("step", [4, 6, 8], ids=["inside an epoch", "between epochs", "in the last epoch"])
-@pytest.mark.parametrize("flags", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("flags, step", STOPS.values(), ids=STOPS)
 def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
     run_train, stop_before, deterministic, tmp_path, flags, step
 ):
@@ -216,13 +217,43 @@ def test_trace_has_the_kernels(run_train, tmp_path):
     assert {"Kernel", "Operator", "ProfileStep"} <= kinds, kinds
 
 
-@pytest.mark.parametrize("flags", [O1, O2], ids=["O1", "O2"])
-def test_start_line_counts_the_fused_operators(run_train, capsys, flags):
-    assert run_train("--dry-run", *flags)[0] == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Tiny on 1 x gpu"))
+FUSED = {
+    "native": (
+        "13 native_bn_act, 13 native_bn_act_backward, 4 native_bn_add_relu, 4 native_bn_add_relu_backward, "
+        "1 native_max_pool, 1 native_max_pool_backward"
+    ),
     # A residual unit's last BN, addition and ReLU; the other BN with a ReLU behind it.
-    assert "4 fused_bn_add_activation, 4 fused_bn_add_activation_grad" in line
-    assert "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad" in line
+    "paddle": (
+        "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad, 4 fused_bn_add_activation, 4 fused_bn_add_activation_grad"
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", FUSED)
+@pytest.mark.parametrize("flags", [O1, O2], ids=["O1", "O2"])
+def test_start_line_counts_the_fused_operators(run_train, capsys, flags, kernels):
+    assert run_train("--dry-run", *flags, "--kernels", kernels)[0] == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Tiny on 1 x gpu"))
+    assert FUSED[kernels] in line
+
+
+@pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
+def test_own_and_paddles_kernels_train_alike(run_train, deterministic, flags, tolerance):
+    """The first loss is that of the same parameters; later ones drift apart as rounding does."""
+    found = {}
+    for kernels in ("native", "paddle"):
+        choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2"]
+        code, report = run_train("--run-scope", "train_only", *flags, *choice)
+        assert code == 0
+        found[kernels] = losses(report)
+    for step, loss in found["paddle"].items():
+        relative = tolerance if step == (0, 0) else 0.1
+        assert found["native"][step] == pytest.approx(loss, rel=relative), step
+
+
+# On several GPUs training takes Paddle's kernels by default.
+NATIVE = {f"{name} native": [*flags, "--kernels", "native"] for name, flags in KINDS.items() if "NHWC" in flags}
+ON_TWO = KINDS | NATIVE
 
 
 @pytest.fixture
@@ -267,7 +298,7 @@ def test_a_rank_that_fails_ends_a_job_on_two_gpus(two_gpus, fault, says):
     assert_one_sentence(logs[0], [says])
 
 
-@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("flags", ON_TWO.values(), ids=ON_TWO)
 def test_two_gpus_keep_the_same_parameters(two_gpus, tmp_path, flags):
     two_gpus(*flags)
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
@@ -275,7 +306,7 @@ def test_two_gpus_keep_the_same_parameters(two_gpus, tmp_path, flags):
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
-@pytest.mark.parametrize("flags", [FP32, SPARSE], ids=["fp32", "O2 ASP"])
+@pytest.mark.parametrize("flags", [FP32, SPARSE, NATIVE["O2 ASP native"]], ids=["fp32", "O2 ASP", "O2 ASP native"])
 def test_two_gpus_go_on_bit_for_bit_inside_an_epoch(two_gpus, tmp_path, flags):
     flags = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "9", *flags]
     expected = losses(two_gpus(*flags))

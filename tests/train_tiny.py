@@ -91,7 +91,8 @@ class Shares(dali.SyntheticIterator):
         self._left -= n
         generator = np.random.RandomState(step)
         part = slice(rank * n, (rank + 1) * n)
-        images = generator.standard_normal((n * distributed.world_size(), 3, 32, 32)).astype("float32")[part]
+        shape = self._full["data"].shape()[1:]
+        images = generator.standard_normal((n * distributed.world_size(), *shape)).astype("float32")[part]
         labels = generator.randint(0, 3, (n * distributed.world_size(), 1)).astype("int64")[part]
         if (
             os.environ.get("OVERFLOW", "").split()[:1] == [str(rank)]

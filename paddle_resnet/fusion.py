@@ -1,0 +1,169 @@
+"""Programs rewritten to the project's own operators (native/): BN with the ReLU and the residual addition after it, and
+max pooling, in NHWC.
+
+This comes after all that Paddle writes into a program (precision, gradients, all-reduces), so that parameters,
+checkpoints and communication are the same with and without it.
+"""
+
+from collections import namedtuple
+
+import paddle
+
+VECTOR_BYTES = 16  # what a thread of the kernels reads at once
+TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
+
+# The operators between a BN and the tensor that all the rest of the program reads, and what is added on the way.
+Tail = namedtuple("Tail", "ops out relu addend")
+
+
+def fuse(program):
+    """Rewrite a program in place. What the kernels do not know stays Paddle's: layouts other than NHWC, channels that
+    are not whole vectors of 16 bytes.
+
+    Args:
+        program: training Program after minimize, or evaluation Program after cast_evaluation_program.
+    Returns:
+        number of Paddle's operators that are gone.
+    """
+    graph = _Graph(program.global_block())
+    for op in list(graph.block.ops):
+        if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.has_whole_vectors(op):
+            (_fuse_inference if op.attr("is_test") else _fuse_training)(graph, op)
+        elif op.type == "pool2d" and _is_plain_max_pool(op) and graph.has_whole_vectors(op):
+            _fuse_max_pool(graph, op)
+    return graph.finish()
+
+
+class _Graph:
+    """Who makes and who reads each variable of a block, and the changes to be made to it."""
+
+    def __init__(self, block):
+        self.block = block
+        self.makers, self.readers = {}, {}
+        for op in block.ops:
+            self.makers.update(dict.fromkeys(op.output_arg_names, op))
+            for name in set(op.input_arg_names):
+                self.readers.setdefault(name, []).append(op)
+        fused_buffers = [op for op in block.ops if op.type == "coalesce_tensor"]
+        self.coalesced = {name for op in fused_buffers for name in op.output("Output")}
+        self.replaced = []
+
+    def variables(self, op, *names):
+        """{name: variable} of inputs or outputs of an operator."""
+        inputs = set(op.input_names)
+        return {name: self.block.var((op.input if name in inputs else op.output)(name)[0]) for name in names}
+
+    def has_whole_vectors(self, op):
+        x = self.variables(op, "X")["X"]
+        return x.dtype in TYPE_BYTES and x.shape[-1] * TYPE_BYTES[x.dtype] % VECTOR_BYTES == 0
+
+    def only_reader(self, name, op_type):
+        """The one operator of the forward pass that reads a variable, if it is of this type."""
+        readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
+        return readers[0] if len(readers) == 1 and readers[0].type == op_type else None
+
+    def gradient(self, op):
+        """The operator that computes the gradient of another one."""
+        out = op.output("Y" if op.type == "batch_norm" else "Out")[0]
+        return next(reader for reader in self.readers[f"{out}@GRAD"] if reader.type == f"{op.type}_grad")
+
+    def summands(self, name):
+        """The one or two variables whose sum a gradient is, and the operators that add them."""
+        maker = self.makers[name]
+        summands = maker.input_arg_names
+        adds = maker.type in ("sum", "grad_add") and len(summands) == 2 and len(self.readers[name]) == 1
+        names, ops = (summands, [maker]) if adds else ([name], [])
+        return [self.block.var(name) for name in names], ops
+
+    def replace(self, ops, at, op_type, inputs, outputs, attrs):
+        """Put an operator before `at`; `ops` will go."""
+        attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
+        place = self.block.ops.index(at)
+        self.block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
+        self.replaced += ops
+
+    def finish(self):
+        for op in self.replaced:
+            self.block._remove_op(self.block.ops.index(op), sync=False)
+        self.block._sync_with_cpp()
+        return len(self.replaced)
+
+
+def _tail(graph, bn):
+    y = bn.output("Y")[0]
+    relu = graph.only_reader(y, "relu")
+    if relu is not None:
+        return Tail([relu], relu.output("Out")[0], True, None)
+    add = graph.only_reader(y, "elementwise_add")
+    relu = add and graph.only_reader(add.output("Out")[0], "relu")
+    # Of two normalised summands the first one takes the addition.
+    if relu and add.input("X")[0] == y:
+        addend = graph.variables(add, "Y")["Y"]
+        if addend.shape == graph.block.var(y).shape:
+            return Tail([add, relu], relu.output("Out")[0], True, addend)
+    return Tail([], y, False, None)
+
+
+def _fuse_training(graph, bn):
+    block, tail = graph.block, _tail(graph, bn)
+    ops = [bn, *tail.ops]
+    gradients = [graph.gradient(op) for op in reversed(ops)]
+    coefficients = block.create_var(name=f"{tail.out}.coefficients", dtype=paddle.float32, stop_gradient=True)
+    parameters = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
+    made = {"Y": block.var(tail.out), "Coefficients": coefficients} | graph.variables(bn, "MeanOut", "VarianceOut")
+    attrs = {name: bn.attr(name) for name in ("momentum", "epsilon")}
+
+    by_name = graph.variables(gradients[-1], "X@GRAD", "Scale@GRAD", "Bias@GRAD")
+    dx, dscale, dbias = by_name.values()
+    known = {"X": parameters["X"], "Coefficients": coefficients}
+    if dscale.name in graph.coalesced:
+        known["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # a fused all-reduce has its own memory for them
+    wanted = {"DX": dx, "DScale": dscale, "DBias": dbias}
+    out_gradient = f"{tail.out}@GRAD"
+    if tail.addend is None:
+        inputs = known | {"DY": block.var(out_gradient)}
+        graph.replace(ops, ops[-1], "native_bn_act", parameters, made, attrs | {"relu": tail.relu})
+        graph.replace(gradients, gradients[0], "native_bn_act_backward", inputs, wanted, {"relu": tail.relu})
+        return
+    mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
+    summands, sums = graph.summands(out_gradient)
+    add_gradient = gradients[1]
+    inputs = known | {"DY@VECTOR": summands, "Mask": mask}
+    wanted |= {"DZ": graph.variables(add_gradient, "Y@GRAD")["Y@GRAD"]}
+    graph.replace(ops, ops[-1], "native_bn_add_relu", parameters | {"Z": tail.addend}, made | {"Mask": mask}, attrs)
+    graph.replace([*sums, *gradients], gradients[0], "native_bn_add_relu_backward", inputs, wanted, {})
+
+
+def _fuse_inference(graph, bn):
+    tail = _tail(graph, bn)
+    ops = [bn, *tail.ops]
+    inputs = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
+    if tail.addend is not None:
+        inputs["Z@OPTIONAL"] = tail.addend
+    attrs = {"epsilon": bn.attr("epsilon"), "relu": tail.relu}
+    graph.replace(ops, ops[-1], "native_bn_inference", inputs, {"Y": graph.block.var(tail.out)}, attrs)
+
+
+def _is_plain_max_pool(op):
+    kernel, stride, padding = (op.attr(name) for name in ("ksize", "strides", "paddings"))
+    is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
+    is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive", "ceil_mode"))
+    is_explicit = op.attr("padding_algorithm") == "EXPLICIT"
+    return (
+        op.attr("pooling_type") == "max" and op.attr("data_format") == "NHWC" and is_square and is_plain and is_explicit
+    )
+
+
+def _fuse_max_pool(graph, pool):
+    block = graph.block
+    x, out = graph.variables(pool, "X", "Out").values()
+    attrs = {"kernel": pool.attr("ksize")[0], "stride": pool.attr("strides")[0], "padding": pool.attr("paddings")[0]}
+    positions = block.create_var(name=f"{out.name}.positions", dtype=paddle.uint8, stop_gradient=True)
+    graph.replace([pool], pool, "native_max_pool", {"X": x}, {"Y": out, "Positions": positions}, dict(attrs))
+    if f"{out.name}@GRAD" in graph.makers:
+        gradient = graph.gradient(pool)
+        summands, sums = graph.summands(f"{out.name}@GRAD")
+        sizes = {"height": x.shape[1], "width": x.shape[2]}
+        dx = graph.variables(gradient, "X@GRAD")["X@GRAD"]
+        inputs = {"DY@VECTOR": summands, "Positions": positions}
+        graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)

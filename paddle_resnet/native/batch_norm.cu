@@ -1,0 +1,364 @@
+// Batch normalisation of [rows, channels] = [N * H * W, C], fused with ReLU and the residual addition.
+//
+// Forward reads the input twice and backward reads input and gradient twice: once for sums over the rows, once to
+// apply them. The second pass goes through the rows backwards, so that what the first one read last is still in the
+// L2 cache. Sums are made in a fixed order, so that a run can be repeated bit for bit.
+//
+// Block (lanes, height): a thread keeps one vector of channels, threadIdx.x, and walks over rows. Grid (channel groups,
+// row groups).
+
+#include "vector.cuh"
+
+constexpr int kMaxThreads = 512;
+constexpr int kBranch = 16;  // blocks whose sums one block adds
+
+// Where a thread stands; kUnroll rows, one tile, are in flight at a time, as many as registers allow.
+template <class T, int kUnroll = 1>
+struct Position {
+  static constexpr int V = T::kLanes;
+  const int vectors = gridDim.x * blockDim.x;  // in a row
+  const int vector = blockIdx.x * blockDim.x + threadIdx.x;
+  const int channel = vector * V;
+  const int tile_rows = blockDim.y * kUnroll;
+
+  __device__ int tiles(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
+  __device__ int row(int tile, int step) const { return tile * tile_rows + step * blockDim.y + threadIdx.y; }
+  __device__ size_t at(int row) const { return static_cast<size_t>(row) * vectors + vector; }
+  // Rows past the end are read as the last one, without a branch between the loads, and then not counted or written.
+  __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
+};
+
+// Add up `count` vectors of `sums` floats, `stride` vectors apart, into shared memory: the threads form groups, each adds
+// every n-th vector, four sums a thread, then one thread a sum adds the groups.
+__device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int fours = sums / 4, groups = max(1, threads / fours);
+  for (int i = thread; i < fours * groups; i += threads) {
+    const int four = i % fours, group = i / fours;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int k = group; k < count; k += groups) {
+      const float4 next = __ldcg(reinterpret_cast<const float4 *>(vectors + static_cast<size_t>(k) * stride * sums) + four);
+      sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
+    }
+    reinterpret_cast<float4 *>(shared)[i] = sum;
+  }
+  __syncthreads();
+  for (int i = thread; i < sums; i += threads) {
+    float sum = shared[i];
+    for (int group = 1; group < groups; ++group) sum += shared[group * sums + i];
+    shared[i] = sum;
+  }
+  __syncthreads();
+}
+
+// Whether this block is the last of `count` to come here; the counter is 0 again afterwards. What the others wrote
+// before is then visible.
+__device__ bool is_last_of(unsigned count, unsigned *arrivals) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0 && threadIdx.y == 0) is_last = atomicInc(arrivals, count - 1) == count - 1;
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
+// Sum `values` over all threads of a channel in the grid. Returns true in the one block of the channel group that was
+// last to finish: there `total`, in shared memory, holds [2 V, lanes] sums. A tree of two levels, since one block takes
+// microseconds to read what hundreds have written.
+template <class T>
+__device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *partial, unsigned *arrivals, float *&total) {
+  constexpr int kValues = 2 * T::kLanes;
+  __shared__ __align__(16) float shared[kValues * kMaxThreads];
+  const int lanes = blockDim.x, threads = blockDim.x * blockDim.y, sums = kValues * lanes;
+  const int thread = threadIdx.y * lanes + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) shared[i * threads + thread] = values[i];
+  __syncthreads();
+  partial += static_cast<size_t>(blockIdx.x) * gridDim.y * sums;
+  for (int i = thread; i < sums; i += threads) {
+    const float *column = shared + (i / lanes) * threads + i % lanes;
+    float sum = 0;
+    for (int y = 0; y < blockDim.y; ++y) sum += column[y * lanes];
+    partial[blockIdx.y * sums + i] = sum;
+  }
+  const int branches = (gridDim.y + kBranch - 1) / kBranch, branch = blockIdx.y / kBranch;
+  const int leaves = min(kBranch, gridDim.y - branch * kBranch);
+  arrivals += blockIdx.x * (branches + 1);
+  if (!is_last_of(leaves, arrivals + 1 + branch)) return false;
+  float *joined = partial + branch * kBranch * sums;
+  add_vectors(joined, leaves, 1, sums, shared);
+  for (int i = thread; i < sums; i += threads) joined[i] = shared[i];
+  if (!is_last_of(branches, arrivals)) return false;
+  add_vectors(partial, branches, kBranch, sums, shared);
+  total = shared;
+  return true;
+}
+
+// coefficients [4, C]: a and b of y = a x + b, mean, 1 / standard deviation.
+template <class T>
+__device__ void statistics(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean,
+                           float *running_variance, float momentum, float epsilon, float *coefficients, float *partial,
+                           unsigned *arrivals) {
+  constexpr int V = T::kLanes, kUnroll = 4;
+  const Position<T, kUnroll> at;
+  // Sums of differences to the last row: the variance of a channel far from zero keeps its digits, and a row past the
+  // end adds nothing.
+  float origin[V], sums[2 * V] = {};
+  unpack16<T>(x[at.at(rows - 1)], origin);
+  for (int tile = blockIdx.y; tile < at.tiles(rows); tile += gridDim.y) {
+    uint4 raw[kUnroll];
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) raw[step] = x[at.load_at(tile, step, rows)];
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      float values[V];
+      unpack16<T>(raw[step], values);
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float difference = values[i] - origin[i];
+        sums[i] += difference;
+        sums[V + i] += difference * difference;
+      }
+    }
+  }
+  float *total;
+  if (!sum_over_rows<T>(sums, partial, arrivals, total)) return;
+  const int lanes = blockDim.x, channels = at.vectors * V;
+  for (int i = threadIdx.y * lanes + threadIdx.x; i < V * lanes; i += blockDim.x * blockDim.y) {
+    const int lane = i / V, element = i % V, channel = blockIdx.x * lanes * V + i;
+    float origins[V], offset = 0;
+    unpack16<T>(x[at.at(rows - 1) - threadIdx.x + lane], origins);
+#pragma unroll
+    for (int j = 0; j < V; ++j) offset = j == element ? origins[j] : offset;
+    const float shifted = total[element * lanes + lane] / rows;
+    const float variance = fmaxf(total[(V + element) * lanes + lane] / rows - shifted * shifted, 0.f);
+    const float mean = offset + shifted, inverse = 1.f / sqrtf(variance + epsilon), a = scale[channel] * inverse;
+    coefficients[channel] = a;
+    coefficients[channels + channel] = bias[channel] - mean * a;
+    coefficients[2 * channels + channel] = mean;
+    coefficients[3 * channels + channel] = inverse;
+    const float unbiased = rows > 1 ? variance * (static_cast<float>(rows) / (rows - 1)) : variance;
+    running_mean[channel] = momentum * running_mean[channel] + (1 - momentum) * mean;
+    running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * unbiased;
+  }
+}
+
+// y = a x + b [+ z], then ReLU; `mask` gets one byte a vector, a bit set where the ReLU let the value through.
+template <class T, bool kAdd, bool kRelu>
+__device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)[T::kLanes], const float (&b)[T::kLanes],
+                      uint4 *y, unsigned char *mask) {
+  constexpr int V = T::kLanes, kUnroll = kAdd ? 2 : 4;
+  const Position<T, kUnroll> at;
+  const int tiles = at.tiles(rows);
+  for (int tile = tiles - 1 - blockIdx.y; tile >= 0; tile -= gridDim.y) {
+    uint4 raw[kUnroll], addend[kUnroll];
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      raw[step] = __ldcs(x + at.load_at(tile, step, rows));
+      if (kAdd) addend[step] = z[at.load_at(tile, step, rows)];
+    }
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      float values[V], added[V];
+      unpack16<T>(raw[step], values);
+      if (kAdd) unpack16<T>(addend[step], added);
+      unsigned bits = 0;
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        float value = fmaf(a[i], values[i], b[i]);
+        if (kAdd) value += added[i];
+        if (kRelu) {
+          bits |= (value > 0.f ? 1u : 0u) << i;
+          value = value < 0.f ? 0.f : value;  // lets NaN through, as fmaxf would not
+        }
+        values[i] = value;
+      }
+      const int row = at.row(tile, step);
+      if (row >= rows) continue;
+      y[at.at(row)] = pack16<T>(values);
+      if (kAdd && mask != nullptr) mask[at.at(row)] = bits;
+    }
+  }
+}
+
+template <class T, bool kAdd, bool kRelu>
+__device__ void apply_training(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y,
+                               unsigned char *mask) {
+  const Position<T> at;
+  float a[T::kLanes], b[T::kLanes];
+  load_floats<T>(coefficients + at.channel, a);
+  load_floats<T>(coefficients + at.vectors * T::kLanes + at.channel, b);
+  apply<T, kAdd, kRelu>(x, z, rows, a, b, y, mask);
+}
+
+template <class T, bool kAdd, bool kRelu>
+__device__ void apply_inference(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias,
+                                const float *mean, const float *variance, float epsilon, uint4 *y) {
+  const Position<T> at;
+  float a[T::kLanes], b[T::kLanes];
+  float means[T::kLanes], variances[T::kLanes];
+  load_floats<T>(scale + at.channel, a);
+  load_floats<T>(bias + at.channel, b);
+  load_floats<T>(mean + at.channel, means);
+  load_floats<T>(variance + at.channel, variances);
+#pragma unroll
+  for (int i = 0; i < T::kLanes; ++i) {
+    a[i] /= sqrtf(variances[i] + epsilon);
+    b[i] -= means[i] * a[i];
+  }
+  apply<T, kAdd, kRelu>(x, z, rows, a, b, y, nullptr);
+}
+
+// Gradients of scale and bias, and the two coefficients [2, C] of dx = a g + c x + d, where g is the gradient that the
+// ReLU lets through. With kSummands > 0, BN was followed by the residual addition: g is the masked sum of one or two
+// gradients and is written to dz, since the shortcut needs it.
+template <class T, int kSummands, bool kRelu>
+__device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows,
+                                 const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied,
+                                 float *partial, unsigned *arrivals) {
+  constexpr int V = T::kLanes, kUnroll = 2;
+  const Position<T, kUnroll> at;
+  const int channels = at.vectors * V;
+  float a[V], b[V], mean[V], sums[2 * V] = {};
+  load_floats<T>(coefficients + at.channel, a);
+  load_floats<T>(coefficients + channels + at.channel, b);
+  load_floats<T>(coefficients + 2 * channels + at.channel, mean);
+  for (int tile = blockIdx.y; tile < at.tiles(rows); tile += gridDim.y) {
+    uint4 raw[kUnroll], gradient[kUnroll], gradient2[kUnroll];
+    unsigned bits[kUnroll];
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      const size_t from = at.load_at(tile, step, rows);
+      raw[step] = x[from];
+      gradient[step] = kSummands > 0 ? __ldcs(dy + from) : dy[from];
+      if (kSummands > 1) gradient2[step] = __ldcs(dy2 + from);
+      if (kSummands > 0) bits[step] = mask[from];
+    }
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      const int row = at.row(tile, step);
+      float values[V], g[V];
+      unpack16<T>(raw[step], values);
+      unpack16<T>(gradient[step], g);
+      if (kSummands > 1) {
+        float second[V];
+        unpack16<T>(gradient2[step], second);
+#pragma unroll
+        for (int i = 0; i < V; ++i) g[i] += second[i];
+      }
+      if (kSummands > 0) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) g[i] = bits[step] >> i & 1 ? g[i] : 0.f;
+        const uint4 rounded = pack16<T>(g);
+        if (row < rows) dz[at.at(row)] = rounded;
+        unpack16<T>(rounded, g);  // the sums are those of what the second pass will read
+      }
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const bool passes = kSummands > 0 || !kRelu || fmaf(a[i], values[i], b[i]) > 0.f;
+        g[i] = passes && row < rows ? g[i] : 0.f;
+        sums[i] += g[i];
+        sums[V + i] += g[i] * (values[i] - mean[i]);
+      }
+    }
+  }
+  float *total;
+  if (!sum_over_rows<T>(sums, partial, arrivals, total)) return;
+  const int lanes = blockDim.x;
+  for (int i = threadIdx.y * lanes + threadIdx.x; i < V * lanes; i += blockDim.x * blockDim.y) {
+    const int lane = i / V, element = i % V, channel = blockIdx.x * lanes * V + i;
+    const float sum = total[element * lanes + lane], product = total[(V + element) * lanes + lane];
+    const float factor = coefficients[channel], center = coefficients[2 * channels + channel];
+    const float inverse = coefficients[3 * channels + channel];
+    const float c = -factor * inverse * inverse * (product / rows);
+    dbias[channel] = sum;
+    dscale[channel] = product * inverse;
+    applied[channel] = c;
+    applied[channels + channel] = -factor * (sum / rows) - c * center;
+  }
+}
+
+// dx = a g + c x + d.
+template <class T, bool kRelu>
+__device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const float *coefficients,
+                                const float *applied, uint4 *dx) {
+  constexpr int V = T::kLanes, kUnroll = 2;
+  const Position<T, kUnroll> at;
+  const int channels = at.vectors * V;
+  float a[V], b[V], c[V], d[V];
+  load_floats<T>(coefficients + at.channel, a);
+  load_floats<T>(coefficients + channels + at.channel, b);
+  load_floats<T>(applied + at.channel, c);
+  load_floats<T>(applied + channels + at.channel, d);
+  const int tiles = at.tiles(rows);
+  for (int tile = tiles - 1 - blockIdx.y; tile >= 0; tile -= gridDim.y) {
+    uint4 raw[kUnroll], gradient[kUnroll];
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      raw[step] = __ldcs(x + at.load_at(tile, step, rows));
+      gradient[step] = __ldcs(dy + at.load_at(tile, step, rows));
+    }
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      float values[V], g[V];
+      unpack16<T>(raw[step], values);
+      unpack16<T>(gradient[step], g);
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        if (kRelu) g[i] = fmaf(a[i], values[i], b[i]) > 0.f ? g[i] : 0.f;
+        values[i] = fmaf(a[i], g[i], fmaf(c[i], values[i], d[i]));
+      }
+      const int row = at.row(tile, step);
+      if (row < rows) dx[at.at(row)] = pack16<T>(values);
+    }
+  }
+}
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(kMaxThreads, 2)
+
+#define APPLY(T, NAME, ADD, RELU)                                                                                     \
+  KERNEL bn_apply##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y,          \
+                              unsigned char *mask) {                                                                  \
+    apply_training<T, ADD, RELU>(x, z, rows, coefficients, y, mask);                                                  \
+  }                                                                                                                   \
+  KERNEL bn_infer##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias,        \
+                              const float *mean, const float *variance, float epsilon, uint4 *y) {                    \
+    apply_inference<T, ADD, RELU>(x, z, rows, scale, bias, mean, variance, epsilon, y);                               \
+  }
+
+#define REDUCE(T, NAME, SUMMANDS, RELU)                                                                               \
+  KERNEL bn_reduce##NAME##_##T(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask,          \
+                               int rows, const float *coefficients, uint4 *dz, float *dscale, float *dbias,           \
+                               float *applied, float *partial, unsigned *arrivals) {                                  \
+    reduce_gradients<T, SUMMANDS, RELU>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, partial,    \
+                                        arrivals);                                                                    \
+  }
+
+#define GRADIENT(T, NAME, RELU)                                                                                       \
+  KERNEL bn_gradient##NAME##_##T(const uint4 *x, const uint4 *dy, int rows, const float *coefficients,                \
+                                 const float *applied, uint4 *dx) {                                                   \
+    apply_gradients<T, RELU>(x, dy, rows, coefficients, applied, dx);                                                 \
+  }
+
+#define KERNELS(T)                                                                                                    \
+  KERNEL bn_statistics_##T(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean,      \
+                           float *running_variance, float momentum, float epsilon, float *coefficients,               \
+                           float *partial, unsigned *arrivals) {                                                      \
+    statistics<T>(x, rows, scale, bias, running_mean, running_variance, momentum, epsilon, coefficients, partial,     \
+                  arrivals);                                                                                          \
+  }                                                                                                                   \
+  APPLY(T, , false, false)                                                                                            \
+  APPLY(T, _relu, false, true)                                                                                        \
+  APPLY(T, _add_relu, true, true)                                                                                     \
+  REDUCE(T, , 0, false)                                                                                               \
+  REDUCE(T, _relu, 0, true)                                                                                           \
+  REDUCE(T, _add_relu, 1, true)                                                                                       \
+  REDUCE(T, _add_relu_two, 2, true)                                                                                   \
+  GRADIENT(T, , false)                                                                                                \
+  GRADIENT(T, _relu, true)
+
+KERNELS(f32)
+KERNELS(f16)
+KERNELS(bf16)

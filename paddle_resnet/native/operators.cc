@@ -1,0 +1,625 @@
+// Paddle operators around the kernels of this folder: they check and allocate, and launch on Paddle's stream. On the
+// CPU they compute the same in plain float32 loops, the reference that the tests compare with Paddle's own operators.
+//
+// Needs neither CUDA's headers nor its compiler: the kernels come as an image that NVRTC has made, the driver is looked
+// up when the first kernel is launched.
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "paddle/phi/api/all.h"
+
+using paddle::DataType;
+using paddle::Tensor;
+
+namespace {
+
+constexpr int kMaxThreads = 512, kMaxLanes = 32, kPoolThreads = 256;  // as in the kernels
+constexpr int kMaxChannelGroups = 4096, kBlocksPerProcessor = 2;
+constexpr int kVectorBytes = 16;
+
+// Paddle declares Tensor::stream() only where CUDA's headers are; it is not there at all in a Paddle for the CPU.
+struct CUstream_st;
+extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
+
+template <class Function>
+Function driver(const char *name) {
+  static void *library = dlopen("libcuda.so.1", RTLD_NOW);
+  void *symbol = library ? dlsym(library, name) : nullptr;
+  if (symbol == nullptr) PD_THROW("the CUDA driver (libcuda.so.1) has no ", name);
+  return reinterpret_cast<Function>(symbol);
+}
+
+void check(int result, const std::string &what) {
+  if (result == 0) return;
+  const char *text = nullptr;
+  driver<int (*)(int, const char **)>("cuGetErrorString")(result, &text);
+  PD_THROW(what, ": ", text ? text : "unknown CUDA error");
+}
+
+// The kernels and the memory in which blocks meet, of this process's one GPU.
+class Gpu {
+ public:
+  static std::vector<char> &image() {
+    static std::vector<char> bytes;
+    return bytes;
+  }
+  static Gpu &get() {
+    static Gpu gpu;
+    return gpu;
+  }
+
+  void *partial() { return partial_; }
+  void *arrivals() { return arrivals_; }
+  int blocks() const { return blocks_; }
+
+  void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
+              std::vector<void *> arguments) {
+    using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
+                           void **, void **);
+    static const auto launch = driver<Launch>("cuLaunchKernel");
+    auto found = functions_.find(name);
+    if (found == functions_.end()) {
+      void *function = nullptr;
+      check(driver<int (*)(void **, void *, const char *)>("cuModuleGetFunction")(&function, module_, name.c_str()), name);
+      found = functions_.emplace(name, function).first;
+    }
+    check(launch(found->second, grid[0], grid[1], 1, block[0], block[1], 1, 0, tensor_stream(&on), arguments.data(),
+                 nullptr),
+          name);
+  }
+
+ private:
+  Gpu() {
+    if (image().empty()) PD_THROW("no kernels: paddle_resnet.native.load has not been given a GPU");
+    check(driver<int (*)(void **, const void *)>("cuModuleLoadData")(&module_, image().data()), "loading the kernels");
+    int device, processors;
+    check(driver<int (*)(int *)>("cuCtxGetDevice")(&device), "cuCtxGetDevice");
+    constexpr int kMultiprocessorCount = 16;
+    check(driver<int (*)(int *, int, int)>("cuDeviceGetAttribute")(&processors, kMultiprocessorCount, device),
+          "cuDeviceGetAttribute");
+    blocks_ = processors * kBlocksPerProcessor;
+    const size_t sums = static_cast<size_t>(2) * kMaxLanes * kVectorBytes / 2 * sizeof(float);
+    allocate(&arrivals_, (2 * kMaxChannelGroups + blocks_) * sizeof(unsigned));
+    allocate(&partial_, (blocks_ + kMaxChannelGroups) * sums);
+  }
+  void allocate(void **memory, size_t bytes) {
+    check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
+    check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
+  }
+
+  void *module_ = nullptr, *partial_ = nullptr, *arrivals_ = nullptr;
+  int blocks_;
+  std::map<std::string, void *> functions_;
+};
+
+// What steps leave for the host: values copied to pinned memory behind the step's kernels, and an event behind the copies.
+// The Executor's own fetch would stop the host, in the middle of a step, until the GPU is there.
+class Posts {
+ public:
+  static constexpr int kSlots = 4;
+  static Posts &get() {
+    static Posts posts;
+    return posts;
+  }
+
+  void add(const std::vector<Tensor> &values) {
+    Slot &slot = slots_[count_ % kSlots];
+    size_t size = 0;
+    slot.parts.clear();
+    for (const Tensor &value : values) {
+      const size_t bytes = value.numel() * phi::SizeOf(value.dtype());
+      slot.parts.push_back({size, bytes});
+      size += (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+    }
+    if (values[0].is_gpu()) {
+      copy_from_gpu(slot, values, size);
+    } else {
+      slot.on_cpu.resize(size);
+      slot.memory = slot.on_cpu.data();
+      for (size_t i = 0; i < values.size(); ++i) {
+        std::memcpy(slot.memory + slot.parts[i].start, values[i].data(), slot.parts[i].bytes);
+      }
+    }
+    ++count_;
+  }
+
+  uint64_t count() const { return count_; }
+
+  // Wait for a post, one of the last kSlots; returns where its value i is. CUDA's error code, 0 for none.
+  int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
+    const Slot &slot = slots_[number % kSlots];
+    if (slot.event != nullptr) {
+      driver<int (*)(void *)>("cuCtxSetCurrent")(context_);
+      if (int error = driver<int (*)(void *)>("cuEventSynchronize")(slot.event)) return error;
+    }
+    *memory = slot.memory + slot.parts[i].start;
+    *bytes = slot.parts[i].bytes;
+    return 0;
+  }
+
+ private:
+  struct Part {
+    size_t start, bytes;
+  };
+  struct Slot {
+    std::vector<Part> parts;
+    char *memory = nullptr;
+    size_t capacity = 0;  // of pinned memory
+    std::vector<char> on_cpu;
+    void *event = nullptr;
+  };
+
+  void copy_from_gpu(Slot &slot, const std::vector<Tensor> &values, size_t size) {
+    static const auto copy = driver<int (*)(void *, uintptr_t, size_t, CUstream_st *)>("cuMemcpyDtoHAsync_v2");
+    static const auto record = driver<int (*)(void *, CUstream_st *)>("cuEventRecord");
+    if (slot.event == nullptr) {
+      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps while it waits
+      check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
+      check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming), "an event");
+    }
+    if (slot.capacity < size) {
+      if (slot.capacity) check(driver<int (*)(void *)>("cuMemFreeHost")(slot.memory), "cuMemFreeHost");
+      check(driver<int (*)(char **, size_t, unsigned)>("cuMemHostAlloc")(&slot.memory, size, 0), "cuMemHostAlloc");
+      slot.capacity = size;
+    }
+    for (size_t i = 0; i < values.size(); ++i) {
+      const uintptr_t from = reinterpret_cast<uintptr_t>(values[i].data());
+      check(copy(slot.memory + slot.parts[i].start, from, slot.parts[i].bytes, tensor_stream(&values[i])), "a copy");
+    }
+    check(record(slot.event, tensor_stream(&values[0])), "cuEventRecord");
+  }
+
+  Slot slots_[kSlots];
+  uint64_t count_ = 0;
+  void *context_ = nullptr;
+};
+
+int vector_lanes(const Tensor &x) { return kVectorBytes / static_cast<int>(phi::SizeOf(x.dtype())); }
+
+std::string suffix(const Tensor &x) {
+  switch (x.dtype()) {
+    case DataType::FLOAT32: return "_f32";
+    case DataType::FLOAT16: return "_f16";
+    case DataType::BFLOAT16: return "_bf16";
+    default: PD_THROW("fused operators take float32, float16 and bfloat16");
+  }
+}
+
+// [N, H, W, C] as rows and channels.
+struct Shape {
+  int rows, channels;
+  explicit Shape(const Tensor &x) {
+    channels = static_cast<int>(x.shape().back());
+    const int64_t all_rows = x.numel() / channels;
+    if (channels % vector_lanes(x) != 0) PD_THROW("fused operators need channels in whole vectors of 16 bytes");
+    if (all_rows > INT32_MAX / 2) PD_THROW("fused operators take less than 2^30 rows");
+    rows = static_cast<int>(all_rows);
+  }
+};
+
+// A grid that fills the GPU: each block has a group of channels and walks over rows.
+struct RowGrid {
+  std::vector<unsigned> grid, block;
+  RowGrid(const Tensor &x, const Shape &shape) {
+    const int vectors = shape.channels / vector_lanes(x);
+    int lanes = std::min(vectors, kMaxLanes);
+    while (vectors % lanes != 0) --lanes;
+    const int groups = vectors / lanes, height = kMaxThreads / lanes;
+    if (groups > kMaxChannelGroups) PD_THROW("too many channels for the fused operators: ", shape.channels);
+    const int row_groups = std::max(1, Gpu::get().blocks() / groups);
+    block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height)};
+    grid = {static_cast<unsigned>(groups),
+            static_cast<unsigned>(std::min(row_groups, (shape.rows + height - 1) / height))};
+  }
+};
+
+template <class T>
+T *data(const Tensor &x) {
+  return const_cast<T *>(x.data<T>());
+}
+void *raw(const Tensor &x) { return const_cast<void *>(x.data()); }
+
+Tensor empty_as(const Tensor &x) { return paddle::empty(x.shape(), x.dtype(), x.place()); }
+Tensor empty_floats(std::vector<int64_t> shape, const Tensor &on) {
+  return paddle::empty(shape, DataType::FLOAT32, on.place());
+}
+
+void require_float32(const Tensor &x) {
+  if (x.dtype() != DataType::FLOAT32) PD_THROW("fused operators on the CPU are float32 only");
+}
+
+// y = a x + b [+ z], ReLU, on the CPU.
+void apply_on_cpu(const Shape &shape, const float *x, const float *z, const float *a, const float *b, bool relu,
+                  float *y, uint8_t *mask) {
+  constexpr int kLanes = kVectorBytes / sizeof(float);
+  for (int64_t i = 0; i < static_cast<int64_t>(shape.rows) * shape.channels; ++i) {
+    const int channel = i % shape.channels;
+    float value = std::fma(a[channel], x[i], b[channel]) + (z ? z[i] : 0);
+    if (mask) {
+      uint8_t &byte = mask[i / kLanes];
+      if (i % kLanes == 0) byte = 0;
+      byte |= (value > 0) << i % kLanes;
+    }
+    y[i] = relu && value < 0 ? 0 : value;
+  }
+}
+
+Tensor train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean, Tensor &variance,
+             float momentum, float epsilon, bool relu, Tensor &coefficients, Tensor *mask) {
+  const Shape shape(x);
+  coefficients = empty_floats({4, shape.channels}, x);
+  Tensor y = empty_as(x);
+  if (mask) {
+    auto mask_shape = x.shape();
+    mask_shape.back() /= vector_lanes(x);
+    *mask = paddle::empty(mask_shape, DataType::UINT8, x.place());
+  }
+  if (x.is_gpu()) {
+    const RowGrid grid(x, shape);
+    void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y), *bits = mask ? raw(*mask) : nullptr;
+    void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
+    float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
+    float *c = data<float>(coefficients);
+    int rows = shape.rows;
+    Gpu::get().launch("bn_statistics" + suffix(x), x, grid.grid, grid.block,
+                      {&in, &rows, &s, &b, &m, &v, &momentum, &epsilon, &c, &partial, &arrivals});
+    Gpu::get().launch(std::string("bn_apply") + (z ? "_add_relu" : relu ? "_relu" : "") + suffix(x), x, grid.grid,
+                      grid.block, {&in, &added, &rows, &c, &out, &bits});
+    return y;
+  }
+  require_float32(x);
+  const float *values = data<float>(x);
+  float *c = data<float>(coefficients);
+  for (int channel = 0; channel < shape.channels; ++channel) {
+    double sum = 0, square = 0;
+    for (int64_t row = 0; row < shape.rows; ++row) sum += values[row * shape.channels + channel];
+    const double center = sum / shape.rows;
+    for (int64_t row = 0; row < shape.rows; ++row) {
+      const double difference = values[row * shape.channels + channel] - center;
+      square += difference * difference;
+    }
+    const double biased = square / shape.rows, inverse = 1 / std::sqrt(biased + epsilon);
+    const double a = data<float>(scale)[channel] * inverse;
+    c[channel] = a;
+    c[shape.channels + channel] = data<float>(bias)[channel] - center * a;
+    c[2 * shape.channels + channel] = center;
+    c[3 * shape.channels + channel] = inverse;
+    float &running_mean = data<float>(mean)[channel], &running_variance = data<float>(variance)[channel];
+    running_mean = momentum * running_mean + (1 - momentum) * center;
+    running_variance = momentum * running_variance + (1 - momentum) * square / std::max(1, shape.rows - 1);
+  }
+  apply_on_cpu(shape, values, z ? data<float>(*z) : nullptr, c, c + shape.channels, relu, data<float>(y),
+               mask ? data<uint8_t>(*mask) : nullptr);
+  return y;
+}
+
+// The gradients of scale and bias: where Paddle has put them into a buffer that is reduced as a whole, into that.
+void gradient_targets(const paddle::optional<std::vector<Tensor>> &into, const Tensor &coefficients, Tensor &dscale,
+                      Tensor &dbias) {
+  const int64_t channels = coefficients.shape().back();
+  dscale = into ? into->at(0) : empty_floats({channels}, coefficients);
+  dbias = into ? into->at(1) : empty_floats({channels}, coefficients);
+}
+
+// `gradients`: one or two summands; `dz`, `mask`: with the residual addition.
+Tensor backward(const Tensor &x, const std::vector<Tensor> &gradients, const Tensor &coefficients, const Tensor *mask,
+                bool relu, Tensor *dz, Tensor &dscale, Tensor &dbias) {
+  const Shape shape(x);
+  const int channels = shape.channels;
+  Tensor dx = empty_as(x), applied = empty_floats({2, channels}, x);
+  if (dz) *dz = empty_as(x);
+  if (gradients.empty() || gradients.size() > (dz ? 2 : 1)) PD_THROW("a fused gradient takes one gradient, or two to add");
+  float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias), *ap = data<float>(applied);
+  if (x.is_gpu()) {
+    const RowGrid grid(x, shape);
+    void *in = raw(x), *first = raw(gradients[0]), *second = gradients.size() > 1 ? raw(gradients[1]) : nullptr;
+    void *bits = mask ? raw(*mask) : nullptr, *masked = dz ? raw(*dz) : nullptr, *out = raw(dx);
+    void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
+    int rows = shape.rows;
+    Gpu::get().launch(
+        std::string("bn_reduce") + (second ? "_add_relu_two" : dz ? "_add_relu" : relu ? "_relu" : "") + suffix(x), x, grid.grid, grid.block,
+        {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
+    Gpu::get().launch(std::string("bn_gradient") + (relu && !dz ? "_relu" : "") + suffix(x), x, grid.grid, grid.block,
+                      {&in, dz ? &masked : &first, &rows, &c, &ap, &out});
+    return dx;
+  }
+  require_float32(x);
+  constexpr int kLanes = kVectorBytes / sizeof(float);
+  const float *values = data<float>(x);
+  const int64_t size = static_cast<int64_t>(shape.rows) * channels;
+  std::vector<float> g(size);
+  std::vector<double> sum(channels), product(channels);
+  for (int64_t i = 0; i < size; ++i) {
+    const int channel = i % channels;
+    for (const Tensor &gradient : gradients) g[i] += data<float>(gradient)[i];
+    const bool passes = mask ? data<uint8_t>(*mask)[i / kLanes] >> i % kLanes & 1
+                             : !relu || std::fma(c[channel], values[i], c[channels + channel]) > 0;
+    if (!passes) g[i] = 0;
+    sum[channel] += g[i];
+    product[channel] += static_cast<double>(g[i]) * (values[i] - c[2 * channels + channel]);
+  }
+  for (int channel = 0; channel < channels; ++channel) {
+    const double inverse = c[3 * channels + channel];
+    ds[channel] = product[channel] * inverse;
+    db[channel] = sum[channel];
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    const int channel = i % channels;
+    const double inverse = c[3 * channels + channel], difference = values[i] - c[2 * channels + channel];
+    data<float>(dx)[i] = c[channel] * (g[i] - sum[channel] / shape.rows -
+                                       difference * inverse * inverse * product[channel] / shape.rows);
+  }
+  if (dz) std::copy(g.begin(), g.end(), data<float>(*dz));
+  return dx;
+}
+
+struct Window {
+  int height, width, out_height, out_width, kernel, stride, padding, vectors;
+  Window(int height, int width, int kernel, int stride, int padding, int vectors)
+      : height(height),
+        width(width),
+        out_height((height + 2 * padding - kernel) / stride + 1),
+        out_width((width + 2 * padding - kernel) / stride + 1),
+        kernel(kernel),
+        stride(stride),
+        padding(padding),
+        vectors(vectors) {}
+};
+
+unsigned pool_threads(int64_t vectors) {
+  if (vectors > INT32_MAX) PD_THROW("the fused max pooling takes less than 2^31 vectors of 16 bytes");
+  return static_cast<unsigned>(vectors);
+}
+
+}  // namespace
+
+// The kernels' image: the bytes of a cubin for this GPU.
+extern "C" void paddle_resnet_set_image(const char *bytes, size_t size) { Gpu::image().assign(bytes, bytes + size); }
+
+extern "C" uint64_t paddle_resnet_posts() { return Posts::get().count(); }
+extern "C" int paddle_resnet_wait(uint64_t number, int i, const char **memory, size_t *bytes) {
+  return Posts::get().wait(number, i, memory, bytes);
+}
+
+std::vector<Tensor> Post(const std::vector<Tensor> &values) {
+  Posts::get().add(values);
+  return {paddle::empty({1}, DataType::INT32, values[0].place())};  // an operator has to have an output
+}
+
+std::vector<Tensor> BnAct(const Tensor &x, const Tensor &scale, const Tensor &bias, Tensor &mean, Tensor &variance,
+                          float momentum, float epsilon, bool relu) {
+  Tensor coefficients;
+  Tensor y = train(x, nullptr, scale, bias, mean, variance, momentum, epsilon, relu, coefficients, nullptr);
+  return {y, coefficients};
+}
+
+std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &scale, const Tensor &bias, Tensor &mean,
+                              Tensor &variance, float momentum, float epsilon) {
+  Tensor coefficients, mask;
+  Tensor y = train(x, &z, scale, bias, mean, variance, momentum, epsilon, true, coefficients, &mask);
+  return {y, coefficients, mask};
+}
+
+std::vector<Tensor> BnActBackward(const Tensor &x, const Tensor &dy, const Tensor &coefficients,
+                                  const paddle::optional<std::vector<Tensor>> &into, bool relu) {
+  Tensor dscale, dbias;
+  gradient_targets(into, coefficients, dscale, dbias);
+  Tensor dx = backward(x, {dy}, coefficients, nullptr, relu, nullptr, dscale, dbias);
+  return {dx, dscale, dbias};
+}
+
+std::vector<Tensor> BnAddReluBackward(const Tensor &x, const std::vector<Tensor> &dy, const Tensor &coefficients,
+                                      const Tensor &mask, const paddle::optional<std::vector<Tensor>> &into) {
+  Tensor dz, dscale, dbias;
+  gradient_targets(into, coefficients, dscale, dbias);
+  Tensor dx = backward(x, dy, coefficients, &mask, true, &dz, dscale, dbias);
+  return {dx, dz, dscale, dbias};
+}
+
+std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
+                                const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon, bool relu) {
+  const Shape shape(x);
+  Tensor y = empty_as(x);
+  if (x.is_gpu()) {
+    const RowGrid grid(x, shape);
+    void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y);
+    float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
+    int rows = shape.rows;
+    Gpu::get().launch(std::string("bn_infer") + (z ? "_add_relu" : relu ? "_relu" : "") + suffix(x), x, grid.grid,
+                      grid.block, {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
+    return {y};
+  }
+  require_float32(x);
+  std::vector<float> a(shape.channels), b(shape.channels);
+  for (int channel = 0; channel < shape.channels; ++channel) {
+    a[channel] = data<float>(scale)[channel] / std::sqrt(data<float>(variance)[channel] + epsilon);
+    b[channel] = data<float>(bias)[channel] - data<float>(mean)[channel] * a[channel];
+  }
+  apply_on_cpu(shape, data<float>(x), z ? data<float>(*z) : nullptr, a.data(), b.data(), relu, data<float>(y), nullptr);
+  return {y};
+}
+
+std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
+  const int batch = x.shape()[0], channels = Shape(x).channels, vectors = channels / vector_lanes(x);
+  Window window(x.shape()[1], x.shape()[2], kernel, stride, padding, vectors);
+  const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
+  Tensor y = paddle::empty(shape, x.dtype(), x.place()), positions = paddle::empty(shape, DataType::UINT8, x.place());
+  if (x.is_gpu()) {
+    pool_threads(x.numel() / vector_lanes(x));
+    unsigned outputs = pool_threads(y.numel() / vector_lanes(x));
+    void *in = raw(x), *out = raw(y), *found = raw(positions);
+    Gpu::get().launch("max_pool" + suffix(x), x, {(outputs + kPoolThreads - 1) / kPoolThreads, 1}, {kPoolThreads, 1},
+                      {&in, &outputs, &window, &out, &found});
+    return {y, positions};
+  }
+  require_float32(x);
+  for (int64_t i = 0; i < y.numel(); ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    bool is_first = true;
+    for (int position = 0; position < kernel * kernel; ++position) {
+      const int h = row * stride - padding + position / kernel, w = column * stride - padding + position % kernel;
+      if (h < 0 || h >= window.height || w < 0 || w >= window.width) continue;
+      const float value = data<float>(x)[((image * window.height + h) * window.width + w) * channels + channel];
+      if (!is_first && !(value > data<float>(y)[i]) && !std::isnan(value)) continue;
+      is_first = false;
+      data<float>(y)[i] = value;
+      data<uint8_t>(positions)[i] = position;
+    }
+  }
+  return {y, positions};
+}
+
+std::vector<Tensor> MaxPoolBackward(const std::vector<Tensor> &dy, const Tensor &positions, int kernel, int stride,
+                                    int padding, int height, int width) {
+  const int batch = dy[0].shape()[0], channels = Shape(dy[0]).channels, vectors = channels / vector_lanes(dy[0]);
+  Window window(height, width, kernel, stride, padding, vectors);
+  Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
+  if (dy.size() > 2) PD_THROW("a fused gradient takes one gradient, or two to add");
+  if (dx.is_gpu()) {
+    unsigned inputs = pool_threads(dx.numel() / vector_lanes(dx));
+    void *first = raw(dy[0]), *second = dy.size() > 1 ? raw(dy[1]) : nullptr, *found = raw(positions), *out = raw(dx);
+    Gpu::get().launch("max_pool_gradient" + suffix(dx), dx, {(inputs + kPoolThreads - 1) / kPoolThreads, 1},
+                      {kPoolThreads, 1}, {&first, &second, &found, &inputs, &window, &out});
+    return {dx};
+  }
+  require_float32(dx);
+  std::fill_n(data<float>(dx), dx.numel(), 0.f);
+  for (int64_t i = 0; i < positions.numel(); ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    const int position = data<uint8_t>(positions)[i];
+    const int h = row * stride - padding + position / kernel, w = column * stride - padding + position % kernel;
+    for (const Tensor &gradient : dy) {
+      data<float>(dx)[((image * height + h) * width + w) * channels + channel] += data<float>(gradient)[i];
+    }
+  }
+  return {dx};
+}
+
+using Dims = std::vector<int64_t>;
+using Shapes = std::vector<Dims>;
+using Types = std::vector<DataType>;
+
+Dims coefficient_dims(const Dims &x) { return {4, x.back()}; }
+Dims mask_dims(Dims x, int lanes) { return x.back() /= lanes, x; }
+
+Shapes BnActShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, float, float, bool) {
+  return {x, coefficient_dims(x)};
+}
+Types BnActType(DataType x, DataType, DataType, DataType, DataType) { return {x, DataType::FLOAT32}; }
+// The mask's width depends on the type, which Paddle does not tell here; nothing reads the static shape of the mask.
+Shapes BnAddReluShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float, float) {
+  return {x, coefficient_dims(x), mask_dims(x, 1)};
+}
+Types BnAddReluType(DataType x, DataType, DataType, DataType, DataType, DataType) {
+  return {x, DataType::FLOAT32, DataType::UINT8};
+}
+Shapes BnActBackwardShape(const Dims &x, const Dims &, const Dims &, const paddle::optional<Shapes> &, bool) {
+  return {x, {x.back()}, {x.back()}};
+}
+Types BnActBackwardType(DataType x, DataType, DataType, const paddle::optional<Types> &) {
+  return {x, DataType::FLOAT32, DataType::FLOAT32};
+}
+Shapes BnAddReluBackwardShape(const Dims &x, const Shapes &, const Dims &, const Dims &,
+                              const paddle::optional<Shapes> &) {
+  return {x, x, {x.back()}, {x.back()}};
+}
+Types BnAddReluBackwardType(DataType x, const Types &, DataType, DataType, const paddle::optional<Types> &) {
+  return {x, x, DataType::FLOAT32, DataType::FLOAT32};
+}
+Shapes BnInferenceShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &,
+                        const paddle::optional<Dims> &, float, bool) {
+  return {x};
+}
+Types BnInferenceType(DataType x, DataType, DataType, DataType, DataType, const paddle::optional<DataType> &) {
+  return {x};
+}
+Shapes MaxPoolShape(const Dims &x, int kernel, int stride, int padding) {
+  const Window window(x[1], x[2], kernel, stride, padding, 0);
+  const Dims out = {x[0], window.out_height, window.out_width, x[3]};
+  return {out, out};
+}
+Types MaxPoolType(DataType x) { return {x, DataType::UINT8}; }
+Shapes MaxPoolBackwardShape(const Shapes &dy, const Dims &, int, int, int, int height, int width) {
+  return {{dy[0][0], height, width, dy[0][3]}};
+}
+Types MaxPoolBackwardType(const Types &dy, DataType) { return {dy[0]}; }
+
+Shapes PostShape(const Shapes &) { return {{1}}; }
+Types PostType(const Types &) { return {DataType::INT32}; }
+
+PD_BUILD_OP(native_post)
+    .Inputs({paddle::Vec("X")})
+    .Outputs({"Out"})
+    .SetKernelFn(PD_KERNEL(Post))
+    .SetInferShapeFn(PD_INFER_SHAPE(PostShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(PostType));
+
+PD_BUILD_OP(native_bn_act)
+    .Inputs({"X", "Scale", "Bias", "Mean", "Variance"})
+    .Outputs({"Y", "Coefficients", "MeanOut", "VarianceOut"})
+    .Attrs({"momentum: float", "epsilon: float", "relu: bool"})
+    .SetInplaceMap({{"Mean", "MeanOut"}, {"Variance", "VarianceOut"}})
+    .SetKernelFn(PD_KERNEL(BnAct))
+    .SetInferShapeFn(PD_INFER_SHAPE(BnActShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(BnActType));
+
+PD_BUILD_OP(native_bn_add_relu)
+    .Inputs({"X", "Z", "Scale", "Bias", "Mean", "Variance"})
+    .Outputs({"Y", "Coefficients", "Mask", "MeanOut", "VarianceOut"})
+    .Attrs({"momentum: float", "epsilon: float"})
+    .SetInplaceMap({{"Mean", "MeanOut"}, {"Variance", "VarianceOut"}})
+    .SetKernelFn(PD_KERNEL(BnAddRelu))
+    .SetInferShapeFn(PD_INFER_SHAPE(BnAddReluShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(BnAddReluType));
+
+PD_BUILD_OP(native_bn_act_backward)
+    .Inputs({"X", "DY", "Coefficients", paddle::Optional(paddle::Vec("Into"))})
+    .Outputs({"DX", "DScale", "DBias"})
+    .Attrs({"relu: bool"})
+    .SetKernelFn(PD_KERNEL(BnActBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(BnActBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(BnActBackwardType));
+
+PD_BUILD_OP(native_bn_add_relu_backward)
+    .Inputs({"X", paddle::Vec("DY"), "Coefficients", "Mask", paddle::Optional(paddle::Vec("Into"))})
+    .Outputs({"DX", "DZ", "DScale", "DBias"})
+    .SetKernelFn(PD_KERNEL(BnAddReluBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(BnAddReluBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(BnAddReluBackwardType));
+
+PD_BUILD_OP(native_bn_inference)
+    .Inputs({"X", "Scale", "Bias", "Mean", "Variance", paddle::Optional("Z")})
+    .Outputs({"Y"})
+    .Attrs({"epsilon: float", "relu: bool"})
+    .SetKernelFn(PD_KERNEL(BnInference))
+    .SetInferShapeFn(PD_INFER_SHAPE(BnInferenceShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(BnInferenceType));
+
+PD_BUILD_OP(native_max_pool)
+    .Inputs({"X"})
+    .Outputs({"Y", "Positions"})
+    .Attrs({"kernel: int", "stride: int", "padding: int"})
+    .SetKernelFn(PD_KERNEL(MaxPool))
+    .SetInferShapeFn(PD_INFER_SHAPE(MaxPoolShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(MaxPoolType));
+
+PD_BUILD_OP(native_max_pool_backward)
+    .Inputs({paddle::Vec("DY"), "Positions"})
+    .Outputs({"DX"})
+    .Attrs({"kernel: int", "stride: int", "padding: int", "height: int", "width: int"})
+    .SetKernelFn(PD_KERNEL(MaxPoolBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(MaxPoolBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(MaxPoolBackwardType));

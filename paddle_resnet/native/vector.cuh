@@ -1,0 +1,66 @@
+// Sixteen bytes of consecutive channels, the unit in which every kernel reads and writes memory, as float32 in registers.
+// No headers: NVRTC then needs nothing but this folder.
+
+struct f32 {
+  static constexpr int kLanes = 4;
+};
+struct f16 {
+  static constexpr int kLanes = 8;
+};
+struct bf16 {
+  static constexpr int kLanes = 8;
+};
+
+__device__ __forceinline__ void unpack(f32, unsigned bits, float *values) { values[0] = __uint_as_float(bits); }
+__device__ __forceinline__ unsigned pack(f32, const float *values) { return __float_as_uint(values[0]); }
+
+__device__ __forceinline__ void unpack(f16, unsigned bits, float *values) {
+  asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(values[0]), "=f"(values[1])
+      : "r"(bits));
+}
+__device__ __forceinline__ unsigned pack(f16, const float *values) {
+  unsigned bits;
+  asm("{.reg .f16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; mov.b32 %0, {low, high};}"
+      : "=r"(bits)
+      : "f"(values[0]), "f"(values[1]));
+  return bits;
+}
+
+__device__ __forceinline__ void unpack(bf16, unsigned bits, float *values) {
+  values[0] = __uint_as_float(bits << 16);
+  values[1] = __uint_as_float(bits & 0xffff0000u);
+}
+__device__ __forceinline__ unsigned round_to_bf16(float value) {
+  unsigned bits = __float_as_uint(value);
+  if (value != value) return 0x7fffu;
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+}
+__device__ __forceinline__ unsigned pack(bf16, const float *values) {
+  return round_to_bf16(values[0]) | round_to_bf16(values[1]) << 16;
+}
+
+template <class T>
+__device__ __forceinline__ void unpack16(uint4 raw, float (&values)[T::kLanes]) {
+  constexpr int kWord = T::kLanes / 4;
+  unpack(T(), raw.x, values);
+  unpack(T(), raw.y, values + kWord);
+  unpack(T(), raw.z, values + 2 * kWord);
+  unpack(T(), raw.w, values + 3 * kWord);
+}
+
+template <class T>
+__device__ __forceinline__ uint4 pack16(const float (&values)[T::kLanes]) {
+  constexpr int kWord = T::kLanes / 4;
+  return make_uint4(pack(T(), values), pack(T(), values + kWord), pack(T(), values + 2 * kWord),
+                    pack(T(), values + 3 * kWord));
+}
+
+template <class T>
+__device__ __forceinline__ void load_floats(const float *source, float (&values)[T::kLanes]) {
+#pragma unroll
+  for (int i = 0; i < T::kLanes; i += 4) {
+    const float4 four = *reinterpret_cast<const float4 *>(source + i);
+    values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
+  }
+}

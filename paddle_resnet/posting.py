@@ -1,0 +1,62 @@
+"""Metrics that a step leaves in the host's memory, so that the host reads them without stopping inside a later step.
+
+The Executor's fetch stops the host until the GPU has got to the value, and then the GPU waits for the host's next
+kernels. An operator of native/ copies the values behind the kernels that make them instead.
+"""
+
+import ctypes
+
+import numpy as np
+from paddle import static
+from paddle.base.data_feeder import convert_dtype
+
+from paddle_resnet import native
+
+
+def post(variables):
+    """Let every step of the current program leave these variables for dispatcher()."""
+    block = static.default_main_program().global_block()
+    done = block.create_var(name="posted", shape=[1], dtype="int32", stop_gradient=True)
+    block.append_op(type="native_post", inputs={"X@VECTOR": list(variables)}, outputs={"Out": done})
+
+
+def dispatcher(args, exe, program, variables):
+    """How to run a step.
+
+    Args:
+        args: flags.
+        exe: static.Executor.
+        program: result of program.compile_prog.
+        variables: the variables that are wanted of each step; with --kernels native those that it posts.
+    Returns:
+        function of a feed that runs a step and returns one handle a variable: `np.asarray(handle)` waits for its value.
+        With --kernels native a handle is good for the next three steps.
+    """
+    if args.kernels != "native":
+        return lambda feed: exe.run(program, feed=feed, fetch_list=variables, return_numpy=False)
+    library = native.register()
+    library.paddle_resnet_posts.restype = ctypes.c_uint64
+
+    def dispatch(feed):
+        exe.run(program, feed=feed, fetch_list=[])
+        number = library.paddle_resnet_posts() - 1
+        return [Posted(library, number, i, variable) for i, variable in enumerate(variables)]
+
+    return dispatch
+
+
+class Posted:
+    """A value of a step that has been dispatched."""
+
+    def __init__(self, library, number, i, variable):
+        self._wait = library.paddle_resnet_wait
+        self._key = ctypes.c_uint64(number), ctypes.c_int(i)
+        self._dtype, self._shape = convert_dtype(variable.dtype), variable.shape
+
+    def __array__(self, dtype=None):
+        memory, size = ctypes.c_void_p(), ctypes.c_size_t()
+        error = self._wait(*self._key, ctypes.byref(memory), ctypes.byref(size))
+        if error:
+            raise RuntimeError(f"the GPU has failed in this step or before it: CUDA error {error}")
+        array = np.frombuffer(ctypes.string_at(memory, size.value), self._dtype).reshape(self._shape)
+        return array if dtype is None else array.astype(dtype)

@@ -1,0 +1,173 @@
+"""Programs with the project's own operators compute what Paddle's own compute. On the CPU, in float32; test_gpu.py has
+the GPU's types, test_native.py the operators alone."""
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from conftest import NHWC, assert_one_sentence, losses, phase
+from paddle_resnet import distributed, fusion, models, native, parameters, program
+from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
+from test_program import random_batches
+
+BLOCKS = {
+    "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
+    "basic": partial(ResNet, BasicBlock, (2, 1, 1, 1), width=8),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    native.load()
+
+
+def types(prog):
+    return Counter(op.type for op in prog.global_block().ops)
+
+
+def train(args, batches, fuse):
+    """Losses of some steps and all persistable variables after them, by name."""
+    paddle.seed(0)
+    main, startup = static.Program(), static.Program()
+    with static.scope_guard(static.Scope()):
+        fetchs, *_ = program.build(args, main, startup, 10)
+        exe = static.Executor(paddle.CPUPlace())
+        exe.run(startup)
+        if fuse:
+            fusion.fuse(main)
+        found = [exe.run(main, {"data": x, "label": y}, [fetchs["loss"][0]])[0].item() for x, y in batches]
+        names = [v.name for v in main.list_vars() if v.persistable and static.global_scope().find_var(v.name)]
+        return found, {name: parameters.read(name) for name in names if name.startswith(("conv", "batch", "linear"))}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_training_is_the_same(parse, monkeypatch, block):
+    """Losses, parameters, velocities and running means. Paddle's running variance is the biased one on the CPU and that
+    of a sample on a GPU, where the fused operators take its place: n / (n - 1) of the CPU's."""
+    monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
+    args = parse(*NHWC)
+    batches = random_batches(2, (32, 32, 4))
+    expected, plain = train(args, batches, fuse=False)
+    found, fused = train(args, batches, fuse=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert plain.keys() == fused.keys()
+    for name, value in plain.items():
+        tolerance = 0.07 if name.endswith(".w_2") else 1e-4
+        np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
+
+
+def test_every_operator_of_a_residual_network_is_replaced(parse):
+    main, startup = static.Program(), static.Program()
+    program.build(parse(*NHWC), main, startup, 10)
+    before = types(main)
+    removed = fusion.fuse(main)
+    after = types(main)
+    # The last BN of the four units adds the shortcut; the four projections have no ReLU.
+    assert after["native_bn_act"] == after["native_bn_act_backward"] == 13
+    assert after["native_bn_add_relu"] == after["native_bn_add_relu_backward"] == 4
+    assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
+    gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum")
+    assert not any(after[name] for name in gone)
+    assert sum(before.values()) - removed + 36 == sum(after.values())
+    assert fusion.fuse(main) == 0
+    assert len(distributed.bn_statistics(main)) == 34
+
+
+def test_evaluation_is_the_same(parse):
+    args = parse(*NHWC)
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(args, main, startup, 0, is_train=False)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    random = np.random.RandomState(1)
+    for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
+        shape = parameters.read(name).shape
+        parameters.set_variable(name, random.uniform(0.5, 2, shape).astype("float32"), exe.place)
+    plain = main.clone()
+    assert fusion.fuse(main) == 17 + 13 + 4 + 1  # BN, ReLU, additions and the pooling
+    assert types(main)["native_bn_inference"] == 17
+    for x, y in random_batches(2, (32, 32, 4)):
+        expected, found = (
+            exe.run(p, {"data": x, "label": y}, [fetchs["loss"][0], fetchs["top1"][0]]) for p in (plain, main)
+        )
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+        np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
+    main, startup = static.Program(), static.Program()
+    program.build(parse(), main, startup, 10)
+    assert fusion.fuse(main) == 0
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
+    main, startup = static.Program(), static.Program()
+    program.build(parse(*NHWC), main, startup, 10)
+    fusion.fuse(main)
+    # 6 channels are no whole vector of four; 12, 24 and 48 are.
+    assert types(main)["batch_norm"] == 3
+    assert types(main)["native_bn_act"] + types(main)["native_bn_add_relu"] == 9
+
+
+def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse):
+    """Paddle puts the gradients of several parameters into one piece of memory; an operator that made its own would
+    leave stale ones there."""
+    args = parse(*NHWC)
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(args, main, startup, 10)
+    block = main.global_block()
+    grads = [block.var(f"batch_norm_{i}.{part}@GRAD") for i in range(17) for part in ("w_0", "b_0")]
+    names = [grad.name.removesuffix("@GRAD") for grad in grads]
+    buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
+    first_backward = next(i for i, op in enumerate(block.ops) if op.attr("op_role") & 1)
+    block._insert_op_without_sync(
+        first_backward,
+        type="coalesce_tensor",
+        inputs={"Input": [block.var(name) for name in names]},
+        outputs={"Output": grads, "FusedOutput": buffer},
+        attrs={"set_constant": True, "constant": 0.0, "use_align": True, "dtype": paddle.float32, "op_role": 1},
+    )
+    block._sync_with_cpp()
+    fusion.fuse(main)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    ((x, y),) = random_batches(1, (32, 32, 4))
+    values = exe.run(main, {"data": x, "label": y}, [buffer, *grads])
+    joined = np.sort(np.abs(values[0]))
+    apart = np.sort(np.abs(np.concatenate([value.ravel() for value in values[1:]])))
+    assert apart.min() >= 0 and np.count_nonzero(apart) > 100
+    np.testing.assert_array_equal(joined[joined > 0], apart[apart > 0])
+
+
+def test_a_run_trains_evaluates_and_goes_on(run_train, stop_before, tmp_path, capsys):
+    flags = [*NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--resume"]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert "13 native_bn_act, 13 native_bn_act_backward" in capsys.readouterr().out
+    expected, evaluation = losses(report), phase(report, [1], "val.")
+    stop_before(train_step=4)
+    elsewhere = ["--output-dir", tmp_path / "stopped"]
+    code, report = run_train(*flags, *elsewhere)
+    assert code == 75
+    first = losses(report)
+    stop_before()
+    code, report = run_train(*flags, *elsewhere)
+    assert code == 0
+    assert first | losses(report) == expected
+    checkpoint = tmp_path / "output/Tiny/1"
+    for kernels in ("native", "paddle"):
+        choice = ["--kernels", kernels, "--run-scope", "eval_only", "--from-checkpoint", checkpoint]
+        code, report = run_train(*NHWC, *choice)
+        assert code == 0
+        found = phase(report, [], "val.")
+        assert found["top1"] == evaluation["top1"]
+        assert found["loss"] == pytest.approx(evaluation["loss"], rel=1e-5)
+
+
+def test_layout_that_the_kernels_do_not_know_is_refused(run_train, capsys):
+    assert run_train("--kernels", "native")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--kernels native", "NHWC", "--kernels paddle"])
