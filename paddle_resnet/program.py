@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections import deque
 
 import numpy as np
 import paddle
@@ -224,6 +225,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
     first_step_s = None
     in_flight = None  # (step, images, learning rate, handles) of the step whose metrics are still to be read
+    held = deque(maxlen=3)  # DALI reuses a batch's memory once the host lets go of it, even if the GPU still reads it
 
     def read():
         nonlocal in_flight, first_step_s
@@ -285,6 +287,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         clock.data_ready()
         watchdog.step(step)
         images = batch[0]["label"].shape()[0]
+        held.append(batch)
         handles = dispatch(batch[0])
         dispatched = (step, images, lr_scheduler.last_lr if lr_scheduler else None, handles)
         if lr_scheduler is not None:
