@@ -276,8 +276,9 @@ def stop_agreed():
     """Whether all ranks stop now, before the training step that each of them is about to run; each asks once a step.
 
     A rank that has been asked to stop publishes a step a little ahead, and every _STOP_POLL_STEPS steps each looks into
-    the store. No rank is more than two steps ahead of another, because it reads the losses of all-reduced steps. So all
-    have seen the published step before they get there, and none waits for another.
+    the store. No rank is more than three steps ahead of another: before step n it has read the metrics of step n-2,
+    which come after the all-reduces of step n-3. So all have seen the published step before they get there, and none
+    waits for another.
     """
     global _polls
     _polls += 1

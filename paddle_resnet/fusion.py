@@ -28,7 +28,10 @@ def fuse(program):
     graph = _Graph(program.global_block())
     for op in list(graph.block.ops):
         if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.has_whole_vectors(op):
-            (_fuse_inference if op.attr("is_test") else _fuse_training)(graph, op)
+            if op.attr("is_test"):
+                _fuse_inference(graph, op)
+            elif not op.attr("use_global_stats"):
+                _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(op) and graph.has_whole_vectors(op):
             _fuse_max_pool(graph, op)
     return graph.finish()
@@ -63,9 +66,10 @@ class _Graph:
         return readers[0] if len(readers) == 1 and readers[0].type == op_type else None
 
     def gradient(self, op):
-        """The operator that computes the gradient of another one."""
+        """The operator that computes the gradients of another one, all of them; None if some are not wanted."""
         out = op.output("Y" if op.type == "batch_norm" else "Out")[0]
-        return next(reader for reader in self.readers[f"{out}@GRAD"] if reader.type == f"{op.type}_grad")
+        found = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
+        return found[0] if found and all(found[0].output(name) for name in found[0].output_names) else None
 
     def summands(self, name):
         """The one or two variables whose sum a gradient is, and the operators that add them."""
@@ -99,7 +103,7 @@ def _tail(graph, bn):
     # Of two normalised summands the first one takes the addition.
     if relu and add.input("X")[0] == y:
         addend = graph.variables(add, "Y")["Y"]
-        if addend.shape == graph.block.var(y).shape:
+        if addend.name != y and addend.shape == graph.block.var(y).shape:
             return Tail([add, relu], relu.output("Out")[0], True, addend)
     return Tail([], y, False, None)
 
@@ -108,6 +112,8 @@ def _fuse_training(graph, bn):
     block, tail = graph.block, _tail(graph, bn)
     ops = [bn, *tail.ops]
     gradients = [graph.gradient(op) for op in reversed(ops)]
+    if None in gradients:
+        return  # frozen in part, or not trained at all
     coefficients = block.create_var(name=f"{tail.out}.coefficients", dtype=paddle.float32, stop_gradient=True)
     parameters = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
     made = {"Y": block.var(tail.out), "Coefficients": coefficients} | graph.variables(bn, "MeanOut", "VarianceOut")
@@ -145,13 +151,13 @@ def _fuse_inference(graph, bn):
 
 
 def _is_plain_max_pool(op):
+    if op.attr("pooling_type") != "max" or op.attr("data_format") != "NHWC":
+        return False
     kernel, stride, padding = (op.attr(name) for name in ("ksize", "strides", "paddings"))
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive", "ceil_mode"))
-    is_explicit = op.attr("padding_algorithm") == "EXPLICIT"
-    return (
-        op.attr("pooling_type") == "max" and op.attr("data_format") == "NHWC" and is_square and is_plain and is_explicit
-    )
+    fits_a_byte = max(kernel) <= 15  # a position in the window
+    return is_square and is_plain and fits_a_byte and op.attr("padding_algorithm") == "EXPLICIT"
 
 
 def _fuse_max_pool(graph, pool):
@@ -160,8 +166,8 @@ def _fuse_max_pool(graph, pool):
     attrs = {"kernel": pool.attr("ksize")[0], "stride": pool.attr("strides")[0], "padding": pool.attr("paddings")[0]}
     positions = block.create_var(name=f"{out.name}.positions", dtype=paddle.uint8, stop_gradient=True)
     graph.replace([pool], pool, "native_max_pool", {"X": x}, {"Y": out, "Positions": positions}, dict(attrs))
-    if f"{out.name}@GRAD" in graph.makers:
-        gradient = graph.gradient(pool)
+    gradient = graph.gradient(pool)
+    if gradient is not None:
         summands, sums = graph.summands(f"{out.name}@GRAD")
         sizes = {"height": x.shape[1], "width": x.shape[2]}
         dx = graph.variables(gradient, "X@GRAD")["X@GRAD"]

@@ -6,8 +6,9 @@ from functools import partial
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
-from paddle import static
+from paddle import nn, static
 
 from conftest import NHWC, assert_one_sentence, losses, phase
 from paddle_resnet import distributed, fusion, models, native, parameters, program
@@ -111,6 +112,70 @@ def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
     # 6 channels are no whole vector of four; 12, 24 and 48 are.
     assert types(main)["batch_norm"] == 3
     assert types(main)["native_bn_act"] + types(main)["native_bn_add_relu"] == 9
+
+
+def small_program(build):
+    """(program, loss, executor) of a function that makes a loss of images [N, 6, 6, 8]; parameters are made."""
+    paddle.seed(0)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        loss = paddle.mean(build(static.data("data", [None, 6, 6, 8])) ** 2)
+        paddle.optimizer.SGD(0.1).minimize(loss)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    return main, loss, exe
+
+
+def bn(**flags):
+    return nn.BatchNorm2D(8, data_format="NHWC", **flags)
+
+
+def frozen():
+    return {name: paddle.ParamAttr(trainable=False) for name in ("weight_attr", "bias_attr")}
+
+
+def conv(x):
+    return nn.Conv2D(8, 8, 1, data_format="NHWC")(x)
+
+
+def no_gradient(x):
+    x.stop_gradient = True
+    return x
+
+
+def max_pool(x, kernel):
+    return F.max_pool2d(x, kernel, 1, kernel // 2, data_format="NHWC")
+
+
+ODD = {
+    "global statistics": (lambda x: F.relu(bn(use_global_stats=True)(conv(x))), 0),
+    "frozen scale and bias": (lambda x: F.relu(bn(**frozen())(conv(x))), 0),
+    "frozen below all that trains": (lambda x: conv(F.relu(bn(**frozen())(x))), 0),
+    "on the images": (lambda x: F.relu(bn()(x)), 0),
+    "addend without a gradient": (lambda x: F.relu(bn()(conv(x)) + no_gradient(x * 2)), 0),
+    "added to itself": (lambda x: (lambda y: F.relu(y + y))(bn()(conv(x))), 1),
+    "several readers": (lambda x: (lambda y: F.relu(y) + y)(bn()(conv(x))), 1),
+    "second summand": (lambda x: (lambda y: F.relu(y + bn()(conv(y))))(conv(x)), 1),
+    "small pool": (lambda x: max_pool(conv(x), 3), 2),
+    "large pool": (lambda x: max_pool(conv(x), 17), 0),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_the_kernels_do_not_know_stays_paddles(case):
+    """And what they do know computes the same in surroundings that are not a residual network's."""
+    build, operators = ODD[case]
+    found = []
+    for fuse in (False, True):
+        with static.scope_guard(static.Scope()):
+            main, loss, exe = small_program(build)
+            if fuse:
+                fusion.fuse(main)
+                ours = [name for name in types(main).elements() if name.startswith("native_")]
+                assert len([name for name in ours if "backward" not in name or "pool" in name]) == operators, ours
+            images = [np.random.RandomState(i).randn(4, 6, 6, 8).astype("float32") for i in range(3)]
+            found.append([exe.run(main, {"data": x}, [loss])[0].item() for x in images])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
 def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse):

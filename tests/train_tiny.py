@@ -3,10 +3,10 @@
 $PARAMETERS: folder that each rank writes its parameters to at the end, and its whole state at the end of each epoch.
 $SHARES: the synthetic images of a step are the same over all processes together, whatever their number. $OVERFLOW:
 "RANK STEP STEP ...", where those of one rank are infinite. $SCALING: with dynamic loss scaling, in float32. The model
-"Plain" has no batch normalisation. $FATAL_CHANGE: kill -9 before the n-th change
-to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer, so that a
-signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from FAULTS.
-$DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version".
+"Plain" has no batch normalisation. $UNFUSED: each gradient has an all-reduce of its own. $FATAL_CHANGE: kill -9 before
+the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer,
+so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from
+FAULTS. $DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version".
 """
 
 import os
@@ -110,6 +110,14 @@ def scale_losses(args, optimizer):
     return static.amp.decorate(optimizer, lists, init_loss_scaling=1024.0, use_dynamic_loss_scaling=True)
 
 
+def unfused(init):
+    def wrapped(is_collective, strategy):
+        strategy.fuse_all_reduce_ops = False
+        return init(is_collective=is_collective, strategy=strategy)
+
+    return wrapped
+
+
 def write_state(save):
     def wrapped(self, epoch, step=None, *args):
         if step is None:
@@ -130,6 +138,8 @@ if __name__ == "__main__":
         dali.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
     if "SCALING" in os.environ:
         program.decorate_amp = scale_losses
+    if "UNFUSED" in os.environ:
+        distributed.fleet.init = unfused(distributed.fleet.init)
     if "PARAMETERS" in os.environ:
         Saver.save = write_state(Saver.save)
     if "FATAL_CHANGE" in os.environ:

@@ -11,6 +11,8 @@ import functools
 import glob
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import site
 import subprocess
@@ -25,12 +27,20 @@ from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
 KERNEL_FILES = ("vector.cuh", "batch_norm.cu", "max_pool.cu")
-NVRTC_NAMES = ("libnvrtc.so", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so.13")
+NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
+COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 
 
 def cache_folder():
     """Where built files are kept: $XDG_CACHE_HOME/paddle_resnet, by default ~/.cache/paddle_resnet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle_resnet"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle_resnet"
+    except RuntimeError as e:
+        raise Unavailable("there is no home folder to keep them in (set XDG_CACHE_HOME)") from e
+
+
+class Unavailable(Exception):
+    """The operators cannot be had on this machine; the message says why in a few words."""
 
 
 def resolve(args):
@@ -39,32 +49,29 @@ def resolve(args):
     Args:
         args: flags with a settled --device; `kernels` becomes "native" or "paddle".
     Raises:
-        UsageError: --kernels native, and they cannot be built or do not know the layout.
+        UsageError: --kernels native, and they cannot be had or do not know the layout.
     """
+    is_given = args.kernels == "native"
+    if is_given and args.data_layout != "NHWC":
+        raise UsageError("--kernels native knows NHWC only: give --data-layout NHWC, or --kernels paddle")
+    if args.kernels == "auto":
+        args.kernels = "native" if args.device == "gpu" and args.data_layout == "NHWC" else "paddle"
+        if args.kernels == "native" and args.run_scope.trains and distributed.world_size() > 1:
+            # Tested with two processes on CPUs; the tests on two GPUs have not been run yet.
+            logger.info("--kernels auto: Paddle's kernels, since ours are untested in training on several GPUs")
+            args.kernels = "paddle"
+    if args.kernels == "paddle":
+        return
     capability = None
     if args.device == "gpu":
         capability = paddle.device.cuda.get_device_capability(distributed.local_gpu())
-    if args.kernels == "auto":
-        why_not = _why_paddles(args, capability)
-        if why_not:
-            logger.info(f"--kernels auto: Paddle's own kernels, {why_not}")
-        wanted = args.device == "gpu" and args.data_layout == "NHWC" and not why_not
-        args.kernels = "native" if wanted else "paddle"
-    if args.kernels == "native":
-        if args.data_layout != "NHWC":
-            raise UsageError("--kernels native knows NHWC only: give --data-layout NHWC, or --kernels paddle")
+    try:
         load(capability)
-
-
-def _why_paddles(args, capability):
-    """Why a run that could take the faster kernels does not; None if it does, or if they are no matter there."""
-    if args.device == "cpu" or args.data_layout == "NCHW":
-        return None
-    if args.run_scope.trains and distributed.world_size() > 1:
-        # Tested with two processes on CPUs; the tests on two GPUs have not been run yet.
-        return "as training on several GPUs has been tested with; --kernels native takes this project's"
-    lack = missing(capability)
-    return lack and f"which are slower: {lack}"
+    except Unavailable as e:
+        if is_given:
+            raise UsageError(f"--kernels native: {e}: mend that, or give --kernels paddle") from e
+        logger.info(f"--kernels auto: Paddle's kernels, which are slower, since ours are not to be had: {e}")
+        args.kernels = "paddle"
 
 
 def missing(capability=None):
@@ -75,8 +82,8 @@ def missing(capability=None):
     Returns:
         a few words that name it; None where there is all, or where everything is built already.
     """
-    if not _operators_file().exists() and shutil.which(_compiler()) is None:
-        return f"no C++ compiler ({_compiler()})"
+    if not _operators_file().exists() and shutil.which(_compiler()[0]) is None:
+        return f"no C++ compiler ({_compiler()[0]})"
     if capability is not None and not _kernels_file(capability).exists() and _nvrtc() is None:
         return "no NVRTC library (libnvrtc.so)"
     return None
@@ -88,11 +95,11 @@ def load(capability=None):
     Args:
         capability: (major, minor) compute capability of the GPU that will run them, None for the CPU.
     Raises:
-        UsageError: something is missing, or a compiler reports an error.
+        Unavailable: something is missing, or a compiler reports an error.
     """
     lack = missing(capability)
     if lack is not None:
-        raise UsageError(f"--kernels native: {lack}: install it, or give --kernels paddle")
+        raise Unavailable(lack)
     library = register()
     if capability is not None:
         image = _build(_kernels_file(capability), functools.partial(_compile_kernels, capability)).read_bytes()
@@ -108,8 +115,8 @@ def register():
 
 
 def _operators_file():
-    key = _key(["operators.cc"], paddle.version.full_version, paddle.version.commit)
-    return cache_folder() / f"operators-{key}.so"
+    words = [platform.machine(), paddle.version.full_version, paddle.version.commit, *COMPILER_FLAGS]
+    return cache_folder() / f"operators-{_key(['operators.cc'], *words)}.so"
 
 
 def _kernels_file(capability):
@@ -123,34 +130,41 @@ def _key(names, *others):
 
 def _build(path, compile_to):
     """Make a file unless it is there; the processes of a job wait for the first one that does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            part = path.with_suffix(".part")
-            compile_to(part)
-            part.replace(path)
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                # Nodes may share the folder without sharing locks.
+                part = path.with_suffix(f".{platform.node()}.{os.getpid()}.part")
+                compile_to(part)
+                part.replace(path)
+    except OSError as e:
+        raise Unavailable(f"{path.parent} cannot be written ({e.strerror}; XDG_CACHE_HOME names another place)") from e
     return path
 
 
 def _compiler():
-    return os.environ.get("CXX", "g++")
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
 def _compile_operators(target):
     include, libraries = Path(paddle.sysconfig.get_include()), Path(paddle.base.__file__).parent
-    words = [_compiler(), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", str(SOURCES / "operators.cc")]
+    words = [*_compiler(), *COMPILER_FLAGS, str(SOURCES / "operators.cc"), "-o", str(target)]
     words += [f"-I{include}", f"-I{include / 'third_party'}", f"-L{libraries}", "-l:libpaddle.so", "-ldl"]
-    done = subprocess.run([*words, "-o", str(target)], capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[-300:]]
-        raise UsageError(f"--kernels native: {words[0]} failed: {errors[0]}: give --kernels paddle to go on without")
+        raise Unavailable(f"{_compiler()[0]} failed: {errors[0]}")
 
 
 @functools.cache
 def _nvrtc():
     """NVRTC of the Python environment, of a CUDA installation or of the library path; None if there is none."""
-    folders = [f"{packages}/nvidia/cuda_nvrtc/lib" for packages in site.getsitepackages()]
+    packages = [*site.getsitepackages(), site.getusersitepackages()]
+    folders = [f"{folder}/nvidia/cuda_nvrtc/lib" for folder in packages]
     folders += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64"]
     installed = [path for folder in folders for path in sorted(glob.glob(f"{folder}/libnvrtc.so*"))]
     for name in (*installed, *NVRTC_NAMES):
@@ -162,17 +176,26 @@ def _nvrtc():
 def _compile_kernels(capability, target):
     nvrtc = _nvrtc()
     source = "\n".join((SOURCES / name).read_text() for name in KERNEL_FILES).replace('#include "vector.cuh"', "")
-    program = ctypes.c_void_p()
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    what = "ProgramLog" if failed else "CUBIN"
-    size = ctypes.c_size_t()
-    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    result = ctypes.create_string_buffer(size.value)
-    getattr(nvrtc, f"nvrtcGet{what}")(program, result)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    if failed:
-        first = next(iter(result.value.decode().strip().splitlines()), "it gives no reason")
-        raise UsageError(f"--kernels native: NVRTC failed: {first}: give --kernels paddle to go on without")
-    target.write_bytes(result.raw)
+    program = ctypes.c_void_p()
+
+    def call(name, *arguments):
+        error = getattr(nvrtc, f"nvrtc{name}")(*arguments)
+        if error:
+            raise Unavailable(f"NVRTC failed: {name} returned {error} for {options[0].decode()}")
+
+    def result(what):
+        size = ctypes.c_size_t()
+        call(f"Get{what}Size", program, ctypes.byref(size))
+        memory = ctypes.create_string_buffer(size.value)
+        call(f"Get{what}", program, memory)
+        return memory
+
+    call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+            log = result("ProgramLog").value.decode().strip().splitlines()
+            raise Unavailable(f"NVRTC failed: {log[0] if log else 'without a reason'} ({options[0].decode()})")
+        target.write_bytes(result("CUBIN").raw)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

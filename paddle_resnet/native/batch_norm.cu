@@ -133,7 +133,8 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
 #pragma unroll
     for (int j = 0; j < V; ++j) offset = j == element ? origins[j] : offset;
     const float shifted = total[element * lanes + lane] / rows;
-    const float variance = fmaxf(total[(V + element) * lanes + lane] / rows - shifted * shifted, 0.f);
+    float variance = total[(V + element) * lanes + lane] / rows - shifted * shifted;
+    variance = variance < 0.f ? 0.f : variance;  // by rounding; NaN stays
     const float mean = offset + shifted, inverse = 1.f / sqrtf(variance + epsilon), a = scale[channel] * inverse;
     coefficients[channel] = a;
     coefficients[channels + channel] = bias[channel] - mean * a;

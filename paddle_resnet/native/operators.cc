@@ -45,7 +45,8 @@ void check(int result, const std::string &what) {
   PD_THROW(what, ": ", text ? text : "unknown CUDA error");
 }
 
-// The kernels and the memory in which blocks meet, of this process's one GPU.
+// The kernels and the memory in which blocks meet. For one GPU a process, and one stream and thread that launch on it, as
+// the Executor does: kernels that ran side by side would meet in the same memory.
 class Gpu {
  public:
   static std::vector<char> &image() {
@@ -94,6 +95,7 @@ class Gpu {
   void allocate(void **memory, size_t bytes) {
     check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
     check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
+    check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");  // Paddle's stream does not wait for this one
   }
 
   void *module_ = nullptr, *partial_ = nullptr, *arrivals_ = nullptr;
@@ -125,6 +127,7 @@ class Posts {
     } else {
       slot.on_cpu.resize(size);
       slot.memory = slot.on_cpu.data();
+      slot.is_on_gpu = false;
       for (size_t i = 0; i < values.size(); ++i) {
         std::memcpy(slot.memory + slot.parts[i].start, values[i].data(), slot.parts[i].bytes);
       }
@@ -137,7 +140,7 @@ class Posts {
   // Wait for a post, one of the last kSlots; returns where its value i is. CUDA's error code, 0 for none.
   int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
     const Slot &slot = slots_[number % kSlots];
-    if (slot.event != nullptr) {
+    if (slot.is_on_gpu) {
       driver<int (*)(void *)>("cuCtxSetCurrent")(context_);
       if (int error = driver<int (*)(void *)>("cuEventSynchronize")(slot.event)) return error;
     }
@@ -152,9 +155,11 @@ class Posts {
   };
   struct Slot {
     std::vector<Part> parts;
-    char *memory = nullptr;
-    size_t capacity = 0;  // of pinned memory
+    char *memory = nullptr;  // one of the next two
+    char *pinned = nullptr;
     std::vector<char> on_cpu;
+    size_t pinned_size = 0;
+    bool is_on_gpu = false;
     void *event = nullptr;
   };
 
@@ -166,11 +171,13 @@ class Posts {
       check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
       check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming), "an event");
     }
-    if (slot.capacity < size) {
-      if (slot.capacity) check(driver<int (*)(void *)>("cuMemFreeHost")(slot.memory), "cuMemFreeHost");
-      check(driver<int (*)(char **, size_t, unsigned)>("cuMemHostAlloc")(&slot.memory, size, 0), "cuMemHostAlloc");
-      slot.capacity = size;
+    if (slot.pinned_size < size) {
+      if (slot.pinned) check(driver<int (*)(void *)>("cuMemFreeHost")(slot.pinned), "cuMemFreeHost");
+      check(driver<int (*)(char **, size_t, unsigned)>("cuMemHostAlloc")(&slot.pinned, size, 0), "cuMemHostAlloc");
+      slot.pinned_size = size;
     }
+    slot.memory = slot.pinned;
+    slot.is_on_gpu = true;
     for (size_t i = 0; i < values.size(); ++i) {
       const uintptr_t from = reinterpret_cast<uintptr_t>(values[i].data());
       check(copy(slot.memory + slot.parts[i].start, from, slot.parts[i].bytes, tensor_stream(&values[i])), "a copy");
@@ -428,6 +435,7 @@ std::vector<Tensor> BnAddReluBackward(const Tensor &x, const std::vector<Tensor>
 std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
                                 const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon, bool relu) {
   const Shape shape(x);
+  if (z && !relu) PD_THROW("the residual addition is fused with a ReLU behind it only");
   Tensor y = empty_as(x);
   if (x.is_gpu()) {
     const RowGrid grid(x, shape);
