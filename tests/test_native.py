@@ -236,7 +236,7 @@ def chosen_on_a_gpu(**changes):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native"])
-@pytest.mark.parametrize("fault", ["compiler", "cache folder", "home folder", "GPU unknown to NVRTC"])
+@pytest.mark.parametrize("fault", ["compiler", "library", "cache folder", "home folder", "GPU unknown to NVRTC"])
 def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, fault):
     """auto goes on with Paddle's and says why; native ends the run with a sentence."""
     capability, says = (9, 0), ""
@@ -245,6 +245,9 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")
         says = "false failed: "
+    elif fault == "library":
+        monkeypatch.setattr(native, "_compile_operators", lambda target: target.write_bytes(b"no library"))
+        says = f"Paddle cannot load {tmp_path}/paddle_resnet/operators-"
     elif fault == "cache folder":
         (tmp_path / "paddle_resnet").write_text("in the way")
         says = f"{tmp_path}/paddle_resnet cannot be written (File exists; XDG_CACHE_HOME"
@@ -265,7 +268,7 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
     else:
         assert chosen_on_a_gpu() == "paddle"
         assert f"since ours are not to be had: {says}" in capsys.readouterr().out
-    assert not list(tmp_path.glob("paddle_resnet/*.so")) and not list(tmp_path.glob("paddle_resnet/*.cubin"))
+    assert fault == "library" or not [*tmp_path.glob("paddle_resnet/*.so"), *tmp_path.glob("paddle_resnet/*.cubin")]
 
 
 def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):

@@ -110,8 +110,11 @@ def load(capability=None):
 def register():
     """Make the operators known to Paddle, once a process; returns their library (ctypes.CDLL)."""
     path = _build(_operators_file(), _compile_operators)
-    load_op_meta_info_and_register_op(str(path))
-    return ctypes.CDLL(str(path))
+    try:
+        load_op_meta_info_and_register_op(str(path))
+        return ctypes.CDLL(str(path))
+    except (RuntimeError, OSError) as e:
+        raise Unavailable(f"Paddle cannot load {path} ({str(e).strip().splitlines()[-1]})") from e
 
 
 def _operators_file():

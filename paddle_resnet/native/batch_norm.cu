@@ -28,8 +28,8 @@ struct Position {
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 
-// Add up `count` vectors of `sums` floats, `stride` vectors apart, into shared memory: the threads form groups, each adds
-// every n-th vector, four sums a thread, then one thread a sum adds the groups.
+// Add up `count` vectors of `sums` floats, `stride` vectors apart, into shared memory: the threads form groups, each
+// adds every n-th vector, four sums a thread, then one thread a sum adds the groups.
 __device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int fours = sums / 4, groups = max(1, threads / fours);
@@ -38,7 +38,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
     for (int k = group; k < count; k += groups) {
-      const float4 next = __ldcg(reinterpret_cast<const float4 *>(vectors + static_cast<size_t>(k) * stride * sums) + four);
+      const float4 next =
+          __ldcg(reinterpret_cast<const float4 *>(vectors + static_cast<size_t>(k) * stride * sums) + four);
       sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
     }
     reinterpret_cast<float4 *>(shared)[i] = sum;
@@ -148,8 +149,8 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
 
 // y = a x + b [+ z], then ReLU; `mask` gets one byte a vector, a bit set where the ReLU let the value through.
 template <class T, bool kAdd, bool kRelu>
-__device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)[T::kLanes], const float (&b)[T::kLanes],
-                      uint4 *y, unsigned char *mask) {
+__device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)[T::kLanes],
+                      const float (&b)[T::kLanes], uint4 *y, unsigned char *mask) {
   constexpr int V = T::kLanes, kUnroll = kAdd ? 2 : 4;
   const Position<T, kUnroll> at;
   const int tiles = at.tiles(rows);
@@ -319,45 +320,45 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(kMaxThreads, 2)
 
-#define APPLY(T, NAME, ADD, RELU)                                                                                     \
-  KERNEL bn_apply##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y,          \
-                              unsigned char *mask) {                                                                  \
-    apply_training<T, ADD, RELU>(x, z, rows, coefficients, y, mask);                                                  \
-  }                                                                                                                   \
-  KERNEL bn_infer##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias,        \
-                              const float *mean, const float *variance, float epsilon, uint4 *y) {                    \
-    apply_inference<T, ADD, RELU>(x, z, rows, scale, bias, mean, variance, epsilon, y);                               \
+#define APPLY(T, NAME, ADD, RELU) \
+  KERNEL bn_apply##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y, \
+                              unsigned char *mask) { \
+    apply_training<T, ADD, RELU>(x, z, rows, coefficients, y, mask); \
+  } \
+  KERNEL bn_infer##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias, \
+                              const float *mean, const float *variance, float epsilon, uint4 *y) { \
+    apply_inference<T, ADD, RELU>(x, z, rows, scale, bias, mean, variance, epsilon, y); \
   }
 
-#define REDUCE(T, NAME, SUMMANDS, RELU)                                                                               \
-  KERNEL bn_reduce##NAME##_##T(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask,          \
-                               int rows, const float *coefficients, uint4 *dz, float *dscale, float *dbias,           \
-                               float *applied, float *partial, unsigned *arrivals) {                                  \
-    reduce_gradients<T, SUMMANDS, RELU>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, partial,    \
-                                        arrivals);                                                                    \
+#define REDUCE(T, NAME, SUMMANDS, RELU) \
+  KERNEL bn_reduce##NAME##_##T(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows, \
+                               const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied, \
+                               float *partial, unsigned *arrivals) { \
+    reduce_gradients<T, SUMMANDS, RELU>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, partial, \
+                                        arrivals); \
   }
 
-#define GRADIENT(T, NAME, RELU)                                                                                       \
-  KERNEL bn_gradient##NAME##_##T(const uint4 *x, const uint4 *dy, int rows, const float *coefficients,                \
-                                 const float *applied, uint4 *dx) {                                                   \
-    apply_gradients<T, RELU>(x, dy, rows, coefficients, applied, dx);                                                 \
+#define GRADIENT(T, NAME, RELU) \
+  KERNEL bn_gradient##NAME##_##T(const uint4 *x, const uint4 *dy, int rows, const float *coefficients, \
+                                 const float *applied, uint4 *dx) { \
+    apply_gradients<T, RELU>(x, dy, rows, coefficients, applied, dx); \
   }
 
-#define KERNELS(T)                                                                                                    \
-  KERNEL bn_statistics_##T(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean,      \
-                           float *running_variance, float momentum, float epsilon, float *coefficients,               \
-                           float *partial, unsigned *arrivals) {                                                      \
-    statistics<T>(x, rows, scale, bias, running_mean, running_variance, momentum, epsilon, coefficients, partial,     \
-                  arrivals);                                                                                          \
-  }                                                                                                                   \
-  APPLY(T, , false, false)                                                                                            \
-  APPLY(T, _relu, false, true)                                                                                        \
-  APPLY(T, _add_relu, true, true)                                                                                     \
-  REDUCE(T, , 0, false)                                                                                               \
-  REDUCE(T, _relu, 0, true)                                                                                           \
-  REDUCE(T, _add_relu, 1, true)                                                                                       \
-  REDUCE(T, _add_relu_two, 2, true)                                                                                   \
-  GRADIENT(T, , false)                                                                                                \
+#define KERNELS(T) \
+  KERNEL bn_statistics_##T(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean, \
+                           float *running_variance, float momentum, float epsilon, float *coefficients, \
+                           float *partial, unsigned *arrivals) { \
+    statistics<T>(x, rows, scale, bias, running_mean, running_variance, momentum, epsilon, coefficients, partial, \
+                  arrivals); \
+  } \
+  APPLY(T, , false, false) \
+  APPLY(T, _relu, false, true) \
+  APPLY(T, _add_relu, true, true) \
+  REDUCE(T, , 0, false) \
+  REDUCE(T, _relu, 0, true) \
+  REDUCE(T, _add_relu, 1, true) \
+  REDUCE(T, _add_relu_two, 2, true) \
+  GRADIENT(T, , false) \
   GRADIENT(T, _relu, true)
 
 KERNELS(f32)

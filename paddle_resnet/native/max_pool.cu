@@ -60,7 +60,8 @@ __device__ void max_pool_gradient(const uint4 *dy, const uint4 *dy2, const unsig
   if (index >= inputs) return;
   const Pixel in(index, w.vectors, w.height, w.width);
   const int bottom = in.row + w.padding, right = in.column + w.padding;
-  const int first_row = max(0, (bottom - w.kernel + w.stride) / w.stride), last_row = min(w.out_height - 1, bottom / w.stride);
+  const int first_row = max(0, (bottom - w.kernel + w.stride) / w.stride),
+            last_row = min(w.out_height - 1, bottom / w.stride);
   const int first_column = max(0, (right - w.kernel + w.stride) / w.stride);
   const int last_column = min(w.out_width - 1, right / w.stride);
   float sum[V] = {};
@@ -86,15 +87,14 @@ __device__ void max_pool_gradient(const uint4 *dy, const uint4 *dy2, const unsig
   dx[index] = pack16<T>(sum);
 }
 
-#define POOL_KERNELS(T)                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kPoolThreads)                                                          \
-      max_pool_##T(const uint4 *x, unsigned outputs, Window window, uint4 *y, unsigned *positions) {                  \
-    max_pool<T>(x, outputs, window, y, positions);                                                                    \
-  }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(kPoolThreads)                                                          \
-      max_pool_gradient_##T(const uint4 *dy, const uint4 *dy2, const unsigned *positions, unsigned inputs,            \
-                            Window window, uint4 *dx) {                                                               \
-    max_pool_gradient<T>(dy, dy2, positions, inputs, window, dx);                                                     \
+#define POOL_KERNELS(T) \
+  extern "C" __global__ void __launch_bounds__(kPoolThreads) \
+      max_pool_##T(const uint4 *x, unsigned outputs, Window window, uint4 *y, unsigned *positions) { \
+    max_pool<T>(x, outputs, window, y, positions); \
+  } \
+  extern "C" __global__ void __launch_bounds__(kPoolThreads) max_pool_gradient_##T( \
+      const uint4 *dy, const uint4 *dy2, const unsigned *positions, unsigned inputs, Window window, uint4 *dx) { \
+    max_pool_gradient<T>(dy, dy2, positions, inputs, window, dx); \
   }
 
 POOL_KERNELS(f32)

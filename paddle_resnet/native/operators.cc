@@ -45,8 +45,8 @@ void check(int result, const std::string &what) {
   PD_THROW(what, ": ", text ? text : "unknown CUDA error");
 }
 
-// The kernels and the memory in which blocks meet. For one GPU a process, and one stream and thread that launch on it, as
-// the Executor does: kernels that ran side by side would meet in the same memory.
+// The kernels and the memory in which blocks meet. For one GPU a process, and one stream and thread that launch on it,
+// as the Executor does: kernels that ran side by side would meet in the same memory.
 class Gpu {
  public:
   static std::vector<char> &image() {
@@ -70,7 +70,8 @@ class Gpu {
     auto found = functions_.find(name);
     if (found == functions_.end()) {
       void *function = nullptr;
-      check(driver<int (*)(void **, void *, const char *)>("cuModuleGetFunction")(&function, module_, name.c_str()), name);
+      check(driver<int (*)(void **, void *, const char *)>("cuModuleGetFunction")(&function, module_, name.c_str()),
+            name);
       found = functions_.emplace(name, function).first;
     }
     check(launch(found->second, grid[0], grid[1], 1, block[0], block[1], 1, 0, tensor_stream(&on), arguments.data(),
@@ -103,8 +104,8 @@ class Gpu {
   std::map<std::string, void *> functions_;
 };
 
-// What steps leave for the host: values copied to pinned memory behind the step's kernels, and an event behind the copies.
-// The Executor's own fetch would stop the host, in the middle of a step, until the GPU is there.
+// What steps leave for the host: values copied to pinned memory behind the step's kernels, and an event behind the
+// copies. The Executor's own fetch would stop the host, in the middle of a step, until the GPU is there.
 class Posts {
  public:
   static constexpr int kSlots = 4;
@@ -169,7 +170,8 @@ class Posts {
     if (slot.event == nullptr) {
       constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps while it waits
       check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
-      check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming), "an event");
+      check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming),
+            "an event");
     }
     if (slot.pinned_size < size) {
       if (slot.pinned) check(driver<int (*)(void *)>("cuMemFreeHost")(slot.pinned), "cuMemFreeHost");
@@ -194,10 +196,14 @@ int vector_lanes(const Tensor &x) { return kVectorBytes / static_cast<int>(phi::
 
 std::string suffix(const Tensor &x) {
   switch (x.dtype()) {
-    case DataType::FLOAT32: return "_f32";
-    case DataType::FLOAT16: return "_f16";
-    case DataType::BFLOAT16: return "_bf16";
-    default: PD_THROW("fused operators take float32, float16 and bfloat16");
+    case DataType::FLOAT32:
+      return "_f32";
+    case DataType::FLOAT16:
+      return "_f16";
+    case DataType::BFLOAT16:
+      return "_bf16";
+    default:
+      PD_THROW("fused operators take float32, float16 and bfloat16");
   }
 }
 
@@ -279,8 +285,12 @@ Tensor train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor
     int rows = shape.rows;
     Gpu::get().launch("bn_statistics" + suffix(x), x, grid.grid, grid.block,
                       {&in, &rows, &s, &b, &m, &v, &momentum, &epsilon, &c, &partial, &arrivals});
-    Gpu::get().launch(std::string("bn_apply") + (z ? "_add_relu" : relu ? "_relu" : "") + suffix(x), x, grid.grid,
-                      grid.block, {&in, &added, &rows, &c, &out, &bits});
+    Gpu::get().launch(std::string("bn_apply") +
+                          (z      ? "_add_relu"
+                           : relu ? "_relu"
+                                  : "") +
+                          suffix(x),
+                      x, grid.grid, grid.block, {&in, &added, &rows, &c, &out, &bits});
     return y;
   }
   require_float32(x);
@@ -324,7 +334,8 @@ Tensor backward(const Tensor &x, const std::vector<Tensor> &gradients, const Ten
   const int channels = shape.channels;
   Tensor dx = empty_as(x), applied = empty_floats({2, channels}, x);
   if (dz) *dz = empty_as(x);
-  if (gradients.empty() || gradients.size() > (dz ? 2 : 1)) PD_THROW("a fused gradient takes one gradient, or two to add");
+  if (gradients.empty() || gradients.size() > (dz ? 2 : 1))
+    PD_THROW("a fused gradient takes one gradient, or two to add");
   float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias), *ap = data<float>(applied);
   if (x.is_gpu()) {
     const RowGrid grid(x, shape);
@@ -332,9 +343,9 @@ Tensor backward(const Tensor &x, const std::vector<Tensor> &gradients, const Ten
     void *bits = mask ? raw(*mask) : nullptr, *masked = dz ? raw(*dz) : nullptr, *out = raw(dx);
     void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
     int rows = shape.rows;
-    Gpu::get().launch(
-        std::string("bn_reduce") + (second ? "_add_relu_two" : dz ? "_add_relu" : relu ? "_relu" : "") + suffix(x), x, grid.grid, grid.block,
-        {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
+    const std::string fused = second ? "_add_relu_two" : dz ? "_add_relu" : relu ? "_relu" : "";
+    Gpu::get().launch("bn_reduce" + fused + suffix(x), x, grid.grid, grid.block,
+                      {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
     Gpu::get().launch(std::string("bn_gradient") + (relu && !dz ? "_relu" : "") + suffix(x), x, grid.grid, grid.block,
                       {&in, dz ? &masked : &first, &rows, &c, &ap, &out});
     return dx;
@@ -442,8 +453,12 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
     void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y);
     float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
     int rows = shape.rows;
-    Gpu::get().launch(std::string("bn_infer") + (z ? "_add_relu" : relu ? "_relu" : "") + suffix(x), x, grid.grid,
-                      grid.block, {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
+    Gpu::get().launch(std::string("bn_infer") +
+                          (z      ? "_add_relu"
+                           : relu ? "_relu"
+                                  : "") +
+                          suffix(x),
+                      x, grid.grid, grid.block, {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
     return {y};
   }
   require_float32(x);
@@ -528,7 +543,8 @@ Shapes BnActShape(const Dims &x, const Dims &, const Dims &, const Dims &, const
 }
 Types BnActType(DataType x, DataType, DataType, DataType, DataType) { return {x, DataType::FLOAT32}; }
 // The mask's width depends on the type, which Paddle does not tell here; nothing reads the static shape of the mask.
-Shapes BnAddReluShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float, float) {
+Shapes BnAddReluShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float,
+                      float) {
   return {x, coefficient_dims(x), mask_dims(x, 1)};
 }
 Types BnAddReluType(DataType x, DataType, DataType, DataType, DataType, DataType) {

@@ -1,5 +1,5 @@
-// Sixteen bytes of consecutive channels, the unit in which every kernel reads and writes memory, as float32 in registers.
-// No headers: NVRTC then needs nothing but this folder.
+// Sixteen bytes of consecutive channels, the unit in which every kernel reads and writes memory, as float32 in
+// registers. No headers: NVRTC then needs nothing but this folder.
 
 struct f32 {
   static constexpr int kLanes = 4;
