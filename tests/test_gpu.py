@@ -196,6 +196,18 @@ def test_sparse_training_in_half_precision_keeps_the_pattern(run_train, tmp_path
         assert (np.count_nonzero(groups, axis=1) <= 2).all(), name
 
 
+@pytest.mark.parametrize("kernels", ["native", "paddle"])
+def test_evaluation_repeats_to_the_last_bit(run_train, kernels):
+    """With the host ahead of the GPU: no batch may be overwritten by the next ones while it is still read."""
+    flags = ["--run-scope", "eval_only", "--benchmark", "--benchmark-steps", "60", "--benchmark-warmup-steps", "2"]
+    found = []
+    for _ in range(2):
+        code, report = run_train(*flags, *O2, "--kernels", kernels)
+        assert code == 0
+        found.append(phase(report, [], "val.")["loss"])
+    np.testing.assert_equal(*found)
+
+
 @pytest.mark.parametrize("scope", ["train_only", "eval_only"])
 @pytest.mark.parametrize("source", ["folder", "synthetic"])
 def test_benchmark(run_train, scope, source):
