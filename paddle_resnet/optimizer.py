@@ -13,7 +13,7 @@ from utils import logger
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 # The operators that program.create_fetchs makes.
 LOSS_HEAD = ("one_hot_v2", "label_smooth", "softmax_with_cross_entropy", "reduce_mean", "top_k_v2", "accuracy")
-LOSS_HEAD += ("native_post",)
+LOSS_HEAD += ("native_post",)  # it hands them to the host as they are
 
 
 def build_lr_scheduler(args, step_each_epoch):

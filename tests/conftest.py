@@ -135,6 +135,24 @@ def stop_before(monkeypatch):
     return stop_before
 
 
+@pytest.fixture
+def losses_with_a_stop(run_train, stop_before, tmp_path):
+    """Stop a run before its n-th training step and let the same command go on; returns the losses of both parts."""
+
+    def losses_with_a_stop(train_step, *flags, **places):
+        elsewhere = ["--output-dir", tmp_path / "stopped"]
+        stop_before(train_step=train_step)
+        code, report = run_train(*flags, *elsewhere, **places)
+        assert code == 75
+        first = losses(report)
+        stop_before()
+        code, report = run_train(*flags, *elsewhere, **places)
+        assert code == 0
+        return first | losses(report)
+
+    return losses_with_a_stop
+
+
 def read_report(path):
     """Entries of a report file: dicts with step and data."""
     if not path.exists():

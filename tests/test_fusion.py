@@ -208,21 +208,13 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse):
     np.testing.assert_array_equal(joined[joined > 0], apart[apart > 0])
 
 
-def test_a_run_trains_evaluates_and_goes_on(run_train, stop_before, tmp_path, capsys):
+def test_a_run_trains_evaluates_and_goes_on(run_train, losses_with_a_stop, tmp_path, capsys):
     flags = [*NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--resume"]
     code, report = run_train(*flags)
     assert code == 0
     assert "13 native_bn_act, 13 native_bn_act_backward" in capsys.readouterr().out
     expected, evaluation = losses(report), phase(report, [1], "val.")
-    stop_before(train_step=4)
-    elsewhere = ["--output-dir", tmp_path / "stopped"]
-    code, report = run_train(*flags, *elsewhere)
-    assert code == 75
-    first = losses(report)
-    stop_before()
-    code, report = run_train(*flags, *elsewhere)
-    assert code == 0
-    assert first | losses(report) == expected
+    assert losses_with_a_stop(4, *flags) == expected
     checkpoint = tmp_path / "output/Tiny/1"
     for kernels in ("native", "paddle"):
         choice = ["--kernels", kernels, "--run-scope", "eval_only", "--from-checkpoint", checkpoint]

@@ -124,39 +124,23 @@ def deterministic():
 
 @pytest.mark.parametrize("flags, step", STOPS.values(), ids=STOPS)
 def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
-    run_train, stop_before, deterministic, tmp_path, flags, step
+    run_train, losses_with_a_stop, deterministic, flags, step
 ):
     flags = ["--epochs", "3", "--print-interval", "1", "--resume", *flags]
     code, report = run_train(*flags)
     assert code == 0
     expected = losses(report)
     assert len(expected) == 15
-    stop_before(train_step=step)
-    elsewhere = ["--output-dir", tmp_path / "stopped"]
-    code, report = run_train(*flags, *elsewhere)
-    assert code == 75
-    first = losses(report)
-    stop_before()
-    code, report = run_train(*flags, *elsewhere)
-    assert code == 0
-    assert first | losses(report) == expected
+    assert losses_with_a_stop(step, *flags) == expected
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
-def test_every_format_goes_on_inside_an_epoch(run_train, stop_before, deterministic, converted, tmp_path, data_format):
+def test_every_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, deterministic, converted, data_format):
     flags = ["--epochs", "2", "--print-interval", "1", "--resume", *FP32]
     root = converted[data_format]
     expected = losses(run_train(*flags, image_root=root)[1])
     assert len(expected) == 10
-    shutil.rmtree(tmp_path / "output")
-    stop_before(train_step=4)
-    code, report = run_train(*flags, image_root=root)
-    assert code == 75
-    first = losses(report)
-    stop_before()
-    code, report = run_train(*flags, image_root=root)
-    assert code == 0
-    assert first | losses(report) == expected
+    assert losses_with_a_stop(4, *flags, image_root=root) == expected
 
 
 def test_overflows_are_skipped_and_training_recovers(run_train):

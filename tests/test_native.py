@@ -298,6 +298,9 @@ def test_choice_of_the_kernels(monkeypatch):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 
 
+LINEAR_OR_FUSED = ["", "_relu", "_add_relu"]
+
+
 def test_kernels_compile_without_a_gpu(tmp_path):
     """For the oldest GPU that Paddle 2.6 knows tensor cores on, and for newer ones."""
     if native._nvrtc() is None:
@@ -306,8 +309,12 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         native._compile_kernels(capability, tmp_path / "kernels")
         image = (tmp_path / "kernels").read_bytes()
         assert image.startswith(b"\x7fELF")
-        for name in (b"bn_statistics_f16", b"bn_reduce_add_relu_bf16", b"max_pool_gradient_f32"):
-            assert name in image
+        kinds = {"apply": LINEAR_OR_FUSED, "infer": LINEAR_OR_FUSED, "reduce": [*LINEAR_OR_FUSED, "_add_relu_two"]}
+        names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
+        names += ["bn_statistics", "bn_gradient", "bn_gradient_relu", "max_pool", "max_pool_gradient"]
+        for name in names:
+            for dtype in ("f32", "f16", "bf16"):
+                assert f"\0{name}_{dtype}\0".encode() in image, name
 
 
 def test_error_of_the_kernel_compiler_is_passed_on(tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from utils import logger
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
+OPERATOR_FILES = ("operators.cc", "gpu.h", "posts.h")
 KERNEL_FILES = ("vector.cuh", "batch_norm.cu", "max_pool.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
@@ -119,7 +120,7 @@ def register():
 
 def _operators_file():
     words = [platform.machine(), paddle.version.full_version, paddle.version.commit, *COMPILER_FLAGS]
-    return cache_folder() / f"operators-{_key(['operators.cc'], *words)}.so"
+    return cache_folder() / f"operators-{_key(OPERATOR_FILES, *words)}.so"
 
 
 def _kernels_file(capability):
@@ -155,7 +156,7 @@ def _compiler():
 
 def _compile_operators(target):
     include, libraries = Path(paddle.sysconfig.get_include()), Path(paddle.base.__file__).parent
-    words = [*_compiler(), *COMPILER_FLAGS, str(SOURCES / "operators.cc"), "-o", str(target)]
+    words = [*_compiler(), *COMPILER_FLAGS, str(SOURCES / OPERATOR_FILES[0]), "-o", str(target)]
     words += [f"-I{include}", f"-I{include / 'third_party'}", f"-L{libraries}", "-l:libpaddle.so", "-ldl"]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:

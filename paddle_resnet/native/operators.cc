@@ -1,196 +1,19 @@
 // Paddle operators around the kernels of this folder: they check and allocate, and launch on Paddle's stream. On the
 // CPU they compute the same in plain float32 loops, the reference that the tests compare with Paddle's own operators.
-//
-// Needs neither CUDA's headers nor its compiler: the kernels come as an image that NVRTC has made, the driver is looked
-// up when the first kernel is launched.
-
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "gpu.h"
 #include "paddle/phi/api/all.h"
+#include "posts.h"
 
 using paddle::DataType;
-using paddle::Tensor;
 
 namespace {
-
-constexpr int kMaxThreads = 512, kMaxLanes = 32, kPoolThreads = 256;  // as in the kernels
-constexpr int kMaxChannelGroups = 4096, kBlocksPerProcessor = 2;
-constexpr int kVectorBytes = 16;
-
-// Paddle declares Tensor::stream() only where CUDA's headers are; it is not there at all in a Paddle for the CPU.
-struct CUstream_st;
-extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
-
-template <class Function>
-Function driver(const char *name) {
-  static void *library = dlopen("libcuda.so.1", RTLD_NOW);
-  void *symbol = library ? dlsym(library, name) : nullptr;
-  if (symbol == nullptr) PD_THROW("the CUDA driver (libcuda.so.1) has no ", name);
-  return reinterpret_cast<Function>(symbol);
-}
-
-void check(int result, const std::string &what) {
-  if (result == 0) return;
-  const char *text = nullptr;
-  driver<int (*)(int, const char **)>("cuGetErrorString")(result, &text);
-  PD_THROW(what, ": ", text ? text : "unknown CUDA error");
-}
-
-// The kernels and the memory in which blocks meet. For one GPU a process, and one stream and thread that launch on it,
-// as the Executor does: kernels that ran side by side would meet in the same memory.
-class Gpu {
- public:
-  static std::vector<char> &image() {
-    static std::vector<char> bytes;
-    return bytes;
-  }
-  static Gpu &get() {
-    static Gpu gpu;
-    return gpu;
-  }
-
-  void *partial() { return partial_; }
-  void *arrivals() { return arrivals_; }
-  int blocks() const { return blocks_; }
-
-  void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
-              std::vector<void *> arguments) {
-    using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
-                           void **, void **);
-    static const auto launch = driver<Launch>("cuLaunchKernel");
-    auto found = functions_.find(name);
-    if (found == functions_.end()) {
-      void *function = nullptr;
-      check(driver<int (*)(void **, void *, const char *)>("cuModuleGetFunction")(&function, module_, name.c_str()),
-            name);
-      found = functions_.emplace(name, function).first;
-    }
-    check(launch(found->second, grid[0], grid[1], 1, block[0], block[1], 1, 0, tensor_stream(&on), arguments.data(),
-                 nullptr),
-          name);
-  }
-
- private:
-  Gpu() {
-    if (image().empty()) PD_THROW("no kernels: paddle_resnet.native.load has not been given a GPU");
-    check(driver<int (*)(void **, const void *)>("cuModuleLoadData")(&module_, image().data()), "loading the kernels");
-    int device, processors;
-    check(driver<int (*)(int *)>("cuCtxGetDevice")(&device), "cuCtxGetDevice");
-    constexpr int kMultiprocessorCount = 16;
-    check(driver<int (*)(int *, int, int)>("cuDeviceGetAttribute")(&processors, kMultiprocessorCount, device),
-          "cuDeviceGetAttribute");
-    blocks_ = processors * kBlocksPerProcessor;
-    const size_t sums = static_cast<size_t>(2) * kMaxLanes * kVectorBytes / 2 * sizeof(float);
-    allocate(&arrivals_, (2 * kMaxChannelGroups + blocks_) * sizeof(unsigned));
-    allocate(&partial_, (blocks_ + kMaxChannelGroups) * sums);
-  }
-  void allocate(void **memory, size_t bytes) {
-    check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
-    check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
-    check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");  // Paddle's stream does not wait for this one
-  }
-
-  void *module_ = nullptr, *partial_ = nullptr, *arrivals_ = nullptr;
-  int blocks_;
-  std::map<std::string, void *> functions_;
-};
-
-// What steps leave for the host: values copied to pinned memory behind the step's kernels, and an event behind the
-// copies. The Executor's own fetch would stop the host, in the middle of a step, until the GPU is there.
-class Posts {
- public:
-  static constexpr int kSlots = 4;
-  static Posts &get() {
-    static Posts posts;
-    return posts;
-  }
-
-  void add(const std::vector<Tensor> &values) {
-    Slot &slot = slots_[count_ % kSlots];
-    size_t size = 0;
-    slot.parts.clear();
-    for (const Tensor &value : values) {
-      const size_t bytes = value.numel() * phi::SizeOf(value.dtype());
-      slot.parts.push_back({size, bytes});
-      size += (bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
-    }
-    if (values[0].is_gpu()) {
-      copy_from_gpu(slot, values, size);
-    } else {
-      slot.on_cpu.resize(size);
-      slot.memory = slot.on_cpu.data();
-      slot.is_on_gpu = false;
-      for (size_t i = 0; i < values.size(); ++i) {
-        std::memcpy(slot.memory + slot.parts[i].start, values[i].data(), slot.parts[i].bytes);
-      }
-    }
-    ++count_;
-  }
-
-  uint64_t count() const { return count_; }
-
-  // Wait for a post, one of the last kSlots; returns where its value i is. CUDA's error code, 0 for none.
-  int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
-    const Slot &slot = slots_[number % kSlots];
-    if (slot.is_on_gpu) {
-      driver<int (*)(void *)>("cuCtxSetCurrent")(context_);
-      if (int error = driver<int (*)(void *)>("cuEventSynchronize")(slot.event)) return error;
-    }
-    *memory = slot.memory + slot.parts[i].start;
-    *bytes = slot.parts[i].bytes;
-    return 0;
-  }
-
- private:
-  struct Part {
-    size_t start, bytes;
-  };
-  struct Slot {
-    std::vector<Part> parts;
-    char *memory = nullptr;  // one of the next two
-    char *pinned = nullptr;
-    std::vector<char> on_cpu;
-    size_t pinned_size = 0;
-    bool is_on_gpu = false;
-    void *event = nullptr;
-  };
-
-  void copy_from_gpu(Slot &slot, const std::vector<Tensor> &values, size_t size) {
-    static const auto copy = driver<int (*)(void *, uintptr_t, size_t, CUstream_st *)>("cuMemcpyDtoHAsync_v2");
-    static const auto record = driver<int (*)(void *, CUstream_st *)>("cuEventRecord");
-    if (slot.event == nullptr) {
-      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps while it waits
-      check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
-      check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming),
-            "an event");
-    }
-    if (slot.pinned_size < size) {
-      if (slot.pinned) check(driver<int (*)(void *)>("cuMemFreeHost")(slot.pinned), "cuMemFreeHost");
-      check(driver<int (*)(char **, size_t, unsigned)>("cuMemHostAlloc")(&slot.pinned, size, 0), "cuMemHostAlloc");
-      slot.pinned_size = size;
-    }
-    slot.memory = slot.pinned;
-    slot.is_on_gpu = true;
-    for (size_t i = 0; i < values.size(); ++i) {
-      const uintptr_t from = reinterpret_cast<uintptr_t>(values[i].data());
-      check(copy(slot.memory + slot.parts[i].start, from, slot.parts[i].bytes, tensor_stream(&values[i])), "a copy");
-    }
-    check(record(slot.event, tensor_stream(&values[0])), "cuEventRecord");
-  }
-
-  Slot slots_[kSlots];
-  uint64_t count_ = 0;
-  void *context_ = nullptr;
-};
 
 int vector_lanes(const Tensor &x) { return kVectorBytes / static_cast<int>(phi::SizeOf(x.dtype())); }
 
@@ -205,6 +28,12 @@ std::string suffix(const Tensor &x) {
     default:
       PD_THROW("fused operators take float32, float16 and bfloat16");
   }
+}
+
+// The part of a kernel's name that says what follows BN: the addition of so many summands, the ReLU.
+std::string fused(int summands, bool relu) {
+  if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
+  return relu ? "_relu" : "";
 }
 
 // [N, H, W, C] as rows and channels.
@@ -285,12 +114,8 @@ Tensor train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor
     int rows = shape.rows;
     Gpu::get().launch("bn_statistics" + suffix(x), x, grid.grid, grid.block,
                       {&in, &rows, &s, &b, &m, &v, &momentum, &epsilon, &c, &partial, &arrivals});
-    Gpu::get().launch(std::string("bn_apply") +
-                          (z      ? "_add_relu"
-                           : relu ? "_relu"
-                                  : "") +
-                          suffix(x),
-                      x, grid.grid, grid.block, {&in, &added, &rows, &c, &out, &bits});
+    Gpu::get().launch("bn_apply" + fused(z ? 1 : 0, relu) + suffix(x), x, grid.grid, grid.block,
+                      {&in, &added, &rows, &c, &out, &bits});
     return y;
   }
   require_float32(x);
@@ -343,10 +168,10 @@ Tensor backward(const Tensor &x, const std::vector<Tensor> &gradients, const Ten
     void *bits = mask ? raw(*mask) : nullptr, *masked = dz ? raw(*dz) : nullptr, *out = raw(dx);
     void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
     int rows = shape.rows;
-    const std::string fused = second ? "_add_relu_two" : dz ? "_add_relu" : relu ? "_relu" : "";
-    Gpu::get().launch("bn_reduce" + fused + suffix(x), x, grid.grid, grid.block,
+    const int summands = dz ? gradients.size() : 0;
+    Gpu::get().launch("bn_reduce" + fused(summands, relu) + suffix(x), x, grid.grid, grid.block,
                       {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
-    Gpu::get().launch(std::string("bn_gradient") + (relu && !dz ? "_relu" : "") + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_gradient" + fused(0, relu && !dz) + suffix(x), x, grid.grid, grid.block,
                       {&in, dz ? &masked : &first, &rows, &c, &ap, &out});
     return dx;
   }
@@ -453,12 +278,8 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
     void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y);
     float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
     int rows = shape.rows;
-    Gpu::get().launch(std::string("bn_infer") +
-                          (z      ? "_add_relu"
-                           : relu ? "_relu"
-                                  : "") +
-                          suffix(x),
-                      x, grid.grid, grid.block, {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
+    Gpu::get().launch("bn_infer" + fused(z ? 1 : 0, relu) + suffix(x), x, grid.grid, grid.block,
+                      {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
     return {y};
   }
   require_float32(x);

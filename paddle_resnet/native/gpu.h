@@ -1,0 +1,101 @@
+// The GPU as the operators see it: the driver, looked up when the first kernel is launched, the kernels that NVRTC has
+// made, and the memory in which their blocks meet. Needs neither CUDA's headers nor its compiler.
+
+#pragma once
+
+#include <dlfcn.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "paddle/phi/api/all.h"
+
+using paddle::Tensor;
+
+namespace {
+
+constexpr int kMaxThreads = 512, kMaxLanes = 32, kPoolThreads = 256;  // as in the kernels
+constexpr int kMaxChannelGroups = 4096, kBlocksPerProcessor = 2;
+constexpr int kVectorBytes = 16;
+
+// Paddle declares Tensor::stream() only where CUDA's headers are; it is not there at all in a Paddle for the CPU.
+struct CUstream_st;
+extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
+
+template <class Function>
+Function driver(const char *name) {
+  static void *library = dlopen("libcuda.so.1", RTLD_NOW);
+  void *symbol = library ? dlsym(library, name) : nullptr;
+  if (symbol == nullptr) PD_THROW("the CUDA driver (libcuda.so.1) has no ", name);
+  return reinterpret_cast<Function>(symbol);
+}
+
+void check(int result, const std::string &what) {
+  if (result == 0) return;
+  const char *text = nullptr;
+  driver<int (*)(int, const char **)>("cuGetErrorString")(result, &text);
+  PD_THROW(what, ": ", text ? text : "unknown CUDA error");
+}
+
+// The kernels and the memory in which blocks meet. For one GPU a process, and one stream and thread that launch on it,
+// as the Executor does: kernels that ran side by side would meet in the same memory.
+class Gpu {
+ public:
+  static std::vector<char> &image() {
+    static std::vector<char> bytes;
+    return bytes;
+  }
+  static Gpu &get() {
+    static Gpu gpu;
+    return gpu;
+  }
+
+  void *partial() { return partial_; }
+  void *arrivals() { return arrivals_; }
+  int blocks() const { return blocks_; }
+
+  void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
+              std::vector<void *> arguments) {
+    using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
+                           void **, void **);
+    static const auto launch = driver<Launch>("cuLaunchKernel");
+    auto found = functions_.find(name);
+    if (found == functions_.end()) {
+      void *function = nullptr;
+      check(driver<int (*)(void **, void *, const char *)>("cuModuleGetFunction")(&function, module_, name.c_str()),
+            name);
+      found = functions_.emplace(name, function).first;
+    }
+    check(launch(found->second, grid[0], grid[1], 1, block[0], block[1], 1, 0, tensor_stream(&on), arguments.data(),
+                 nullptr),
+          name);
+  }
+
+ private:
+  Gpu() {
+    if (image().empty()) PD_THROW("no kernels: paddle_resnet.native.load has not been given a GPU");
+    check(driver<int (*)(void **, const void *)>("cuModuleLoadData")(&module_, image().data()),
+          "the driver refuses this project's kernels; --kernels paddle does without them");
+    int device, processors;
+    check(driver<int (*)(int *)>("cuCtxGetDevice")(&device), "cuCtxGetDevice");
+    constexpr int kMultiprocessorCount = 16;
+    check(driver<int (*)(int *, int, int)>("cuDeviceGetAttribute")(&processors, kMultiprocessorCount, device),
+          "cuDeviceGetAttribute");
+    blocks_ = processors * kBlocksPerProcessor;
+    const size_t sums = static_cast<size_t>(2) * kMaxLanes * kVectorBytes / 2 * sizeof(float);
+    allocate(&arrivals_, (2 * kMaxChannelGroups + blocks_) * sizeof(unsigned));
+    allocate(&partial_, (blocks_ + kMaxChannelGroups) * sums);
+  }
+  void allocate(void **memory, size_t bytes) {
+    check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
+    check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
+    check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");  // Paddle's stream does not wait for this one
+  }
+
+  void *module_ = nullptr, *partial_ = nullptr, *arrivals_ = nullptr;
+  int blocks_;
+  std::map<std::string, void *> functions_;
+};
+
+}  // namespace
