@@ -22,7 +22,7 @@ def main(argv=None):
                 return 0
             _run(args, sys.argv[1:] if argv is None else argv)
     except (UsageError, RunError) as e:
-        print(f"train.py: error: {e}", file=sys.stderr, flush=True)
+        logger.write_line(f"train.py: error: {e}", sys.stderr)
         return 2 if isinstance(e, UsageError) else 1
     except signals.Preempted as e:
         logger.info(f"stopped by {signals.received() or 'a signal to another process'}{e}")

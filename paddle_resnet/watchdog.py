@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 
+from utils import logger
 from utils.errors import RunError, UsageError
 
 # How long a process whose operation has failed waits for word that another one failed first; the launcher leaves it 3.
@@ -181,7 +182,7 @@ class _Watch:
                 return
             self.is_leaving = True
         self.pass_on(message, code)
-        print(f"train.py: error: {message}", file=sys.stderr, flush=True)
+        logger.write_line(f"train.py: error: {message}", sys.stderr)
         os._exit(code)
 
     def leave(self, last_words):

@@ -1,8 +1,12 @@
 import json
+import socket
+import subprocess
+import sys
 from datetime import datetime
 
 import pytest
 
+from conftest import ROOT
 from utils import logger
 from utils.errors import UsageError
 
@@ -73,6 +77,16 @@ def test_info_and_warnings_are_not_in_the_report(report, capsys):
     assert captured.out == "for the user\n"
     assert captured.err == "warning: take care\n"
     assert entries(report) == []
+
+
+def test_each_line_is_one_write():
+    """A datagram socket keeps writes apart, as they reach a log file that threads and processes share."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    program = "from utils import logger; logger.info('a'); logger.warn('b'); logger.log((0,), {'train.loss': 1.0})"
+    with ours, theirs:
+        ours.settimeout(30)
+        subprocess.run([sys.executable, "-u", "-c", program], cwd=ROOT, stdout=theirs, stderr=theirs, check=True)
+        assert [ours.recv(100) for _ in range(3)] == [b"a\n", b"warning: b\n", b"epoch 0 train  loss 1\n"]
 
 
 def test_new_report_replaces_the_old_one(report):

@@ -12,6 +12,7 @@ def events(path):
     """How often each operator or step stands in a trace; Paddle writes its duration behind its name."""
     trace = json.loads(path.read_text())["traceEvents"]
     complete = [event for event in trace if event.get("ph") == "X"]
+    assert len({event["tid"] for event in complete if event["tid"].endswith("(C++)")}) == 1  # see distributed.start
     assert all(event["dur"] >= 0 and event["ts"] > 0 for event in complete)
     return Counter(event["name"].partition("[")[0] for event in complete)
 

@@ -43,6 +43,13 @@ def close():
         _report = None
 
 
+def write_line(text, stream):
+    """Write a line at once. print writes the line's end apart, and under `python -u`, which the launcher uses, another
+    thread or a process with the same log file may write in between."""
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
 def elapsed_s():
     """Seconds since the start of the program, as in the report's elapsedtime."""
     return time.time() - _start_s
@@ -51,13 +58,13 @@ def elapsed_s():
 def info(message):
     """Print a line for the user on rank 0; it is not part of the report."""
     if not _quiet:
-        print(message, flush=True)
+        write_line(message, sys.stdout)
 
 
 def warn(message):
     """Print a warning on stderr on rank 0."""
     if not _quiet:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        write_line(f"warning: {message}", sys.stderr)
 
 
 def log(step, data):
@@ -70,7 +77,7 @@ def log(step, data):
     if _quiet:
         return
     if step != "PARAMETER":
-        print(_line(step, data), flush=True)
+        write_line(_line(step, data), sys.stdout)
     report(step, data)
 
 
