@@ -18,7 +18,7 @@ Tail = namedtuple("Tail", "ops out relu addend")
 
 def fuse(program):
     """Rewrite a program in place. What the kernels do not know stays Paddle's: layouts other than NHWC, channels that
-    are not whole vectors of 16 bytes.
+    are not whole vectors of 16 bytes, gradients through fixed statistics, pooling of images without a fixed size.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -28,11 +28,11 @@ def fuse(program):
     graph = _Graph(program.global_block())
     for op in list(graph.block.ops):
         if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.has_whole_vectors(op):
-            if op.attr("is_test"):
+            if op.attr("is_test") and not op.attr("trainable_statistics"):
                 _fuse_inference(graph, op)
-            elif not op.attr("use_global_stats"):
+            elif not op.attr("is_test") and not op.attr("use_global_stats"):
                 _fuse_training(graph, op)
-        elif op.type == "pool2d" and _is_plain_max_pool(op) and graph.has_whole_vectors(op):
+        elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.has_whole_vectors(op):
             _fuse_max_pool(graph, op)
     return graph.finish()
 
@@ -48,7 +48,7 @@ class _Graph:
             for name in set(op.input_arg_names):
                 self.readers.setdefault(name, []).append(op)
         fused_buffers = [op for op in block.ops if op.type == "coalesce_tensor"]
-        self.coalesced = {name for op in fused_buffers for name in op.output("Output")}
+        self.coalesced = {name: op for op in fused_buffers for name in op.output("Output")}
         self.replaced = []
 
     def variables(self, op, *names):
@@ -70,6 +70,13 @@ class _Graph:
         out = op.output("Y" if op.type == "batch_norm" else "Out")[0]
         found = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         return found[0] if found and all(found[0].output(name) for name in found[0].output_names) else None
+
+    def has_gradient(self, ops):
+        """Whether the backward pass goes through one of the operators."""
+        return any(f"{name}@GRAD" in self.readers for op in ops for name in op.output_arg_names)
+
+    def is_before(self, first, second):
+        return self.block.ops.index(first) < self.block.ops.index(second)
 
     def summands(self, name):
         """The one or two variables whose sum a gradient is, and the operators that add them."""
@@ -102,8 +109,8 @@ def _tail(graph, bn):
     relu = add and graph.only_reader(add.output("Out")[0], "relu")
     # Of two normalised summands the first one takes the addition.
     if relu and add.input("X")[0] == y:
-        addend = graph.variables(add, "Y")["Y"]
-        if addend.name != y and addend.shape == graph.block.var(y).shape:
+        addend, normalised = graph.variables(add, "Y")["Y"], graph.block.var(y)
+        if addend.name != y and addend.shape == normalised.shape and addend.dtype == normalised.dtype:
             return Tail([add, relu], relu.output("Out")[0], True, addend)
     return Tail([], y, False, None)
 
@@ -114,6 +121,9 @@ def _fuse_training(graph, bn):
     gradients = [graph.gradient(op) for op in reversed(ops)]
     if None in gradients:
         return  # frozen in part, or not trained at all
+    buffer = graph.coalesced.get(gradients[-1].output("Scale@GRAD")[0])
+    if buffer is not None and not graph.is_before(buffer, gradients[0]):
+        return  # Paddle makes the memory that the gradients go into just before its own operator
     coefficients = block.create_var(name=f"{tail.out}.coefficients", dtype=paddle.float32, stop_gradient=True)
     parameters = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
     made = {"Y": block.var(tail.out), "Coefficients": coefficients} | graph.variables(bn, "MeanOut", "VarianceOut")
@@ -122,7 +132,7 @@ def _fuse_training(graph, bn):
     by_name = graph.variables(gradients[-1], "X@GRAD", "Scale@GRAD", "Bias@GRAD")
     dx, dscale, dbias = by_name.values()
     known = {"X": parameters["X"], "Coefficients": coefficients}
-    if dscale.name in graph.coalesced:
+    if buffer is not None:
         known["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # a fused all-reduce has its own memory for them
     wanted = {"DX": dx, "DScale": dscale, "DBias": dbias}
     out_gradient = f"{tail.out}@GRAD"
@@ -143,6 +153,8 @@ def _fuse_training(graph, bn):
 def _fuse_inference(graph, bn):
     tail = _tail(graph, bn)
     ops = [bn, *tail.ops]
+    if graph.has_gradient(ops):
+        return
     inputs = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
     if tail.addend is not None:
         inputs["Z@OPTIONAL"] = tail.addend
@@ -150,14 +162,17 @@ def _fuse_inference(graph, bn):
     graph.replace(ops, ops[-1], "native_bn_inference", inputs, {"Y": graph.block.var(tail.out)}, attrs)
 
 
-def _is_plain_max_pool(op):
+def _is_plain_max_pool(graph, op):
     if op.attr("pooling_type") != "max" or op.attr("data_format") != "NHWC":
         return False
     kernel, stride, padding = (op.attr(name) for name in ("ksize", "strides", "paddings"))
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive", "ceil_mode"))
     fits_a_byte = max(kernel) <= 15  # a position in the window
-    return is_square and is_plain and fits_a_byte and op.attr("padding_algorithm") == "EXPLICIT"
+    sees_the_image = max(padding) < min(kernel)  # every window does
+    has_fixed_size = min(graph.variables(op, "X")["X"].shape[1:]) > 0
+    is_known = is_square and is_plain and fits_a_byte and sees_the_image and has_fixed_size
+    return is_known and op.attr("padding_algorithm") == "EXPLICIT"
 
 
 def _fuse_max_pool(graph, pool):

@@ -38,8 +38,10 @@ def dispatcher(args, exe, program, variables):
     library.paddle_resnet_posts.restype = ctypes.c_uint64
 
     def dispatch(feed):
+        number = library.paddle_resnet_posts()
         exe.run(program, feed=feed, fetch_list=[])
-        number = library.paddle_resnet_posts() - 1
+        if library.paddle_resnet_posts() != number + 1:
+            raise RuntimeError("the step has posted no metrics: its program was built for other --kernels")
         return [Posted(library, number, i, variable) for i, variable in enumerate(variables)]
 
     return dispatch
@@ -56,6 +58,8 @@ class Posted:
     def __array__(self, dtype=None):
         memory, size = ctypes.c_void_p(), ctypes.c_size_t()
         error = self._wait(*self._key, ctypes.byref(memory), ctypes.byref(size))
+        if error == -1:
+            raise RuntimeError("metrics were read more than three steps late")
         if error:
             raise RuntimeError(f"the GPU has failed in this step or before it: CUDA error {error}")
         array = np.frombuffer(ctypes.string_at(memory, size.value), self._dtype).reshape(self._shape)

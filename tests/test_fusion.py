@@ -130,6 +130,12 @@ def bn(**flags):
     return nn.BatchNorm2D(8, data_format="NHWC", **flags)
 
 
+def fixed_bn(**flags):
+    layer = bn(**flags)
+    layer.eval()
+    return layer
+
+
 def frozen():
     return {name: paddle.ParamAttr(trainable=False) for name in ("weight_attr", "bias_attr")}
 
@@ -149,6 +155,9 @@ def max_pool(x, kernel):
 
 ODD = {
     "global statistics": (lambda x: F.relu(bn(use_global_stats=True)(conv(x))), 0),
+    "evaluation's statistics": (lambda x: F.relu(fixed_bn()(conv(x)) + conv(x)), 0),
+    "evaluation's statistics below all that trains": (lambda x: conv(F.relu(fixed_bn(**frozen())(x))), 1),
+    "the batch's statistics in evaluation": (lambda x: conv(F.relu(fixed_bn(use_global_stats=False)(x))), 0),
     "frozen scale and bias": (lambda x: F.relu(bn(**frozen())(conv(x))), 0),
     "frozen below all that trains": (lambda x: conv(F.relu(bn(**frozen())(x))), 0),
     "on the images": (lambda x: F.relu(bn()(x)), 0),
@@ -158,6 +167,8 @@ ODD = {
     "second summand": (lambda x: (lambda y: F.relu(y + bn()(conv(y))))(conv(x)), 1),
     "small pool": (lambda x: max_pool(conv(x), 3), 2),
     "large pool": (lambda x: max_pool(conv(x), 17), 0),
+    "pool with windows of padding": (lambda x: F.max_pool2d(conv(x), 2, 1, 2, data_format="NHWC"), 0),
+    "pool of any size": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
 }
 
 
@@ -178,9 +189,10 @@ def test_what_the_kernels_do_not_know_stays_paddles(case):
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
-def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse):
+@pytest.mark.parametrize("made_before, left_to_paddle", [("relu_grad", 0), ("batch_norm_grad", 1)])
+def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, left_to_paddle):
     """Paddle puts the gradients of several parameters into one piece of memory; an operator that made its own would
-    leave stale ones there."""
+    leave stale ones there, and one that ran before there is that memory would fail."""
     args = parse(*NHWC)
     main, startup = static.Program(), static.Program()
     fetchs, *_ = program.build(args, main, startup, 10)
@@ -188,9 +200,8 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse):
     grads = [block.var(f"batch_norm_{i}.{part}@GRAD") for i in range(17) for part in ("w_0", "b_0")]
     names = [grad.name.removesuffix("@GRAD") for grad in grads]
     buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
-    first_backward = next(i for i, op in enumerate(block.ops) if op.attr("op_role") & 1)
     block._insert_op_without_sync(
-        first_backward,
+        next(i for i, op in enumerate(block.ops) if op.type == made_before),
         type="coalesce_tensor",
         inputs={"Input": [block.var(name) for name in names]},
         outputs={"Output": grads, "FusedOutput": buffer},
@@ -198,6 +209,7 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse):
     )
     block._sync_with_cpp()
     fusion.fuse(main)
+    assert types(main)["batch_norm_grad"] == left_to_paddle
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
     ((x, y),) = random_batches(1, (32, 32, 4))

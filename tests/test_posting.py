@@ -46,14 +46,26 @@ def test_posted_values_are_the_fetched_ones(parse, is_train):
 def test_a_step_fetches_nothing(parse):
     """So that the Executor has no reason to stop the host."""
 
-    class Executor:
-        def run(self, program, feed, fetch_list):
-            calls.append(fetch_list)
-
-    calls = []
-    dispatch = posting.dispatcher(parse(*NHWC, "--kernels", "native"), Executor(), None, [])
-    dispatch({})
+    args = parse(*NHWC, "--kernels", "native")
+    compiled, exe, variables = build(args, is_train=True)
+    calls, run = [], exe.run
+    exe.run = lambda program, feed, fetch_list: calls.append(fetch_list) or run(program, feed, fetch_list)
+    x, y = random_batches(1, (32, 32, 4))[0]
+    posting.dispatcher(args, exe, compiled, variables)({"data": x, "label": y})
     assert calls == [[]]
+
+
+def test_values_that_are_not_there_are_an_error(parse):
+    args = parse(*NHWC, "--kernels", "native")
+    compiled, exe, variables = build(args, is_train=True)
+    dispatch = posting.dispatcher(args, exe, compiled, variables)
+    x, y = random_batches(1, (32, 32, 4))[0]
+    late, *_ = [dispatch({"data": x, "label": y}) for _ in range(5)]
+    with pytest.raises(RuntimeError, match="more than three steps late"):
+        np.asarray(late[0])
+    other, exe, variables = build(parse(*NHWC), is_train=True)
+    with pytest.raises(RuntimeError, match="posted no metrics: its program was built for other --kernels"):
+        posting.dispatcher(args, exe, other, variables)({"data": x, "label": y})
 
 
 def test_failure_on_the_gpu_is_an_error():

@@ -64,6 +64,12 @@ struct RowGrid {
   }
 };
 
+// The kernels know sizes only from one of their tensors.
+void require_like(const Tensor &x, const Tensor &other, const char *what) {
+  if (other.dtype() != x.dtype() || other.shape() != x.shape())
+    PD_THROW("a fused operator's ", what, " is not of the type and shape of its main tensor");
+}
+
 template <class T>
 T *data(const Tensor &x) {
   return const_cast<T *>(x.data<T>());
@@ -98,6 +104,7 @@ void apply_on_cpu(const Shape &shape, const float *x, const float *z, const floa
 Tensor train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean, Tensor &variance,
              float momentum, float epsilon, bool relu, Tensor &coefficients, Tensor *mask) {
   const Shape shape(x);
+  if (z) require_like(x, *z, "addend");
   coefficients = empty_floats({4, shape.channels}, x);
   Tensor y = empty_as(x);
   if (mask) {
@@ -161,6 +168,8 @@ Tensor backward(const Tensor &x, const std::vector<Tensor> &gradients, const Ten
   if (dz) *dz = empty_as(x);
   if (gradients.empty() || gradients.size() > (dz ? 2 : 1))
     PD_THROW("a fused gradient takes one gradient, or two to add");
+  for (const Tensor &gradient : gradients) require_like(x, gradient, "gradient");
+  if (mask && mask->numel() != x.numel() / vector_lanes(x)) PD_THROW("a fused gradient's mask is of another size");
   float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias), *ap = data<float>(applied);
   if (x.is_gpu()) {
     const RowGrid grid(x, shape);
@@ -272,6 +281,7 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
                                 const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon, bool relu) {
   const Shape shape(x);
   if (z && !relu) PD_THROW("the residual addition is fused with a ReLU behind it only");
+  if (z) require_like(x, *z, "addend");
   Tensor y = empty_as(x);
   if (x.is_gpu()) {
     const RowGrid grid(x, shape);
@@ -295,6 +305,7 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const int batch = x.shape()[0], channels = Shape(x).channels, vectors = channels / vector_lanes(x);
   Window window(x.shape()[1], x.shape()[2], kernel, stride, padding, vectors);
+  if (padding >= kernel) PD_THROW("the fused max pooling's padding, ", padding, ", leaves windows without an element");
   const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
   Tensor y = paddle::empty(shape, x.dtype(), x.place()), positions = paddle::empty(shape, DataType::UINT8, x.place());
   if (x.is_gpu()) {
@@ -330,6 +341,8 @@ std::vector<Tensor> MaxPoolBackward(const std::vector<Tensor> &dy, const Tensor 
   Window window(height, width, kernel, stride, padding, vectors);
   Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
   if (dy.size() > 2) PD_THROW("a fused gradient takes one gradient, or two to add");
+  if (dy.size() > 1) require_like(dy[0], dy[1], "second gradient");
+  if (positions.numel() != dy[0].numel()) PD_THROW("a fused gradient's positions are of another size");
   if (dx.is_gpu()) {
     unsigned inputs = pool_threads(dx.numel() / vector_lanes(dx));
     void *first = raw(dy[0]), *second = dy.size() > 1 ? raw(dy[1]) : nullptr, *found = raw(positions), *out = raw(dx);

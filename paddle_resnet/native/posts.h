@@ -45,8 +45,10 @@ class Posts {
 
   uint64_t count() const { return count_; }
 
-  // Wait for a post, one of the last kSlots; returns where its value i is. CUDA's error code, 0 for none.
+  // Wait for a post; returns where its value i is. CUDA's error code, 0 for none, -1 if this is not one of the last
+  // kSlots posts.
   int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
+    if (number >= count_ || count_ - number > kSlots) return -1;
     const Slot &slot = slots_[number % kSlots];
     if (slot.is_on_gpu) {
       driver<int (*)(void *)>("cuCtxSetCurrent")(context_);
