@@ -26,6 +26,8 @@ def check_start(args):
         UsageError: on every rank, naming what differs and where.
     """
     facts = {f"--{name.replace('_', '-')}": v for name, v in config.as_dict(args).items() if name not in LOCAL_FLAGS}
+    # As settled: the same command may have found a compiler on one machine and none on another.
+    facts["--kernels (auto follows the machine, paddle runs on all)"] = facts.pop("--kernels")
     facts["the version of Paddle"] = paddle.__version__
     facts["the version of DALI"] = nvidia.dali.__version__
     facts["this program (hash of its sources)"] = _hash(_sources())

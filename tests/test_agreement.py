@@ -39,6 +39,12 @@ def test_flags_of_paths_and_speed_may_differ(facts, parse):
     assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
 
 
+def test_kernels_that_one_machine_lacks_are_named_with_a_remedy(facts, parse):
+    everyone = [facts(agreement.check_start, parse("--kernels", kernels)) for kernels in ("native", "paddle")]
+    with pytest.raises(UsageError, match="paddle runs on all. is native on rank 0 and paddle on rank 1: start"):
+        agreement._refuse_differences(everyone)
+
+
 def test_sources_are_part_of_it(facts, parse, monkeypatch):
     first = facts(agreement.check_start, parse())
     sources = agreement._sources()

@@ -1,36 +1,74 @@
-"""The operators against their formulas in float64, on the CPU and, marked gpu, in every type on a GPU."""
+"""The operators against their formulas in float64, on the CPU, on a GPU that the CPU plays (emulation/driver.cc) and,
+marked gpu, in every type on a GPU."""
 
+import ctypes
 import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
 from paddle.base import core
+from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
-from paddle_resnet import distributed, native
+from conftest import ROOT
+from paddle_resnet import distributed, native, posting
 from utils.errors import UsageError
 from utils.mode import RunScope
 
+EMULATION = ROOT / "tests/emulation"
+PREFIX = ""  # of the operators' names
 EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
+# Rows for more blocks than add up their sums in one step.
+EMULATED_SHAPE = (2, 25, 25, 96)
 GPU_SHAPES = [*SHAPES, (16, 7, 7, 2048), (32, 28, 28, 128)]
 # Half a unit in the last place of a result of size 1 to 16, and some for the sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-IN_FLOAT32 = [("cpu", "float32", shape) for shape in SHAPES]
+IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
+IN_FLOAT32 += [("emulated", "float32", EMULATED_SHAPE)]
 IN_FLOAT32 += [pytest.param("gpu", "float32", shape, marks=pytest.mark.gpu) for shape in GPU_SHAPES]
-CASES = IN_FLOAT32 + [
+CASES = IN_FLOAT32 + [("emulated", "bfloat16", shape) for shape in SHAPES]
+CASES += [
     pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
     for dtype in ("float16", "bfloat16")
     for shape in GPU_SHAPES
 ]
 
+NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def emulated_library(tmp_path_factory):
+    """The operators' library with the GPU that the CPU plays."""
+    if paddle.is_compiled_with_cuda():
+        pytest.skip("the emulated driver would take the place of CUDA's")
+    folder = tmp_path_factory.mktemp("emulated")
+    (folder / "kernels.cu").write_text(native._kernel_source())
+    driver, library = folder / "libcuda.so.1", folder / "operators.so"
+    options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O2", "-fPIC", "-shared"]
+    subprocess.run(
+        [*native._compiler(), *options, f"-Wl,-soname,{driver.name}", EMULATION / "driver.cc", "-o", driver], check=True
+    )
+    native._compile_operators(library, EMULATION / "operators.cc")
+    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # what the operators ask for by name is then there
+    load_op_meta_info_and_register_op(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.paddle_resnet_set_image(b"emulated", ctypes.c_size_t(8))
+    return loaded
+
 
 @pytest.fixture
-def device(request):
+def device(request, monkeypatch):
     """Eager mode on the CPU or the GPU, with the operators loaded."""
-    is_gpu = request.node.callspec.params["where"] == "gpu"
+    where = request.node.callspec.params["where"]
+    if where == "emulated":
+        request.getfixturevalue("emulated_library")
+        monkeypatch.setattr(sys.modules[__name__], "PREFIX", "emulated_")
+    is_gpu = where == "gpu"
     capability = paddle.device.cuda.get_device_capability(0) if is_gpu else None
     if native.missing(capability) is not None:
         pytest.skip(native.missing(capability))
@@ -65,7 +103,7 @@ def same(left, right):
 
 
 def run(name, *args):
-    result = core.eager._run_custom_op(name, *args)
+    result = core.eager._run_custom_op(PREFIX + name, *args)
     return result if isinstance(result, list | tuple) else [result]
 
 
@@ -139,6 +177,49 @@ def test_a_channel_far_from_zero_keeps_its_variance(device, where, dtype, shape)
     np.testing.assert_allclose(wide(y), normalise(wide(x), wide(scale), wide(bias))[0], atol=2e-3 * max(1, size))
 
 
+@pytest.mark.parametrize("far", [30, 300])
+@pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
+def test_one_pixel_far_from_the_others_costs_no_digits(device, where, dtype, shape, far):
+    """The last one, and the others' variance is that of their distances to some pixel or pixels."""
+    x = Random(dtype).images(shape).numpy()
+    x[-1, -1, -1] = far
+    x = paddle.to_tensor(x)
+    scale, bias, mean, variance = (Random(dtype).channels(shape[-1]) for _ in range(4))
+    coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, False)[1]
+    expected = 1 / np.sqrt(wide(x).var((0, 1, 2)) + EPSILON)
+    np.testing.assert_allclose(wide(coefficients)[3], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_gradients_of_parameters_go_into_given_memory(device, where):
+    random, shape = Random("float32"), (4, 7, 7, 64)
+    x, z, dy = (random.images(shape) for _ in range(3))
+    channels = [random.channels(64) for _ in range(4)]
+    _, plain, *_ = run("native_bn_act", x, *channels, 0.9, EPSILON, True)
+    _, added, mask, *_ = run("native_bn_add_relu", x, z, *channels, 0.9, EPSILON)
+    for name, inputs, attrs in (
+        ("native_bn_act_backward", [x, dy, plain], [True]),
+        ("native_bn_add_relu_backward", [x, [dy], added, mask], []),
+    ):
+        given = [paddle.zeros([64]), paddle.zeros([64])]
+        expected = run(name, *inputs, None, *attrs)[-2:]
+        run(name, *inputs, given, *attrs)
+        assert same(given, expected)
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_posts(device, request, where):
+    """test_posting.py has them in programs."""
+    library = request.getfixturevalue("emulated_library") if where == "emulated" else native.register()
+    values = [paddle.arange(5, dtype="float32"), paddle.to_tensor([7], "int64")]
+    run("native_post", values)
+    library.paddle_resnet_posts.restype = ctypes.c_uint64
+    number = library.paddle_resnet_posts() - 1
+    for i, value in enumerate(values):
+        posted = posting.Posted(library, number, i, SimpleNamespace(dtype=value.dtype, shape=value.shape))
+        assert np.array_equal(np.asarray(posted), value.numpy())
+
+
 @pytest.mark.parametrize("relu, with_addition", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("where, dtype, shape", CASES)
 def test_bn_inference(device, where, dtype, shape, relu, with_addition):
@@ -155,14 +236,14 @@ def test_bn_inference(device, where, dtype, shape, relu, with_addition):
 @pytest.mark.parametrize("kernel, stride, padding", [(3, 2, 1), (2, 2, 0), (3, 1, 1), (5, 3, 2)])
 @pytest.mark.parametrize(
     "where, dtype, shape",
-    [("cpu", "float32", (2, 9, 8, 8))]
+    [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 16, 40))]
     + [pytest.param("gpu", dtype, (3, 17, 16, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
     """Against Paddle's own in float32; the values are distinct but for the zeros, of which the first one counts."""
     random = Random(dtype)
-    x = paddle.nn.functional.relu(random.images(shape))
-    plain = x.astype("float32")
+    plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
+    x = plain.astype(dtype)
     plain.stop_gradient = False
     expected = paddle.nn.functional.max_pool2d(plain, kernel, stride, padding, data_format="NHWC")
     y, positions = run("native_max_pool", x, kernel, stride, padding)
@@ -183,7 +264,7 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("where, dtype", [("cpu", "float32"), pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_what_is_not_finite_goes_through(device, where, dtype, value):
     """A loss that is not finite must be seen: no ReLU, pooling or variance may swallow it."""
     x = np.random.RandomState(0).randn(1, 4, 4, 8).astype("float32")

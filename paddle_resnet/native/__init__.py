@@ -154,9 +154,9 @@ def _compiler():
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
-def _compile_operators(target):
+def _compile_operators(target, source=SOURCES / OPERATOR_FILES[0]):
     include, libraries = Path(paddle.sysconfig.get_include()), Path(paddle.base.__file__).parent
-    words = [*_compiler(), *COMPILER_FLAGS, str(SOURCES / OPERATOR_FILES[0]), "-o", str(target)]
+    words = [*_compiler(), *COMPILER_FLAGS, str(source), "-o", str(target)]
     words += [f"-I{include}", f"-I{include / 'third_party'}", f"-L{libraries}", "-l:libpaddle.so", "-ldl"]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
@@ -177,9 +177,13 @@ def _nvrtc():
     return None
 
 
+def _kernel_source():
+    """All kernels as one text."""
+    return "\n".join((SOURCES / name).read_text() for name in KERNEL_FILES).replace('#include "vector.cuh"', "")
+
+
 def _compile_kernels(capability, target):
     nvrtc = _nvrtc()
-    source = "\n".join((SOURCES / name).read_text() for name in KERNEL_FILES).replace('#include "vector.cuh"', "")
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
     program = ctypes.c_void_p()
 
@@ -195,7 +199,7 @@ def _compile_kernels(capability, target):
         call(f"Get{what}", program, memory)
         return memory
 
-    call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+    call("CreateProgram", ctypes.byref(program), _kernel_source().encode(), b"kernels.cu", 0, None, None)
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = result("ProgramLog").value.decode().strip().splitlines()

@@ -97,6 +97,28 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
   return true;
 }
 
+// What the sums for a variance are sums of differences to, so that a channel far from zero keeps its digits: the mean
+// of some rows, since one alone may be far from all the others. Every thread of a channel gets the same.
+template <class T>
+__device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
+  constexpr int V = T::kLanes, kRows = 8;
+  uint4 raw[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const size_t row = static_cast<size_t>(rows) * (2 * i + 1) / (2 * kRows);
+    raw[i] = x[row * vectors + vector];
+  }
+#pragma unroll
+  for (int k = 0; k < V; ++k) origin[k] = 0;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    float values[V];
+    unpack16<T>(raw[i], values);
+#pragma unroll
+    for (int k = 0; k < V; ++k) origin[k] += values[k] / kRows;
+  }
+}
+
 // coefficients [4, C]: a and b of y = a x + b, mean, 1 / standard deviation.
 template <class T>
 __device__ void statistics(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean,
@@ -104,16 +126,15 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
                            unsigned *arrivals) {
   constexpr int V = T::kLanes, kUnroll = 4;
   const Position<T, kUnroll> at;
-  // Sums of differences to the last row: the variance of a channel far from zero keeps its digits, and a row past the
-  // end adds nothing.
   float origin[V], sums[2 * V] = {};
-  unpack16<T>(x[at.at(rows - 1)], origin);
+  find_origin<T>(x, rows, at.vectors, at.vector, origin);
   for (int tile = blockIdx.y; tile < at.tiles(rows); tile += gridDim.y) {
     uint4 raw[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) raw[step] = x[at.load_at(tile, step, rows)];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
+      if (at.row(tile, step) >= rows) continue;
       float values[V];
       unpack16<T>(raw[step], values);
 #pragma unroll
@@ -130,7 +151,7 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
   for (int i = threadIdx.y * lanes + threadIdx.x; i < V * lanes; i += blockDim.x * blockDim.y) {
     const int lane = i / V, element = i % V, channel = blockIdx.x * lanes * V + i;
     float origins[V], offset = 0;
-    unpack16<T>(x[at.at(rows - 1) - threadIdx.x + lane], origins);
+    find_origin<T>(x, rows, at.vectors, blockIdx.x * lanes + lane, origins);
 #pragma unroll
     for (int j = 0; j < V; ++j) offset = j == element ? origins[j] : offset;
     const float shifted = total[element * lanes + lane] / rows;

@@ -1,0 +1,221 @@
+// A CUDA driver whose GPU is the CPU: what native/gpu.h and native/posts.h call, with the project's kernels compiled by
+// the host's compiler. A block's threads are fibers that change places at barriers; blocks run one after another, in
+// another order at each launch. It finds wrong sums, indexes and launches and barriers that not all threads reach. It
+// cannot find what depends on the order of memory accesses, and knows no float16, whose conversions are GPU assembly.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+// paddle::Tensor::stream() const, which a Paddle for CPUs lacks.
+extern "C" void *stream(const void *) __asm__("_ZNK6paddle6Tensor6streamEv");
+void *stream(const void *) { return nullptr; }
+
+namespace {
+
+struct Dim {
+  unsigned x, y, z;
+};
+Dim threadIdx, blockIdx, blockDim, gridDim;
+
+// CUDA's errors.
+constexpr int kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
+
+class Block {
+ public:
+  // Runs `kernel` in all threads of blockIdx; false if some wait at a barrier and others have ended.
+  template <class Kernel>
+  bool run(const Kernel &kernel) {
+    const size_t count = blockDim.x * blockDim.y;
+    fibers_.resize(std::max(fibers_.size(), count));
+    kernel_ = [](const void *kernel) { (*static_cast<const Kernel *>(kernel))(); };
+    argument_ = &kernel;
+    for (size_t i = 0; i < count; ++i) start(fibers_[i]);
+    for (size_t ended = 0; ended < count;) {
+      for (size_t i = 0; i < count; ++i) {
+        current_ = &fibers_[i];
+        threadIdx = {static_cast<unsigned>(i % blockDim.x), static_cast<unsigned>(i / blockDim.x), 0};
+        swapcontext(&scheduler_, &current_->context);
+        ended += current_->has_ended;
+      }
+      if (ended != 0 && ended != count) return false;
+    }
+    return true;
+  }
+
+  void wait() { swapcontext(&current_->context, &scheduler_); }
+
+ private:
+  static constexpr size_t kStackBytes = 64 << 10;
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[kStackBytes]};
+    bool has_ended;
+  };
+
+  static void enter() {
+    kernel_(argument_);
+    current_->has_ended = true;
+  }
+
+  void start(Fiber &fiber) {
+    fiber.has_ended = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = &scheduler_;
+    makecontext(&fiber.context, enter, 0);
+  }
+
+  std::vector<Fiber> fibers_;
+  ucontext_t scheduler_;
+  inline static Fiber *current_;
+  inline static void (*kernel_)(const void *);
+  inline static const void *argument_;
+};
+
+Block block;
+
+}  // namespace
+
+// CUDA C++, as far as the kernels use it.
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+template <class T>
+T __ldcg(const T *from) {
+  return *from;
+}
+template <class T>
+T __ldcs(const T *from) {
+  return *from;
+}
+int min(int a, int b) { return std::min(a, b); }
+unsigned min(int a, unsigned b) { return std::min(static_cast<unsigned>(a), b); }
+int max(int a, int b) { return std::max(a, b); }
+void __syncthreads() { block.wait(); }
+void __threadfence() {}
+unsigned atomicInc(unsigned *counter, unsigned last) {
+  const unsigned before = *counter;
+  *counter = before >= last ? 0 : before + 1;
+  return before;
+}
+
+#define asm(...)
+#include KERNEL_SOURCE
+
+namespace {
+
+using Call = void (*)(void **);
+
+// A kernel that takes its arguments as cuLaunchKernel does: as addresses.
+template <auto kKernel>
+struct Unpack;
+template <class... A, void (*kKernel)(A...)>
+struct Unpack<kKernel> {
+  static void call(void **arguments) { call(arguments, std::index_sequence_for<A...>()); }
+  template <size_t... I>
+  static void call(void **arguments, std::index_sequence<I...>) {
+    kKernel(*static_cast<A *>(arguments[I])...);
+  }
+};
+
+#define ENTRY(NAME) {#NAME, Unpack<NAME>::call},
+#define ENTRIES(T) \
+  ENTRY(bn_statistics_##T) \
+  ENTRY(bn_apply_##T) \
+  ENTRY(bn_apply_relu_##T) \
+  ENTRY(bn_apply_add_relu_##T) \
+  ENTRY(bn_infer_##T) \
+  ENTRY(bn_infer_relu_##T) \
+  ENTRY(bn_infer_add_relu_##T) \
+  ENTRY(bn_reduce_##T) \
+  ENTRY(bn_reduce_relu_##T) \
+  ENTRY(bn_reduce_add_relu_##T) \
+  ENTRY(bn_reduce_add_relu_two_##T) \
+  ENTRY(bn_gradient_##T) \
+  ENTRY(bn_gradient_relu_##T) \
+  ENTRY(max_pool_##T) \
+  ENTRY(max_pool_gradient_##T)
+
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16)};
+
+}  // namespace
+
+extern "C" {
+
+int cuModuleLoadData(void **module, const void *image) { return *module = const_cast<void *>(image), 0; }
+int cuModuleGetFunction(void **function, void *, const char *name) {
+  const auto found = kernels.find(name);
+  if (found == kernels.end()) return kNotFound;
+  *function = reinterpret_cast<void *>(found->second);
+  return 0;
+}
+int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned, void *, void **arguments, void **) {
+  if (grid_x * grid_y == 0 || block_x * block_y == 0 || grid_z != 1 || block_z != 1) return kInvalidValue;
+  gridDim = {grid_x, grid_y, grid_z};
+  blockDim = {block_x, block_y, block_z};
+  static std::mt19937 random;
+  std::vector<unsigned> order(grid_x * grid_y);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+  for (unsigned i : order) {
+    blockIdx = {i % grid_x, i / grid_x, 0};
+    if (!block.run([&] { reinterpret_cast<Call>(function)(arguments); })) return kLaunchFailed;
+  }
+  return 0;
+}
+int cuMemAlloc_v2(void **memory, size_t bytes) {
+  return *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256), 0;
+}
+int cuMemHostAlloc(void **memory, size_t bytes, unsigned) { return cuMemAlloc_v2(memory, bytes); }
+int cuMemFreeHost(void *memory) { return std::free(memory), 0; }
+int cuMemsetD8_v2(void *memory, unsigned char value, size_t bytes) { return std::memset(memory, value, bytes), 0; }
+int cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t bytes, void *) { return std::memcpy(to, from, bytes), 0; }
+int cuCtxGetCurrent(void **context) { return *context = nullptr, 0; }
+int cuCtxSetCurrent(void *) { return 0; }
+int cuCtxGetDevice(int *device) { return *device = 0; }
+int cuCtxSynchronize() { return 0; }
+int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // enough blocks for the tree of sums
+int cuEventCreate(void **event, unsigned) { return *event = event, 0; }
+int cuEventRecord(void *, void *) { return 0; }
+int cuEventSynchronize(void *) { return 0; }
+int cuGetErrorString(int error, const char **text) {
+  *text = error == kLaunchFailed ? "not all threads have come to a barrier" : "emulated";
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,11 @@
+// The project's operators under other names, for tensors on the CPU, which they take for a GPU's (driver.cc).
+
+#include "paddle/phi/api/all.h"
+
+#define is_gpu is_dense_tensor
+
+#undef PD_BUILD_OP
+#define PD_BUILD_OP(NAME) \
+  static paddle::OpMetaInfoBuilder emulated_##NAME = paddle::OpMetaInfoBuilder("emulated_" #NAME, 0)
+
+#include "../../paddle_resnet/native/operators.cc"
