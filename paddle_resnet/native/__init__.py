@@ -12,6 +12,7 @@ import glob
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import site
@@ -26,8 +27,8 @@ from utils import logger
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-OPERATOR_FILES = ("operators.cc", "gpu.h", "posts.h")
-KERNEL_FILES = ("vector.cuh", "batch_norm.cu", "max_pool.cu")
+OPERATOR_FILES = ("operators.cc", "common.h", "gpu.h", "posts.h")
+KERNEL_FILES = ("common.h", "vector.cuh", "batch_norm.cu", "max_pool.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 
@@ -178,8 +179,9 @@ def _nvrtc():
 
 
 def _kernel_source():
-    """All kernels as one text."""
-    return "\n".join((SOURCES / name).read_text() for name in KERNEL_FILES).replace('#include "vector.cuh"', "")
+    """All kernels as one text, which includes nothing."""
+    text = "\n".join((SOURCES / name).read_text() for name in KERNEL_FILES)
+    return re.sub(r'^#include ".*"$|^#pragma once$', "", text, flags=re.MULTILINE)
 
 
 def _compile_kernels(capability, target):

@@ -9,7 +9,6 @@
 
 #include "vector.cuh"
 
-constexpr int kMaxThreads = 512;
 constexpr int kBranch = 16;  // blocks whose sums one block adds
 
 // Where a thread stands; kUnroll rows, one tile, are in flight at a time, as many as registers allow.
@@ -339,7 +338,7 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
   }
 }
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(kMaxThreads, 2)
+#define KERNEL extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
 
 #define APPLY(T, NAME, ADD, RELU) \
   KERNEL bn_apply##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y, \

@@ -9,15 +9,14 @@
 #include <string>
 #include <vector>
 
+#include "common.h"
 #include "paddle/phi/api/all.h"
 
 using paddle::Tensor;
 
 namespace {
 
-constexpr int kMaxThreads = 512, kMaxLanes = 32, kPoolThreads = 256;  // as in the kernels
-constexpr int kMaxChannelGroups = 4096, kBlocksPerProcessor = 2;
-constexpr int kVectorBytes = 16;
+constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;  // of a block's and of a grid's channels
 
 // Paddle declares Tensor::stream() only where CUDA's headers are; it is not there at all in a Paddle for the CPU.
 struct CUstream_st;

@@ -3,12 +3,6 @@
 
 #include "vector.cuh"
 
-constexpr int kPoolThreads = 256;
-
-struct Window {
-  int height, width, out_height, out_width, kernel, stride, padding, vectors;
-};
-
 struct Pixel {
   int vector, column, row, image;
   __device__ Pixel(unsigned index, int vectors, int height, int width) {

@@ -214,18 +214,10 @@ Tensor backward(const Tensor &x, const std::vector<Tensor> &gradients, const Ten
   return dx;
 }
 
-struct Window {
-  int height, width, out_height, out_width, kernel, stride, padding, vectors;
-  Window(int height, int width, int kernel, int stride, int padding, int vectors)
-      : height(height),
-        width(width),
-        out_height((height + 2 * padding - kernel) / stride + 1),
-        out_width((width + 2 * padding - kernel) / stride + 1),
-        kernel(kernel),
-        stride(stride),
-        padding(padding),
-        vectors(vectors) {}
-};
+Window window_of(int height, int width, int kernel, int stride, int padding, int vectors) {
+  const auto positions = [&](int size) { return (size + 2 * padding - kernel) / stride + 1; };
+  return {height, width, positions(height), positions(width), kernel, stride, padding, vectors};
+}
 
 unsigned pool_threads(int64_t vectors) {
   if (vectors > INT32_MAX) PD_THROW("the fused max pooling takes less than 2^31 vectors of 16 bytes");
@@ -304,7 +296,7 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
 
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const int batch = x.shape()[0], channels = Shape(x).channels, vectors = channels / vector_lanes(x);
-  Window window(x.shape()[1], x.shape()[2], kernel, stride, padding, vectors);
+  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, vectors);
   if (padding >= kernel) PD_THROW("the fused max pooling's padding, ", padding, ", leaves windows without an element");
   const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
   Tensor y = paddle::empty(shape, x.dtype(), x.place()), positions = paddle::empty(shape, DataType::UINT8, x.place());
@@ -338,7 +330,7 @@ std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding
 std::vector<Tensor> MaxPoolBackward(const std::vector<Tensor> &dy, const Tensor &positions, int kernel, int stride,
                                     int padding, int height, int width) {
   const int batch = dy[0].shape()[0], channels = Shape(dy[0]).channels, vectors = channels / vector_lanes(dy[0]);
-  Window window(height, width, kernel, stride, padding, vectors);
+  Window window = window_of(height, width, kernel, stride, padding, vectors);
   Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
   if (dy.size() > 2) PD_THROW("a fused gradient takes one gradient, or two to add");
   if (dy.size() > 1) require_like(dy[0], dy[1], "second gradient");
@@ -405,7 +397,7 @@ Types BnInferenceType(DataType x, DataType, DataType, DataType, DataType, const 
   return {x};
 }
 Shapes MaxPoolShape(const Dims &x, int kernel, int stride, int padding) {
-  const Window window(x[1], x[2], kernel, stride, padding, 0);
+  const Window window = window_of(x[1], x[2], kernel, stride, padding, 0);
   const Dims out = {x[0], window.out_height, window.out_width, x[3]};
   return {out, out};
 }

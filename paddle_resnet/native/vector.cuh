@@ -1,14 +1,16 @@
 // Sixteen bytes of consecutive channels, the unit in which every kernel reads and writes memory, as float32 in
 // registers. No headers: NVRTC then needs nothing but this folder.
 
+#include "common.h"
+
 struct f32 {
-  static constexpr int kLanes = 4;
+  static constexpr int kLanes = kVectorBytes / 4;
 };
 struct f16 {
-  static constexpr int kLanes = 8;
+  static constexpr int kLanes = kVectorBytes / 2;
 };
 struct bf16 {
-  static constexpr int kLanes = 8;
+  static constexpr int kLanes = kVectorBytes / 2;
 };
 
 __device__ __forceinline__ void unpack(f32, unsigned bits, float *values) { values[0] = __uint_as_float(bits); }
