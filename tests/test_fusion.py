@@ -189,13 +189,16 @@ def test_what_the_kernels_do_not_know_stays_paddles(case):
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("made_before, left_to_paddle", [("relu_grad", 0), ("batch_norm_grad", 1)])
-def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, left_to_paddle):
+def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, left_to_paddle, place):
     """Paddle puts the gradients of several parameters into one piece of memory; an operator that made its own would
     leave stale ones there, and one that ran before there is that memory would fail."""
-    args = parse(*NHWC)
+    if place == "gpu":
+        native.load(paddle.device.cuda.get_device_capability(0))
+    args = parse(*NHWC, "--device", place)
     main, startup = static.Program(), static.Program()
-    fetchs, *_ = program.build(args, main, startup, 10)
+    program.build(args, main, startup, 10)
     block = main.global_block()
     grads = [block.var(f"batch_norm_{i}.{part}@GRAD") for i in range(17) for part in ("w_0", "b_0")]
     names = [grad.name.removesuffix("@GRAD") for grad in grads]
@@ -210,7 +213,7 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, 
     block._sync_with_cpp()
     fusion.fuse(main)
     assert types(main)["batch_norm_grad"] == left_to_paddle
-    exe = static.Executor(paddle.CPUPlace())
+    exe = static.Executor(distributed.place(args))
     exe.run(startup)
     ((x, y),) = random_batches(1, (32, 32, 4))
     values = exe.run(main, {"data": x, "label": y}, [buffer, *grads])
