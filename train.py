@@ -35,9 +35,8 @@ def main(argv=None):
 
 
 def _run(args, argv):
-    # Paddle and DALI take seconds to import: not before the flags are known to be right.
-    import paddle
-
+    with signals.held_back():
+        import paddle  # takes seconds, and so not before the flags are known to be right
     from paddle_resnet import distributed, native
     from utils.affinity import bind_to_gpu
 

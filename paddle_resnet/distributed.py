@@ -5,11 +5,14 @@ of an evaluation, go through the launcher's TCP store: exact, the same bytes on 
 """
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
 import random
+import signal
 import socket
+import stat
 
 import numpy as np
 import paddle
@@ -20,7 +23,7 @@ from paddle.distributed.fleet.utils.log_util import set_log_level
 
 from paddle_resnet import watchdog
 from utils import signals
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 
 # Paddle's defaults are made for small memory. Here: workspace for every convolution algorithm (MB), one-pass BN,
 # and gradients that meet at a residual addition summed in place, which the backward pass is built for.
@@ -30,6 +33,7 @@ GPU_FLAGS = {
     "FLAGS_max_inplace_grad_add": 8,
 }
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 _STOP_POLL_STEPS = 4
 _exchanges = _polls = 0
@@ -113,7 +117,21 @@ def start(args):
     if world_size() > 1 and args.device == "cpu":
         # Fleet writes NCCL's set-up into the start-up program even where there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
+        _prepare_for_gloo()
         paddle.distributed.init_parallel_env()
+
+
+def _prepare_for_gloo():
+    """Paddle starts processes that would outlive this one if it were killed, one of them a server on a port that the
+    launcher has chosen a while ago; it would wait for that for ever if another program had taken the port since."""
+    kill_with_parent = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.register_at_fork(after_in_child=kill_with_parent)
+    if rank() == 0:
+        port = int(os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")[2])
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as e:
+            raise RunError(f"port {port}, which the launcher has chosen, is taken ({e.strerror}): start again") from e
 
 
 def adapt_communication(args, main_prog, startup_prog):
@@ -325,6 +343,9 @@ def _store():
     store = paddle.base.core.create_or_get_global_tcp_store()
     port = int(os.environ["PADDLE_MASTER"].rpartition(":")[2])
     for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.getpeername()[1] == port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

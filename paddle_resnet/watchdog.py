@@ -181,9 +181,10 @@ class _Watch:
             if self.is_leaving:
                 return
             self.is_leaving = True
-        self.pass_on(message, code)
-        logger.write_line(f"train.py: error: {message}", sys.stderr)
-        os._exit(code)
+            # With the lock, so that the main thread, which may hear of it too, says nothing more.
+            self.pass_on(message, code)
+            logger.write_line(f"train.py: error: {message}", sys.stderr)
+            os._exit(code)
 
     def leave(self, last_words):
         with self._lock:

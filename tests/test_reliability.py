@@ -154,8 +154,8 @@ def stop(runs, process, *, times=3, number=signal.SIGTERM):
 
 
 WHEN = {
-    "training": ('"step": [1, 0]', {"SLOW_STEP": "0.3"}),
-    "evaluation": ('"step": [1], "data": {"train.loss"', {"SLOW_EVALUATION": "0.8"}),
+    "training": ('"step": [1, 0]', {"SLOW_STEP": "1.5"}),
+    "evaluation": ('"step": [1], "data": {"train.loss"', {"SLOW_EVALUATION": "2"}),
     "compilation": ("PARAMETER", {}),
 }
 
@@ -180,6 +180,24 @@ def test_three_sigterms(runs, expected, when):
     assert runs.losses == expected
 
 
+def test_train_py_itself_stops(tmp_path):
+    """It imports Paddle, which takes over SIGTERM, after it has begun to listen."""
+    report, output = tmp_path / "report.json", tmp_path / "output"
+    flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
+    places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
+    command = list(map(str, [sys.executable, "train.py", *TINY, *flags, *places]))
+    for wait_for in ("PARAMETER", '"step": [0, 2]'):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        while not (report.exists() and wait_for in report.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, said
+        report.unlink()
+    assert commit.newest_first(output / "ResNet18")[0]
+
+
 def test_second_sigint_ends_the_run_at_once(runs):
     process = runs.start(*FLAGS, environment={"SLOW_STEP": "30"})
     runs.wait_for(process, "PARAMETER")
@@ -195,7 +213,7 @@ def test_second_sigint_ends_the_run_at_once(runs):
 def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
     """RLIMIT_FSIZE lets every write beyond a size fail, as on a full disk. A file where a folder shall be stands for
     a folder that became read-only, because a superuser may write into those."""
-    process = runs.start(*FLAGS, environment={"SLOW_STEP": "0.3"})
+    process = runs.start(*FLAGS, environment={"SLOW_STEP": "1.5"})
     runs.wait_for(process, '"step": [1, 0]')
     if fault == "full disk":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -235,6 +253,8 @@ def test_one_of_two_processes_is_killed(runs):
     flags = ["--epochs", "6", "--batch-size", "2", "--print-interval", "1", "--resume"]
     process = runs.start(*flags, processes=2)
     runs.wait_for(process, '"step": [2, 0]')
+    while not (runs.root / "1").exists():  # written in the background
+        time.sleep(0.01)
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(workers[-1]), signal.SIGKILL)
     start = time.monotonic()

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -48,7 +49,7 @@ def hub():
 
 def run(watch):
     """Handle all that has arrived."""
-    while ready := watch.selector.select(0.2):
+    while ready := watch.selector.select(0.5):
         for key, _ in ready:
             watch.handle(key)
 
@@ -105,6 +106,22 @@ def test_strangers_bytes_end_their_connection_alone(hub):
     assert stranger.receive() == ([], True)
     connect(2)
     assert list(hub._ranks.values()) == [2]
+
+
+def test_main_thread_says_nothing_once_the_process_is_being_ended(hub, monkeypatch):
+    hub, _ = hub
+    ends, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ends.set() or goes_on.wait(60))
+    watch = threading.Thread(target=hub.end, args=("rank 1 failed first", 1))
+    watch.start()
+    ends.wait(60)
+    main = threading.Thread(target=hub.leave, args=({"bye": True},))
+    main.start()
+    main.join(0.3)
+    assert main.is_alive()
+    goes_on.set()
+    main.join(60)
+    watch.join(60)
 
 
 def test_rank_that_stands_still_is_named_after_the_timeout(hub, capsys, monkeypatch):

@@ -6,7 +6,7 @@ $SHARES: the synthetic images of a step are the same over all processes together
 "Plain" has no batch normalisation. $UNFUSED: each gradient has an all-reduce of its own. $FATAL_CHANGE: kill -9 before
 the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer,
 so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from
-FAULTS. $DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version".
+FAULTS; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version".
 """
 
 import os
@@ -60,6 +60,8 @@ def fail_at(function, step, kind):
 
     def wrapped():
         if next(steps) == step:
+            while not os.path.exists(os.environ.get("FAULT_AFTER", "/")):
+                time.sleep(0.01)
             FAULTS[kind]()
         return function()
 

@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
 _received = None
 
 
@@ -17,10 +19,8 @@ def watched():
     mean nothing, because Paddle's launcher sends it up to three times."""
     global _received
     _received = None
-    previous = {number: signal.signal(number, _note) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in previous:
-        # Paddle's TCP store takes a system call that a signal interrupts for a lost connection.
-        signal.siginterrupt(number, False)
+    previous = {number: signal.getsignal(number) for number in NUMBERS}
+    _listen()
     is_leaving = False
     try:
         yield
@@ -35,9 +35,27 @@ def watched():
             signal.signal(number, signal.SIG_IGN if is_leaving and number == signal.SIGTERM else handler)
 
 
+@contextlib.contextmanager
+def held_back():
+    """Let signals wait while Paddle is imported, which installs a handler of its own for SIGTERM, and put ours back."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    try:
+        yield
+    finally:
+        _listen()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def received():
     """Name of the signal that came, or None."""
     return _received
+
+
+def _listen():
+    for number in NUMBERS:
+        signal.signal(number, _note)
+        # Paddle's TCP store takes a system call that a signal interrupts for a lost connection.
+        signal.siginterrupt(number, False)
 
 
 def _note(number, frame):
