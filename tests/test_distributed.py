@@ -248,7 +248,8 @@ def test_processes_that_paddle_forks_die_with_their_parent():
     stat = Path(f"/proc/{int(parent.stdout.readline())}/stat")
     assert stat.exists()
     parent.kill()
-    parent.communicate()
+    parent.stdout.close()
+    parent.wait()
     wait_until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", 30)
 
 
