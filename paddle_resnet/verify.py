@@ -258,7 +258,7 @@ def bad_image(message, data_set, image_root):
     named = re.search(r"(?:Failed to decode sample #\d+ : |File mapping failed: |Could not open file )(.+)", message)
     if named:
         return os.path.join(image_root, _name(named[1].strip()))
-    if "nvidia.dali.fn.decoders." not in message:
+    if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape)", message):
         return None
     deadline = monotonic() + SEARCH_S
     for can_be_used in (has_header, lambda encoded: decode(encoded) is None):

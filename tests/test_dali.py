@@ -7,6 +7,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
+from conftest import TINY, assert_one_sentence
 from paddle_resnet import convert, dali, listing, readers
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
@@ -269,6 +270,24 @@ def test_image_that_cannot_be_decoded_is_named(parse, photos, tmp_path, monkeypa
     (tmp_path / "bad.txt").write_text(f"{name}\n")
     loader = load(parse, root, Mode.EVAL, *flags, "--skip-list", tmp_path / "bad.txt")
     assert len(np.concatenate(epoch(loader)[1])) == (22 if name.startswith("val") else 23)
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+@pytest.mark.parametrize("scope", ["train_only", "eval_only"])
+def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, damage, scope):
+    """In a process of its own, because DALI's decoders have crashed there."""
+    for i in range(64):
+        folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(np.random.RandomState(i).randint(0, 255, (12, 16, 3)).astype(np.uint8))
+        picture.resize((500, 375)).save(folder / f"{i:02d}.jpg")
+    broken = folder / "05.jpg"
+    broken.write_bytes(BROKEN[damage](broken.read_bytes()))
+    flags = ["--model-arch-name", "ResNet18", "--run-scope", scope, "--batch-size", "32", "--benchmark"]
+    places = ["--image-root", tmp_path, "--output-dir", tmp_path / "o", "--report-file", tmp_path / "r.json"]
+    done = train_process(*TINY, *flags, *places)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert_one_sentence(done.stderr, [f"{broken} cannot be decoded (rank 0)"])
 
 
 def test_other_failures_of_the_loader_are_not_blamed_on_an_image(parse, numbered):
