@@ -151,12 +151,6 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
 
 def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     encoded, labels = data_set.read(READER, shard_id, num_shards, shuffle=mode is Mode.TRAIN)
-    decoder = {"device": "cpu"}
-    if not on_gpu:
-        # DALI 2.4's CPU decoder crashes where it meets a header that it cannot make out in a batch of 32. This operator
-        # raises an error instead, and runs first, since the decoder's input depends on it; the bytes are not copied.
-        header = fn.peek_image_shape(encoded)
-        encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     if on_gpu:
         decoder = {
             "device": "mixed",
@@ -164,6 +158,12 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             "preallocate_width_hint": PREALLOCATE_WIDTH,
             "preallocate_height_hint": PREALLOCATE_HEIGHT,
         }
+    else:
+        decoder = {"device": "cpu"}
+        # DALI 2.4's CPU decoder crashes where it meets a header that it cannot make out in a batch of 32. This operator
+        # raises an error instead, and runs first, since the decoder's input depends on it; the bytes are not copied.
+        header = fn.peek_image_shape(encoded)
+        encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
     # (pixel * scale - mean) / std in the operator's own terms.
     mean = [m / args.normalize_scale for m in args.normalize_mean]

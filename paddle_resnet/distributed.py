@@ -344,11 +344,10 @@ def _store():
     port = int(os.environ["PADDLE_MASTER"].rpartition(":")[2])
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getpeername()[1] == port:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if connection.getpeername()[1] == port:
+                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return store
 
 

@@ -49,7 +49,8 @@ def pytest_unconfigure(config):
     code of train.py is tested in processes of its own."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(getattr(config, "exit_status", 0))
+    if hasattr(config, "exit_status"):  # not where the session has not even begun
+        os._exit(config.exit_status)
 
 
 @pytest.fixture(autouse=True)
