@@ -160,10 +160,11 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         }
     else:
         decoder = {"device": "cpu"}
-        # DALI 2.4's CPU decoder crashes where it meets a header that it cannot make out in a batch of 32. This operator
-        # raises an error instead, and runs first, since the decoder's input depends on it; the bytes are not copied.
-        header = fn.peek_image_shape(encoded)
-        encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
+    # In a large batch, several threads of DALI 2.4's decoders read the headers, and an error there is lost: the decoder
+    # goes on with what it has not read, and crashes. This operator raises the error, and runs first, since the
+    # decoder's input depends on it; the bytes are not copied.
+    header = fn.peek_image_shape(encoded)
+    encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
     # (pixel * scale - mean) / std in the operator's own terms.
     mean = [m / args.normalize_scale for m in args.normalize_mean]

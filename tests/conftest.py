@@ -27,6 +27,7 @@ TINY = [
     *("--batch-size", "8", "--dali-num-threads", "2", "--show-config", "false", "--warmup-epochs", "0"),
     *("--lr", "0.05", "--epochs", "1"),
 ]
+MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
 
@@ -200,3 +201,24 @@ def losses(report):
                 if f"{phase}.loss" in entry["data"]:
                     found[entry["step"][0], phase] = entry["data"][f"{phase}.loss"]
     return found
+
+
+def assert_two_of_four(weight, algorithm="mask_1d"):
+    """At most two of each four input channels of a filter [out, in, height, width] are not zero; the algorithms in two
+    dimensions leave two of each four filters, too."""
+    rows = weight.transpose(2, 3, 0, 1).reshape(-1, weight.shape[1])
+    assert (np.count_nonzero(rows.reshape(-1, 4), axis=1) <= 2).all()
+    if algorithm != "mask_1d":
+        assert (np.count_nonzero(rows.reshape(-1, 4, weight.shape[1]), axis=1) <= 2).all()
+
+
+def assert_sparse(params, algorithm="mask_1d"):
+    """Parameters {name: array} have a mask for every layer that can be pruned, and keep to it."""
+    pruned = [name for name in params if f"{name}.asp_mask" in params]
+    assert len(pruned) > 10
+    assert not {"conv2d_0.w_0", "linear_0.w_0"} & set(pruned)  # three or four input channels; the classifier
+    for name in pruned:
+        density = params[f"{name}.asp_mask"].mean()  # the greedy algorithm may find no place for the second of two
+        assert density == 0.5 or (algorithm == "mask_2d_greedy" and 0.4 < density < 0.5), name
+        assert not params[name][params[f"{name}.asp_mask"] == 0].any(), name
+        assert_two_of_four(params[name], algorithm)

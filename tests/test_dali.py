@@ -274,7 +274,8 @@ def test_image_that_cannot_be_decoded_is_named(parse, photos, tmp_path, monkeypa
 
 @pytest.mark.parametrize("damage", BROKEN)
 @pytest.mark.parametrize("scope", ["train_only", "eval_only"])
-def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, damage, scope):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, damage, scope, device):
     """In a process of its own, because DALI's decoders have crashed there."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
@@ -283,9 +284,13 @@ def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, 
         picture.resize((500, 375)).save(folder / f"{i:02d}.jpg")
     broken = folder / "05.jpg"
     broken.write_bytes(BROKEN[damage](broken.read_bytes()))
-    flags = ["--model-arch-name", "ResNet18", "--run-scope", scope, "--batch-size", "32", "--benchmark"]
+    flags = ["--model-arch-name", "ResNet18", "--device", device, "--run-scope", scope]
+    flags += ["--batch-size", "32", "--benchmark"]
     places = ["--image-root", tmp_path, "--output-dir", tmp_path / "o", "--report-file", tmp_path / "r.json"]
     done = train_process(*TINY, *flags, *places)
+    if device == "gpu" and damage == "cut in the image":
+        assert done.returncode == 0, done.stderr[-2000:]  # the GPU's decoder fills in what is missing
+        return
     assert done.returncode == 2, done.stderr[-2000:]
     assert_one_sentence(done.stderr, [f"{broken} cannot be decoded (rank 0)"])
 

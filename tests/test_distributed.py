@@ -16,7 +16,7 @@ import pytest
 from paddle import static
 
 import config
-from conftest import NHWC, ROOT, TINY, assert_one_sentence, losses, phase, read_report
+from conftest import MASK_ALGORITHMS, NHWC, ROOT, TINY, assert_one_sentence, assert_sparse, losses, phase, read_report
 from paddle_resnet import commit, distributed, native
 from utils.errors import RunError, UsageError
 
@@ -61,13 +61,14 @@ def launch(photos, tmp_path):
     return launch
 
 
-def test_fused_all_reduces_reach_every_gradient(launch):
+def test_fused_all_reduces_reach_every_gradient(launch, tmp_path):
     """NHWC fuses the all-reduces on a CPU as on a GPU: gradients lie in buffers that are reduced as a whole. A gradient
     that is not in its buffer in time leaves the ranks different, or unlike those that reduce each gradient alone."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
     single, (reference, _) = launch(2, *flags, environment={"SHARES": "1", "UNFUSED": "1"})
     for kernels in ("paddle", *(["native"] if native.missing() is None else [])):
         report, (first, second) = launch(2, *flags, "--kernels", kernels, environment={"SHARES": "1"})
+        assert "2 gradient all-reduces a step" in (tmp_path / "job1/log/workerlog.0").read_text()  # of 53 gradients
         assert losses(report) == pytest.approx(losses(single), rel=1e-3)
         for name in reference.files:
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)
@@ -139,14 +140,11 @@ def test_n_processes_train_like_one_with_n_times_the_batch(launch, tmp_path, pro
     assert moved > 1e-3 * np.abs(ones[0]["conv2d_3.w_0"]).max()
 
 
-def test_masks_are_the_same_on_all_ranks_and_keep(launch, tmp_path):
-    launch(2, "--batch-size", "4", "--epochs", "2", "--asp", "--prune-model")
+@pytest.mark.parametrize("algorithm", MASK_ALGORITHMS)
+def test_masks_are_the_same_on_all_ranks_and_keep(launch, tmp_path, algorithm):
+    launch(2, "--batch-size", "4", "--epochs", "2", "--asp", "--prune-model", "--mask-algo", algorithm)
     for state in states(tmp_path / "job0", 2, 2):
-        masks = [name for name in state.files if name.endswith(".asp_mask")]
-        assert len(masks) > 10
-        for name in masks:
-            assert state[name].mean() == 0.5
-            assert not state[name.removesuffix(".asp_mask")][state[name] == 0].any()
+        assert_sparse(state, algorithm)
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(launch, tmp_path):

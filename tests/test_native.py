@@ -15,9 +15,8 @@ from paddle.base import core
 from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
 from conftest import ROOT
-from paddle_resnet import distributed, native, posting
+from paddle_resnet import native, posting
 from utils.errors import UsageError
-from utils.mode import RunScope
 
 EMULATION = ROOT / "tests/emulation"
 PREFIX = ""  # of the operators' names
@@ -293,7 +292,7 @@ def empty_cache(monkeypatch, tmp_path):
 
 
 def flags(**changes):
-    defaults = {"kernels": "auto", "device": "cpu", "data_layout": "NHWC", "run_scope": RunScope.TRAIN_EVAL}
+    defaults = {"kernels": "auto", "device": "cpu", "data_layout": "NHWC"}
     return SimpleNamespace(**(defaults | changes))
 
 
@@ -364,17 +363,11 @@ def test_choice_of_the_kernels(monkeypatch):
         args = flags(**changes)
         native.resolve(args)
         assert args.kernels == "paddle"
-    # On GPUs that have all that is needed, but for training with several.
+    # On GPUs that have all that is needed.
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(native, "missing", lambda capability: None)
     monkeypatch.setattr(native, "load", lambda capability: None)
-    for world, scope, kernels in (
-        (1, RunScope.TRAIN_ONLY, "native"),
-        (2, RunScope.TRAIN_ONLY, "paddle"),
-        (2, RunScope.EVAL_ONLY, "native"),
-    ):
-        monkeypatch.setattr(distributed, "world_size", lambda world=world: world)
-        assert chosen_on_a_gpu(run_scope=scope) == kernels
+    assert chosen_on_a_gpu() == "native"
     with pytest.raises(UsageError, match="--kernels native knows NHWC only"):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 

@@ -5,6 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
+from conftest import MASK_ALGORITHMS, assert_two_of_four
 from paddle_resnet import distributed, optimizer, program
 from test_program import build, random_batches, variable
 
@@ -44,7 +45,7 @@ def test_warmup_longer_than_the_run_is_cut_with_a_warning(parse, capsys):
     assert "--warmup-epochs 5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("algorithm", ["mask_1d", "mask_2d_greedy", "mask_2d_best"])
+@pytest.mark.parametrize("algorithm", MASK_ALGORITHMS)
 def test_pruning_leaves_two_of_four(parse, algorithm):
     args = parse("--asp", "--prune-model", "--mask-algo", algorithm)
     _, _, _, _, main = build(args)
@@ -55,8 +56,7 @@ def test_pruning_leaves_two_of_four(parse, algorithm):
     assert len(masks) > 10
     for name in masks:
         weight = variable(name)
-        groups = weight.transpose(2, 3, 0, 1).reshape(-1, 4)
-        assert (np.count_nonzero(groups, axis=1) <= 2).all(), name
+        assert_two_of_four(weight, algorithm)
         kept = weight != 0
         np.testing.assert_array_equal(weight[kept], before[name][kept])
         # mask_1d keeps the two largest of each group.

@@ -58,10 +58,6 @@ def resolve(args):
         raise UsageError("--kernels native knows NHWC only: give --data-layout NHWC, or --kernels paddle")
     if args.kernels == "auto":
         args.kernels = "native" if args.device == "gpu" and args.data_layout == "NHWC" else "paddle"
-        if args.kernels == "native" and args.run_scope.trains and distributed.world_size() > 1:
-            # Tested with two processes on CPUs; the tests on two GPUs have not been run yet.
-            logger.info("--kernels auto: Paddle's kernels, since ours are untested in training on several GPUs")
-            args.kernels = "paddle"
     if args.kernels == "paddle":
         return
     capability = None
