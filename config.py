@@ -88,7 +88,9 @@ def _add_global(group):
         metavar="{None,A:B}",
         help="write a trace of the steps A to B-1 of the first epoch to OUTPUT_DIR/profile/",
     )
-    group.add_argument("--model-prefix", default="resnet_50_paddle", help="name of the files in a checkpoint")
+    group.add_argument(
+        "--model-prefix", type=_file_name, default="resnet_50_paddle", help="name of the files in a checkpoint"
+    )
     group.add_argument(
         "--save-interval-steps", type=_not_negative, default=0, help="steps between checkpoints in an epoch; 0: none"
     )
@@ -362,8 +364,8 @@ def _flag(name):
 def _unknown(kind, word, known):
     if not word.startswith("-") and kind == "flag":
         return f"unexpected word '{word}': each value follows its --flag"
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0)
-    return f"unknown {kind} {word}: did you mean {near[0]}?"
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"unknown {kind} {word}: " + (f"did you mean {near[0]}?" if near else "see --help")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -422,6 +424,12 @@ def _number(text):
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is not finite: give a number such as 0.1 or 1/255")
     return value
+
+
+def _file_name(text):
+    if not text or "/" in text or text.startswith("."):
+        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a file: give one without / such as resnet50")
+    return text
 
 
 def _not_negative_number(text):

@@ -208,16 +208,30 @@ LISTINGS = {"folder": list_folder, "filelist": list_filelist}
 
 
 def class_folders(path):
-    """Names of the class folders in a folder, sorted."""
-    with os.scandir(path) as entries:
-        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    """Names of the class folders in a folder, sorted.
+
+    Raises:
+        UsageError: the folder cannot be listed.
+    """
+    return sorted(e.name for e in _listed(path) if e.is_dir() and not e.name.startswith("."))
 
 
 def image_files(path):
-    """Names of the images in a class folder, sorted."""
-    with os.scandir(path) as entries:
-        files = [e.name for e in entries if e.is_file() and not e.name.startswith(".")]
+    """Names of the images in a class folder, sorted.
+
+    Raises:
+        UsageError: the folder cannot be listed.
+    """
+    files = [e.name for e in _listed(path) if e.is_file() and not e.name.startswith(".")]
     return sorted(name for name in files if name.lower().endswith(IMAGE_SUFFIXES))
+
+
+def _listed(path):
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError as e:
+        raise UsageError(f"{path} cannot be listed ({e.strerror}): make it readable, or take it away") from e
 
 
 def find_shards(image_root, data_format, mode):

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,18 @@ def test_other_ranks_leave_rank_0s_report_alone(report):
 def test_without_a_report_metrics_are_only_printed(capsys):
     logger.log((), {"train.loss": 1.0})
     assert capsys.readouterr().out == "summary train  loss 1\n"
+
+
+def test_full_disk_ends_the_run_with_a_sentence():
+    """/dev/full can be opened, and refuses every byte."""
+    logger.setup("/dev/full")
+    try:
+        with pytest.raises(
+            RunError, match=r"^--report-file /dev/full can no longer be written \(No space left.*--resume$"
+        ):
+            logger.log((0,), {"train.loss": 1.0})
+    finally:
+        logger.close()
 
 
 def test_close_may_come_twice(report):

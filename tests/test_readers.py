@@ -151,6 +151,20 @@ def test_no_images_are_refused(make, tmp_path, names):
     assert f"--image-root {tmp_path}: val/ holds no images" in refusal(make(*names), Mode.EVAL)
 
 
+@pytest.mark.parametrize("name", ["train", "train/b"])
+def test_folder_that_cannot_be_listed_is_refused(make, tmp_path, monkeypatch, name):
+    """As for a user without the right to; root has it everywhere."""
+    root, scandir = make("train/a/0.jpg", "train/b/0.jpg"), listing.os.scandir
+
+    def denied(path):
+        if str(path) == f"{tmp_path}/{name}":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(listing.os, "scandir", denied)
+    assert f"{tmp_path}/{name} cannot be listed (Permission denied): make it readable" in refusal(root, Mode.TRAIN)
+
+
 @pytest.mark.parametrize("mode", Mode)
 def test_more_classes_than_outputs_are_refused(make, tmp_path, mode):
     root = make(*(f"{split}/{label}/0.jpg" for split in ("train", "val") for label in "abc"))

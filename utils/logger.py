@@ -4,13 +4,14 @@ The report has the form of NVIDIA's dllogger: each line is `DLLL ` and a JSON ob
 elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run).
 """
 
+import contextlib
 import json
 import sys
 import time
 from datetime import datetime
 from pathlib import Path
 
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 
 _report = None
 _quiet = False
@@ -39,7 +40,8 @@ def setup(report_file, rank=0):
 def close():
     global _report
     if _report is not None:
-        _report.close()
+        with contextlib.suppress(OSError):  # a full disk has been told of by report
+            _report.close()
         _report = None
 
 
@@ -82,7 +84,11 @@ def log(step, data):
 
 
 def report(step, data):
-    """Report metrics without printing them; arguments of log."""
+    """Report metrics without printing them; arguments of log.
+
+    Raises:
+        RunError: the report file can no longer be written.
+    """
     if _report is not None:
         now = time.time()
         entry = {
@@ -93,7 +99,11 @@ def report(step, data):
             "step": step if isinstance(step, str) else list(step),
             "data": data,
         }
-        _report.write("DLLL " + json.dumps(entry) + "\n")
+        try:
+            _report.write("DLLL " + json.dumps(entry) + "\n")
+        except OSError as e:
+            remedy = "make room, and go on with --resume"
+            raise RunError(f"--report-file {_report.name} can no longer be written ({e.strerror}): {remedy}") from e
 
 
 def _line(step, data):
