@@ -364,8 +364,9 @@ def _flag(name):
 def _unknown(kind, word, known):
     if not word.startswith("-") and kind == "flag":
         return f"unexpected word '{word}': each value follows its --flag"
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"unknown {kind} {word}: " + (f"did you mean {near[0]}?" if near else "see --help")
+    bare = {name.lstrip("-"): name for name in known}  # dashes that all flags share would make all of them alike
+    near = difflib.get_close_matches(word.lstrip("-").replace("_", "-" if kind == "flag" else "_"), bare, n=1)
+    return f"unknown {kind} {word}: " + (f"did you mean {bare[near[0]]}?" if near else "see --help")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -428,7 +429,7 @@ def _number(text):
 
 def _file_name(text):
     if not text or "/" in text or text.startswith("."):
-        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a file: give one without / such as resnet50")
+        raise argparse.ArgumentTypeError(f"'{text}' is no name for files: give one such as resnet50, without / and .")
     return text
 
 

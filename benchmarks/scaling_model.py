@@ -149,7 +149,7 @@ def main(argv=None):
     setup = Setup()
     parser.add_argument("--batch", type=int, default=setup.batch, help="images a GPU")
     parser.add_argument("--gradient-mb", type=float, default=setup.gradient_bytes / 1e6, help="a step")
-    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces a step: see the start line")
+    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces a step: those of --measured")
     parser.add_argument("--gpus-per-node", type=int, default=setup.gpus_per_node, help="GPUs a node")
     parser.add_argument("--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="GB/s a GPU in an all-reduce")
     parser.add_argument("--network-gb-s", type=float, default=setup.network / 1e9, help="GB/s a node, all adapters")

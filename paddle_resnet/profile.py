@@ -1,5 +1,6 @@
 """A trace of chosen steps (--profile-steps), for the Chrome trace viewer (chrome://tracing) or Perfetto."""
 
+import contextlib
 from pathlib import Path
 
 from paddle.profiler import Profiler, ProfilerTarget
@@ -9,6 +10,7 @@ from utils import logger
 from utils.errors import UsageError
 
 _traced = None  # flags of the run that has begun its first pass
+_recording = None  # the Profiler that is recording
 
 
 def start(args, first_step, last_step):
@@ -37,6 +39,19 @@ def start(args, first_step, last_step):
     return Trace(args, begin, end)
 
 
+@contextlib.contextmanager
+def dropped():
+    """If what is inside ends in the midst of the steps to trace, stop recording. Paddle would go on with it, and crash
+    what comes next in the process, or its end: its recorder does not bear several threads."""
+    global _recording
+    try:
+        yield
+    finally:
+        if _recording is not None:
+            _recording.stop()
+            _recording = None
+
+
 class Trace:
     """Records the steps from `begin` to `end - 1` of this process: operators on the host, and on a GPU its kernels and
     copies.
@@ -61,6 +76,7 @@ class Trace:
             drain: waits until the steps before are done.
             clock: meters.StepClock, which leaves out the time that it takes to start and to write the trace.
         """
+        global _recording
         if self._begin < step < self._end:
             self._profiler.step()
         if step not in (self._begin, self._end):
@@ -69,7 +85,9 @@ class Trace:
         clock.close_step()
         if step == self._begin:
             self._profiler.start()
+            _recording = self._profiler
         else:
+            _recording = None
             self._profiler.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export(str(self._path), "json")

@@ -214,6 +214,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
+@profile.dropped()
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save):
     """As run, and calls `save(epoch, step)` before a step every --save-interval-steps."""
     names = list(fetchs)
@@ -223,8 +224,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
     clock = StepClock()
     step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
-    first_step_s = None
-    in_flight = None  # (step, images, learning rate, handles) of the step whose metrics are still to be read
+    first_step_s = in_flight = None  # in flight: (step, images, learning rate, handles) of metrics still to be read
     held = deque(maxlen=3)  # DALI reuses a batch's memory once the host lets go of it, even if the GPU still reads it
 
     def read():

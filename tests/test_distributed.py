@@ -66,9 +66,9 @@ def test_fused_all_reduces_reach_every_gradient(launch, tmp_path):
     that is not in its buffer in time leaves the ranks different, or unlike those that reduce each gradient alone."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
     single, (reference, _) = launch(2, *flags, environment={"SHARES": "1", "UNFUSED": "1"})
-    for kernels in ("paddle", *(["native"] if native.missing() is None else [])):
+    for job, kernels in enumerate(("paddle", *(["native"] if native.missing() is None else [])), start=1):
         report, (first, second) = launch(2, *flags, "--kernels", kernels, environment={"SHARES": "1"})
-        assert "2 gradient all-reduces a step" in (tmp_path / "job1/log/workerlog.0").read_text()  # of 53 gradients
+        assert "2 gradient all-reduces a step" in (tmp_path / f"job{job}/log/workerlog.0").read_text()  # of 53
         assert losses(report) == pytest.approx(losses(single), rel=1e-3)
         for name in reference.files:
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)

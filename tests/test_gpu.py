@@ -28,7 +28,7 @@ SPARSE = [*O2, "--asp", "--prune-model"]
 BF16_O1 = [*FP32_NHWC, "--amp", "--amp-dtype", "bfloat16"]
 BF16_O2 = [*BF16_O1, "--amp-level", "O2", "--dali-output-fp16"]
 EXACT = {"fp32": FP32, "fp32 NHWC": FP32_NHWC, "O1": O1, "O2": O2, "O2 ASP": SPARSE}
-# Two runs in bfloat16 differ from the second step on, even with FLAGS_cudnn_deterministic.
+# On Paddle's kernels two runs in bfloat16 differ from the second step on, even with FLAGS_cudnn_deterministic.
 KINDS = {**EXACT, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
 STOPS = {f"{name} inside an epoch": (flags, 4) for name, flags in EXACT.items()}
 STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPARSE, 8)}
@@ -187,11 +187,20 @@ CLOSE_TO_CPU |= {"bf16 O1": (0.02, 0.1), "bf16 O2": (0.02, 0.1)}
 
 def test_first_losses_are_those_of_the_cpu(run_train, tmp_path):
     """From the same parameters and images, in every precision, with Paddle's kernels and our own."""
-    assert run_train("--run-scope", "train_only")[0] == 0
-    start = ["--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next", "--lr", "0.01"]
+    channels = ["--image-shape", "4,32,32"]  # as all kinds in NHWC have
+    assert run_train("--run-scope", "train_only", *channels)[0] == 0
+    start = [
+        *channels,
+        "--from-pretrained-params",
+        tmp_path / "output/Tiny/0",
+        "--output-dir",
+        tmp_path / "next",
+        "--lr",
+        "0.01",
+    ]
     start += ["--run-scope", "train_only", "--dali-device", "cpu", "--print-interval", "1"]
     on_cpu = losses(run_train(*start)[1])
-    assert len(on_cpu) == 5
+    assert len(on_cpu) == 4  # three steps and their mean
     for name, (first, later) in CLOSE_TO_CPU.items():
         for kernels in ("paddle", "native") if "NHWC" in KINDS[name] else ("paddle",):
             code, report = run_train(*start, *KINDS[name], "--kernels", kernels)
@@ -337,8 +346,8 @@ def test_two_gpus_train_like_one_with_twice_the_batch(two_gpus, tmp_path):
         for name in one:
             np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
     # The comparison would see a gradient that is off: the parameters have moved.
-    before, after = (one["conv2d_3.w_0"] for one in found[0])
-    assert np.abs(after - before).max() > 1e-3 * np.abs(after).max()
+    before, after = (one["linear_0.w_0"] for one in found[0])
+    assert np.abs(after - before).max() > 0.01 * np.abs(after).max()
 
 
 @pytest.mark.parametrize("kernels", ["native", "paddle"])

@@ -124,7 +124,7 @@ def test_full_disk_ends_the_run_with_a_sentence():
     logger.setup("/dev/full")
     try:
         with pytest.raises(
-            RunError, match=r"^--report-file /dev/full can no longer be written \(No space left.*--resume$"
+            RunError, match=r"^--report-file /dev/full can no longer be written \(No space left.*make room.*--resume$"
         ):
             logger.log((0,), {"train.loss": 1.0})
     finally:

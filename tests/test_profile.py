@@ -2,6 +2,7 @@ import json
 from collections import Counter
 
 import pytest
+from paddle.profiler import Profiler
 
 from conftest import assert_one_sentence, phase
 
@@ -63,10 +64,17 @@ def test_steps_that_the_run_has_not_are_refused_before_the_first(run_train, tmp_
     assert not (tmp_path / "output/profile").exists()
 
 
-def test_repeated_command_goes_on_where_the_traced_steps_are_over(run_train, stop_before, tmp_path, capsys):
+def test_repeated_command_goes_on_where_the_traced_steps_are_over(
+    run_train, stop_before, tmp_path, monkeypatch, capsys
+):
+    calls = []
+    for name in ("start", "stop"):
+        call = getattr(Profiler, name)
+        monkeypatch.setattr(Profiler, name, lambda self, name=name, call=call: calls.append(name) or call(self))
     flags = ["--resume", "--profile-steps", "0:3"]
     stop_before(train_step=2)
     assert run_train(*flags)[0] == 75
+    assert calls == ["start", "stop"]
     stop_before()
     assert run_train(*flags)[0] == 0
     assert "--profile-steps 0:3: no trace, since --resume goes on at step 2" in capsys.readouterr().err

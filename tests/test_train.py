@@ -182,7 +182,7 @@ def test_bad_image_ends_the_run_with_its_name_and_a_skip_list_helps(run_train, p
             ["--from-checkpoint", "a", "--from-pretrained-params", "b"],
             ["--from-checkpoint a", "--from-pretrained-params b"],
         ),
-        (["--lerning-rate", "1"], ["--lerning-rate", "did you mean --"]),
+        (["--lerning-rate", "1"], ["unknown flag --lerning-rate: see --help"]),
         (["--batchsize", "1"], ["--batchsize", "did you mean --batch-size?"]),
         (["--run-scope", "eval_only"], ["--run-scope eval_only", "--from-checkpoint"]),
         (["--from-checkpoint", "nowhere"], ["--from-checkpoint nowhere does not exist"]),

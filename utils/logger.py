@@ -102,7 +102,7 @@ def report(step, data):
         try:
             _report.write("DLLL " + json.dumps(entry) + "\n")
         except OSError as e:
-            remedy = "make room, and go on with --resume"
+            remedy = "make room, and start again, training with --resume"
             raise RunError(f"--report-file {_report.name} can no longer be written ({e.strerror}): {remedy}") from e
 
 

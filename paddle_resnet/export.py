@@ -1,0 +1,130 @@
+"""Write a checkpoint as a model for Paddle Inference: `python -m paddle_resnet.export --help`."""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from utils.errors import UsageError
+
+NAME = "model"  # of the files: model.pdmodel, model.pdiparams, model.json
+
+
+def export(checkpoint, output):
+    """Write a network without what only training needs: parameters in float32, no masks, no optimizer.
+
+    Input "images" [N, 3, H, W], float32, normalised RGB; the fourth channel of a network that was trained with one is
+    added inside. Output: probabilities [N, classes], float32. model.json has the names of the classes and how images
+    are prepared. The layout is NCHW, whatever the network was trained in.
+
+    Args:
+        checkpoint: folder of a checkpoint that this program has written, at the end of an epoch.
+        output: folder to make; it appears when it is complete.
+    Returns:
+        content of model.json.
+    Raises:
+        UsageError: no such checkpoint, damaged, of the inside of an epoch; the output exists or cannot be written.
+    """
+    import paddle
+    from paddle import static
+
+    from paddle_resnet import parameters
+    from paddle_resnet.models import build_model
+
+    meta = _read_meta(checkpoint)
+    args = SimpleNamespace(**meta["arguments"])
+    args.data_layout = "NCHW"
+    output = Path(output)
+    if output.exists():
+        raise UsageError(f"{output} exists: remove it or name another folder")
+
+    paddle.enable_static()
+    place = paddle.CPUPlace()
+    exe = static.Executor(place)
+    program, startup = static.Program(), static.Program()
+    with static.scope_guard(static.Scope()):
+        with static.program_guard(program, startup), paddle.utils.unique_name.guard():
+            channels, *size = args.image_shape
+            images = static.data("images", [None, 3, *size], dtype="float32")
+            model = build_model(args)
+            model.eval()
+            probabilities = paddle.nn.functional.softmax(model(_pad_channels(images, channels)))
+        exe.run(startup)
+        parameters.load(args, checkpoint, program, place)
+        description = _describe(args, meta, images, probabilities)
+        partial = output.with_name(output.name + ".partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            static.save_inference_model(str(partial / NAME), [images], [probabilities], exe, program=program)
+            (partial / f"{NAME}.json").write_text(json.dumps(description, indent=1) + "\n")
+            partial.rename(output)
+        except OSError as e:
+            raise UsageError(f"{output} cannot be written ({e.strerror}): name another folder") from e
+    return description
+
+
+def _read_meta(checkpoint):
+    from paddle_resnet import commit
+
+    if not Path(checkpoint).is_dir():
+        raise UsageError(f"{checkpoint} is no folder: name a checkpoint, such as output/ResNet50/best")
+    try:
+        meta = commit.verify(checkpoint)
+    except commit.DamagedError as e:
+        raise UsageError(f"{checkpoint} is no whole checkpoint: {e}: name another one") from e
+    if meta["step"] is not None:
+        raise UsageError(
+            f"{checkpoint} was saved after {meta['step']} steps of epoch {meta['epoch']}, with BN statistics of single "
+            "processes: name a checkpoint of the end of an epoch"
+        )
+    return meta
+
+
+def _pad_channels(images, channels):
+    """Append the channels of zeros that --image-shape 4,H,W asks of the loader."""
+    import paddle
+
+    # Not by pad, whose program crashes in Paddle Inference 2.6 on a CPU.
+    return paddle.concat([images, *[paddle.zeros_like(images[:, :1])] * (channels - 3)], axis=1)
+
+
+def _describe(args, meta, images, probabilities):
+    return {
+        "arch": args.model_arch_name,
+        "input": {"name": images.name, "shape": [None, *images.shape[1:]], "dtype": "float32", "color": "RGB"},
+        "output": {"name": probabilities.name, "shape": [None, args.num_of_class], "values": "probabilities"},
+        "preprocessing": {
+            "resize_short": args.resize_short,
+            "interp": args.interp,
+            "center_crop": args.crop_size,
+            "scale": args.normalize_scale,
+            "mean": args.normalize_mean,
+            "std": args.normalize_std,
+        },
+        "classes": meta["classes"],
+        "epoch": meta["epoch"],
+        "evaluated": meta["evaluated"] and {name: meta["evaluated"][name] for name in ("top1", "top5", "loss")},
+    }
+
+
+def main(argv=None):
+    """Run and return the exit code: 0 done, 2 usage or a checkpoint that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", help="folder of a checkpoint, such as output/ResNet50/best")
+    parser.add_argument("output", help=f"folder to make, with {NAME}.pdmodel, {NAME}.pdiparams and {NAME}.json")
+    args = parser.parse_args(argv)
+    try:
+        description = export(args.checkpoint, args.output)
+    except UsageError as e:
+        print(f"paddle_resnet.export: error: {e}", file=sys.stderr)
+        return 2
+    found = description["arch"], len(description["classes"]), description["input"]["shape"]
+    print("{}: {}, {} classes, images {}".format(args.output, *found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
