@@ -134,8 +134,8 @@ def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
     assert losses_with_a_stop(step, *flags) == expected
 
 
-@pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
-def test_every_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, deterministic, converted, data_format):
+@pytest.mark.parametrize("data_format", ["filelist", "recordio"])  # test_resume.py has all of them, on the CPU
+def test_a_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, deterministic, converted, data_format):
     flags = ["--epochs", "2", "--print-interval", "1", "--resume", *FP32]
     root = converted[data_format]
     expected = losses(run_train(*flags, image_root=root)[1])
@@ -170,7 +170,7 @@ def test_overflows_leave_the_parameters_alone(run_train, tmp_path, flags):
             np.testing.assert_array_equal(overflows[name], still[name], err_msg=name)
 
 
-@pytest.mark.parametrize("flags", [FP32, FP32_NHWC, O1, O2], ids=["fp32", "fp32 NHWC", "O1", "O2"])
+@pytest.mark.parametrize("flags", [FP32, O2], ids=["fp32", "O2"])
 @pytest.mark.parametrize("algorithm", MASK_ALGORITHMS)
 def test_sparse_training_keeps_the_pattern(run_train, tmp_path, algorithm, flags):
     """After training and after --resume with another epoch to go."""
