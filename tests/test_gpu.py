@@ -189,16 +189,8 @@ def test_first_losses_are_those_of_the_cpu(run_train, tmp_path):
     """From the same parameters and images, in every precision, with Paddle's kernels and our own."""
     channels = ["--image-shape", "4,32,32"]  # as all kinds in NHWC have
     assert run_train("--run-scope", "train_only", *channels)[0] == 0
-    start = [
-        *channels,
-        "--from-pretrained-params",
-        tmp_path / "output/Tiny/0",
-        "--output-dir",
-        tmp_path / "next",
-        "--lr",
-        "0.01",
-    ]
-    start += ["--run-scope", "train_only", "--dali-device", "cpu", "--print-interval", "1"]
+    start = [*channels, "--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next"]
+    start += ["--lr", "0.01", "--run-scope", "train_only", "--dali-device", "cpu", "--print-interval", "1"]
     on_cpu = losses(run_train(*start)[1])
     assert len(on_cpu) == 4  # three steps and their mean
     for name, (first, later) in CLOSE_TO_CPU.items():

@@ -94,9 +94,8 @@ class Shares(dali.SyntheticIterator):
         generator = np.random.RandomState(step)
         part = slice(rank * n, (rank + 1) * n)
         shape = self._full["data"].shape()[1:]
-        images = generator.standard_normal((n * distributed.world_size(), *shape)).astype(self._host["data"].dtype)[
-            part
-        ]
+        images = generator.standard_normal((n * distributed.world_size(), *shape))[part]
+        images = images.astype(self._host["data"].dtype)
         labels = generator.randint(0, 3, (n * distributed.world_size(), 1)).astype("int64")[part]
         if (
             os.environ.get("OVERFLOW", "").split()[:1] == [str(rank)]

@@ -40,8 +40,7 @@ def setup(report_file, rank=0):
 def close():
     global _report
     if _report is not None:
-        with contextlib.suppress(OSError):  # a full disk has been told of by report
-            _report.close()
+        _report.close()
         _report = None
 
 
@@ -89,6 +88,7 @@ def report(step, data):
     Raises:
         RunError: the report file can no longer be written.
     """
+    global _report
     if _report is not None:
         now = time.time()
         entry = {
@@ -102,8 +102,11 @@ def report(step, data):
         try:
             _report.write("DLLL " + json.dumps(entry) + "\n")
         except OSError as e:
+            failed, _report = _report, None
+            with contextlib.suppress(OSError):  # closing tries to write the same line again
+                failed.close()
             remedy = "make room, and start again, training with --resume"
-            raise RunError(f"--report-file {_report.name} can no longer be written ({e.strerror}): {remedy}") from e
+            raise RunError(f"--report-file {failed.name} can no longer be written ({e.strerror}): {remedy}") from e
 
 
 def _line(step, data):
