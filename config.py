@@ -429,7 +429,9 @@ def _number(text):
 
 def _file_name(text):
     if not text or "/" in text or text.startswith("."):
-        raise argparse.ArgumentTypeError(f"'{text}' is no name for files: give one such as resnet50, without / and no dot in front")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is no name for files: give one such as resnet50, without / and no dot in front"
+        )
     return text
 
 
