@@ -75,7 +75,9 @@ def _add_global(group):
         "--eval-interval", type=_positive, default=1, help="epochs between evaluations; the last epoch always counts"
     )
     group.add_argument("--print-interval", type=_positive, default=10, help="steps between log lines")
-    group.add_argument("--report-file", default="./report.json", help="dllogger JSON lines; each start begins anew")
+    group.add_argument(
+        "--report-file", default="./report.json", help="dllogger JSON lines; a start begins anew, --resume adds to them"
+    )
     group.add_argument("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
     _add_switch(group, "--benchmark", help="measure the speed of training (or of eval_only) and stop")
     group.add_argument("--benchmark-steps", type=_positive, default=100, help="steps that are measured")

@@ -40,7 +40,7 @@ def _run(args, argv):
     from paddle_resnet import distributed, native
     from utils.affinity import bind_to_gpu
 
-    logger.setup(args.report_file, distributed.rank())
+    logger.setup(args.report_file, distributed.rank(), goes_on=args.resume)
     distributed.resolve_devices(args)
     native.resolve(args)
     if args.enable_cpu_affinity and args.device == "gpu":

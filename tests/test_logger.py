@@ -96,6 +96,26 @@ def test_new_report_replaces_the_old_one(report):
     assert [entry["data"] for entry in entries(report)] == [{"train.loss": 2.0}]
 
 
+def test_report_of_a_run_that_goes_on_keeps_what_it_has(tmp_path):
+    report = tmp_path / "report.json"
+    for loss in (1.0, 2.0):
+        logger.setup(report, goes_on=True)
+        logger.log((), {"train.loss": loss})
+    assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("torn", ["", "DLLL ", 'DLLL {"timestamp": "17'])
+@pytest.mark.parametrize("whole", [0, 2])
+def test_line_that_a_full_disk_has_torn_is_left_out(report, torn, whole):
+    for _ in range(whole):
+        logger.log((), {"train.loss": 1.0})
+    logger.close()
+    report.write_text(report.read_text() + torn)
+    logger.setup(report, goes_on=True)
+    logger.log((), {"train.loss": 2.0})
+    assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0] * whole + [2.0]
+
+
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     report = tmp_path / "logs" / "report.json"
     logger.setup(report, rank=1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from paddle import static
 
-from conftest import assert_one_sentence, losses
+from conftest import assert_one_sentence, losses, phase, read_report
 from paddle_resnet import checkpoint, distributed
 
 STEPS = 3  # of an epoch: 30 images, batch 8, the last partial one dropped
@@ -164,6 +164,19 @@ def test_command_that_is_done_can_be_repeated(run_train, capsys):
     assert run_train("--resume")[0] == 0
     assert run_train("--resume")[0] == 0
     assert "all 1 epochs are done" in capsys.readouterr().out
+
+
+def test_report_of_a_stopped_run_goes_on(run_train, whole, stop_before, tmp_path):
+    """Stopped, resumed, and started once more after its end: one report of the whole run."""
+    expected = whole(tmp_path)
+    report = tmp_path / "whole.json"
+    for stop, code in ((4, 75), (None, 0), (None, 0)):
+        stop_before(train_step=stop)
+        assert run_train(*FLAGS, "--resume", "--report-file", report)[0] == code
+    entries = read_report(report)
+    assert [entry["step"] for entry in entries].count("PARAMETER") == 3
+    assert losses(entries) == expected
+    assert phase(entries, [], "val.")["images"] == 23
 
 
 def test_resume_prefers_its_own_checkpoint_to_the_start(run_train, stop_before, tmp_path, capsys):

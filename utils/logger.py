@@ -1,11 +1,13 @@
 """The run's log: one readable line on stdout, one JSON line in --report-file.
 
 The report has the form of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
-elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run).
+elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run). Each
+start begins with "PARAMETER"; a later line for the same step, of a start that went on, takes the place of the earlier.
 """
 
 import contextlib
 import json
+import os
 import sys
 import time
 from datetime import datetime
@@ -18,9 +20,13 @@ _quiet = False
 _start_s = time.time()
 
 
-def setup(report_file, rank=0):
-    """Start a new report. Only rank 0 writes and prints; the other ranks' calls do nothing.
+def setup(report_file, rank=0, goes_on=False):
+    """Open the report. Only rank 0 writes and prints; the other ranks' calls do nothing.
 
+    Args:
+        report_file: path.
+        rank: of this process.
+        goes_on: write behind what the file holds already, instead of a new file.
     Raises:
         UsageError: the report file cannot be written.
     """
@@ -32,9 +38,16 @@ def setup(report_file, rank=0):
     path = Path(report_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _report = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  open for the whole run
+        if goes_on and path.is_file():
+            _cut_torn_line(path)
+        _report = open(path, "a" if goes_on else "w", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
     except OSError as e:
         raise UsageError(f"--report-file {report_file} cannot be written ({e.strerror}): name another file") from e
+
+
+def _cut_torn_line(path):
+    """A full disk may have stopped the last line halfway."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def close():
