@@ -130,8 +130,18 @@ def start(args):
 def _prepare_for_gloo():
     """Paddle starts processes that would outlive this one if it were killed, one of them a server on a port that the
     launcher has chosen a while ago; it would wait for that for ever if another program had taken the port since."""
-    kill_with_parent = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.register_at_fork(after_in_child=kill_with_parent)
+    prctl, parent = ctypes.CDLL(None).prctl, None
+
+    def remember_parent():
+        nonlocal parent
+        parent = os.getpid()
+
+    def die_with_parent():
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # killed before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.register_at_fork(before=remember_parent, after_in_child=die_with_parent)
     if rank() == 0:
         port = int(os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")[2])
         try:

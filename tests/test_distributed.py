@@ -235,9 +235,12 @@ def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):
             distributed._prepare_for_gloo()
 
 
-def test_processes_that_paddle_forks_die_with_their_parent():
+@pytest.mark.parametrize("delay_s", [0, 1], ids=["at work", "just forked"])
+def test_processes_that_paddle_forks_die_with_their_parent(delay_s):
+    """The parent is killed at once; the child has asked to die with it by then, or has not got to it."""
     program = (
-        "import multiprocessing, time; from paddle_resnet import distributed; distributed._prepare_for_gloo(); "
+        f"import os, multiprocessing, time; os.register_at_fork(after_in_child=lambda: time.sleep({delay_s})); "
+        "from paddle_resnet import distributed; distributed._prepare_for_gloo(); "
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); "
         "child.start(); print(child.pid, flush=True); time.sleep(1000)"
     )
