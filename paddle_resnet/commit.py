@@ -7,11 +7,15 @@ leave behind and the next start cleans up:
     .NAME.partial    being written
     .NAME.replaced   an older folder of that name while the new one takes its place
     .NAME.deleted    being deleted
+    .lock            held by the run that writes here
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 from pathlib import Path
@@ -31,6 +35,32 @@ class DamagedError(Exception):
 def run_folder(args):
     """Where this run's checkpoints are."""
     return Path(args.output_dir) / args.model_arch_name
+
+
+def lock(root):
+    """Keep other runs from writing below ROOT.
+
+    Returns:
+        an open file: the lock lasts until it is closed, or this process ends.
+    Raises:
+        BlockingIOError: another process has the lock; strerror names it.
+    """
+    # The lock of a process, not of an open file: a forked process that outlives this one does not keep it.
+    file = open(Path(root) / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  open as long as the run
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno not in (errno.EACCES, errno.EAGAIN):
+            logger.warn(f"{root} is on a file system without locks ({e.strerror}): another run there goes unnoticed")
+            return file
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise BlockingIOError(e.errno, owner) from e
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
 
 
 def commit(root, name, files, meta):

@@ -35,11 +35,12 @@ class Saver:
         fetchs: result of program.build, whose meters hold the running sums of an epoch.
         found: what the run started from, or None.
     Raises:
-        UsageError: the output folder cannot be made or written.
+        UsageError: the output folder cannot be made or written, or another run writes there.
     """
 
     def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
-        distributed.from_rank_0(lambda: _prepare(args))
+        self._locks = []
+        distributed.from_rank_0(lambda: self._locks.append(_prepare(args)))
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
         self._root = commit.run_folder(args)
@@ -156,13 +157,21 @@ class Saver:
 
 
 def _prepare(args):
-    """Make the folder that checkpoints go to, and remove what a killed run has left half-written there."""
+    """Make the folder that checkpoints go to, and remove what a killed run has left half-written there. Returns the
+    lock that keeps other runs out."""
     folder = commit.run_folder(args)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        lock = commit.lock(folder)
         commit.clean(folder)
+        return lock
+    except BlockingIOError as e:
+        raise UsageError(
+            f"--output-dir {args.output_dir}: another run ({e.strerror}) writes its checkpoints to {folder}: wait for "
+            "its end, or name another folder"
+        ) from e
     except OSError as e:
         raise UsageError(f"--output-dir {args.output_dir} cannot be written ({e.strerror}): name another folder") from e
 

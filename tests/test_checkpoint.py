@@ -59,7 +59,7 @@ def find(args, folder, epoch=None):
 def test_layout(args, saved, tmp_path):
     assert saved == tmp_path / "Tiny" / "4"
     assert sorted(p.name for p in saved.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
-    assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == ["4", "latest"]
+    assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == [".lock", "4", "latest"]
     meta = commit.verify(saved)
     assert (meta["epoch"], meta["step"], meta["world_size"]) == (4, None, 1)
     assert meta["classes"] == ["a", "b", "c"]
@@ -213,7 +213,7 @@ def test_old_folder_needs_an_epoch_for_a_name(args, saved, tmp_path):
 def test_start_cleans_up_after_a_killed_run(args, tmp_path):
     (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
     Saver(args, None, None, None, {})
-    assert list((tmp_path / "Tiny").iterdir()) == []
+    assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
 
 
 def test_meta_json_says_what_the_run_was(args, saved):

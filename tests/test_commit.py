@@ -1,7 +1,9 @@
 """Folders of checkpoints without any network: what is whole, what a kill leaves behind, what is found and deleted."""
 
+import errno
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -186,3 +188,36 @@ def test_kill_before_any_change_leaves_whole_checkpoints_alone(tmp_path):
             break
         assert done.returncode == -signal.SIGKILL, done.stderr
     assert results == {("1", "one", True), ("2", "new", True), ("2", "new", False)}
+
+
+HOLDER = """
+    import sys, time
+    from paddle_resnet import commit
+    lock = commit.lock(sys.argv[1])
+    print("locked", flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_another_process_is_kept_out_until_the_first_has_ended(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        for _ in range(2):
+            with pytest.raises(BlockingIOError) as error:
+                commit.lock(tmp_path)
+            assert error.value.strerror == f"process {holder.pid} on {platform.node()}"
+        holder.kill()
+        holder.wait()
+        commit.lock(tmp_path).close()
+        commit.lock(tmp_path).close()
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(commit.fcntl, "lockf", no_locks)
+    commit.lock(tmp_path).close()
+    assert f"{tmp_path} is on a file system without locks (No locks available)" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import ROOT, TINY, losses, read_report
+from conftest import ROOT, TINY, assert_one_sentence, losses, read_report
 from paddle_resnet import commit
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]
@@ -101,7 +101,7 @@ def killed_then_resumed(runs, fatal):
     runs.check()
     code, output = runs.run(*FLAGS)
     assert code == 0, output
-    assert not list(runs.root.glob(".*"))
+    assert [path.name for path in runs.root.glob(".*")] == [".lock"]
     return True
 
 
@@ -209,6 +209,25 @@ def test_second_sigint_ends_the_run_at_once(runs):
     assert code == 130, output
 
 
+def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
+    """Which would delete and replace the first one's checkpoints. The first one goes on."""
+    process = runs.start(*FLAGS, environment={"SLOW_STEP": "1"})
+    runs.wait_for(process, '"step": [0, 1]')
+    places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
+    command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *FLAGS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    second = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert second.returncode == 2
+    assert_one_sentence(
+        second.stderr,
+        [f"--output-dir {runs.folder / 'output'}: another run (process {process.pid} on ", "or name another folder"],
+    )
+    code, output = runs.finish(process)
+    assert code == 0, output
+    assert runs.losses == expected
+    assert runs.check()[0][0] == "2"
+
+
 @pytest.mark.parametrize("fault", ["full disk", "file in the way"])
 def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
     """RLIMIT_FSIZE lets every write beyond a size fail, as on a full disk. A file where a folder shall be stands for
@@ -227,7 +246,7 @@ def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
     assert runs.check() == (["0", "0_2"], [])
     code, output = runs.run(*FLAGS)
     assert code == 0, output
-    assert not list(runs.root.glob(".*"))
+    assert [path.name for path in runs.root.glob(".*")] == [".lock"]
     assert runs.losses == expected
 
 

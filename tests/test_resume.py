@@ -122,7 +122,7 @@ def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path
     assert code == 0
     assert losses(report) == expected
     found = sorted(p.name for p in (tmp_path / "output/Tiny").iterdir())
-    assert found == ["0", "0_2", "1", "1_2", "2", "2_2", "best", "latest"]
+    assert found == [".lock", "0", "0_2", "1", "1_2", "2", "2_2", "best", "latest"]
     for name in ("1", "1_2"):
         flags = ["--from-checkpoint", tmp_path / "output/Tiny" / name, "--last-epoch-of-checkpoint", "auto"]
         code, report = run_train(*FLAGS, *flags, "--output-dir", tmp_path / "again")
@@ -251,7 +251,7 @@ def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp
     code, report = run_train("--epochs", "5", "--keep-checkpoints", "2")
     assert code == 0
     root = tmp_path / "output/Tiny"
-    assert sorted(p.name for p in root.iterdir()) == ["1", "3", "4", "best", "latest"]
+    assert sorted(p.name for p in root.iterdir()) == [".lock", "1", "3", "4", "best", "latest"]
     assert (root / "best").resolve().name == "1"
     assert (root / "latest").resolve().name == "4"
     assert json.loads((root / "4/meta.json").read_text())["best"]["epoch"] == 1

@@ -38,9 +38,12 @@ def setup(report_file, rank=0, goes_on=False):
     path = Path(report_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if goes_on and path.is_file():
+        if not goes_on:
+            open(path, "w").close()
+        elif path.is_file():
             _cut_torn_line(path)
-        _report = open(path, "a" if goes_on else "w", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
+        # Always at its end, wherever that is, should another run take the same file.
+        _report = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
     except OSError as e:
         raise UsageError(f"--report-file {report_file} cannot be written ({e.strerror}): name another file") from e
 
