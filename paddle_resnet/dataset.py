@@ -1,6 +1,7 @@
 """Tools for data sets: `python -m paddle_resnet.dataset sample|convert|index|verify|info|preview|speed --help`."""
 
 import argparse
+import contextlib
 import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -182,15 +183,24 @@ def _add_verify(commands):
 def _run_verify(args):
     from paddle_resnet import verify
 
+    if args.fix_list is not None:
+        with _fix_list_errors(args.fix_list):
+            open(args.fix_list, "a").close()  # before the work, which may take hours
     report = verify.verify(args.root)
     verify.show(report)
     if args.fix_list is not None:
-        try:
+        with _fix_list_errors(args.fix_list):
             verify.write_fix_list(report, args.fix_list)
-        except OSError as e:
-            raise UsageError(f"--fix-list {args.fix_list} cannot be written ({e.strerror}): name another file") from e
         print(f"{args.fix_list}: {len(report.failing)} images for train.py --skip-list")
     return 1 if report.training_would_fail else 0
+
+
+@contextlib.contextmanager
+def _fix_list_errors(path):
+    try:
+        yield
+    except OSError as e:
+        raise UsageError(f"--fix-list {path} cannot be written ({e.strerror}): name another file") from e
 
 
 def _add_info(commands):

@@ -189,6 +189,13 @@ def test_good_folder_passes(photos, tmp_path):
     assert (tmp_path / "bad.txt").read_text() == ""
 
 
+def test_fix_list_that_cannot_be_written_is_refused_at_once(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "verify", lambda root: pytest.fail("hours of work for nothing"))
+    path = tmp_path / "missing/bad.txt"
+    assert dataset.main(["verify", str(photos), "--fix-list", str(path)]) == 2
+    assert f"--fix-list {path} cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
 def test_class_in_val_alone_fails(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
