@@ -38,19 +38,17 @@ def setup(report_file, rank=0, goes_on=False):
     path = Path(report_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not goes_on:
-            open(path, "w").close()
-        elif path.is_file():
-            _cut_torn_line(path)
+        if path.is_file():
+            os.truncate(path, _whole_lines(path) if goes_on else 0)
         # Always at its end, wherever that is, should another run take the same file.
         _report = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
     except OSError as e:
         raise UsageError(f"--report-file {report_file} cannot be written ({e.strerror}): name another file") from e
 
 
-def _cut_torn_line(path):
-    """A full disk may have stopped the last line halfway."""
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+def _whole_lines(path):
+    """The bytes of all whole lines; a full disk may have stopped the last one halfway."""
+    return path.read_bytes().rfind(b"\n") + 1
 
 
 def close():
