@@ -261,8 +261,8 @@ def _add_advanced(group):
         "--kernels",
         default="auto",
         choices=["auto", "native", "paddle"],
-        help="BN, its ReLU and addition, and max pooling in NHWC by this project's own kernels or by Paddle's; auto: "
-        "native on a GPU in NHWC if they can be built",
+        help="BN, its ReLU and addition, max pooling and momentum in NHWC by this project's own kernels or by "
+        "Paddle's; auto: native on a GPU in NHWC if they can be built",
     )
     _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
     _add_switch(group, "--asp", help="train with 2:4 sparsity")

@@ -1,5 +1,5 @@
-"""Programs rewritten to the project's own operators (native/): BN with the ReLU and the residual addition after it, and
-max pooling, in NHWC.
+"""Programs rewritten to the project's own operators (native/): in NHWC BN with the ReLU and the residual addition after
+it, and max pooling; the update of all parameters, with the check of their gradients and the loss scale.
 
 This comes after all that Paddle writes into a program (precision, gradients, all-reduces), so that parameters,
 checkpoints and communication are the same with and without it.
@@ -34,6 +34,7 @@ def fuse(program):
                 _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.has_whole_vectors(op):
             _fuse_max_pool(graph, op)
+    _fuse_updates(graph)
     return graph.finish()
 
 
@@ -188,3 +189,63 @@ def _fuse_max_pool(graph, pool):
         dx = graph.variables(gradient, "X@GRAD")["X@GRAD"]
         inputs = {"DY@VECTOR": summands, "Positions": positions}
         graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)
+
+
+def _fuse_updates(graph):
+    """One operator for all momentum operators of a kind, and one that checks the gradients and follows the loss scale.
+
+    Gradients keep the loss scale until momentum has them in float32: divided by it in float16, as Paddle does it, small
+    ones would be lost after all. In a step that is skipped nothing changes, velocities included.
+    """
+    block = graph.block
+    updates = [op for op in block.ops if op.type == "momentum"]
+    if not updates:
+        return
+    unscale = _fuse_loss_scaling(graph)
+    for has_masters in (False, True):
+        ops = [op for op in updates if bool(op.input("MasterParam")) == has_masters]
+        if not ops:
+            continue
+        tensors = {"Parameters": "Param", "Velocities": "Velocity"} | (
+            {"Masters": "MasterParam"} if has_masters else {}
+        )
+        tensors = {ours: [block.var(op.input(name)[0]) for op in ops] for ours, name in tensors.items()}
+        inputs = {f"{name}@VECTOR": variables for name, variables in tensors.items()}
+        inputs["Gradients@VECTOR"] = [block.var(op.input("Grad")[0]) for op in ops]
+        inputs["Rate"] = block.var(ops[0].input("LearningRate")[0])
+        if unscale is not None:
+            inputs["Unscale@OPTIONAL"] = unscale
+        outputs = {f"{name}Out@VECTOR": variables for name, variables in tensors.items()}
+        attrs = {"mu": ops[0].attr("mu"), "decays": [op.attr("regularization_coeff") for op in ops]}
+        graph.replace(
+            ops, ops[0], "native_momentum_masters" if has_masters else "native_momentum", inputs, outputs, attrs
+        )
+
+
+def _fuse_loss_scaling(graph):
+    """Returns the variable that gradients are to be multiplied by, 0 in a step to skip; None if they are not scaled."""
+    block = graph.block
+    checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
+    if not checks:
+        return None
+    unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
+    found = {op.output("FoundInfinite")[0] for op in checks}
+    for op in block.ops:  # one answer from those for float32 and for the other type
+        if op.type in ("concat", "reduce_any") and found.issuperset(op.input_arg_names):
+            found.update(op.output_arg_names)
+            checks.append(op)
+    scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
+    if not scalings:
+        graph.replace(
+            checks, checks[0], "reciprocal", {"X": graph.variables(checks[0], "Scale")["Scale"]}, {"Out": unscale}, {}
+        )
+        return unscale
+    state = {"PrevLossScaling": "Scale", "InGoodSteps": "GoodSteps", "InBadSteps": "BadSteps"}
+    state = {ours: block.var(scalings[0].input(name)[0]) for name, ours in state.items()}
+    inputs = state | {"Gradients@VECTOR": [block.var(name) for op in scalings for name in op.input("X")]}
+    outputs = {f"{name}Out": variable for name, variable in state.items()} | {"Unscale": unscale}
+    rule = {"raise_after_steps": "incr_every_n_steps", "lower_after_steps": "decr_every_n_nan_or_inf"}
+    rule |= {"raise_by": "incr_ratio", "lower_by": "decr_ratio"}
+    attrs = {ours: scalings[0].attr(name) for ours, name in rule.items()}
+    graph.replace([*checks, *scalings], scalings[0], "native_check_gradients", inputs, outputs, attrs)
+    return unscale

@@ -74,7 +74,10 @@ def decorate_amp(args, optimizer):
 
 
 def mend_updates(args, main_prog):
-    """Change what Paddle has written into a training program to update its parameters, where that is not right."""
+    """Change what Paddle has written into a training program to update its parameters, where that is not right and
+    fusion.fuse does not replace it."""
+    if args.kernels == "native":
+        return
     if args.amp and args.amp_dtype == "bfloat16":
         _update_masters_in_float32(main_prog.global_block())
     if args.use_dynamic_loss_scaling:

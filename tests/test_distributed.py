@@ -20,6 +20,8 @@ from conftest import MASK_ALGORITHMS, NHWC, ROOT, TINY, assert_one_sentence, ass
 from paddle_resnet import commit, distributed, native
 from utils.errors import RunError, UsageError
 
+KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
+
 
 def test_bfloat16_on_an_old_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
@@ -66,7 +68,7 @@ def test_fused_all_reduces_reach_every_gradient(launch, tmp_path):
     that is not in its buffer in time leaves the ranks different, or unlike those that reduce each gradient alone."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
     single, (reference, _) = launch(2, *flags, environment={"SHARES": "1", "UNFUSED": "1"})
-    for job, kernels in enumerate(("paddle", *(["native"] if native.missing() is None else [])), start=1):
+    for job, kernels in enumerate(KERNELS, start=1):
         report, (first, second) = launch(2, *flags, "--kernels", kernels, environment={"SHARES": "1"})
         assert "2 gradient all-reduces a step" in (tmp_path / f"job{job}/log/workerlog.0").read_text()  # of 53
         assert losses(report) == pytest.approx(losses(single), rel=1e-3)
@@ -147,10 +149,12 @@ def test_masks_are_the_same_on_all_ranks_and_keep(launch, tmp_path, algorithm):
         assert_sparse(state, algorithm)
 
 
-def test_overflow_on_one_rank_skips_the_step_on_all(launch, tmp_path):
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_overflow_on_one_rank_skips_the_step_on_all(launch, tmp_path, kernels):
     """Two of the four steps of an epoch: skipped, each halves the loss scale, and the other two are done."""
     environment = {"SHARES": "1", "SCALING": "1", "OVERFLOW": "1 2 3"}
-    report, _ = launch(3, *SHARES, "--batch-size", "4", "--lr", "0.001", environment=environment)
+    flags = ["--batch-size", "4", "--lr", "0.001", *(NHWC if kernels == "native" else []), "--kernels", kernels]
+    report, _ = launch(3, *SHARES, *flags, environment=environment)
     scales = [phase(report, [epoch], "train.")["loss_scale"] for epoch in range(2)]
     assert scales == [256, 64]
     overflowed = states(tmp_path / "job0", 3, 2)

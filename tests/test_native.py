@@ -27,6 +27,7 @@ EMULATED_SHAPE = (2, 25, 25, 96)
 GPU_SHAPES = [*SHAPES, (16, 7, 7, 2048), (32, 28, 28, 128)]
 # Half a unit in the last place of a result of size 1 to 16, and some for the sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # in the last place, of a value of size 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
 IN_FLOAT32 += [("emulated", "float32", EMULATED_SHAPE)]
 IN_FLOAT32 += [pytest.param("gpu", "float32", shape, marks=pytest.mark.gpu) for shape in GPU_SHAPES]
@@ -262,6 +263,70 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
     return dx
 
 
+# Tensors that are no whole vectors, single elements, more than fit into one launch, and one for many blocks.
+SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
+UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
+
+
+@pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_momentum(device, where, dtype, unscale):
+    """Against float64; a factor of 0 leaves everything as it is."""
+    random, mu, rate = np.random.RandomState(0), 0.875, paddle.to_tensor([0.25])
+    decays = [0.01 * (i % 3) for i in range(len(SIZES))]
+    exact, velocities, gradients = (
+        [paddle.to_tensor(random.randn(size).astype("float32")) for size in SIZES] for _ in range(3)
+    )
+    gradients = [(g / (unscale or 1)).astype(dtype) for g in gradients]
+    has_masters = dtype != "float32"
+    parameters = [p.astype(dtype) for p in exact] if has_masters else exact
+    masters = [exact] if has_masters else []
+    before = [[wide(t) for t in tensors] for tensors in (exact, gradients, velocities)]
+    factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
+    name = "native_momentum_masters" if has_masters else "native_momentum"
+    run(name, parameters, gradients, velocities, *masters, rate, factor, mu, decays)
+    for i, (p, g, v) in enumerate(zip(*before, strict=True)):
+        if unscale != 0:
+            v = mu * v + g * (unscale or 1) + decays[i] * p
+            p = p - 0.25 * v
+        close(velocities[i], v, "float32")
+        close(exact[i], p, "float32")
+        np.testing.assert_allclose(wide(parameters[i]), wide(exact[i]), rtol=UNIT[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_check_of_gradients_follows_the_loss_scale(device, where, dtype, bad):
+    """A value that is not finite at the end of any tensor, whole or of another type, lowers the scale."""
+    for spoilt in range(len(SIZES)) if where == "cpu" or bad is None else (0, 1, 2, 4, 100, len(SIZES) - 1):
+        gradients = [np.full(size, 65504 if dtype == "float16" else 3e38, "float32") for size in SIZES]
+        if bad is not None:
+            gradients[spoilt][-1] = bad
+        gradients = [paddle.to_tensor(g).astype("float32" if i % 5 == 4 else dtype) for i, g in enumerate(gradients)]
+        scale, good, bad_steps = (paddle.to_tensor(v) for v in (np.float32([8]), np.int32([3]), np.int32([1])))
+        found = run("native_check_gradients", gradients, scale, good, bad_steps, 4, 2, 2.0, 0.25)[0]
+        state = [t.item() for t in (found, scale, good, bad_steps)]
+        assert state == ([1 / 8, 16, 0, 0] if bad is None else [0, 2, 0, 0]), spoilt
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_loss_scale_is_that_of_paddle(device, where):
+    """Steps with and without an overflow, from scales near both ends."""
+    random = np.random.RandomState(1)
+    for start in (1.0, 1.5, 1024.0, 3e38):
+        ours, theirs = (
+            [paddle.to_tensor(v) for v in (np.float32([start]), np.int32([0]), np.int32([0]))] for _ in "ab"
+        )
+        for _ in range(40):
+            overflows = random.rand() < 0.4
+            gradient = paddle.full([8], np.inf if overflows else 1.0)
+            run("native_check_gradients", [gradient], *ours, 3, 2, 2.0, 0.5)
+            paddle._C_ops.update_loss_scaling_(
+                [gradient], paddle.to_tensor([overflows]), *theirs, 3, 2, 2.0, 0.5, False
+            )
+            assert same(ours, theirs)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_what_is_not_finite_goes_through(device, where, dtype, value):
@@ -386,6 +451,7 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         kinds = {"apply": LINEAR_OR_FUSED, "infer": LINEAR_OR_FUSED, "reduce": [*LINEAR_OR_FUSED, "_add_relu_two"]}
         names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
         names += ["bn_statistics", "bn_gradient", "bn_gradient_relu", "max_pool", "max_pool_gradient"]
+        names += ["check_gradients", "momentum", "momentum_masters"]
         for name in names:
             for dtype in ("f32", "f16", "bf16"):
                 assert f"\0{name}_{dtype}\0".encode() in image, name

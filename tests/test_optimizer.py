@@ -5,8 +5,8 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import MASK_ALGORITHMS, assert_two_of_four
-from paddle_resnet import distributed, optimizer, program
+from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four
+from paddle_resnet import distributed, fusion, native, optimizer, program
 from test_program import build, random_batches, variable
 
 
@@ -123,6 +123,58 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
 
 
+@pytest.fixture
+def use_native():
+    """Let flags have the project's own kernels."""
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    native.load()
+
+    def use_native(args):
+        args.kernels = "native"
+
+    return use_native
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic):
+    """Each with its own gradient, velocity, decay, and master if it has one; and Paddle's operators are gone."""
+    args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01")
+    use_native(args)
+    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # refused on a CPU
+    if dtype == "float16":
+        args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
+    main = static.Program()
+    program.build(args, main, static.Program(), 1)
+    expected = {}
+    for op in main.global_block().ops:
+        if op.type == "momentum":
+            others = [name for word in ("Grad", "Velocity", "MasterParam") for name in op.input(word)]
+            expected[op.input("Param")[0]] = [*others, np.float32(op.attr("regularization_coeff"))]
+    assert len(expected) == 53
+    fusion.fuse(main)
+    by_type, found = {op.type: op for op in main.global_block().ops}, {}
+    for name, masters in (("native_momentum", []), ("native_momentum_masters", ["Masters@VECTOR"])):
+        if name not in by_type:
+            continue
+        op = by_type[name]
+        lists = [op.input(word) for word in ("Parameters@VECTOR", "Gradients@VECTOR", "Velocities@VECTOR", *masters)]
+        for parameter, *others in zip(*lists, op.attr("decays"), strict=True):
+            found[parameter] = [*others[:-1], np.float32(others[-1])]
+    assert found == expected
+    assert ("native_momentum_masters" in by_type) == (level == "O2")
+    assert not {"momentum", "check_finite_and_unscale", "update_loss_scaling", "concat", "reduce_any"} & by_type.keys()
+    if dtype == "bfloat16":
+        assert not op.input("Unscale@OPTIONAL")
+    else:
+        maker = by_type["native_check_gradients" if is_dynamic else "reciprocal"]
+        assert op.input("Unscale@OPTIONAL")[0] in maker.output_arg_names
+        if is_dynamic:
+            assert set(maker.input("Gradients@VECTOR")) == {values[0] for values in expected.values()}
+
+
 def test_bfloat16_parameters_follow_their_float32_masters(parse):
     """The update alone, on the CPU, beside the one in float32: the forward pass has no bfloat16 kernels there."""
     found = {}
@@ -157,11 +209,15 @@ def test_bfloat16_parameters_follow_their_float32_masters(parse):
 START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("flags", [[], ["--asp", "--prune-model"]], ids=["dense", "ASP"])
-def test_overflow_leaves_the_parameters_alone(parse, flags, level):
+def test_overflow_leaves_the_parameters_alone(request, parse, flags, level, kernels):
     """AMP on the CPU: everything stays in float32, and the loss is scaled."""
-    args = parse("--lr", "0.1", "--weight-decay", "0.01", *flags)
+    is_native = kernels == "native"
+    args = parse("--lr", "0.1", "--weight-decay", "0.01", *(NHWC if is_native else []), *flags)
+    if is_native:
+        request.getfixturevalue("use_native")(args)
     args.amp, args.amp_level, args.use_dynamic_loss_scaling, args.scale_loss = True, level, True, 1024.0
     compiled, exe, fetchs, lr_scheduler, main = build(args)
     if flags:
@@ -169,7 +225,7 @@ def test_overflow_leaves_the_parameters_alone(parse, flags, level):
     names = [p.name for p in main.all_parameters() if "_mean" not in p.name and "_variance" not in p.name]
     names = [name for name in names if name not in distributed.bn_statistics(main)]
     velocities = {p: f"{p}_velocity_0" for p in names if not p.endswith("asp_mask")}
-    batches = iter(random_batches(6))
+    batches = iter(random_batches(6, (32, 32, 4) if is_native else (3, 32, 32)))
 
     def step():
         before = {name: variable(name) for name in [*names, *velocities.values()]}
@@ -188,14 +244,37 @@ def test_overflow_leaves_the_parameters_alone(parse, flags, level):
     np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
     for name in names:
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
-    for name, velocity in velocities.items():  # as for a gradient of 0
-        decay = 0.0 if "batch_norm" in name else 0.01
-        expected = args.momentum * before[velocity] + decay * before[name]
-        np.testing.assert_allclose(after[velocity], expected, rtol=1e-5, atol=1e-8, err_msg=name)
+    for name, velocity in velocities.items():
+        expected = before[velocity]
+        if not is_native:  # as for a gradient of 0
+            decay = 0.0 if "batch_norm" in name else 0.01
+            expected = args.momentum * before[velocity] + decay * before[name]
+        np.testing.assert_allclose(after[velocity], expected, rtol=0 if is_native else 1e-5, atol=1e-8, err_msg=name)
     scale.set(np.array([1024], "float32"), paddle.CPUPlace())
     before, after = step()
     assert all(np.any(before[name] != after[name]) for name in velocities)
     assert np.isfinite(np.concatenate([after[name].ravel() for name in velocities])).all()
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
+def test_fused_update_with_loss_scaling_is_the_plain_update(parse, use_native, is_dynamic):
+    found = []
+    for is_scaled in (False, True):
+        args = parse("--lr", "0.1", "--weight-decay", "0.01", *NHWC)
+        use_native(args)
+        if is_scaled:
+            args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 1024.0
+        with static.scope_guard(static.Scope()):
+            compiled, exe, _, lr_scheduler, main = build(args)
+            for images, labels in random_batches(3, (32, 32, 4)):
+                exe.run(compiled, {"data": images, "label": labels}, [])
+                lr_scheduler.step()
+            names = [p.name for p in main.all_parameters()]
+            names += [f"{name}_velocity_0" for name in names if name not in distributed.bn_statistics(main)]
+            found.append({name: variable(name) for name in names})
+    plain, scaled = found
+    for name in plain:
+        np.testing.assert_allclose(scaled[name], plain[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_steps_without_overflow_are_those_of_the_plain_update(parse, monkeypatch):

@@ -52,6 +52,7 @@ class Gpu {
 
   void *partial() { return partial_; }
   void *arrivals() { return arrivals_; }
+  void *overflow() { return overflow_; }
   int blocks() const { return blocks_; }
 
   void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
@@ -85,6 +86,7 @@ class Gpu {
     const size_t sums = static_cast<size_t>(2) * kMaxLanes * kVectorBytes / 2 * sizeof(float);
     allocate(&arrivals_, (2 * kMaxChannelGroups + blocks_) * sizeof(unsigned));
     allocate(&partial_, (blocks_ + kMaxChannelGroups) * sums);
+    allocate(&overflow_, sizeof(int));
   }
   void allocate(void **memory, size_t bytes) {
     check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
@@ -92,7 +94,7 @@ class Gpu {
     check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");  // Paddle's stream does not wait for this one
   }
 
-  void *module_ = nullptr, *partial_ = nullptr, *arrivals_ = nullptr;
+  void *module_ = nullptr, *partial_ = nullptr, *arrivals_ = nullptr, *overflow_ = nullptr;
   int blocks_;
   std::map<std::string, void *> functions_;
 };

@@ -10,25 +10,10 @@
 #include "gpu.h"
 #include "paddle/phi/api/all.h"
 #include "posts.h"
-
-using paddle::DataType;
+#include "tensors.h"
+#include "updates.h"
 
 namespace {
-
-int vector_lanes(const Tensor &x) { return kVectorBytes / static_cast<int>(phi::SizeOf(x.dtype())); }
-
-std::string suffix(const Tensor &x) {
-  switch (x.dtype()) {
-    case DataType::FLOAT32:
-      return "_f32";
-    case DataType::FLOAT16:
-      return "_f16";
-    case DataType::BFLOAT16:
-      return "_bf16";
-    default:
-      PD_THROW("fused operators take float32, float16 and bfloat16");
-  }
-}
 
 // The part of a kernel's name that says what follows BN: the addition of so many summands, the ReLU.
 std::string fused(int summands, bool relu) {
@@ -63,27 +48,6 @@ struct RowGrid {
             static_cast<unsigned>(std::min(row_groups, (shape.rows + height - 1) / height))};
   }
 };
-
-// The kernels know sizes only from one of their tensors.
-void require_like(const Tensor &x, const Tensor &other, const char *what) {
-  if (other.dtype() != x.dtype() || other.shape() != x.shape())
-    PD_THROW("a fused operator's ", what, " is not of the type and shape of its main tensor");
-}
-
-template <class T>
-T *data(const Tensor &x) {
-  return const_cast<T *>(x.data<T>());
-}
-void *raw(const Tensor &x) { return const_cast<void *>(x.data()); }
-
-Tensor empty_as(const Tensor &x) { return paddle::empty(x.shape(), x.dtype(), x.place()); }
-Tensor empty_floats(std::vector<int64_t> shape, const Tensor &on) {
-  return paddle::empty(shape, DataType::FLOAT32, on.place());
-}
-
-void require_float32(const Tensor &x) {
-  if (x.dtype() != DataType::FLOAT32) PD_THROW("fused operators on the CPU are float32 only");
-}
 
 // y = a x + b [+ z], ReLU, on the CPU.
 void apply_on_cpu(const Shape &shape, const float *x, const float *z, const float *a, const float *b, bool relu,
@@ -357,6 +321,22 @@ std::vector<Tensor> MaxPoolBackward(const std::vector<Tensor> &dy, const Tensor 
   return {dx};
 }
 
+std::vector<Tensor> CheckGradients(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
+                                   int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
+  return {check(gradients, scale, good_steps, bad_steps, {raise_after_steps, lower_after_steps, raise_by, lower_by})};
+}
+
+void Momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, const Tensor &rate,
+              const paddle::optional<Tensor> &unscale, float mu, const std::vector<float> &decays) {
+  update(parameters, gradients, velocities, nullptr, rate, unscale, mu, decays);
+}
+
+void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors &masters,
+                     const Tensor &rate, const paddle::optional<Tensor> &unscale, float mu,
+                     const std::vector<float> &decays) {
+  update(parameters, gradients, velocities, &masters, rate, unscale, mu, decays);
+}
+
 using Dims = std::vector<int64_t>;
 using Shapes = std::vector<Dims>;
 using Types = std::vector<DataType>;
@@ -409,6 +389,39 @@ Types MaxPoolBackwardType(const Types &dy, DataType) { return {dy[0]}; }
 
 Shapes PostShape(const Shapes &) { return {{1}}; }
 Types PostType(const Types &) { return {DataType::INT32}; }
+
+Shapes CheckGradientsShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
+  return {{1}};
+}
+Types CheckGradientsType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
+
+PD_BUILD_OP(native_check_gradients)
+    .Inputs({paddle::Vec("Gradients"), "Scale", "GoodSteps", "BadSteps"})
+    .Outputs({"Unscale", "ScaleOut", "GoodStepsOut", "BadStepsOut"})
+    .Attrs({"raise_after_steps: int", "lower_after_steps: int", "raise_by: float", "lower_by: float"})
+    .SetInplaceMap({{"Scale", "ScaleOut"}, {"GoodSteps", "GoodStepsOut"}, {"BadSteps", "BadStepsOut"}})
+    .SetKernelFn(PD_KERNEL(CheckGradients))
+    .SetInferShapeFn(PD_INFER_SHAPE(CheckGradientsShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(CheckGradientsType));
+
+PD_BUILD_OP(native_momentum)
+    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), "Rate",
+             paddle::Optional("Unscale")})
+    .Outputs({paddle::Vec("ParametersOut"), paddle::Vec("VelocitiesOut")})
+    .Attrs({"mu: float", "decays: std::vector<float>"})
+    .SetInplaceMap({{paddle::Vec("Parameters"), paddle::Vec("ParametersOut")},
+                    {paddle::Vec("Velocities"), paddle::Vec("VelocitiesOut")}})
+    .SetKernelFn(PD_KERNEL(Momentum));
+
+PD_BUILD_OP(native_momentum_masters)
+    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), paddle::Vec("Masters"),
+             "Rate", paddle::Optional("Unscale")})
+    .Outputs({paddle::Vec("ParametersOut"), paddle::Vec("VelocitiesOut"), paddle::Vec("MastersOut")})
+    .Attrs({"mu: float", "decays: std::vector<float>"})
+    .SetInplaceMap({{paddle::Vec("Parameters"), paddle::Vec("ParametersOut")},
+                    {paddle::Vec("Velocities"), paddle::Vec("VelocitiesOut")},
+                    {paddle::Vec("Masters"), paddle::Vec("MastersOut")}})
+    .SetKernelFn(PD_KERNEL(MomentumMasters));
 
 PD_BUILD_OP(native_post)
     .Inputs({paddle::Vec("X")})

@@ -66,3 +66,25 @@ __device__ __forceinline__ void load_floats(const float *source, float (&values)
     values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
   }
 }
+template <class T>
+__device__ __forceinline__ void store_floats(const float (&values)[T::kLanes], float *target) {
+#pragma unroll
+  for (int i = 0; i < T::kLanes; i += 4) {
+    *reinterpret_cast<float4 *>(target + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+  }
+}
+
+// Single elements, for what is not a whole vector.
+__device__ __forceinline__ float load_one(f32, const void *from, int i) { return static_cast<const float *>(from)[i]; }
+__device__ __forceinline__ void store_one(f32, float value, void *to, int i) { static_cast<float *>(to)[i] = value; }
+template <class T>
+__device__ __forceinline__ float load_one(T, const void *from, int i) {
+  float pair[2];
+  unpack(T(), static_cast<const unsigned short *>(from)[i], pair);
+  return pair[0];
+}
+template <class T>
+__device__ __forceinline__ void store_one(T, float value, void *to, int i) {
+  const float pair[2] = {value, 0.f};
+  static_cast<unsigned short *>(to)[i] = static_cast<unsigned short>(pack(T(), pair));
+}

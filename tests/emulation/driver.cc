@@ -168,9 +168,12 @@ struct Unpack<kKernel> {
   ENTRY(bn_gradient_##T) \
   ENTRY(bn_gradient_relu_##T) \
   ENTRY(max_pool_##T) \
-  ENTRY(max_pool_gradient_##T)
+  ENTRY(max_pool_gradient_##T) \
+  ENTRY(check_gradients_##T) \
+  ENTRY(momentum_##T) \
+  ENTRY(momentum_masters_##T)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16)};
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) ENTRY(follow_loss_scale)};
 
 }  // namespace
 
