@@ -201,6 +201,9 @@ def _fuse_updates(graph):
     updates = [op for op in block.ops if op.type == "momentum"]
     if not updates:
         return
+    # optimizer.build_optimizer makes them all alike.
+    [(rate, mu)] = {(op.input("LearningRate")[0], op.attr("mu")) for op in updates}
+    assert not any(op.attr("use_nesterov") or op.attr("rescale_grad") != 1 for op in updates)
     unscale = _fuse_loss_scaling(graph)
     for has_masters in (False, True):
         ops = [op for op in updates if bool(op.input("MasterParam")) == has_masters]
@@ -212,14 +215,13 @@ def _fuse_updates(graph):
         tensors = {ours: [block.var(op.input(name)[0]) for op in ops] for ours, name in tensors.items()}
         inputs = {f"{name}@VECTOR": variables for name, variables in tensors.items()}
         inputs["Gradients@VECTOR"] = [block.var(op.input("Grad")[0]) for op in ops]
-        inputs["Rate"] = block.var(ops[0].input("LearningRate")[0])
+        inputs["Rate"] = block.var(rate)
         if unscale is not None:
             inputs["Unscale@OPTIONAL"] = unscale
         outputs = {f"{name}Out@VECTOR": variables for name, variables in tensors.items()}
-        attrs = {"mu": ops[0].attr("mu"), "decays": [op.attr("regularization_coeff") for op in ops]}
-        graph.replace(
-            ops, ops[0], "native_momentum_masters" if has_masters else "native_momentum", inputs, outputs, attrs
-        )
+        attrs = {"mu": mu, "decays": [op.attr("regularization_coeff") for op in ops]}
+        name = "native_momentum_masters" if has_masters else "native_momentum"
+        graph.replace(ops, ops[0], name, inputs, outputs, attrs)
 
 
 def _fuse_loss_scaling(graph):

@@ -79,14 +79,15 @@ __device__ void momentum(const Updates &updates, const float *rate, const float 
 }
 
 #define UPDATE_KERNELS(T) \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads) check_gradients_##T(Updates updates, int *overflow) { \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
+      check_gradients_##T(Updates updates, int *overflow) { \
     check_gradients<T>(updates, overflow); \
   } \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads) \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
       momentum_##T(Updates updates, const float *rate, const float *unscale, float mu) { \
     momentum<T, false>(updates, rate, unscale, mu); \
   } \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads) \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
       momentum_masters_##T(Updates updates, const float *rate, const float *unscale, float mu) { \
     momentum<T, true>(updates, rate, unscale, mu); \
   }

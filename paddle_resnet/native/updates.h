@@ -23,8 +23,8 @@ class Tables {
     const int t = table.count++;
     table.gradient[t] = address(gradient, gradient.numel());
     table.parameter[t] = parameter ? address(*parameter, gradient.numel()) : nullptr;
-    table.velocity[t] = velocity ? static_cast<float *>(address(*velocity, gradient.numel())) : nullptr;
-    table.master[t] = master ? static_cast<float *>(address(*master, gradient.numel())) : nullptr;
+    table.velocity[t] = velocity ? floats(*velocity, gradient.numel()) : nullptr;
+    table.master[t] = master ? floats(*master, gradient.numel()) : nullptr;
     table.size[t] = static_cast<int>(gradient.numel());
     table.decay[t] = decay;
   }
@@ -41,6 +41,11 @@ class Tables {
     if (reinterpret_cast<uintptr_t>(data) % kVectorBytes)
       PD_THROW("an update's tensor begins inside a vector of memory");
     return data;
+  }
+
+  static float *floats(const Tensor &tensor, int64_t size) {
+    if (tensor.dtype() != DataType::FLOAT32) PD_THROW("an update's velocity or master is not of float32");
+    return static_cast<float *>(address(tensor, size));
   }
 
   std::vector<Updates> tables_;
