@@ -264,6 +264,12 @@ def _add_advanced(group):
         help="BN, its ReLU and addition, max pooling and momentum in NHWC by this project's own kernels or by "
         "Paddle's; auto: native on a GPU in NHWC if they can be built",
     )
+    _add_switch(
+        group,
+        "--cuda-graph",
+        default=True,
+        help="on one GPU, with native kernels and without --profile-steps, record a step once and launch it as a whole",
+    )
     _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
     _add_switch(group, "--asp", help="train with 2:4 sparsity")
     _add_switch(group, "--prune-model", help="prune the weights to 2:4 before training (with --asp)")

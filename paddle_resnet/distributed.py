@@ -103,8 +103,9 @@ def start(args):
         paddle.set_flags(GPU_FLAGS)
     # Paddle's profiler loses events, or crashes, where two of the executor's threads record their first ones at the
     # same time (HostEventRecorder's list of threads has no lock). This lets the main thread run all operators. On a CPU
-    # it always does: two of those threads have crashed at once there, once in many runs, and they gain no speed.
-    is_serial = args.device == "cpu" or args.profile_steps is not None
+    # it always does: two of those threads have crashed at once there, once in many runs, and they gain no speed. A CUDA
+    # graph records what one thread does.
+    is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
     if world_size() > 1:
         # Before Fleet, whose set-up of the communication may wait for a process that is gone.

@@ -5,12 +5,13 @@ kernels. An operator of native/ copies the values behind the kernels that make t
 """
 
 import ctypes
+import functools
 
 import numpy as np
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
-from paddle_resnet import native
+from paddle_resnet import cuda_graph, native
 
 
 def post(variables):
@@ -34,12 +35,16 @@ def dispatcher(args, exe, program, variables):
     """
     if args.kernels != "native":
         return lambda feed: exe.run(program, feed=feed, fetch_list=variables, return_numpy=False)
+    if args.cuda_graph:
+        run = cuda_graph.recorder(args, exe, program, variables, post)
+    else:
+        run = functools.partial(exe.run, program, fetch_list=[])
     library = native.register()
     library.paddle_resnet_posts.restype = ctypes.c_uint64
 
     def dispatch(feed):
         number = library.paddle_resnet_posts()
-        exe.run(program, feed=feed, fetch_list=[])
+        run(feed=feed)
         if library.paddle_resnet_posts() != number + 1:
             raise RuntimeError("the step has posted no metrics: its program was built for other --kernels")
         return [Posted(library, number, i, variable) for i, variable in enumerate(variables)]

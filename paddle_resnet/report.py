@@ -23,8 +23,8 @@ MIB = 2**20
 
 
 def start_line(args, train_loader, eval_loader, compiled):
-    """One line: network, devices, precision, layout, fused operators, batch, learning rate, steps,
-    gradient all-reduces.
+    """One line: network, devices, precision, layout, fused operators, CUDA graph, batch, learning rate, steps, gradient
+    all-reduces.
 
     Args:
         args: flags.
@@ -39,7 +39,7 @@ def start_line(args, train_loader, eval_loader, compiled):
         sizes.append(f"{distributed.count_gradient_all_reduces(compiled._program)} gradient all-reduces a step")
     return (
         f"{args.model_arch_name} on {processes} x {args.device}, {precision}, {args.data_layout}, "
-        f"{_fused_operators(args, compiled)}, batch "
+        f"{_fused_operators(args, compiled)}, {'CUDA graph, ' if args.cuda_graph else ''}batch "
         f"{args.batch_size} a process, peak lr {args.lr} x {processes} = {args.lr * processes:g}, {', '.join(sizes)}"
     )
 

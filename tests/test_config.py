@@ -88,6 +88,7 @@ OURS = {
     "rotate-degrees": 0.0,
     "interp": "linear",
     "kernels": "auto",
+    "cuda-graph": True,
 }
 DEFAULTS = {**NVIDIA, **OURS}
 

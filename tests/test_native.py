@@ -357,7 +357,7 @@ def empty_cache(monkeypatch, tmp_path):
 
 
 def flags(**changes):
-    defaults = {"kernels": "auto", "device": "cpu", "data_layout": "NHWC"}
+    defaults = {"kernels": "auto", "device": "cpu", "data_layout": "NHWC", "cuda_graph": True, "profile_steps": None}
     return SimpleNamespace(**(defaults | changes))
 
 
@@ -370,14 +370,14 @@ def test_what_is_missing_is_named(empty_cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "true")
     assert native.missing((9, 0)) == "no NVRTC library (libnvrtc.so)"
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
-    assert chosen_on_a_gpu() == "paddle"
+    assert chosen_on_a_gpu() == ("paddle", False)
     assert "since ours are not to be had: no NVRTC library (libnvrtc.so)" in capsys.readouterr().out
 
 
 def chosen_on_a_gpu(**changes):
     args = flags(device="gpu", **changes)
     native.resolve(args)
-    return args.kernels
+    return args.kernels, args.cuda_graph
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native"])
@@ -411,7 +411,7 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
         with pytest.raises(UsageError, match=re.escape(f"--kernels native: {says}") + ".*--kernels paddle"):
             native.resolve(flags(device="gpu", kernels="native"))
     else:
-        assert chosen_on_a_gpu() == "paddle"
+        assert chosen_on_a_gpu() == ("paddle", False)
         assert f"since ours are not to be had: {says}" in capsys.readouterr().out
     assert fault == "library" or not [*tmp_path.glob("paddle_resnet/*.so"), *tmp_path.glob("paddle_resnet/*.cubin")]
 
@@ -427,12 +427,17 @@ def test_choice_of_the_kernels(monkeypatch):
     for changes in ({}, {"data_layout": "NCHW"}, {"kernels": "paddle"}):
         args = flags(**changes)
         native.resolve(args)
-        assert args.kernels == "paddle"
+        assert (args.kernels, args.cuda_graph) == ("paddle", False)
     # On GPUs that have all that is needed.
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(native, "missing", lambda capability: None)
     monkeypatch.setattr(native, "load", lambda capability: None)
-    assert chosen_on_a_gpu() == "native"
+    assert chosen_on_a_gpu() == ("native", True)
+    for changes in ({"cuda_graph": False}, {"profile_steps": (3, 5)}):
+        assert chosen_on_a_gpu(**changes) == ("native", False)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    assert chosen_on_a_gpu() == ("native", False)
+    monkeypatch.delenv("PADDLE_TRAINERS_NUM")
     with pytest.raises(UsageError, match="--kernels native knows NHWC only"):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 

@@ -9,6 +9,8 @@ from conftest import NHWC, losses, phase
 from paddle_resnet import native, posting, program
 from test_program import random_batches
 
+NATIVE = [*NHWC, "--kernels", "native", "--cuda-graph", "false"]
+
 
 @pytest.fixture(autouse=True)
 def operators():
@@ -28,7 +30,7 @@ def build(args, is_train):
 @pytest.mark.parametrize("is_train", [True, False], ids=["train", "eval"])
 def test_posted_values_are_the_fetched_ones(parse, is_train):
     """Every dtype and shape that there is, the batches of different sizes, three steps late."""
-    args = parse(*NHWC, "--kernels", "native", "--lr", "0")
+    args = parse(*NATIVE, "--lr", "0")
     compiled, exe, variables = build(args, is_train)
     dispatch = posting.dispatcher(args, exe, compiled, variables)
     feeds = [
@@ -46,7 +48,7 @@ def test_posted_values_are_the_fetched_ones(parse, is_train):
 def test_a_step_fetches_nothing(parse):
     """So that the Executor has no reason to stop the host."""
 
-    args = parse(*NHWC, "--kernels", "native")
+    args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)
     calls, run = [], exe.run
     exe.run = lambda program, feed, fetch_list: calls.append(fetch_list) or run(program, feed, fetch_list)
@@ -56,7 +58,7 @@ def test_a_step_fetches_nothing(parse):
 
 
 def test_values_that_are_not_there_are_an_error(parse):
-    args = parse(*NHWC, "--kernels", "native")
+    args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)
     dispatch = posting.dispatcher(args, exe, compiled, variables)
     x, y = random_batches(1, (32, 32, 4))[0]

@@ -46,10 +46,10 @@ class Unavailable(Exception):
 
 
 def resolve(args):
-    """Settle --kernels, and load the operators if they are this project's.
+    """Settle --kernels and --cuda-graph, and load the operators if they are this project's.
 
     Args:
-        args: flags with a settled --device; `kernels` becomes "native" or "paddle".
+        args: flags with a settled --device; `kernels` becomes "native" or "paddle", `cuda_graph` whether there is one.
     Raises:
         UsageError: --kernels native, and they cannot be had or do not know the layout.
     """
@@ -58,7 +58,11 @@ def resolve(args):
         raise UsageError("--kernels native knows NHWC only: give --data-layout NHWC, or --kernels paddle")
     if args.kernels == "auto":
         args.kernels = "native" if args.device == "gpu" and args.data_layout == "NHWC" else "paddle"
+    # A trace is to name each operator's kernels. On several GPUs no graph has been recorded yet.
+    args.cuda_graph &= args.device == "gpu" and args.profile_steps is None
+    args.cuda_graph &= distributed.world_size() == 1
     if args.kernels == "paddle":
+        args.cuda_graph = False
         return
     capability = None
     if args.device == "gpu":
@@ -69,7 +73,7 @@ def resolve(args):
         if is_given:
             raise UsageError(f"--kernels native: {e}: mend that, or give --kernels paddle") from e
         logger.info(f"--kernels auto: Paddle's kernels, which are slower, since ours are not to be had: {e}")
-        args.kernels = "paddle"
+        args.kernels, args.cuda_graph = "paddle", False
 
 
 def missing(capability=None):

@@ -1,0 +1,159 @@
+"""A step recorded once, as a CUDA graph: from then on one call of the host launches it instead of a thousand.
+
+Kernels of a graph read and write the addresses that they had when it was recorded. So the batch is copied into tensors
+that stay, the metrics stay where they are, and what changes from step to step comes from outside: the learning rate
+ahead of the graph, the metrics on their way to the host behind it (posting.py).
+
+Paddle's own operators for the finite check and the loss scale cannot be repeated like this: they copy tables from host
+memory that is gone by then. Hence --kernels native only.
+"""
+
+import contextlib
+import itertools
+import warnings
+
+import numpy as np
+import paddle
+from paddle import static
+from paddle.device.cuda.graphs import CUDAGraph
+
+from paddle_resnet import distributed
+from utils.errors import RunError, UsageError
+
+# The first steps choose algorithms and make the state of cuDNN: they are launched operator by operator.
+STEPS_BEFORE = 2
+# The executor insists on the second one with the first.
+CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
+# Operators that draw random numbers: a graph would draw the same ones in each step.
+RANDOM_OPERATORS = ("dropout", "gaussian_random", "uniform_random", "bernoulli")
+_numbers = itertools.count()
+
+
+def recorder(args, exe, program, variables, post):
+    """The Recorder of a compiled program, which it keeps, so that one recording does for all epochs."""
+    if not hasattr(program, "recorder"):
+        program.recorder = Recorder(args, exe, program, variables, post)
+    program.recorder.check()
+    return program.recorder
+
+
+class Recorder:
+    """Runs the steps of a program: the first ones as they are, then one that it records, and launches of that one.
+
+    Batches of another size than the first one's, such as the last one of an evaluation, are run as they are.
+
+    Args:
+        args: flags.
+        exe: static.Executor.
+        program: result of program.compile_prog.
+        variables: the metrics that the program posts.
+        post: posting.post.
+    Raises:
+        UsageError: the program has operators that cannot be repeated.
+    """
+
+    def __init__(self, args, exe, program, variables, post):
+        self._exe, self._whole, self._place = exe, program, distributed.place(args)
+        self._inputs, self._post, self._program = _split(program, variables, post)
+        self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
+        self._shape, self._steps, self._graph, self._recorded_at = None, 0, None, None
+
+    def __call__(self, feed):
+        if self._lr_scheduler is None:
+            # An evaluation waits for the loader rather than the other way round, and without this its losses on JPEG
+            # files differ from run to run in the sixth digit, as if a batch that has just come were not complete.
+            paddle.device.cuda.synchronize()
+        shape = feed["data"].shape()
+        self._shape = self._shape or shape
+        if shape != self._shape:
+            self._exe.run(self._whole, feed=feed, fetch_list=[])
+            return
+        for name, value in feed.items():
+            self._inputs[name]._copy_from(value, self._place)
+        if self._graph is None and self._steps >= STEPS_BEFORE:
+            self._record()
+        if self._graph is None:
+            self._exe.run(self._program, fetch_list=[])
+        else:
+            self._set_learning_rate()
+            self._graph.replay()
+        self._steps += 1
+        self._exe.run(self._post, fetch_list=[])
+
+    def check(self):
+        """Drop the recording if a tensor has got other memory since, from a program in between that writes it."""
+        if self._graph is not None and self._addresses() != self._recorded_at:
+            self._graph.reset()
+            self._graph = None
+
+    def _set_learning_rate(self):
+        if self._lr_scheduler is None:
+            return
+        lr = paddle.base.core.LoDTensor()
+        lr.set(np.array([self._lr_scheduler()], "float32"), paddle.CPUPlace())
+        static.global_scope().find_var(self._lr_scheduler._var_name).get_tensor()._copy_from(lr, self._place)
+
+    def _record(self):
+        paddle.device.cuda.synchronize()
+        paddle.device.cuda.empty_cache()  # what the steps so far have used: the graph has memory of its own
+        graph = CUDAGraph(self._place)
+        before = paddle.get_flags(list(CAPTURE_FLAGS))
+        paddle.set_flags(CAPTURE_FLAGS)
+        try:
+            graph.capture_begin()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the learning rate is not recorded
+                self._exe.run(self._program, fetch_list=[])
+            graph.capture_end()
+        except Exception as e:
+            with contextlib.suppress(Exception):
+                graph.capture_end()
+            reason = str(e).strip().splitlines()[-1]
+            raise RunError(f"the step cannot be recorded as a CUDA graph ({reason}): give --cuda-graph false") from e
+        finally:
+            paddle.set_flags(before)
+        self._graph, self._recorded_at = graph, self._addresses()
+
+    def _addresses(self):
+        """Where the tensors are that outlive a step."""
+        scope = static.global_scope()
+        names = [variable.name for variable in self._program._program.list_vars() if variable.persistable]
+        found = [scope.find_var(name) for name in names]
+        return {
+            name: variable.get_tensor()._ptr()
+            for name, variable in zip(names, found, strict=True)
+            if variable is not None and variable.get_tensor()._is_initialized()
+        }
+
+
+def _split(program, variables, post):
+    """What a recording needs of a compiled program.
+
+    Returns:
+        its inputs, as tensors that stay; the program that posts its metrics; a copy of it that does not, with inputs
+        and metrics that the Executor keeps, compiled.
+    """
+    copy = program._program.clone()
+    block = copy.global_block()
+    for op in block.ops:
+        if op.type in RANDOM_OPERATORS and not op.attr("is_test"):
+            raise UsageError(
+                f"--cuda-graph: the network has the operator {op.type}, whose random numbers would be the same in "
+                "each step: give --cuda-graph false"
+            )
+    [old_post] = [op for op in block.ops if op.type == "native_post"]
+    block._remove_op(block.ops.index(old_post))
+    # Variables that are kept and have one name are one tensor in all programs: these are to be this program's own.
+    number = next(_numbers)
+    names = {name: f"{name}@recorded_{number}" for name in ("data", "label", *(v.name for v in variables))}
+    for old, new in names.items():
+        block._rename_var(old, new)
+        block.var(new).persistable = True
+    posts = static.Program()
+    with static.program_guard(posts):
+        metrics = [(names[v.name], v) for v in variables]
+        make = posts.global_block().create_var
+        post(make(name=name, shape=v.shape, dtype=v.dtype, persistable=True) for name, v in metrics)
+    scope = static.global_scope()
+    inputs = {name: scope.var(names[name]).get_tensor() for name in ("data", "label")}
+    return inputs, posts, static.CompiledProgram(copy, build_strategy=program._build_strategy)

@@ -1,0 +1,137 @@
+"""Recording steps, with the CPU playing the GPU: a recorded step runs when its graph is launched, and only then."""
+
+import pickle
+from functools import partial
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import static
+
+from conftest import NHWC, assert_one_sentence, losses, phase
+from paddle_resnet import cuda_graph, folding, models, native
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+
+NATIVE = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "3", "--print-interval", "1"]
+
+
+class FakeGraph:
+    """What the Executor is asked to run while a graph records is kept for replay()."""
+
+    recording, made = None, []
+
+    def __init__(self, place):
+        self.launches, self.step = 0, None
+        FakeGraph.made.append(self)
+
+    def capture_begin(self):
+        FakeGraph.recording = self
+
+    def capture_end(self):
+        FakeGraph.recording = None
+
+    def replay(self):
+        program = self.step[0]._program
+        if hasattr(program, "lr_scheduler"):  # a graph leaves the rate as it finds it
+            rate = static.global_scope().find_var(program.lr_scheduler._var_name).get_tensor()
+            np.testing.assert_allclose(np.asarray(rate), program.lr_scheduler(), rtol=1e-6)
+        self.launches += 1
+        run(self.executor, *self.step, fetch_list=[])
+
+    def reset(self):
+        self.step = None
+
+
+run = static.Executor.run
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def record_or_run(self, *args, **kwargs):
+        if FakeGraph.recording is None:
+            return run(self, *args, **kwargs)
+        assert kwargs == {"fetch_list": []}  # CUDA records neither feeds nor fetches
+        FakeGraph.recording.executor, FakeGraph.recording.step = self, args
+        return []
+
+    def resolve(args):
+        wanted = args.cuda_graph
+        settle(args)
+        assert not args.cuda_graph  # on a CPU
+        args.cuda_graph = wanted
+
+    settle = native.resolve
+    monkeypatch.setattr(native, "resolve", resolve)
+    monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
+    monkeypatch.setattr(static.Executor, "run", record_or_run)
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(FakeGraph, "made", [])
+    yield FakeGraph
+    FakeGraph.recording = None
+
+
+def results(run_train, folder, *flags):
+    code, report = run_train(*NATIVE, *flags, "--output-dir", folder)
+    assert code == 0
+    parameters = pickle.loads((folder / "Tiny/2/tiny.pdparams").read_bytes())
+    return losses(report), [phase(report, [epoch], "val.")["loss"] for epoch in range(3)], parameters
+
+
+def test_recorded_run_gives_the_same_numbers(run_train, tmp_path, fake):
+    """In training, under changing learning rates, and in evaluations in between, whose last batch is a short one."""
+    expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
+    assert not fake.made
+    found = results(run_train, tmp_path / "recorded")
+    assert found[0] == expected[0] and found[1] == expected[1]
+    for name, value in expected[2].items():
+        np.testing.assert_array_equal(found[2][name], value, err_msg=name)
+    training, evaluation = fake.made  # one graph does for all epochs
+    assert training.launches == 3 * 3 - cuda_graph.STEPS_BEFORE
+    assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
+
+
+def test_step_is_recorded_anew_where_a_tensor_has_moved(run_train, tmp_path, fake, monkeypatch):
+    """A graph would go on with the memory that the tensor had."""
+    expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
+    fold = folding.fold_batch_norms
+
+    def fold_elsewhere(args, program, exe):
+        refold = fold(args, program, exe)
+
+        def move():
+            refold()
+            name = program.all_parameters()[0].name
+            tensor = static.global_scope().find_var(name).get_tensor()
+            copy = np.array(tensor)
+            tensor._clear()
+            kept.append(paddle.base.core.LoDTensor())
+            kept[-1].set(copy, paddle.CPUPlace())  # takes the memory
+            tensor.set(copy, paddle.CPUPlace())
+
+        return move
+
+    kept = []
+    monkeypatch.setattr(folding, "fold_batch_norms", fold_elsewhere)
+    found = results(run_train, tmp_path / "recorded")
+    assert found[0] == expected[0] and found[1] == expected[1]
+    assert len(fake.made) > 2
+
+
+def test_failing_record_names_the_remedy(run_train, capsys, fake, monkeypatch):
+    monkeypatch.setattr(fake, "capture_begin", lambda self: run(None))
+    assert run_train(*NATIVE)[0] == 1
+    assert_one_sentence(capsys.readouterr().err, ["CUDA graph", "--cuda-graph false"])
+
+
+def test_random_operators_are_refused(run_train, capsys, fake, monkeypatch):
+    class Drops(ResNet):
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5, training=self.training)
+
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(Drops, BottleneckBlock, (1, 1, 1, 1), width=8))
+    assert run_train(*NATIVE)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["dropout", "--cuda-graph false"])
+    assert run_train(*NATIVE, "--cuda-graph", "false", "--epochs", "1")[0] == 0
