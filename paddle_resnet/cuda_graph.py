@@ -9,6 +9,7 @@ memory that is gone by then. Hence --kernels native only.
 """
 
 import contextlib
+import functools
 import itertools
 import warnings
 
@@ -24,17 +25,24 @@ from utils.errors import RunError, UsageError
 STEPS_BEFORE = 2
 # The executor insists on the second one with the first.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
-# Operators that draw random numbers: a graph would draw the same ones in each step.
-RANDOM_OPERATORS = ("dropout", "gaussian_random", "uniform_random", "bernoulli")
+# What draws random numbers has not been tried in a graph, which may draw the same ones in each step.
+RANDOM_OPERATORS = (
+    *("bernoulli", "dropout", "dropout_nd", "gaussian_random", "multinomial", "randint", "randperm"),
+    *("truncated_gaussian_random", "uniform_random"),
+)
 _numbers = itertools.count()
 
 
 def recorder(args, exe, program, variables, post):
-    """The Recorder of a compiled program, which it keeps, so that one recording does for all epochs."""
+    """How to run a step of a compiled program, which keeps its Recorder, so that one recording does for all epochs.
+
+    Returns:
+        function of `feed`.
+    """
     if not hasattr(program, "recorder"):
-        program.recorder = Recorder(args, exe, program, variables, post)
+        program.recorder = Recorder(args, program, variables, post)
     program.recorder.check()
-    return program.recorder
+    return functools.partial(program.recorder, functools.partial(exe.run, program, fetch_list=[]))
 
 
 class Recorder:
@@ -44,7 +52,6 @@ class Recorder:
 
     Args:
         args: flags.
-        exe: static.Executor.
         program: result of program.compile_prog.
         variables: the metrics that the program posts.
         post: posting.post.
@@ -52,21 +59,26 @@ class Recorder:
         UsageError: the program has operators that cannot be repeated.
     """
 
-    def __init__(self, args, exe, program, variables, post):
-        self._exe, self._whole, self._place = exe, program, distributed.place(args)
-        self._inputs, self._post, self._program = _split(program, variables, post)
+    def __init__(self, args, program, variables, post):
+        self._place = distributed.place(args)
+        # An Executor drops what it has prepared for a program that it ran long ago, and gives the memory away. This one
+        # never has more than two programs.
+        self._exe = static.Executor(self._place)
+        self._inputs, self._posting, self._program = _split(program, variables, post)
         self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
+        # Without this, losses of evaluations that wait for the GPU's loader differ from run to run, in the sixth digit:
+        # benchmarks/cuda_graph_h200_2026-11-22.md.
+        self._synchronizes = self._lr_scheduler is None and args.data_format != "synthetic"
         self._shape, self._steps, self._graph, self._recorded_at = None, 0, None, None
 
-    def __call__(self, feed):
-        if self._lr_scheduler is None:
-            # An evaluation waits for the loader rather than the other way round, and without this its losses on JPEG
-            # files differ from run to run in the sixth digit, as if a batch that has just come were not complete.
+    def __call__(self, run_with_feed, feed):
+        """Run a step, or give its feed to run_with_feed if the batch is of another size."""
+        if self._synchronizes:
             paddle.device.cuda.synchronize()
         shape = feed["data"].shape()
         self._shape = self._shape or shape
         if shape != self._shape:
-            self._exe.run(self._whole, feed=feed, fetch_list=[])
+            run_with_feed(feed=feed)
             return
         for name, value in feed.items():
             self._inputs[name]._copy_from(value, self._place)
@@ -78,13 +90,13 @@ class Recorder:
             self._set_learning_rate()
             self._graph.replay()
         self._steps += 1
-        self._exe.run(self._post, fetch_list=[])
+        self._exe.run(self._posting, fetch_list=[])
 
     def check(self):
         """Drop the recording if a tensor has got other memory since, from a program in between that writes it."""
         if self._graph is not None and self._addresses() != self._recorded_at:
             self._graph.reset()
-            self._graph = None
+            self._graph, self._steps = None, 0
 
     def _set_learning_rate(self):
         if self._lr_scheduler is None:
@@ -105,10 +117,12 @@ class Recorder:
                 warnings.simplefilter("ignore")  # that the learning rate is not recorded
                 self._exe.run(self._program, fetch_list=[])
             graph.capture_end()
-        except Exception as e:
+        except BaseException as e:
             with contextlib.suppress(Exception):
                 graph.capture_end()
-            reason = str(e).strip().splitlines()[-1]
+            if not isinstance(e, Exception):
+                raise
+            reason = (str(e).strip() or repr(e)).splitlines()[-1].strip()
             raise RunError(f"the step cannot be recorded as a CUDA graph ({reason}): give --cuda-graph false") from e
         finally:
             paddle.set_flags(before)
@@ -136,13 +150,12 @@ def _split(program, variables, post):
     copy = program._program.clone()
     block = copy.global_block()
     for op in block.ops:
-        if op.type in RANDOM_OPERATORS and not op.attr("is_test"):
+        if op.type in RANDOM_OPERATORS and not (op.has_attr("is_test") and op.attr("is_test")):
             raise UsageError(
-                f"--cuda-graph: the network has the operator {op.type}, whose random numbers would be the same in "
-                "each step: give --cuda-graph false"
+                f"--cuda-graph: the network draws random numbers (operator {op.type}), which has not been tried in a "
+                "graph: give --cuda-graph false"
             )
-    [old_post] = [op for op in block.ops if op.type == "native_post"]
-    block._remove_op(block.ops.index(old_post))
+    block._remove_op(next(i for i, op in enumerate(block.ops) if op.type == "native_post"))
     # Variables that are kept and have one name are one tensor in all programs: these are to be this program's own.
     number = next(_numbers)
     names = {name: f"{name}@recorded_{number}" for name in ("data", "label", *(v.name for v in variables))}

@@ -30,12 +30,19 @@ class FakeGraph:
 
     def capture_end(self):
         FakeGraph.recording = None
+        self.addresses = self.tensors()
+
+    def tensors(self):
+        """Where the tensors are that a graph would find again by their addresses."""
+        scope, names = static.global_scope(), [v.name for v in self.step[0]._program.list_vars() if v.persistable]
+        return {name: scope.find_var(name).get_tensor()._ptr() for name in names if scope.find_var(name) is not None}
 
     def replay(self):
         program = self.step[0]._program
         if hasattr(program, "lr_scheduler"):  # a graph leaves the rate as it finds it
             rate = static.global_scope().find_var(program.lr_scheduler._var_name).get_tensor()
             np.testing.assert_allclose(np.asarray(rate), program.lr_scheduler(), rtol=1e-6)
+        assert self.tensors() == self.addresses
         self.launches += 1
         run(self.executor, *self.step, fetch_list=[])
 
@@ -126,12 +133,16 @@ def test_failing_record_names_the_remedy(run_train, capsys, fake, monkeypatch):
     assert_one_sentence(capsys.readouterr().err, ["CUDA graph", "--cuda-graph false"])
 
 
-def test_random_operators_are_refused(run_train, capsys, fake, monkeypatch):
-    class Drops(ResNet):
+@pytest.mark.parametrize(
+    ("change", "operator"), [(F.dropout, "dropout"), (lambda x: x + paddle.rand([3]), "uniform_random")]
+)
+def test_random_operators_are_refused(run_train, capsys, fake, monkeypatch, change, operator):
+    class Random(ResNet):
         def forward(self, x):
-            return F.dropout(super().forward(x), 0.5, training=self.training)
+            x = super().forward(x)
+            return change(x) if self.training else x
 
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(Drops, BottleneckBlock, (1, 1, 1, 1), width=8))
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(Random, BottleneckBlock, (1, 1, 1, 1), width=8))
     assert run_train(*NATIVE)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["dropout", "--cuda-graph false"])
+    assert_one_sentence(capsys.readouterr().err, [operator, "--cuda-graph false"])
     assert run_train(*NATIVE, "--cuda-graph", "false", "--epochs", "1")[0] == 0

@@ -66,7 +66,7 @@ def test_values_that_are_not_there_are_an_error(parse):
     with pytest.raises(RuntimeError, match="more than three steps late"):
         np.asarray(late[0])
     other, exe, variables = build(parse(*NHWC), is_train=True)
-    with pytest.raises(RuntimeError, match="posted no metrics: its program was built for other --kernels"):
+    with pytest.raises(RuntimeError, match="posts no metrics: it was built for other --kernels"):
         posting.dispatcher(args, exe, other, variables)({"data": x, "label": y})
 
 

@@ -49,7 +49,8 @@ def resolve(args):
     """Settle --kernels and --cuda-graph, and load the operators if they are this project's.
 
     Args:
-        args: flags with a settled --device; `kernels` becomes "native" or "paddle", `cuda_graph` whether there is one.
+        args: flags with a settled --device; `kernels` becomes "native" or "paddle", `cuda_graph` whether
+            steps are recorded.
     Raises:
         UsageError: --kernels native, and they cannot be had or do not know the layout.
     """
