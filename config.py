@@ -124,7 +124,9 @@ def _add_global(group):
     )
     _add_switch(group, "--show-config", default=True, help="print the flags at the start")
     _add_switch(group, "--print-config", help="print the flags as YAML and stop")
-    _add_switch(group, "--dry-run", help="check flags and data, build the programs, load what is asked for, stop")
+    _add_switch(
+        group, "--dry-run", help="check flags, data and output folder, build the programs, load what is asked for, stop"
+    )
     _add_switch(group, "--enable-cpu-affinity", default=True, help="bind each process to the cores next to its GPU")
     group.add_argument("--seed", type=_seed, default=0, help="seed of the initial parameters")
     group.add_argument(

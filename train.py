@@ -61,7 +61,7 @@ def _work(args, argv):
 
     from paddle_resnet import agreement, checkpoint, dali, distributed, folding, parameters, program, report
     from paddle_resnet.optimizer import cast_evaluation_program, prune
-    from paddle_resnet.saver import Saver
+    from paddle_resnet.saver import Saver, check_folder
 
     agreement.check_start(args)
     found = checkpoint.find(args)
@@ -100,6 +100,7 @@ def _work(args, argv):
     agreement.check_work(train_loader, eval_loader, main_prog)
     logger.info(report.start_line(args, train_loader, eval_loader, compiled_train if trains else compiled_eval))
     if args.dry_run:
+        check_folder(args)
         logger.info("dry run: flags, data and programs are in order")
         return
 

@@ -6,8 +6,10 @@ process's loader. Inside an epoch each process follows BN statistics of its own:
 N > 0. commit.py writes, verifies and deletes the folders.
 """
 
+import errno
 import io
 import json
+import os
 import pickle
 import random
 import tempfile
@@ -20,6 +22,23 @@ import config
 from paddle_resnet import commit, distributed, parameters, watchdog
 from utils import logger
 from utils.errors import RunError, UsageError
+
+
+def check_folder(args):
+    """Refuse the output folder of a run that saves, if it cannot be made or written, without making it.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if args.benchmark or not args.run_scope.trains:
+        return
+    folder = commit.run_folder(args)
+    try:
+        found = next(path for path in (folder, *folder.parents) if path.exists())
+        if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, f"{found} is no folder that may be written to")
+    except OSError as e:
+        raise _unwritable(args, e) from e
 
 
 class Saver:
@@ -173,7 +192,11 @@ def _prepare(args):
             "its end, or name another folder"
         ) from e
     except OSError as e:
-        raise UsageError(f"--output-dir {args.output_dir} cannot be written ({e.strerror}): name another folder") from e
+        raise _unwritable(args, e) from e
+
+
+def _unwritable(args, error):
+    return UsageError(f"--output-dir {args.output_dir} cannot be written ({error.strerror}): name another folder")
 
 
 def _refuse_non_finite(folder, states):
