@@ -8,8 +8,9 @@ Every measurement is a process of its own: `train.py --benchmark`, or this file'
 the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight decay except on BN, label smoothing
 0.1, loss, top1 and top5 each step and read by the host a step later. The clock starts and stops with an empty queue.
 Peers run as their users run them: torch.autocast and GradScaler, cuDNN's search, a fused optimizer; with torch.compile
-the loss and the accuracy are compiled, too. Both sides decode with DALI's mixed decoder and the same settings; ours
-pads the images to 4 channels, as its recipes do, a peer has 3. A peer evaluates with all its parameters in float16.
+the loss and the accuracy are compiled, too. Both sides decode with DALI's mixed decoder and the same settings, a peer
+with DALI's dynamic executor, the default, ours with the older one (paddle_resnet/dali.py says why); ours pads the
+images to 4 channels, as its recipes do, a peer has 3. A peer evaluates with all its parameters in float16.
 
 "first step" is the time from the start of the process until the host has the loss of the first step. The run starts
 with an empty cache of compiled kernels, which the later of a row's repetitions find filled.

@@ -141,8 +141,10 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         # Each shard draws other random crops.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # The dynamic executor gives its buffers away, so that Paddle trains on them without a copy.
-        exec_dynamic=on_gpu,
+        # Not the dynamic executor, DALI's default: beside a busy GPU it now and then gives images that are not those of
+        # the files (2.4.0; benchmarks/loader_race_h200_2026-11-22.md). With the older one each batch is copied, and
+        # DALI's stream waits for the copy before it writes there again.
+        exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
     )(_define)

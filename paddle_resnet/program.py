@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from collections import deque
 
 import numpy as np
 import paddle
@@ -225,7 +224,6 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     clock = StepClock()
     step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
     first_step_s = in_flight = None  # in flight: (step, images, learning rate, handles) of metrics still to be read
-    held = deque(maxlen=3)  # DALI reuses a batch's memory once the host lets go of it, even if the GPU still reads it
 
     def read():
         nonlocal in_flight, first_step_s
@@ -246,7 +244,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     def drain():
         read()
         if args.device == "gpu":
-            paddle.device.cuda.synchronize()  # the metrics are there before the step ends
+            paddle.device.cuda.synchronize(distributed.place(args))  # the metrics are there before the step ends
 
     watchdog.phase(f"epoch {epoch} {mode.value}")
     batches = iter(dataloader)
@@ -287,7 +285,6 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
         clock.data_ready()
         watchdog.step(step)
         images = batch[0]["label"].shape()[0]
-        held.append(batch)
         handles = dispatch(batch[0])
         dispatched = (step, images, lr_scheduler.last_lr if lr_scheduler else None, handles)
         if lr_scheduler is not None:

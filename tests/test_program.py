@@ -1,6 +1,5 @@
 import inspect
 import json
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -348,30 +347,6 @@ def test_host_reads_step_n_minus_1_after_dispatching_step_n_and_nothing_else(par
     for n in range(1, 4):
         expected += [("dispatch", n), *reads[n - 1]]
     assert trace.events == expected + reads[3]
-
-
-def test_a_batch_outlives_the_step_that_reads_it(parse):
-    """The metrics of step n-2 are there when step n is dispatched, so that the GPU is through with step n-3 only."""
-
-    class Batch(list):
-        pass
-
-    class Loader(Batches):
-        def __iter__(self):
-            for batch in random_batches(5):
-                made = Batch([{"data": batch[0], "label": tensor(batch[1])}])
-                alive.append(weakref.ref(made))
-                yield made
-                del made
-
-    class Executor(Trace):
-        def run(self, program, feed, fetch_list, return_numpy):
-            found.append([i for i, batch in enumerate(alive) if batch() is not None])
-            return super().run(program, feed, fetch_list, return_numpy)
-
-    alive, found = [], []
-    program.run(parse(), Loader(random_batches(5)), Executor(), None, fake_fetchs(), 0, Mode.EVAL)
-    assert found == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
 
 
 def test_late_read_has_the_values_of_its_own_step(parse):
