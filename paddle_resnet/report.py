@@ -233,6 +233,12 @@ def write_classes(args, result, classes):
     if distributed.rank() != 0 or args.benchmark:
         return numbers
     confusion = result["confusion"]
+    left_out = numbers["images"] - int(confusion.sum())
+    if left_out:
+        logger.warn(
+            f"the network's output is not a number for {left_out} of {numbers['images']} images: they are not in the "
+            "accuracies of the classes and not in the confusion"
+        )
     names = [*classes, *map(str, range(len(classes), len(confusion)))]
     rows = [
         (label, names[label], images, confusion[label, label], "" if images == 0 else f"{top1:.6f}")

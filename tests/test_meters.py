@@ -117,6 +117,14 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     assert [part.tolist() for part in meter.counts()] == [[], []]
 
 
+def test_confusion_leaves_out_images_without_a_prediction():
+    """As Paddle's top_k gives them where the logits are not numbers."""
+    meter = ConfusionMeter(10)
+    meter.update(np.array([[3, -(2**32) + 7], [0, 2**32 + 9], [3, -1], [4, 10], [3, 4]]), 5)
+    codes, counts = meter.counts()
+    assert (codes.tolist(), counts.tolist()) == ([34], [1])
+
+
 def test_sum_over_samples_does_not_depend_on_their_order():
     losses = np.random.RandomState(0).lognormal(0, 4, 50_000).astype(np.float32)
     sums = set()

@@ -14,10 +14,10 @@ def read(path):
         return list(csv.DictReader(f))
 
 
-def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path):
+def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path, capsys):
     args = parse("--report-file", tmp_path / "run.json")
     confusion = np.array([[5, 0, 2], [0, 0, 0], [3, 0, 1]])
-    result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
+    result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25]), "images": 11}
     report.write_classes(args, result, ["dog, small", "cat"])  # the third output has no class
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
         ["0", "dog, small", "7", "5", "0.714286"],
@@ -30,6 +30,9 @@ def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path):
         ["0", "2", "2", "dog, small", "2"],
         ["2", "2", "1", "2", "2"],
     ]
+    assert "not a number" not in capsys.readouterr().err
+    report.write_classes(args, result | {"images": 14}, ["dog, small", "cat"])
+    assert "not a number for 3 of 14 images" in capsys.readouterr().err
 
 
 def test_evaluation_of_a_run_agrees_with_its_files(run_train, tmp_path):

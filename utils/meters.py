@@ -63,6 +63,8 @@ class AverageMeter:
 class ConfusionMeter:
     """How often each class was taken for each other one.
 
+    Images whose predicted class is none are left out: what Paddle says of logits that are not numbers.
+
     Args:
         class_num: number of classes.
     """
@@ -81,7 +83,8 @@ class ConfusionMeter:
 
     def counts(self):
         """The pairs that occurred, in order, and how often: label * class_num + prediction [k], images [k]."""
-        labels, predictions = np.concatenate([np.empty((0, 2), np.int64), *self._pairs]).T
+        pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
+        labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
 
 
