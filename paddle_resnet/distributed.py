@@ -37,8 +37,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 _STOP_POLL_STEPS = 4
 # With Fleet's 8, a step of two H200s was 3 to 8 % longer than with 16 and more, which differed by noise. With 32, most
-# of the bytes travel beside the backward pass, and few all-reduces are left for the end.
+# of the bytes travel beside the backward pass, and few all-reduces are left for the end. Within a host, even that costs
+# more than it hides, with NVLink or without (benchmarks/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_AN_ALL_REDUCE = 32
+_ALL_GRADIENTS = 10**6
 _exchanges = _polls = 0
 _stop_at, _has_proposed = None, False
 
@@ -115,7 +117,7 @@ def start(args):
     strategy = fleet.DistributedStrategy()
     # oneDNN, which convolves in NCHW on a CPU, writes gradients into memory of its own, not into a fused all-reduce's.
     strategy.fuse_all_reduce_ops = args.device == "gpu" or args.data_layout == "NHWC"
-    strategy.fuse_grad_size_in_num = _GRADIENTS_AN_ALL_REDUCE
+    strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if _reduces_at_the_end(args) else _GRADIENTS_AN_ALL_REDUCE
     if args.kernels == "native":
         build_strategy = strategy.build_strategy
         build_strategy.fuse_bn_add_act_ops = False  # Fleet's default, which would leave nothing to fusion.py
@@ -156,9 +158,19 @@ def adapt_communication(args, main_prog, startup_prog):
     if world_size() == 1:
         return
     _order_fused_all_reduces(main_prog.global_block())
+    if _reduces_at_the_end(args):
+        for op in main_prog.global_block().ops:
+            if op.type == "c_allreduce_sum":
+                op._set_attr("use_calc_stream", True)
     if args.device == "cpu":
         for program in (main_prog, startup_prog):
             _leave_out_nccl(program.global_block())
+
+
+def _reduces_at_the_end(args):
+    """Whether all gradients of a type travel together after the backward pass, on the computation's own stream, instead
+    of in buckets beside it: on GPUs of one host."""
+    return args.device == "gpu" and int(os.environ.get("PADDLE_LOCAL_SIZE", "1")) == world_size()
 
 
 def _order_fused_all_reduces(block):

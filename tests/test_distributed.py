@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -386,6 +387,22 @@ def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
     depend = block.ops[1]
     assert depend.input("X") == depend.output("Out") == ["fused"]
     assert depend.input("Dep") == ["a@GRAD", "b@GRAD"]
+
+
+@pytest.mark.parametrize(
+    ("device", "local_size", "expected"), [("gpu", "2", True), ("gpu", "1", False), ("cpu", "2", False)]
+)
+def test_gradients_travel_on_the_computations_stream_within_a_host(monkeypatch, device, local_size, expected):
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
+    main = static.Program()
+    with static.program_guard(main):
+        main.global_block().create_var(name="g", shape=[2], dtype="float32")
+    main.global_block().append_op(
+        type="c_allreduce_sum", inputs={"X": "g"}, outputs={"Out": "g"}, attrs={"ring_id": 0, "op_role": 1}
+    )
+    distributed.adapt_communication(SimpleNamespace(device=device), main, static.Program())
+    assert main.global_block().ops[0].attr("use_calc_stream") == expected
 
 
 def test_all_gather_of_one_process():
