@@ -10,7 +10,9 @@ memory that is gone by then. Hence --kernels native only.
 
 import contextlib
 import functools
+import gc
 import itertools
+import re
 import warnings
 
 import numpy as np
@@ -66,15 +68,10 @@ class Recorder:
         self._exe = static.Executor(self._place)
         self._inputs, self._posting, self._program = _split(program, variables, post)
         self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
-        # Without this, losses of evaluations that wait for the GPU's loader differ from run to run, in the sixth digit:
-        # benchmarks/cuda_graph_h200_2026-11-22.md.
-        self._synchronizes = self._lr_scheduler is None and args.data_format != "synthetic"
         self._shape, self._steps, self._graph, self._recorded_at = None, 0, None, None
 
     def __call__(self, run_with_feed, feed):
         """Run a step, or give its feed to run_with_feed if the batch is of another size."""
-        if self._synchronizes:
-            paddle.device.cuda.synchronize()
         shape = feed["data"].shape()
         self._shape = self._shape or shape
         if shape != self._shape:
@@ -93,9 +90,14 @@ class Recorder:
         self._exe.run(self._posting, fetch_list=[])
 
     def check(self):
-        """Drop the recording if a tensor has got other memory since, from a program in between that writes it."""
-        if self._graph is not None and self._addresses() != self._recorded_at:
-            self._graph.reset()
+        """Drop the recording if a tensor has got other memory since, from a program in between that writes it.
+
+        All processes do or none: NCCL wants an all-reduce to be recorded everywhere or nowhere.
+        """
+        has_moved = self._graph is not None and self._addresses() != self._recorded_at
+        if distributed.all_gather([has_moved]).any():
+            if self._graph is not None:
+                self._graph.reset()
             self._graph, self._steps = None, 0
 
     def _set_learning_rate(self):
@@ -106,26 +108,21 @@ class Recorder:
         static.global_scope().find_var(self._lr_scheduler._var_name).get_tensor()._copy_from(lr, self._place)
 
     def _record(self):
-        paddle.device.cuda.synchronize()
+        paddle.device.cuda.synchronize(self._place)
         paddle.device.cuda.empty_cache()  # what the steps so far have used: the graph has memory of its own
         graph = CUDAGraph(self._place)
-        before = paddle.get_flags(list(CAPTURE_FLAGS))
-        paddle.set_flags(CAPTURE_FLAGS)
         try:
-            graph.capture_begin()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the learning rate is not recorded
+            with _recording():
+                graph.capture_begin()
                 self._exe.run(self._program, fetch_list=[])
-            graph.capture_end()
+                graph.capture_end()
         except BaseException as e:
             with contextlib.suppress(Exception):
                 graph.capture_end()
             if not isinstance(e, Exception):
                 raise
-            reason = (str(e).strip() or repr(e)).splitlines()[-1].strip()
+            reason = _reason(e)
             raise RunError(f"the step cannot be recorded as a CUDA graph ({reason}): give --cuda-graph false") from e
-        finally:
-            paddle.set_flags(before)
         self._graph, self._recorded_at = graph, self._addresses()
 
     def _addresses(self):
@@ -138,6 +135,30 @@ class Recorder:
             for name, variable in zip(names, found, strict=True)
             if variable is not None and variable.get_tensor()._is_initialized()
         }
+
+
+@contextlib.contextmanager
+def _recording():
+    """What Paddle needs to record, and no garbage collection: GPU memory that it would free ends a recording."""
+    before = paddle.get_flags(list(CAPTURE_FLAGS))
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    paddle.set_flags(CAPTURE_FLAGS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the learning rate is not recorded
+            yield
+    finally:
+        paddle.set_flags(before)
+        if collects:
+            gc.enable()
+
+
+def _reason(error):
+    """The line of an error of Paddle's that says what happened; the operator's name and hints follow it."""
+    text = str(error).strip() or repr(error)
+    return (re.findall(r"^ *(\w*Error: .*)", text, re.MULTILINE) or text.splitlines())[-1].strip().rstrip(". ")
 
 
 def _split(program, variables, post):

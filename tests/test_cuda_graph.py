@@ -1,5 +1,6 @@
 """Recording steps, with the CPU playing the GPU: a recorded step runs when its graph is launched, and only then."""
 
+import gc
 import pickle
 from functools import partial
 
@@ -76,7 +77,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
     monkeypatch.setattr(static.Executor, "run", record_or_run)
-    monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
     monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(FakeGraph, "made", [])
     yield FakeGraph
@@ -130,10 +131,29 @@ def test_step_is_recorded_anew_where_a_tensor_has_moved(run_train, tmp_path, fak
     assert len(fake.made) > 2
 
 
+def test_step_is_recorded_anew_where_a_tensor_of_another_process_has_moved(run_train, tmp_path, fake, monkeypatch):
+    """NCCL wants an all-reduce to be recorded by all processes of a job or by none."""
+
+    def gather(values):
+        return np.array([values, [True]]) if values in ([False], [True]) else np.array([values], np.float64)
+
+    expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
+    monkeypatch.setattr(cuda_graph.distributed, "all_gather", gather)
+    found = results(run_train, tmp_path / "recorded")
+    assert found[0] == expected[0] and found[1] == expected[1]
+    assert len(fake.made) == 3  # training in each epoch; an evaluation is through before it would record
+
+
 def test_failing_record_names_the_remedy(run_train, capsys, fake, monkeypatch):
-    monkeypatch.setattr(fake, "capture_begin", lambda self: run(None))
+    def fail(self):
+        assert not gc.isenabled()
+        raise RuntimeError("In user code:\n  line\nExternalError: CUDA error(900), busy.\n  [Hint: none]\n  [operator]")
+
+    monkeypatch.setattr(fake, "capture_begin", fail)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_sentence(capsys.readouterr().err, ["CUDA graph", "--cuda-graph false"])
+    expected = "as a CUDA graph (ExternalError: CUDA error(900), busy): give --cuda-graph false"
+    assert_one_sentence(capsys.readouterr().err, [expected])
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from time import monotonic
 import numpy as np
 import paddle
 import pytest
+from paddle import static
 
 from conftest import MASK_ALGORITHMS, NHWC, ROOT, TINY, assert_one_sentence, assert_sparse, losses, phase, read_report
 from paddle_resnet import cuda_graph, dali
@@ -242,6 +243,32 @@ def test_evaluation_repeats_to_the_last_bit(run_train, kernels, recorded):
     np.testing.assert_equal(*found)
 
 
+def test_no_batch_is_overwritten_before_the_gpu_has_copied_it(parse, photos):
+    """The copy waits behind all that the GPU has still to do; DALI goes on meanwhile."""
+    flags = [*O2, "--image-shape", "4,224,224", "--crop-size", "224", "--resize-short", "256"]
+    args = parse("--image-root", photos, *flags)
+    work = static.Program()
+    with static.program_guard(work):
+        x = paddle.full([4096, 4096], 2.0**-12)
+        for _ in range(100):
+            x = paddle.matmul(x, x)
+    exe = static.Executor(paddle.CUDAPlace(0))
+    found = []
+    for is_busy in (False, True):
+        loader, kept = dali.build_dataloader(args, Mode.EVAL), []
+        for _ in range(3):
+            for _ in range(len(loader)):
+                if is_busy:
+                    exe.run(work, fetch_list=[])
+                [batch] = next(loader)
+                kept.append(batch["data"] if is_busy else np.array(batch["data"]))
+            loader.reset()
+        found.append(list(map(np.array, kept)))
+    assert len(found[0]) == 9
+    for expected, images in zip(*found, strict=True):
+        np.testing.assert_array_equal(images, expected)
+
+
 @pytest.mark.parametrize("scope", ["train_only", "eval_only"])
 @pytest.mark.parametrize("source", ["folder", "synthetic"])
 def test_benchmark(run_train, scope, source):
@@ -349,6 +376,19 @@ def test_two_gpus_keep_the_same_parameters(two_gpus, tmp_path, flags):
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
     for name in first.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("flags", [FP32_NHWC, SPARSE], ids=["fp32 NHWC", "O2 ASP"])
+def test_two_gpus_recorded_steps_change_nothing(two_gpus, tmp_path, flags):
+    """All-reduces included."""
+    found = []
+    for recorded in ("true", "false"):
+        report = two_gpus(*flags, "--epochs", "3", "--print-interval", "1", "--cuda-graph", recorded)
+        found.append((losses(report), np.load(tmp_path / "rank1.npz")))
+    (ours, parameters), (expected, plain) = found
+    assert ours == expected
+    for name in plain.files:
+        np.testing.assert_array_equal(parameters[name], plain[name], err_msg=name)
 
 
 SHARES = ["--data-format", "synthetic", "--epochs", "2"]

@@ -435,9 +435,6 @@ def test_choice_of_the_kernels(monkeypatch):
     assert chosen_on_a_gpu() == ("native", True)
     for changes in ({"cuda_graph": False}, {"profile_steps": (3, 5)}):
         assert chosen_on_a_gpu(**changes) == ("native", False)
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    assert chosen_on_a_gpu() == ("native", False)
-    monkeypatch.delenv("PADDLE_TRAINERS_NUM")
     with pytest.raises(UsageError, match="--kernels native knows NHWC only"):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 

@@ -59,9 +59,8 @@ def resolve(args):
         raise UsageError("--kernels native knows NHWC only: give --data-layout NHWC, or --kernels paddle")
     if args.kernels == "auto":
         args.kernels = "native" if args.device == "gpu" and args.data_layout == "NHWC" else "paddle"
-    # A trace is to name each operator's kernels. On several GPUs no graph has been recorded yet.
+    # A trace is to name each operator's kernels.
     args.cuda_graph &= args.device == "gpu" and args.profile_steps is None
-    args.cuda_graph &= distributed.world_size() == 1
     if args.kernels == "paddle":
         args.cuda_graph = False
         return
