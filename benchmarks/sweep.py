@@ -1,0 +1,111 @@
+"""Benchmarks of this project under different flags or environments, in turn, as a table of medians.
+
+    python benchmarks/sweep.py --repeats 3 --flags "--data-format synthetic --data-layout NHWC --amp" \\
+        --row "graph:" --row "no graph: --cuda-graph false" --row "two GPUs: GPUS=0,1 NCCL_ALGO=Ring"
+
+A row is its name and what it adds to --flags; words NAME=VALUE before the first flag go into the environment. GPUS
+names the GPUs: several start through Paddle's launcher, a process each. Every measurement is a process of its own, of
+`train.py --benchmark --run-scope train_only` unless the flags say otherwise; the rows take turns --repeats times, so
+that a machine that gets slower does so for all of them.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARK = ["--benchmark", "--run-scope", "train_only", "--show-config", "false", "--print-interval", str(10**9)]
+
+
+def parse_row(text):
+    """(name, {variable: value}, flags) of "NAME: VARIABLE=VALUE ... --flag ..."."""
+    name, colon, rest = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} has no colon behind its name")
+    words = shlex.split(rest)
+    count = next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))
+    return name.strip(), dict(word.split("=", 1) for word in words[:count]), words[count:]
+
+
+def command(row, common, python, folder):
+    """(words, environment) of one measurement, whose report is FOLDER/report.json."""
+    _, variables, flags = row
+    gpus = variables.get("GPUS", "0").split(",")
+    environment = os.environ | variables
+    words = [python]
+    if len(gpus) > 1:
+        words += ["-m", "paddle.distributed.launch", "--gpus", ",".join(gpus), "--log_dir", f"{folder}/log"]
+    elif "GPUS" in variables:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[0]
+    places = ["--report-file", f"{folder}/report.json", "--output-dir", f"{folder}/output"]
+    return [*words, "train.py", *BENCHMARK, *common, *flags, *places], environment
+
+
+def measure(row, common, python):
+    """Figures of one process or job, or {"error": the last words of the first process}."""
+    with tempfile.TemporaryDirectory() as folder:
+        words, environment = command(row, common, python, folder)
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            log = Path(folder, "log/workerlog.0")
+            text = log.read_text() if log.exists() else done.stderr
+            return {"error": (text.strip() or done.stdout.strip() or "no message").splitlines()[-1], "command": words}
+        last = Path(folder, "report.json").read_text().splitlines()[-1]
+    data = json.loads(last.removeprefix("DLLL "))["data"]
+    return {name.rpartition(".")[2]: value for name, value in data.items()}
+
+
+def table(names, results):
+    """Markdown; what failed is counted and has no figure."""
+    columns = ["row", "n", "median images/s", "lowest to highest", "median step, ms", "99th percentile, ms"]
+    columns += ["waits for data, ms", "loss", "first step, s"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name in names:
+        measured = [result for row, result in results if row == name and "error" not in result]
+        failed = sum(row == name for row, _ in results) - len(measured)
+        cells = [name, f"{len(measured)}{f' ({failed} failed)' if failed else ''}", *[""] * (len(columns) - 2)]
+        if measured:
+
+            def middle(key, measured=measured):
+                return statistics.median(result[key] for result in measured)
+
+            rates = [result["ips"] for result in measured]
+            cells[2:4] = [f"{middle('ips'):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}"]
+            cells[4:6] = [f"{middle('latency_p50_ms'):.2f}", f"{middle('latency_p99_ms'):.2f}"]
+            cells[6] = f"{middle('data_time') * 1e3:.2f}"
+            cells[7] = ", ".join(sorted({f"{result['loss']:.7g}" for result in measured}))
+            cells[8] = f"{middle('first_step_s'):.1f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", action="append", required=True, type=parse_row, metavar="'NAME: WORDS'")
+    parser.add_argument("--flags", default="", type=shlex.split, metavar="WORDS", help="of train.py, for all rows")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", metavar="FILE", help="JSON lines are added to it, one a measurement")
+    parser.add_argument("--python", default=sys.executable)
+    args = parser.parse_args(argv)
+    results = []
+    for repetition in range(args.repeats):
+        for row in args.row:
+            result = measure(row, args.flags, args.python)
+            results.append((row[0], result))
+            print(f"{repetition} {row[0]}: {result.get('error') or round(result['ips'])}", flush=True)
+            if args.output:
+                with open(args.output, "a", encoding="utf-8") as output:
+                    output.write(json.dumps({"row": row[0], "repetition": repetition, **result}) + "\n")
+    print(table([name for name, _, _ in args.row], results))
+    return 1 if any("error" in result for _, result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

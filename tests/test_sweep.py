@@ -1,0 +1,51 @@
+"""benchmarks/sweep.py on the CPU."""
+
+import importlib.util
+import json
+import os
+
+import pytest
+
+from conftest import ROOT
+
+spec = importlib.util.spec_from_file_location("sweep", ROOT / "benchmarks/sweep.py")
+sweep = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sweep)
+
+FLAGS = (
+    "--device cpu --data-format synthetic --model-arch-name ResNet18 --num-of-class 3 --image-shape 3,32,32 "
+    "--crop-size 32 --batch-size 2 --benchmark-steps 2 --benchmark-warmup-steps 1"
+)
+
+
+def test_rows_name_flags_and_environment():
+    row = sweep.parse_row("two: GPUS=0,1 NCCL_ALGO=Ring --lr 0.1 --row-like a=b")
+    assert row == ("two", {"GPUS": "0,1", "NCCL_ALGO": "Ring"}, ["--lr", "0.1", "--row-like", "a=b"])
+    words, environment = sweep.command(row, ["--seed", "3"], "python", "/tmp")
+    assert words[:5] == ["python", "-m", "paddle.distributed.launch", "--gpus", "0,1"]
+    assert words.index("train.py") < words.index("--seed") < words.index("--lr")  # a row overrides what all have
+    assert environment["NCCL_ALGO"] == "Ring" and environment["PATH"] == os.environ["PATH"]
+    words, environment = sweep.command(sweep.parse_row("second: GPUS=1"), [], "python", "/tmp")
+    assert words[:2] == ["python", "train.py"] and environment["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_row_without_a_name_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--row", "--cuda-graph false"])
+    assert "has no colon" in capsys.readouterr().err
+
+
+def test_rows_take_turns_and_failures_are_counted(tmp_path, capsys):
+    rows = ["--row", "plain:", "--row", "refused: --batch-size none", "--row", "evaluation: --run-scope eval_only"]
+    output = tmp_path / "runs.jsonl"
+    assert sweep.main(["--repeats", "2", "--flags", FLAGS, *rows, "--output", str(output)]) == 1
+    results = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [result["row"] for result in results] == ["plain", "refused", "evaluation"] * 2
+    assert "--batch-size" in results[1]["error"]
+    lines = capsys.readouterr().out.splitlines()
+    plain, refused, evaluation = (line.split(" | ") for line in lines[-3:])
+    assert refused[:2] == ["| refused", "0 (2 failed)"] and not any(refused[2:-1])
+    assert plain[1] == evaluation[1] == "2"
+    low, high = sorted(results[i]["ips"] for i in (0, 3))
+    assert plain[2:4] == [f"{(low + high) / 2:,.0f}", f"{low:,.0f} to {high:,.0f}"]
+    assert plain[7] == f"{results[0]['loss']:.7g}"  # the same in both
