@@ -17,7 +17,7 @@ from PIL import Image
 
 import config
 import train
-from paddle_resnet import convert, distributed, models
+from paddle_resnet import convert, dali, distributed, models
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 
 ROOT = Path(__file__).parent.parent
@@ -56,8 +56,11 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def fresh_paddle(monkeypatch):
-    """Static mode, an empty scope and the tiny network in the registry for each test."""
+    """Static mode, an empty scope, the tiny network in the registry, and decoders on a GPU without buffers for
+    ImageNet's largest images, for each test."""
     paddle.enable_static()
+    monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 0)
+    monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 0)
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8))
     with static.scope_guard(static.Scope()):
         yield

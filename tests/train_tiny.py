@@ -134,6 +134,7 @@ def write_state(save):
 if __name__ == "__main__":
     models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
+    dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
     if "Plain" in sys.argv:
         resnet.BatchNorm = paddle.nn.Identity
     if "SHARES" in os.environ:
