@@ -158,7 +158,8 @@ def _recording():
 def _reason(error):
     """The line of an error of Paddle's that says what happened; the operator's name and hints follow it."""
     text = str(error).strip() or repr(error)
-    return (re.findall(r"^ *(\w*Error: .*)", text, re.MULTILINE) or text.splitlines())[-1].strip().rstrip(". ")
+    found = re.findall(r"^ *(\w*Error:\s+\S.*)", text, re.MULTILINE) or text.splitlines()
+    return " ".join(found[-1].split()).rstrip(".")
 
 
 def _split(program, variables, post):

@@ -202,9 +202,9 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
         (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
         latency_{mean,p50,p90,p95,p99}_ms and first_step_s (seconds from the start of the program until the host had the
-        first step's metrics); with Mode.EVAL confusion (images by label and predicted class, int64 [C, C])
-        and class_top1 (float64 [C], NaN for a class without any). In the rest of an epoch that another run has begun,
-        steps and times are those of the rest.
+        first step's metrics); with Mode.EVAL confusion (images by label and predicted class, int64 [C, C]) and
+        class_top1 (float64 [C], NaN for a class without any); not_finite (images whose loss was no number) if there are
+        any. In the rest of an epoch that another run has begun, steps and times are those of the rest.
     Raises:
         Preempted: the run has been asked to stop and all processes have done so before the same step.
         RunError: --max-bad-steps losses in a row were not finite.
@@ -347,10 +347,11 @@ def _loss_scale():
 def _over_all_processes(meters, clock, stopped):
     """Sums and times of every process, reduced on the host in float64, the same on each."""
     watchdog.phase("the sums over all processes")
-    mine = [meter.sum for meter in meters.values()] + [meters["loss"].count, clock.images, stopped]
+    loss = meters["loss"]
+    mine = [meter.sum for meter in meters.values()] + [loss.count, loss.not_finite, clock.images, stopped]
     mine += [len(clock.batch_times), sum(clock.batch_times), sum(clock.data_times)]
     everyone = distributed.all_gather(mine)
-    *sums, images, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
+    *sums, images, not_finite, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
     if any_stopped:
         raise Preempted
     steps, slowest = int(everyone[:, -3].max()), everyone[:, -2].max()  # a process may have no image and no step
@@ -364,6 +365,8 @@ def _over_all_processes(meters, clock, stopped):
         compute_time=(total_time - total_data_time) / all_steps,
         batch_time=total_time / all_steps,
     )
+    if not_finite:
+        result["not_finite"] = int(not_finite)
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
 
 

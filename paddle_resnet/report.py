@@ -233,11 +233,10 @@ def write_classes(args, result, classes):
     if distributed.rank() != 0 or args.benchmark:
         return numbers
     confusion = result["confusion"]
-    left_out = numbers["images"] - int(confusion.sum())
-    if left_out:
+    if "not_finite" in numbers:
         logger.warn(
-            f"the network's output is not a number for {left_out} of {numbers['images']} images: they are not in the "
-            "accuracies of the classes and not in the confusion"
+            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not a number: the classes that they "
+            "are said to be taken for mean nothing"
         )
     names = [*classes, *map(str, range(len(classes), len(confusion)))]
     rows = [

@@ -144,15 +144,29 @@ def test_step_is_recorded_anew_where_a_tensor_of_another_process_has_moved(run_t
     assert len(fake.made) == 3  # training in each epoch; an evaluation is through before it would record
 
 
-def test_failing_record_names_the_remedy(run_train, capsys, fake, monkeypatch):
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "In user code:\n  line\nExternalError: CUDA error(900), busy.\n  [Hint: none]\n  [operator]",
+            "ExternalError: CUDA error(900), busy",
+        ),
+        (
+            "--- Error Message Summary: ---\nResourceExhaustedError: \n\nOut of memory error on GPU 0. Full.\n\nPlease",
+            "ResourceExhaustedError: Out of memory error on GPU 0. Full",
+        ),
+        ("no such form", "no such form"),
+    ],
+    ids=["CUDA", "memory", "other"],
+)
+def test_failing_record_names_the_reason_and_the_remedy(run_train, capsys, fake, monkeypatch, message, reason):
     def fail(self):
         assert not gc.isenabled()
-        raise RuntimeError("In user code:\n  line\nExternalError: CUDA error(900), busy.\n  [Hint: none]\n  [operator]")
+        raise RuntimeError(message)
 
     monkeypatch.setattr(fake, "capture_begin", fail)
     assert run_train(*NATIVE)[0] == 1
-    expected = "as a CUDA graph (ExternalError: CUDA error(900), busy): give --cuda-graph false"
-    assert_one_sentence(capsys.readouterr().err, [expected])
+    assert_one_sentence(capsys.readouterr().err, [f"as a CUDA graph ({reason}): give --cuda-graph false"])
     assert gc.isenabled()
 
 

@@ -117,6 +117,19 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     assert [part.tolist() for part in meter.counts()] == [[], []]
 
 
+def test_values_that_are_not_finite_are_counted():
+    meter = AverageMeter("loss")
+    meter.update(np.array([1.0, np.nan, np.inf]), 3)
+    meter.update(float("nan"), 4)
+    meter.update(1.0, 4)
+    assert meter.not_finite == 6
+    other = AverageMeter("loss")
+    other.restore(meter.state())
+    assert other.not_finite == 6
+    meter.reset()
+    assert meter.not_finite == 0
+
+
 def test_confusion_leaves_out_images_without_a_prediction():
     """As Paddle's top_k gives them where the logits are not numbers."""
     meter = ConfusionMeter(10)

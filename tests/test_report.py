@@ -1,4 +1,5 @@
 import csv
+import pickle
 
 import numpy as np
 import paddle
@@ -17,7 +18,7 @@ def read(path):
 def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path, capsys):
     args = parse("--report-file", tmp_path / "run.json")
     confusion = np.array([[5, 0, 2], [0, 0, 0], [3, 0, 1]])
-    result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25]), "images": 11}
+    result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
     report.write_classes(args, result, ["dog, small", "cat"])  # the third output has no class
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
         ["0", "dog, small", "7", "5", "0.714286"],
@@ -30,9 +31,22 @@ def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path, c
         ["0", "2", "2", "dog, small", "2"],
         ["2", "2", "1", "2", "2"],
     ]
+
+
+def test_losses_that_are_no_numbers_are_counted(run_train, tmp_path, capsys):
+    """Of a network with a parameter that is none."""
+    assert run_train("--run-scope", "train_only")[0] == 0
+    path = tmp_path / "output/Tiny/0/tiny.pdparams"
     assert "not a number" not in capsys.readouterr().err
-    report.write_classes(args, result | {"images": 14}, ["dog, small", "cat"])
-    assert "not a number for 3 of 14 images" in capsys.readouterr().err
+    state = pickle.loads(path.read_bytes())
+    state["linear_0.b_0"][0] = np.nan
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "tiny.pdparams").write_bytes(pickle.dumps(state))
+    code, entries = run_train("--run-scope", "eval_only", "--from-pretrained-params", folder)
+    assert code == 0
+    assert phase(entries, [], "val.")["not_finite"] == 23
+    assert "the loss of 23 of 23 images is not a number" in capsys.readouterr().err
 
 
 def test_evaluation_of_a_run_agrees_with_its_files(run_train, tmp_path):

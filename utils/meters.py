@@ -15,6 +15,7 @@ class AverageMeter:
             exactly, so that the mean over many batches has no float32 rounding in it.
     Attributes:
         value: mean of the last update.
+        not_finite: samples whose value was not finite, or of whose batch the mean was not.
         bad_updates: how many updates in a row, up to the last, were not finite; reset() does not touch it.
     """
 
@@ -28,6 +29,7 @@ class AverageMeter:
         self.value = float("nan")
         self.sum = 0.0
         self.count = 0
+        self.not_finite = 0
 
     def update(self, value, n):
         """Add one batch of `n` samples.
@@ -46,14 +48,16 @@ class AverageMeter:
         self.value = total / n
         self.sum += total
         self.count += n
+        self.not_finite += np.count_nonzero(~np.isfinite(value)) * n // value.size
         self.bad_updates = 0 if math.isfinite(self.value) else self.bad_updates + 1
 
     def state(self):
         """The accumulated sum as plain data, for restore()."""
-        return {"value": self.value, "sum": self.sum, "count": self.count}
+        return {"value": self.value, "sum": self.sum, "count": self.count, "not_finite": self.not_finite}
 
     def restore(self, state):
         self.value, self.sum, self.count = state["value"], state["sum"], state["count"]
+        self.not_finite = state.get("not_finite", 0)  # which older checkpoints do not have
 
     @property
     def avg(self):
@@ -63,7 +67,7 @@ class AverageMeter:
 class ConfusionMeter:
     """How often each class was taken for each other one.
 
-    Images whose predicted class is none are left out: what Paddle says of logits that are not numbers.
+    Images whose predicted class is none are left out; Paddle says such things of logits that are not numbers.
 
     Args:
         class_num: number of classes.
