@@ -270,8 +270,8 @@ def _add_advanced(group):
         group,
         "--cuda-graph",
         default=True,
-        help="record a step once, as a CUDA graph, and launch it as a whole; on GPUs, with native kernels, without "
-        "--profile-steps",
+        help="record a step once, as a CUDA graph, and launch it as a whole; on GPUs of one host, with native kernels, "
+        "without --profile-steps",
     )
     _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
     _add_switch(group, "--asp", help="train with 2:4 sparsity")

@@ -141,8 +141,8 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         # Each shard draws other random crops.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # Not the dynamic executor, DALI's default: beside a busy GPU it now and then gives images that are not those of
-        # the files (2.4.0; benchmarks/loader_race_h200_2026-11-22.md). With the older one each batch is copied, and
+        # Not the dynamic executor, DALI's default: with it, losses differ from run to run where the GPU is busy (2.4.0
+        # and Paddle 2.6.2; benchmarks/loader_race_h200_2026-11-22.md). With the older one each batch is copied, and
         # DALI's stream waits for the copy before it writes there again.
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,

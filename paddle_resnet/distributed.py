@@ -37,8 +37,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 _STOP_POLL_STEPS = 4
 # With Fleet's 8, a step of two H200s was 3 to 8 % longer than with 16 and more, which differed by noise. With 32, most
-# of the bytes travel beside the backward pass, and few all-reduces are left for the end. Within a host, even that costs
-# more than it hides, with NVLink or without (benchmarks/multi_gpu_h200_2026-11-22.md).
+# of the bytes travel beside the backward pass, and few all-reduces are left for the end. Within a host even that costs
+# more than it hides: measured for ResNet-50 with O2 on two H200s (benchmarks/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_AN_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 _exchanges = _polls = 0
@@ -53,6 +53,11 @@ def rank():
 def world_size():
     """Number of processes of the job."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def is_one_host():
+    """Whether one launcher has started all processes of the job."""
+    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1")) == world_size()
 
 
 def local_gpu():
@@ -169,8 +174,8 @@ def adapt_communication(args, main_prog, startup_prog):
 
 def _reduces_at_the_end(args):
     """Whether all gradients of a type travel together after the backward pass, on the computation's own stream, instead
-    of in buckets beside it: on GPUs of one host."""
-    return args.device == "gpu" and int(os.environ.get("PADDLE_LOCAL_SIZE", "1")) == world_size()
+    of in buckets beside it."""
+    return args.device == "gpu" and is_one_host()
 
 
 def _order_fused_all_reduces(block):

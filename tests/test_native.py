@@ -435,6 +435,10 @@ def test_choice_of_the_kernels(monkeypatch):
     assert chosen_on_a_gpu() == ("native", True)
     for changes in ({"cuda_graph": False}, {"profile_steps": (3, 5)}):
         assert chosen_on_a_gpu(**changes) == ("native", False)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    for local_size, is_recorded in (("2", True), ("1", False)):
+        monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
+        assert chosen_on_a_gpu() == ("native", is_recorded)
     with pytest.raises(UsageError, match="--kernels native knows NHWC only"):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 

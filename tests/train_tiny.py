@@ -20,7 +20,7 @@ import paddle
 from paddle import static
 
 import train  # first: sets Paddle's environment
-from paddle_resnet import dali, distributed, models, parameters, program
+from paddle_resnet import cuda_graph, dali, distributed, models, parameters, program
 from paddle_resnet.models import resnet
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.saver import Saver
@@ -150,6 +150,9 @@ if __name__ == "__main__":
         kill_at(os.environ["FATAL_ROOT"], int(os.environ["FATAL_CHANGE"]))
     distributed.stop_agreed = slow(distributed.stop_agreed, float(os.environ.get("SLOW_STEP", 0)))
     distributed.stop_asked = slow(distributed.stop_asked, float(os.environ.get("SLOW_EVALUATION", 0)))
+    recordings = []
+    record = cuda_graph.Recorder._record
+    cuda_graph.Recorder._record = lambda self: (recordings.append(self), record(self))
     my_rank = str(distributed.rank())
     if os.environ.get("FAULT", "").split()[:1] == [my_rank]:
         _, step, kind = os.environ["FAULT"].split()
@@ -157,6 +160,7 @@ if __name__ == "__main__":
     if os.environ.get("DIFFERS", "").split()[:1] == [my_rank]:
         differ(os.environ["DIFFERS"].split()[1:])
     code = train.main()
+    print(f"recordings: {len(recordings)}")
     if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:
         names = [f"conv2d_{i}.w_0" for i in range(17)] + ["linear_0.w_0", "linear_0.b_0"]
         names += [f"batch_norm_{i}.{part}" for i in range(17) for part in ("w_0", "b_0", "w_1", "w_2")]

@@ -59,8 +59,8 @@ def resolve(args):
         raise UsageError("--kernels native knows NHWC only: give --data-layout NHWC, or --kernels paddle")
     if args.kernels == "auto":
         args.kernels = "native" if args.device == "gpu" and args.data_layout == "NHWC" else "paddle"
-    # A trace is to name each operator's kernels.
-    args.cuda_graph &= args.device == "gpu" and args.profile_steps is None
+    # A trace is to name each operator's kernels. What NCCL does between hosts has not been recorded yet.
+    args.cuda_graph &= args.device == "gpu" and args.profile_steps is None and distributed.is_one_host()
     if args.kernels == "paddle":
         args.cuda_graph = False
         return
