@@ -6,7 +6,7 @@
 A row is its name and what it adds to --flags; words NAME=VALUE before the first flag go into the environment. GPUS
 names the GPUs: several start through Paddle's launcher, a process each. Every measurement is a process of its own, of
 `train.py --benchmark --run-scope train_only` unless the flags say otherwise; the rows take turns --repeats times, so
-that a machine that gets slower does so for all of them.
+that a machine that gets slower does so for all of them. A single flag wants an equals sign: --flags=--amp.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -48,15 +49,24 @@ def command(row, common, python, folder):
     return [*words, "train.py", *BENCHMARK, *common, *flags, *places], environment
 
 
-def measure(row, common, python):
+def measure(row, common, python, limit_s):
     """Figures of one process or job, or {"error": the last words of the first process}."""
     with tempfile.TemporaryDirectory() as folder:
         words, environment = command(row, common, python, folder)
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        except BaseException as e:
+            os.killpg(process.pid, signal.SIGKILL)  # a launcher's processes, too
+            process.wait()
+            if isinstance(e, subprocess.TimeoutExpired):
+                return {"error": f"not through after {limit_s:g} s", "command": words}
+            raise
+        if process.returncode:
             log = Path(folder, "log/workerlog.0")
-            text = log.read_text() if log.exists() else done.stderr
-            return {"error": (text.strip() or done.stdout.strip() or "no message").splitlines()[-1], "command": words}
+            text = log.read_text() if log.exists() else errors
+            return {"error": (text.strip() or output.strip() or "no message").splitlines()[-1], "command": words}
         last = Path(folder, "report.json").read_text().splitlines()[-1]
     data = json.loads(last.removeprefix("DLLL "))["data"]
     return {name.rpartition(".")[2]: value for name, value in data.items()}
@@ -92,18 +102,22 @@ def main(argv=None):
     parser.add_argument("--flags", default="", type=shlex.split, metavar="WORDS", help="of train.py, for all rows")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", metavar="FILE", help="JSON lines are added to it, one a measurement")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of one measurement")
     parser.add_argument("--python", default=sys.executable)
     args = parser.parse_args(argv)
+    names = [name for name, _, _ in args.row]
+    if len(set(names)) < len(names):
+        parser.error(f"--row: give each a name of its own, not {', '.join(names)}")
     results = []
     for repetition in range(args.repeats):
         for row in args.row:
-            result = measure(row, args.flags, args.python)
+            result = measure(row, args.flags, args.python, args.limit_s)
             results.append((row[0], result))
             print(f"{repetition} {row[0]}: {result.get('error') or round(result['ips'])}", flush=True)
             if args.output:
                 with open(args.output, "a", encoding="utf-8") as output:
                     output.write(json.dumps({"row": row[0], "repetition": repetition, **result}) + "\n")
-    print(table([name for name, _, _ in args.row], results))
+    print(table(names, results))
     return 1 if any("error" in result for _, result in results) else 0
 
 
