@@ -3,6 +3,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -225,3 +226,31 @@ def assert_sparse(params, algorithm="mask_1d"):
         assert density == 0.5 or (algorithm == "mask_2d_greedy" and 0.4 < density < 0.5), name
         assert not params[name][params[f"{name}.asp_mask"] == 0].any(), name
         assert_two_of_four(params[name], algorithm)
+
+
+@pytest.fixture
+def launch_nodes(photos, tmp_path):
+    """Start two launchers that find each other through a master on loopback, a process each, as two machines would;
+    returns them and the job's folder."""
+    started = []
+
+    def launch_nodes(*flags, environment=None, on_gpus=False):
+        folder = tmp_path / "nodes"
+        folder.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            master = f"127.0.0.1:{free.getsockname()[1]}"
+        places = ["--image-root", photos, "--output-dir", folder / "output", "--report-file", folder / "report.json"]
+        environment = os.environ | {"PARAMETERS": str(folder)} | (environment or {})
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        for node in range(2):
+            launcher = ["-m", "paddle.distributed.launch", "--nnodes", 2, "--master", master, "--rank", node]
+            launcher += ["--gpus", node] if on_gpus else ["--nproc_per_node", 1]
+            launcher += ["--log_dir", folder / f"log{node}"]
+            command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            started.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
+        return started, folder
+
+    yield launch_nodes
+    for process in started:
+        process.kill()

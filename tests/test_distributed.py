@@ -298,32 +298,6 @@ def test_processes_outlive_no_launcher(photos, tmp_path):
     commit.verify((tmp_path / "output/Tiny/latest").resolve())
 
 
-@pytest.fixture
-def launch_nodes(photos, tmp_path):
-    """Start two launchers that find each other through a master on loopback, a process each, as two machines would;
-    returns them and the job's folder."""
-    started = []
-
-    def launch_nodes(*flags, environment=None):
-        folder = tmp_path / "nodes"
-        folder.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            master = f"127.0.0.1:{free.getsockname()[1]}"
-        places = ["--image-root", photos, "--output-dir", folder / "output", "--report-file", folder / "report.json"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder), **(environment or {})}
-        for node in range(2):
-            launcher = ["-m", "paddle.distributed.launch", "--nnodes", 2, "--master", master, "--rank", node]
-            launcher += ["--nproc_per_node", 1, "--log_dir", folder / f"log{node}"]
-            command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
-            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            started.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
-        return started, folder
-
-    yield launch_nodes
-    for process in started:
-        process.kill()
-
-
 def test_two_nodes_train_like_one_with_two_processes(launch, launch_nodes):
     flags = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
     nodes, folder = launch_nodes(*flags)

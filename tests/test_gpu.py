@@ -404,6 +404,18 @@ def test_two_gpus_recorded_steps_change_nothing(two_gpus, tmp_path, flags):
         np.testing.assert_array_equal(parameters[name], value, err_msg=name)
 
 
+def test_two_hosts_with_a_gpu_each_keep_the_same_parameters(launch_nodes):
+    """Their gradients travel beside the backward pass, without a graph."""
+    if paddle.device.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    nodes, folder = launch_nodes(*O2, "--batch-size", "5", "--epochs", "2", on_gpus=True)
+    assert [node.wait(200) for node in nodes] == [0, 0]
+    assert "CUDA graph" not in (folder / "log0/workerlog.0").read_text()
+    first, second = (np.load(folder / f"rank{rank}.npz") for rank in range(2))
+    for name in first.files:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
 SHARES = ["--data-format", "synthetic", "--epochs", "2"]
 
 
