@@ -295,6 +295,12 @@ def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, 
     assert_one_sentence(done.stderr, [f"{broken} cannot be decoded (rank 0)"])
 
 
+@pytest.mark.parametrize("mode", [Mode.TRAIN, Mode.EVAL])
+def test_images_do_not_come_from_the_dynamic_executor(parse, numbered, mode):
+    """DALI's default, with which losses have differed from run to run on GPUs."""
+    assert load(parse, numbered, mode)._pipes[0].exec_dynamic is False
+
+
 def test_other_failures_of_the_loader_are_not_blamed_on_an_image(parse, numbered):
     loader = load(parse, numbered, Mode.EVAL)
     with pytest.raises(RuntimeError, match="out of memory"), loader._naming_bad_images():
