@@ -114,13 +114,14 @@ class Recorder:
         try:
             with _recording():
                 graph.capture_begin()
-                self._exe.run(self._program, fetch_list=[])
+                try:
+                    self._exe.run(self._program, fetch_list=[])
+                except BaseException:
+                    with contextlib.suppress(Exception):  # what went wrong before is what to tell of
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
-        except BaseException as e:
-            with contextlib.suppress(Exception):
-                graph.capture_end()
-            if not isinstance(e, Exception):
-                raise
+        except Exception as e:
             reason = _reason(e)
             raise RunError(f"the step cannot be recorded as a CUDA graph ({reason}): give --cuda-graph false") from e
         self._graph, self._recorded_at = graph, self._addresses()

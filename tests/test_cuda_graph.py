@@ -170,6 +170,27 @@ def test_failing_record_names_the_reason_and_the_remedy(run_train, capsys, fake,
     assert gc.isenabled()
 
 
+def test_recording_is_ended_where_its_step_fails(run_train, capsys, fake, monkeypatch):
+    """With what Paddle needs for that still set."""
+
+    def fail(self, *args, **kwargs):
+        if fake.recording is not None:
+            raise MemoryError("first")
+        return record_or_run(self, *args, **kwargs)
+
+    def end(self):
+        ended.append(gc.isenabled())
+        fake.recording = None
+        raise RuntimeError("second")
+
+    ended, record_or_run = [], static.Executor.run
+    monkeypatch.setattr(static.Executor, "run", fail)
+    monkeypatch.setattr(fake, "capture_end", end)
+    assert run_train(*NATIVE)[0] == 1
+    assert_one_sentence(capsys.readouterr().err, ["as a CUDA graph (first): give --cuda-graph false"])
+    assert ended == [False]
+
+
 @pytest.mark.parametrize(
     ("change", "operator"), [(F.dropout, "dropout"), (lambda x: x + paddle.rand([3]), "uniform_random")]
 )
