@@ -263,8 +263,8 @@ def _add_advanced(group):
         "--kernels",
         default="auto",
         choices=["auto", "native", "paddle"],
-        help="BN, its ReLU and addition, max pooling and momentum in NHWC by this project's own kernels or by "
-        "Paddle's; auto: native on a GPU in NHWC if they can be built",
+        help="BN, its ReLU and addition, max pooling, the loss and momentum in NHWC by this project's own kernels or "
+        "by Paddle's; auto: native on a GPU in NHWC if they can be built",
     )
     _add_switch(
         group,

@@ -168,7 +168,7 @@ def _split(program, variables, post):
 
     Returns:
         its inputs, as tensors that stay; the program that posts its metrics; a copy of it that does not, with inputs
-        and metrics that the Executor keeps, compiled.
+        and copies of the metrics that the Executor keeps, compiled.
     """
     copy = program._program.clone()
     block = copy.global_block()
@@ -182,14 +182,18 @@ def _split(program, variables, post):
     # Variables that are kept and have one name are one tensor in all programs: these are to be this program's own.
     number = next(_numbers)
     names = {name: f"{name}@recorded_{number}" for name in ("data", "label", *(v.name for v in variables))}
-    for old, new in names.items():
-        block._rename_var(old, new)
-        block.var(new).persistable = True
+    for name in ("data", "label"):
+        block._rename_var(name, names[name])
+        block.var(names[name]).persistable = True
     posts = static.Program()
+    for v in variables:
+        # The project's own operators give a result memory of its own each time, which would be the graph's while it is
+        # recorded, and would outlive it in a variable that is kept. Paddle's copy writes where the variable is.
+        for target in (block, posts.global_block()):
+            target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
+        block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})
     with static.program_guard(posts):
-        metrics = [(names[v.name], v) for v in variables]
-        make = posts.global_block().create_var
-        post(make(name=name, shape=v.shape, dtype=v.dtype, persistable=True) for name, v in metrics)
+        post(posts.global_block().var(names[v.name]) for v in variables)
     scope = static.global_scope()
     inputs = {name: scope.var(names[name]).get_tensor() for name in ("data", "label")}
     return inputs, posts, static.CompiledProgram(copy, build_strategy=program._build_strategy)

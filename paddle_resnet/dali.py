@@ -141,9 +141,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         # Each shard draws other random crops.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # Not the dynamic executor, DALI's default: with it, losses differ from run to run where the GPU is busy (2.4.0
-        # and Paddle 2.6.2; benchmarks/loader_race_h200_2026-11-22.md). With the older one each batch is copied, and
-        # DALI's stream waits for the copy before it writes there again.
+        # Not the dynamic executor, DALI's default, whose batches the plugin lets go of while Paddle still copies them.
+        # With the older one DALI itself copies, and its stream waits for the copy before it writes there again; it is
+        # no slower (benchmarks/loss_head_h200_2026-11-22.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,

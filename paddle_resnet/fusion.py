@@ -1,5 +1,6 @@
 """Programs rewritten to the project's own operators (native/): in NHWC BN with the ReLU and the residual addition after
-it, and max pooling; the update of all parameters, with the check of their gradients and the loss scale.
+it, and max pooling; loss and accuracies; the update of all parameters, with the check of their gradients and the loss
+scale.
 
 This comes after all that Paddle writes into a program (precision, gradients, all-reduces), so that parameters,
 checkpoints and communication are the same with and without it.
@@ -11,6 +12,8 @@ import paddle
 
 VECTOR_BYTES = 16  # what a thread of the kernels reads at once
 TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
+
+MAIN_OUTPUT = {"batch_norm": "Y", "softmax_with_cross_entropy": "Loss"}
 
 # The operators between a BN and the tensor that all the rest of the program reads, and what is added on the way.
 Tail = namedtuple("Tail", "ops out relu addend")
@@ -34,6 +37,7 @@ def fuse(program):
                 _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.has_whole_vectors(op):
             _fuse_max_pool(graph, op)
+    _fuse_loss(graph)
     _fuse_updates(graph)
     return graph.finish()
 
@@ -66,9 +70,12 @@ class _Graph:
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type == op_type else None
 
+    def main_output(self, op):
+        return op.output(MAIN_OUTPUT.get(op.type, "Out"))[0]
+
     def gradient(self, op):
         """The operator that computes the gradients of another one, all of them; None if some are not wanted."""
-        out = op.output("Y" if op.type == "batch_norm" else "Out")[0]
+        out = self.main_output(op)
         found = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         return found[0] if found and all(found[0].output(name) for name in found[0].output_names) else None
 
@@ -189,6 +196,72 @@ def _fuse_max_pool(graph, pool):
         dx = graph.variables(gradient, "X@GRAD")["X@GRAD"]
         inputs = {"DY@VECTOR": summands, "Positions": positions}
         graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)
+
+
+def _fuse_loss(graph):
+    """One operator for what program.create_fetchs makes of float32 logits (loss, accuracies, predictions), and one for
+    the gradient of a mean loss."""
+    block = graph.block
+    for loss in [op for op in block.ops if op.type == "softmax_with_cross_entropy"]:
+        logits = graph.variables(loss, "Logits")["Logits"]
+        label, smoothing, smooths = _target(graph, loss)
+        mean = graph.only_reader(loss.output("Loss")[0], "reduce_mean")
+        gradients = [] if mean is None else [graph.gradient(mean), graph.gradient(loss)]
+        gradients = [] if gradients == [None, None] else gradients  # an evaluation
+        if label is None or logits.dtype != paddle.float32 or len(logits.shape) != 2 or None in gradients:
+            continue
+        if mean is not None and not mean.attr("reduce_all"):
+            continue
+        accuracies = _read_top_classes(graph, "accuracy", "Indices", logits, ("Label", label))
+        if len(accuracies) != 2 or accuracies[0][0].attr("k") != 1:
+            continue
+        pairs = _read_top_classes(graph, "concat", "X", logits, ("X", label))
+        pairs = [(top, op) for top, op in pairs if top.attr("k") == 1 and op.attr("axis") == 1]
+
+        of_softmax = block.create_var(name=f"{logits.name}.of_softmax", dtype=paddle.float32, stop_gradient=True)
+        whole = loss if mean is None else mean
+        made = {"Loss": block.var(graph.main_output(whole)), "OfSoftmax": of_softmax}
+        made |= {
+            name: block.var(op.output("Accuracy")[0])
+            for name, (_, op) in zip(("Top1", "TopK"), accuracies, strict=True)
+        }
+        if pairs:
+            made["Pairs"] = graph.variables(pairs[0][1], "Out")["Out"]
+        else:
+            made["Pairs"] = block.create_var(name=f"{logits.name}.pairs", dtype=paddle.int64, stop_gradient=True)
+        ops = [*smooths, *dict.fromkeys((loss, whole)), *(op for pair in (*accuracies, *pairs) for op in pair)]
+        known, attrs = {"Logits": logits, "Labels": label}, {"smoothing": smoothing}
+        among = {"k": accuracies[1][0].attr("k"), "mean": mean is not None}
+        graph.replace(ops, loss, "native_loss", known, made, attrs | among)
+        if gradients:
+            known |= {"OfSoftmax": of_softmax, "DLoss": block.var(f"{made['Loss'].name}@GRAD")}
+            wanted = {"DLogits": graph.variables(gradients[1], "Logits@GRAD")["Logits@GRAD"]}
+            graph.replace(gradients, gradients[1], "native_loss_backward", known, wanted, attrs)
+
+
+def _target(graph, loss):
+    """The labels [N, 1] that a loss compares with, how far they are smoothed, and the operators that do it; no labels
+    if it compares with anything else."""
+    smoothing, ops, name = 0.0, [], loss.input("Label")[0]
+    for op_type in ("label_smooth", "one_hot_v2", "reshape2") if loss.attr("soft_label") else ():
+        maker = graph.makers.get(name)
+        if maker is not None and maker.type == op_type:
+            smoothing = maker.attr("epsilon") if op_type == "label_smooth" else smoothing
+            ops.append(maker)
+            name = maker.input("X")[0]
+        elif op_type == "one_hot_v2":
+            return None, smoothing, []
+    return graph.block.var(name), smoothing, ops
+
+
+def _read_top_classes(graph, op_type, input_name, logits, known):
+    """[(top_k_v2, reader)]: operators of a type whose last `input_name` are the first classes of these logits and whose
+    first input of the name `known[0]` is the variable `known[1]`."""
+    readers = [op for op in graph.block.ops if op.type == op_type and op.input(known[0])[0] == known[1].name]
+    found = [(graph.makers.get(op.input(input_name)[-1]), op) for op in readers]
+    return [
+        (top, op) for top, op in found if top is not None and top.type == "top_k_v2" and top.input("X") == [logits.name]
+    ]
 
 
 def _fuse_updates(graph):

@@ -14,7 +14,11 @@ from conftest import NHWC, assert_one_sentence, losses, phase
 from paddle_resnet import distributed, fusion, models, native, parameters, program
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from test_program import random_batches
+from utils.mode import Mode
 
+# What Paddle makes of the logits.
+LOSS_HEAD = ("one_hot_v2", "label_smooth", "softmax_with_cross_entropy", "softmax_with_cross_entropy_grad")
+LOSS_HEAD += ("reduce_mean", "reduce_mean_grad", "top_k_v2", "accuracy", "concat")
 BLOCKS = {
     "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
     "basic": partial(ResNet, BasicBlock, (2, 1, 1, 1), width=8),
@@ -73,10 +77,10 @@ def test_every_operator_of_a_residual_network_is_replaced(parse):
     assert after["native_bn_act"] == after["native_bn_act_backward"] == 13
     assert after["native_bn_add_relu"] == after["native_bn_add_relu_backward"] == 4
     assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
-    assert after["native_momentum"] == 1
-    gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum")
+    assert after["native_momentum"] == after["native_loss"] == after["native_loss_backward"] == 1
+    gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum", *LOSS_HEAD)
     assert not any(after[name] for name in gone)
-    assert sum(before.values()) - removed + 37 == sum(after.values())
+    assert sum(before.values()) - removed + 39 == sum(after.values())
     assert fusion.fuse(main) == 0
     assert len(distributed.bn_statistics(main)) == 34
 
@@ -92,21 +96,90 @@ def test_evaluation_is_the_same(parse):
         shape = parameters.read(name).shape
         parameters.set_variable(name, random.uniform(0.5, 2, shape).astype("float32"), exe.place)
     plain = main.clone()
-    assert fusion.fuse(main) == 17 + 13 + 4 + 1  # BN, ReLU, additions and the pooling
+    assert fusion.fuse(main) == 17 + 13 + 4 + 1 + 7  # BN, ReLU, additions, the pooling, loss and accuracies
     assert types(main)["native_bn_inference"] == 17
+    assert types(main)["native_loss"] == 1
     for x, y in random_batches(2, (32, 32, 4)):
         expected, found = (
-            exe.run(p, {"data": x, "label": y}, [fetchs["loss"][0], fetchs["top1"][0]]) for p in (plain, main)
+            exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
         )
+        assert [value.shape for value in found] == [value.shape for value in expected]
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-        np.testing.assert_array_equal(found[1], expected[1])
+        for ours, theirs in zip(found[1:], expected[1:], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def head(build, classes=7):
+    """(program, feed, variables to fetch) of what `build(logits, labels)` makes, [variables]."""
+    main = static.Program()
+    random = np.random.RandomState(0)
+    feed = {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
+    with static.program_guard(main):
+        logits = static.data("x", [None, classes])
+        logits.stop_gradient = False
+        return main, feed, build(logits, static.data("y", [None, 1], "int64"))
+
+
+def scored(classes, smoothing, mode, trains=True):
+    """What program.create_fetchs makes, and the gradient of the loss; of the loss's square, so that it is not 1."""
+
+    def build(logits, label):
+        fetchs = program.create_fetchs(logits, {"label": label}, classes, smoothing, mode)
+        found = [variable for variable, _ in fetchs.values()]
+        return [*found, *static.gradients(found[0] * found[0], logits)] if trains else found
+
+    return build
+
+
+@pytest.mark.parametrize("classes", [1, 2, 5, 7])
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+def test_loss_head_is_the_same(classes, smoothing):
+    main, feed, found = head(scored(classes, smoothing, Mode.TRAIN), classes)
+    exe = static.Executor(paddle.CPUPlace())
+    expected = exe.run(main, feed, found)
+    assert fusion.fuse(main) == 8 + 3 * bool(smoothing)
+    assert types(main)["native_loss"] == types(main)["native_loss_backward"] == 1
+    for ours, theirs in zip(exe.run(main, feed, found), expected, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def other_labels(logits, label):
+    """Accuracies against other labels than those of the loss."""
+    return [F.cross_entropy(logits, label), *(static.accuracy(logits, label * 0, k=k) for k in (1, 5))]
+
+
+def soft_targets(logits, label):
+    target = F.softmax(paddle.cast(label, "float32") * logits)
+    return [F.cross_entropy(logits, target, soft_label=True), *(static.accuracy(logits, label, k=k) for k in (1, 5))]
+
+
+def no_accuracy(logits, label):
+    return [F.cross_entropy(logits, label)]
+
+
+def mean_of_rows(logits, label):
+    loss = F.cross_entropy(logits, label, reduction="none")
+    return [paddle.mean(loss, axis=1), *(static.accuracy(logits, label, k=k) for k in (1, 5))]
+
+
+@pytest.mark.parametrize("build", [other_labels, soft_targets, no_accuracy, mean_of_rows])
+def test_loss_of_another_kind_stays_paddles(build):
+    main, feed, found = head(build)
+    exe = static.Executor(paddle.CPUPlace())
+    expected = exe.run(main, feed, found)
+    assert fusion.fuse(main) == 0
+    for ours, theirs in zip(exe.run(main, feed, found), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
     main, startup = static.Program(), static.Program()
     program.build(parse(), main, startup, 10)
-    assert fusion.fuse(main) == 53  # momentum, which has no layout
-    assert sum(name.startswith("native_") for name in types(main)) == 1
+    assert fusion.fuse(main) == 53 + 11  # momentum and the loss, which have no layout
+    assert {name for name in types(main) if name.startswith("native_")} == {
+        *("native_momentum", "native_loss", "native_loss_backward")
+    }
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()
     program.build(parse(*NHWC), main, startup, 10)

@@ -327,6 +327,56 @@ def test_loss_scale_is_that_of_paddle(device, where):
             assert same(ours, theirs)
 
 
+EVERYWHERE = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+def cross_entropy(x, labels, smoothing):
+    """Szegedy et al., arXiv:1512.00567, section 7. Returns the loss of each row and the gradient of their mean."""
+    shifted = x - x.max(1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    target = np.full(x.shape, smoothing / x.shape[1])
+    target[np.arange(len(x)), labels] += 1 - smoothing
+    return -(target * log_softmax).sum(1), (np.exp(log_softmax) - target) / len(x)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("rows, classes, k", [(256, 1000, 5), (3, 2, 2), (1, 1, 1), (300, 257, 5), (5, 256, 3)])
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_loss(device, where, rows, classes, k, smoothing):
+    random = np.random.RandomState(rows)
+    x = random.randn(rows, classes) * 5 + 300  # far from zero: the largest is taken off first
+    x = np.round(x * 8) / 8  # with equals
+    labels = random.randint(0, classes, rows)
+    logits, given = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
+    losses, gradient = cross_entropy(x, labels, smoothing)
+    order = np.argsort(-x, axis=1, kind="stable")  # the lower of two equals first
+    for mean in (True, False):
+        loss, top1, topk, of_softmax, pairs = run("native_loss", logits, given, smoothing, k, mean)
+        assert loss.shape == ([] if mean else [rows, 1])
+        np.testing.assert_allclose(wide(loss).reshape(-1), losses.mean() if mean else losses, rtol=1e-5, atol=2e-5)
+        assert top1.item() == np.float32((order[:, 0] == labels).mean())
+        assert topk.item() == np.float32((order[:, :k] == labels[:, None]).any(1).mean())
+        np.testing.assert_array_equal(pairs.numpy(), np.stack([labels, order[:, 0]], 1))
+    dlogits = run("native_loss_backward", logits, given, of_softmax, paddle.to_tensor(64.0), smoothing)[0]
+    np.testing.assert_allclose(wide(dlogits), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_loss_of_what_is_no_number(device, where):
+    """Such an image has no class and hits none, the loss says so, and its neighbours are what they are."""
+    x = np.random.RandomState(0).randn(4, 9).astype("float32")
+    x[1, 8], x[2, 3] = np.nan, -np.inf
+    labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9])  # the last one is no class
+    loss, top1, top5, _, pairs = run(
+        "native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False
+    )
+    np.testing.assert_array_equal(np.isnan(wide(loss)[:, 0]), [False, True, False, True])
+    assert top1.item() == top5.item() == 0.5
+    np.testing.assert_array_equal(pairs.numpy()[:, 1], [x[0].argmax(), -1, x[2].argmax(), x[3].argmax()])
+    smoothed = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.1, 5, True)[0]
+    assert np.isnan(smoothed.item())
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_what_is_not_finite_goes_through(device, where, dtype, value):

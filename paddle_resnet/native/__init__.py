@@ -27,8 +27,8 @@ from utils import logger
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-OPERATOR_FILES = ("operators.cc", "common.h", "gpu.h", "posts.h", "tensors.h", "updates.h")
-KERNEL_FILES = ("common.h", "vector.cuh", "batch_norm.cu", "max_pool.cu", "update.cu")
+OPERATOR_FILES = ("operators.cc", "common.h", "gpu.h", "loss.h", "posts.h", "tensors.h", "updates.h")
+KERNEL_FILES = ("common.h", "vector.cuh", "batch_norm.cu", "max_pool.cu", "update.cu", "loss.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 

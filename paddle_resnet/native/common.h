@@ -5,6 +5,7 @@
 constexpr int kVectorBytes = 16;                           // what a thread reads and writes at once
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // of BN
 constexpr int kPoolThreads = 256;
+constexpr int kLossThreads = 256;  // a power of two
 
 // Of a pooling; `vectors` of channels.
 struct Window {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gpu.h"
+#include "loss.h"
 #include "paddle/phi/api/all.h"
 #include "posts.h"
 #include "tensors.h"
@@ -337,6 +338,15 @@ void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &vel
   update(parameters, gradients, velocities, &masters, rate, unscale, mu, decays);
 }
 
+std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, float smoothing, int k, bool mean) {
+  return score(logits, labels, smoothing, k, mean);
+}
+
+std::vector<Tensor> LossBackward(const Tensor &logits, const Tensor &labels, const Tensor &of_softmax,
+                                 const Tensor &dloss, float smoothing) {
+  return {score_gradient(logits, labels, of_softmax, dloss, smoothing)};
+}
+
 using Dims = std::vector<int64_t>;
 using Shapes = std::vector<Dims>;
 using Types = std::vector<DataType>;
@@ -394,6 +404,30 @@ Shapes CheckGradientsShape(const Shapes &, const Dims &, const Dims &, const Dim
   return {{1}};
 }
 Types CheckGradientsType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
+
+Shapes LossShape(const Dims &logits, const Dims &, float, int, bool mean) {
+  const int64_t rows = logits[0];
+  return {mean ? Dims{} : Dims{rows, 1}, {}, {}, {rows, 2}, {rows, 2}};
+}
+Types LossType(DataType logits, DataType labels) { return {logits, logits, logits, logits, labels}; }
+Shapes LossBackwardShape(const Dims &logits, const Dims &, const Dims &, const Dims &, float) { return {logits}; }
+Types LossBackwardType(DataType logits, DataType, DataType, DataType) { return {logits}; }
+
+PD_BUILD_OP(native_loss)
+    .Inputs({"Logits", "Labels"})
+    .Outputs({"Loss", "Top1", "TopK", "OfSoftmax", "Pairs"})
+    .Attrs({"smoothing: float", "k: int", "mean: bool"})
+    .SetKernelFn(PD_KERNEL(Loss))
+    .SetInferShapeFn(PD_INFER_SHAPE(LossShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(LossType));
+
+PD_BUILD_OP(native_loss_backward)
+    .Inputs({"Logits", "Labels", "OfSoftmax", "DLoss"})
+    .Outputs({"DLogits"})
+    .Attrs({"smoothing: float"})
+    .SetKernelFn(PD_KERNEL(LossBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(LossBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(LossBackwardType));
 
 PD_BUILD_OP(native_check_gradients)
     .Inputs({paddle::Vec("Gradients"), "Scale", "GoodSteps", "BadSteps"})

@@ -173,7 +173,8 @@ struct Unpack<kKernel> {
   ENTRY(momentum_##T) \
   ENTRY(momentum_masters_##T)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) ENTRY(follow_loss_scale)};
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) ENTRY(follow_loss_scale)
+                                          ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace
 

@@ -1,0 +1,124 @@
+// The end of the network: softmax cross entropy with label smoothing, whether the label is among the first classes, the
+// class that comes first, and the gradient. Logits [rows, classes] in float32, labels as 64-bit integers; a block a
+// row, sums in a fixed order.
+
+#include "common.h"
+
+struct Largest {
+  float value;
+  int at;
+};
+
+// The first of equals; what is no number is larger than all numbers, so that it is not overlooked.
+struct FirstLargest {
+  __device__ Largest operator()(const Largest &a, const Largest &b) const {
+    const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;
+    if (a_is_nan != b_is_nan) return a_is_nan ? a : b;
+    if (a_is_nan || a.value == b.value) return a.at < b.at ? a : b;
+    return a.value > b.value ? a : b;
+  }
+};
+
+struct RowSums {
+  float exponentials, differences;
+  int ahead;  // classes that come before the label's
+};
+
+struct AddRowSums {
+  __device__ RowSums operator()(const RowSums &a, const RowSums &b) const {
+    return {a.exponentials + b.exponentials, a.differences + b.differences, a.ahead + b.ahead};
+  }
+};
+
+struct BatchSums {
+  float loss;
+  int first, among;
+};
+
+struct AddBatchSums {
+  __device__ BatchSums operator()(const BatchSums &a, const BatchSums &b) const {
+    return {a.loss + b.loss, a.first + b.first, a.among + b.among};
+  }
+};
+
+// Every thread gets what `join` makes of the values of all kLossThreads threads.
+template <class Value, class Join>
+__device__ Value join_all(const Value &value, Value *shared, const Join &join) {
+  const int thread = threadIdx.x;
+  shared[thread] = value;
+  __syncthreads();
+  for (int half = kLossThreads / 2; half > 0; half /= 2) {
+    if (thread < half) shared[thread] = join(shared[thread], shared[thread + half]);
+    __syncthreads();
+  }
+  return shared[0];
+}
+
+// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x); of_softmax[row] =
+// {largest x, log(sum(exp(x - largest)))}: softmax(x) = exp(x - largest - log(sum)).
+// hits[row]: bit 0 if the label's logit is the largest, bit 1 if it is among the k largest; the lower class comes
+// first. pairs[row] = {label, class of the largest logit, or -1 if a logit is no number}.
+extern "C" __global__ void __launch_bounds__(kLossThreads)
+    loss_rows(const float *logits, const long long *labels, int classes, float smoothing, int k, float *losses,
+              float *of_softmax, unsigned char *hits, long long *pairs) {
+  __shared__ Largest largest_of[kLossThreads];
+  __shared__ RowSums sums_of[kLossThreads];
+  const int row = blockIdx.x;
+  const long long label = labels[row];
+  const float *x = logits + static_cast<size_t>(row) * classes;
+  Largest largest = {-__uint_as_float(0x7f800000u), classes};
+  for (int i = threadIdx.x; i < classes; i += kLossThreads) largest = FirstLargest()(largest, {x[i], i});
+  largest = join_all(largest, largest_of, FirstLargest());
+
+  const bool is_class = label >= 0 && label < classes;
+  const float own = is_class ? x[label] : __uint_as_float(0x7fc00000u);
+  RowSums sums = {0, 0, 0};
+  for (int i = threadIdx.x; i < classes; i += kLossThreads) {
+    const float difference = x[i] - largest.value;
+    sums.exponentials += expf(difference);
+    sums.differences += difference;
+    sums.ahead += x[i] > own || (x[i] == own && i < label);
+  }
+  sums = join_all(sums, sums_of, AddRowSums());
+  if (threadIdx.x != 0) return;
+
+  const float log_sum = logf(sums.exponentials);
+  float loss = log_sum - (1 - smoothing) * (own - largest.value);
+  if (smoothing != 0) loss -= smoothing / classes * sums.differences;  // a logit of minus infinity is fine without
+  const bool is_number = largest.value == largest.value && own == own;
+  losses[row] = loss;
+  of_softmax[2 * row] = largest.value;
+  of_softmax[2 * row + 1] = log_sum;
+  hits[row] = is_number ? (sums.ahead < 1) | (sums.ahead < k) << 1 : 0;
+  pairs[2 * row] = label;
+  pairs[2 * row + 1] = largest.value == largest.value ? largest.at : -1;
+}
+
+// Over the batch, by one block: the mean of the losses, if `loss` is given, and the shares of the hits.
+extern "C" __global__ void __launch_bounds__(kLossThreads)
+    loss_means(const float *losses, const unsigned char *hits, int rows, float *loss, float *top1, float *topk) {
+  __shared__ BatchSums sums_of[kLossThreads];
+  BatchSums sums = {0, 0, 0};
+  for (int row = threadIdx.x; row < rows; row += kLossThreads) {
+    sums = AddBatchSums()(sums, {losses[row], hits[row] & 1, hits[row] >> 1});
+  }
+  sums = join_all(sums, sums_of, AddBatchSums());
+  if (threadIdx.x != 0) return;
+  if (loss != nullptr) *loss = sums.loss / rows;
+  *top1 = static_cast<float>(sums.first) / rows;
+  *topk = static_cast<float>(sums.among) / rows;
+}
+
+// Of the mean of the losses, whose own gradient is *dloss.
+extern "C" __global__ void __launch_bounds__(kLossThreads)
+    loss_gradient(const float *logits, const long long *labels, const float *of_softmax, const float *dloss,
+                  int classes, float smoothing, float *dlogits) {
+  const int row = blockIdx.x;
+  const size_t start = static_cast<size_t>(row) * classes;
+  const long long label = labels[row];
+  const float factor = *dloss / gridDim.x, largest = of_softmax[2 * row], log_sum = of_softmax[2 * row + 1];
+  for (int i = threadIdx.x; i < classes; i += kLossThreads) {
+    const float target = smoothing / classes + (i == label ? 1 - smoothing : 0);
+    dlogits[start + i] = (expf(logits[start + i] - largest - log_sum) - target) * factor;
+  }
+}
