@@ -1,8 +1,8 @@
 """A step recorded once, as a CUDA graph: from then on one call of the host launches it instead of a thousand.
 
-Kernels of a graph read and write the addresses that they had when it was recorded. So the batch is copied into tensors
-that stay, the metrics stay where they are, and what changes from step to step comes from outside: the learning rate
-ahead of the graph, the metrics on their way to the host behind it (posting.py).
+Kernels of a graph read and write the addresses that they had when it was recorded. So the batch and the metrics are
+copied into tensors that stay, and what changes from step to step comes from outside: the learning rate ahead of the
+graph, the metrics on their way to the host behind it (posting.py).
 
 Paddle's own operators for the finite check and the loss scale cannot be repeated like this: they copy tables from host
 memory that is gone by then. Hence --kernels native only.

@@ -373,6 +373,12 @@ def test_loss_of_what_is_no_number(device, where):
     np.testing.assert_array_equal(np.isnan(wide(loss)[:, 0]), [False, True, False, True])
     assert top1.item() == top5.item() == 0.5
     np.testing.assert_array_equal(pairs.numpy()[:, 1], [x[0].argmax(), -1, x[2].argmax(), x[3].argmax()])
+    of_softmax = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False)[3]
+    gradient = run(
+        "native_loss_backward", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), of_softmax, paddle.ones([]), 0.0
+    )[0]
+    np.testing.assert_array_equal(np.isnan(wide(gradient)).all(1), [False, True, False, True])
+    assert np.isfinite(wide(gradient)[[0, 2]]).all()
     smoothed = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.1, 5, True)[0]
     assert np.isnan(smoothed.item())
 

@@ -41,7 +41,7 @@ struct AddBatchSums {
   }
 };
 
-// Every thread gets what `join` makes of the values of all kLossThreads threads.
+// Every thread gets what `join` makes of the values of all kLossThreads threads. Each call needs memory of its own.
 template <class Value, class Join>
 __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   const int thread = threadIdx.x;
@@ -109,14 +109,17 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   *topk = static_cast<float>(sums.among) / rows;
 }
 
-// Of the mean of the losses, whose own gradient is *dloss.
+// Of the mean of the losses, whose own gradient is *dloss. A row whose label is no class has no number for a gradient,
+// as for a loss.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_gradient(const float *logits, const long long *labels, const float *of_softmax, const float *dloss,
                   int classes, float smoothing, float *dlogits) {
   const int row = blockIdx.x;
   const size_t start = static_cast<size_t>(row) * classes;
   const long long label = labels[row];
-  const float factor = *dloss / gridDim.x, largest = of_softmax[2 * row], log_sum = of_softmax[2 * row + 1];
+  const bool is_class = label >= 0 && label < classes;
+  const float factor = is_class ? *dloss / gridDim.x : __uint_as_float(0x7fc00000u);
+  const float largest = of_softmax[2 * row], log_sum = of_softmax[2 * row + 1];
   for (int i = threadIdx.x; i < classes; i += kLossThreads) {
     const float target = smoothing / classes + (i == label ? 1 - smoothing : 0);
     dlogits[start + i] = (expf(logits[start + i] - largest - log_sum) - target) * factor;

@@ -19,8 +19,9 @@ struct Scores {
     if (logits.dtype() != DataType::FLOAT32) PD_THROW("the fused loss takes logits of float32");
     if (logits.shape().size() != 2 || labels.dtype() != DataType::INT64 || labels.numel() != logits.shape()[0])
       PD_THROW("the fused loss takes logits [N, C] and N labels of int64");
-    if (logits.shape()[0] > INT32_MAX || logits.shape()[1] > INT32_MAX / 2)
-      PD_THROW("the fused loss takes less than 2^31 images and 2^30 classes");
+    if (logits.is_gpu() != labels.is_gpu()) PD_THROW("the fused loss takes logits and labels of one place");
+    if (logits.shape()[0] > INT32_MAX / 2 || logits.shape()[1] > INT32_MAX / 2)
+      PD_THROW("the fused loss takes less than 2^30 images and classes");
     rows = static_cast<int>(logits.shape()[0]);
     classes = static_cast<int>(logits.shape()[1]);
   }
@@ -98,11 +99,11 @@ Tensor score_gradient(const Tensor &logits, const Tensor &labels, const Tensor &
     return dlogits;
   }
   for (int64_t i = 0; i < logits.numel(); ++i) {
-    const int64_t row = i / shape.classes;
-    const bool is_label = i % shape.classes == data<int64_t>(labels)[row];
-    const double target = smoothing / shape.classes + (is_label ? 1 - smoothing : 0);
-    out[i] = (std::exp(static_cast<double>(data<float>(logits)[i]) - norms[2 * row] - norms[2 * row + 1]) - target) *
-             *above / shape.rows;
+    const int64_t row = i / shape.classes, label = data<int64_t>(labels)[row];
+    const double factor = label >= 0 && label < shape.classes ? *above / shape.rows : NAN;
+    const double target = smoothing / shape.classes + (i % shape.classes == label ? 1 - smoothing : 0);
+    out[i] =
+        (std::exp(static_cast<double>(data<float>(logits)[i]) - norms[2 * row] - norms[2 * row + 1]) - target) * factor;
   }
   return dlogits;
 }
