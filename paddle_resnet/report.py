@@ -235,8 +235,8 @@ def write_classes(args, result, classes):
     confusion = result["confusion"]
     if "not_finite" in numbers:
         logger.warn(
-            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not a number: the classes that they "
-            "are said to be taken for mean nothing"
+            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not a number: the accuracies of the "
+            "classes and the confusion leave these images out, or take them for an arbitrary class"
         )
     names = [*classes, *map(str, range(len(classes), len(confusion)))]
     rows = [

@@ -109,58 +109,36 @@ def test_evaluation_is_the_same(parse):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def head(build, classes=7):
-    """(program, feed, variables to fetch) of what `build(logits, labels)` makes, [variables]."""
+def run_twice(build, classes=7):
+    """Run what `build(logits, labels)` makes as Paddle's operators and fused; returns the fused program, how many
+    operators went, and the values of the variables that `build` returns, before and after."""
     main = static.Program()
     random = np.random.RandomState(0)
     feed = {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
     with static.program_guard(main):
         logits = static.data("x", [None, classes])
         logits.stop_gradient = False
-        return main, feed, build(logits, static.data("y", [None, 1], "int64"))
-
-
-def scored(classes, smoothing, mode, trains=True):
-    """What program.create_fetchs makes, and the gradient of the loss; of the loss's square, so that it is not 1."""
-
-    def build(logits, label):
-        fetchs = program.create_fetchs(logits, {"label": label}, classes, smoothing, mode)
-        found = [variable for variable, _ in fetchs.values()]
-        return [*found, *static.gradients(found[0] * found[0], logits)] if trains else found
-
-    return build
+        wanted = build(logits, static.data("y", [None, 1], "int64"))
+    exe = static.Executor(paddle.CPUPlace())
+    expected = exe.run(main, feed, wanted)
+    removed = fusion.fuse(main)
+    return main, removed, expected, exe.run(main, feed, wanted)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 5, 7])
 @pytest.mark.parametrize("smoothing", [0, 0.1])
 def test_loss_head_is_the_same(classes, smoothing):
-    main, feed, found = head(scored(classes, smoothing, Mode.TRAIN), classes)
-    exe = static.Executor(paddle.CPUPlace())
-    expected = exe.run(main, feed, found)
-    assert fusion.fuse(main) == 8 + 3 * bool(smoothing)
+    def build(logits, label):
+        fetchs = program.create_fetchs(logits, {"label": label}, classes, smoothing, Mode.TRAIN)
+        loss, *others = (variable for variable, _ in fetchs.values())
+        return [loss, *others, *static.gradients(loss * loss, logits)]  # not of the loss, whose own gradient is 1
+
+    main, removed, expected, found = run_twice(build, classes)
+    assert removed == 8 + 3 * bool(smoothing)
     assert types(main)["native_loss"] == types(main)["native_loss_backward"] == 1
-    for ours, theirs in zip(exe.run(main, feed, found), expected, strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def other_labels(logits, label):
-    """Accuracies against other labels than those of the loss."""
-    return [F.cross_entropy(logits, label), *(static.accuracy(logits, label * 0, k=k) for k in (1, 5))]
-
-
-def soft_targets(logits, label):
-    target = F.softmax(paddle.cast(label, "float32") * logits)
-    return [F.cross_entropy(logits, target, soft_label=True), *(static.accuracy(logits, label, k=k) for k in (1, 5))]
-
-
-def no_accuracy(logits, label):
-    return [F.cross_entropy(logits, label)]
-
-
-def mean_of_rows(logits, label):
-    loss = F.cross_entropy(logits, label, reduction="none")
-    return [paddle.mean(loss, axis=1), *(static.accuracy(logits, label, k=k) for k in (1, 5))]
 
 
 def accuracies(logits, label):
@@ -175,16 +153,26 @@ def with_gradient(loss_of):
     return build
 
 
-def pair(logits, *before):
-    return paddle.concat([*before, paddle.topk(logits, k=1)[1]], axis=1)
-
-
 def evaluated(others_of):
     def build(logits, label):
         loss = F.cross_entropy(logits, label, reduction="none")
         return [loss, *accuracies(logits, label), *others_of(logits, label)]
 
     return build
+
+
+def pair(logits, *before):
+    return paddle.concat([*before, paddle.topk(logits, k=1)[1]], axis=1)
+
+
+def soft_targets(logits, label):
+    target = F.softmax(paddle.cast(label, "float32") * logits)
+    return [F.cross_entropy(logits, target, soft_label=True), *accuracies(logits, label)]
+
+
+def mean_of_rows(logits, label):
+    loss = F.cross_entropy(logits, label, reduction="none")
+    return [paddle.mean(loss, axis=1), *accuracies(logits, label)]
 
 
 def prior(label):
@@ -209,9 +197,9 @@ def two_readers(logits, label):
 
 
 OTHER_LOSSES = {
-    "accuracies against other labels": other_labels,
+    "accuracies against other labels": lambda x, y: [F.cross_entropy(x, y), *accuracies(x, y * 0)],
     "soft targets": soft_targets,
-    "no accuracy": no_accuracy,
+    "no accuracy": lambda x, y: [F.cross_entropy(x, y)],
     "mean of rows": mean_of_rows,
     "sum": with_gradient(lambda x, y: [F.cross_entropy(x, y, reduction="sum")]),
     "two readers": with_gradient(two_readers),
@@ -226,12 +214,9 @@ OTHER_LOSSES = {
 
 @pytest.mark.parametrize("build", OTHER_LOSSES.values(), ids=OTHER_LOSSES)
 def test_loss_of_another_kind_stays_paddles(build):
-    main, feed, found = head(build)
-    exe = static.Executor(paddle.CPUPlace())
-    expected = exe.run(main, feed, found)
-    fusion.fuse(main)
+    main, _, expected, found = run_twice(build)
     assert not types(main)["native_loss"]
-    for ours, theirs in zip(exe.run(main, feed, found), expected, strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -244,12 +229,9 @@ FUSED_IN_PART = {
 
 @pytest.mark.parametrize("build", FUSED_IN_PART.values(), ids=FUSED_IN_PART)
 def test_what_is_beside_the_loss_stays_paddles(build):
-    main, feed, found = head(build)
-    exe = static.Executor(paddle.CPUPlace())
-    expected = exe.run(main, feed, found)
-    fusion.fuse(main)
+    main, _, expected, found = run_twice(build)
     assert types(main)["native_loss"] == 1
-    for ours, theirs in zip(exe.run(main, feed, found), expected, strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
