@@ -228,6 +228,12 @@ def assert_sparse(params, algorithm="mask_1d"):
         assert_two_of_four(params[name], algorithm)
 
 
+def gpu_labels(count):
+    """What the launcher calls the first GPUs that are visible here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible else [str(i) for i in range(count)])[:count]
+
+
 @pytest.fixture
 def launch_nodes(photos, tmp_path):
     """Start two launchers that find each other through a master on loopback, a process each, as two machines would;
@@ -244,7 +250,7 @@ def launch_nodes(photos, tmp_path):
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         for node in range(2):
             launcher = ["-m", "paddle.distributed.launch", "--nnodes", 2, "--master", master, "--rank", node]
-            launcher += ["--gpus", node] if on_gpus else ["--nproc_per_node", 1]
+            launcher += ["--gpus", gpu_labels(2)[node]] if on_gpus else ["--nproc_per_node", 1]
             launcher += ["--log_dir", folder / f"log{node}"]
             command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

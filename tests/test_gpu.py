@@ -14,7 +14,18 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import MASK_ALGORITHMS, NHWC, ROOT, TINY, assert_one_sentence, assert_sparse, losses, phase, read_report
+from conftest import (
+    MASK_ALGORITHMS,
+    NHWC,
+    ROOT,
+    TINY,
+    assert_one_sentence,
+    assert_sparse,
+    gpu_labels,
+    losses,
+    phase,
+    read_report,
+)
 from paddle_resnet import cuda_graph, dali
 from test_dali import epoch
 from utils.mode import Mode
@@ -363,8 +374,9 @@ def two_gpus(photos, tmp_path):
     if paddle.device.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
 
-    def two_gpus(*flags, fault=None, gpus="0,1", environment=None):
-        launcher = ["-m", "paddle.distributed.launch", "--gpus", gpus, "--log_dir", tmp_path / "log"]
+    def two_gpus(*flags, fault=None, gpus=2, environment=None):
+        labels = ",".join(gpu_labels(gpus))
+        launcher = ["-m", "paddle.distributed.launch", "--gpus", labels, "--log_dir", tmp_path / "log"]
         places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
         command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, "--batch-size", "5", *flags]
         environment = os.environ | {"PARAMETERS": str(tmp_path), "FLAGS_cudnn_deterministic": "1"} | (environment or {})
@@ -440,7 +452,7 @@ SHARES = ["--data-format", "synthetic", "--epochs", "2"]
 def test_two_gpus_train_like_one_with_twice_the_batch(two_gpus, tmp_path):
     """Without batch normalisation, whose statistics are those of a process's own images, and without TF32."""
     found, environment = [], {"SHARES": "1", "NVIDIA_TF32_OVERRIDE": "0"}
-    for gpus, batch_size, rate in (("0", 24, 0.002), ("0,1", 12, 0.001)):
+    for gpus, batch_size, rate in ((1, 24, 0.002), (2, 12, 0.001)):
         flags = [*FP32, *SHARES, "--model-arch-name", "Plain", "--batch-size", batch_size, "--lr", rate]
         two_gpus(*flags, gpus=gpus, environment=environment)
         found.append([dict(np.load(tmp_path / f"epoch{e}_rank0.npz")) for e in range(2)])
@@ -457,7 +469,7 @@ def test_two_gpus_train_like_one_with_twice_the_batch(two_gpus, tmp_path):
 def test_two_gpus_follow_one_with_twice_the_batch(two_gpus, kernels):
     """With batch normalisation, over 24 images or over 12, and in half precision."""
     found = []
-    for gpus, batch_size, rate in (("0", 24, 0.02), ("0,1", 12, 0.01)):
+    for gpus, batch_size, rate in ((1, 24, 0.02), (2, 12, 0.01)):
         flags = [*O2, *SHARES, "--kernels", kernels, "--batch-size", batch_size, "--lr", rate, "--epochs", "8"]
         report = two_gpus(*flags, gpus=gpus, environment={"SHARES": "1"})
         found.append([losses(report)[epoch, "train"] for epoch in range(8)])
