@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 # ResNet-50 on H200s, AMP O2, NHWC, 256 images a GPU, synthetic: {GPUs: images/s}, medians of benchmarks/.
-MEASURED = {1: 6910.0, 2: 13422.0, 4: 26853.0}
+MEASURED = {1: 8338.0, 2: 16203.0, 4: 32408.0}
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -19,22 +19,25 @@ class Setup:
     Attributes:
         batch: images a GPU and step.
         gradient_bytes: all-reduced by each GPU in each step.
-        buckets: all-reduces a step.
+        buckets: all-reduces a step between nodes, beside the backward pass; within one there is one, behind it.
         gpus_per_node: GPUs that NVLink connects.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
         network: bytes/s that a node sends to others, all its adapters together.
         latency_s: seconds that one hop of an all-reduce between nodes takes, however short the message.
-        backward: share of a step of one GPU that the backward pass takes, beside which gradients travel.
+        backward: share of a step of one GPU that the backward pass takes, beside which gradients travel between nodes.
+        several_nodes_s: seconds that a step on several nodes takes longer beside its exposed all-reduces: it is no CUDA
+            graph, and NCCL's kernels run beside the backward pass.
     """
 
     batch: int = 256
     gradient_bytes: float = 25.6e6 * 2
-    buckets: int = 21
+    buckets: int = 6
     gpus_per_node: int = 8
     nvlink: float = 300e9
     network: float = 50e9
     latency_s: float = 10e-6
     backward: float = 0.6
+    several_nodes_s: float = 0.65e-3
 
 
 def all_reduce_s(setup, gpus, size):
@@ -52,28 +55,28 @@ def all_reduce_s(setup, gpus, size):
 
 
 def exposed_s(setup, gpus, step_s):
-    """Seconds of communication a step that nothing hides: all that does not fit beside the backward pass, and at
-    least the last bucket, whose gradients are the last to be computed."""
-    if gpus == 1:
-        return 0.0
+    """Seconds of communication a step that nothing hides: within a node all of it; between nodes all that does not fit
+    beside the backward pass, and at least the last bucket, whose gradients are the last to be computed."""
+    if gpus <= setup.gpus_per_node:
+        return all_reduce_s(setup, gpus, setup.gradient_bytes)
     bucket = all_reduce_s(setup, gpus, setup.gradient_bytes / setup.buckets)
     return max(bucket, setup.buckets * bucket - setup.backward * step_s)
 
 
 def fit(setup, measured):
-    """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements.
+    """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
-    overhead is what communication costs on any number of GPUs: its kernels take multiprocessors and memory bandwidth
-    from the backward pass. jitter is the deviation of a GPU's step, of which a job waits for the largest of n. Neither
-    can be negative. Measurements on one number of GPUs beside one are all overhead: a best case.
+    overhead is what any number of GPUs costs, such as a first GPU that is faster than the others. jitter is the
+    deviation of a GPU's step, of which a job waits for the largest of n. Neither can be negative. Measurements on one
+    number of GPUs beside one are all overhead: a best case.
 
     Args:
         setup: Setup.
-        measured: {GPUs: images/s}, 1 among them and at least one more.
+        measured: {GPUs: images/s}, 1 among them and at least one more, of one node.
     Returns:
         (seconds a step of one GPU, overhead, jitter), in seconds.
     Raises:
-        ValueError: there are too few.
+        ValueError: there are too few, or some of several nodes.
     """
     alone, rows = _losses(setup, measured)
     mean_x, mean_y = (sum(column) / len(rows) for column in zip(*rows, strict=True))
@@ -93,6 +96,8 @@ def _losses(setup, measured):
     """(seconds a step of one GPU, [(sqrt(2 ln n), seconds that a step on n GPUs takes longer)])."""
     if 1 not in measured or len(measured) < 2:
         raise ValueError("measurements on one GPU and on at least one larger number are needed")
+    if max(measured) > setup.gpus_per_node:
+        raise ValueError(f"a measurement on {max(measured)} GPUs is not one of a node of {setup.gpus_per_node}")
     alone = setup.batch / measured[1]
     return alone, [
         (math.sqrt(2 * math.log(n)), n * setup.batch / ips - alone - exposed_s(setup, n, alone))
@@ -106,6 +111,7 @@ def predict(setup, fitted, gpus):
     alone, overhead, jitter = fitted
     exposed = exposed_s(setup, gpus, alone)
     step = alone if gpus == 1 else alone + exposed + overhead + jitter * math.sqrt(2 * math.log(gpus))
+    step += setup.several_nodes_s if gpus > setup.gpus_per_node else 0
     return {"step_s": step, "ips": gpus * setup.batch / step, "efficiency": alone / step, "exposed_s": exposed}
 
 
@@ -123,7 +129,8 @@ def table(setup, measured, gpus=GPUS, file_bytes=110e3):
     ]
     for n in sorted({*measured, *gpus}):
         result = predict(setup, fitted, n)
-        reduce_ms = setup.buckets * all_reduce_s(setup, n, setup.gradient_bytes / setup.buckets) * 1e3
+        buckets = setup.buckets if n > setup.gpus_per_node else 1
+        reduce_ms = buckets * all_reduce_s(setup, n, setup.gradient_bytes / buckets) * 1e3
         files = result["ips"] * min(n, setup.gpus_per_node) / n
         seen = f" (measured {measured[n]:,.0f})" if n in measured else ""
         lines.append(
@@ -149,7 +156,7 @@ def main(argv=None):
     setup = Setup()
     parser.add_argument("--batch", type=int, default=setup.batch, help="images a GPU")
     parser.add_argument("--gradient-mb", type=float, default=setup.gradient_bytes / 1e6, help="a step")
-    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces a step: those of --measured")
+    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces a step between nodes")
     parser.add_argument("--gpus-per-node", type=int, default=setup.gpus_per_node, help="GPUs a node")
     parser.add_argument("--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="GB/s a GPU in an all-reduce")
     parser.add_argument("--network-gb-s", type=float, default=setup.network / 1e9, help="GB/s a node, all adapters")

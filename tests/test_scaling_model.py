@@ -24,7 +24,20 @@ def test_all_reduce_sends_twice_the_bytes_at_most():
     assert model.all_reduce_s(setup, 1024, 1e9) == pytest.approx(0.0175 + 2 * 127 / 128 * 0.1 + 2 * 7 * 1e-3)
 
 
-def test_communication_that_fits_beside_the_backward_pass_exposes_its_last_bucket():
+def test_communication_within_a_node_is_exposed():
+    assert model.exposed_s(SETUP, 1, 1.0) == 0
+    assert model.exposed_s(SETUP, 8, 1.0) == model.all_reduce_s(SETUP, 8, SETUP.gradient_bytes) > 0
+
+
+def test_a_job_of_several_nodes_has_no_graph():
+    fast = replace(SETUP, network=1e15, latency_s=0.0, buckets=1000)
+    fitted = model.fit(fast, model.MEASURED)
+    one, two = (model.predict(fast, fitted, n) for n in (8, 16))
+    reduced = one["exposed_s"] - two["exposed_s"]
+    assert two["step_s"] - one["step_s"] == pytest.approx(SETUP.several_nodes_s - reduced)
+
+
+def test_communication_between_nodes_that_fits_beside_the_backward_pass_exposes_its_last_bucket():
     bucket = model.all_reduce_s(SETUP, 16, SETUP.gradient_bytes / SETUP.buckets)
     assert model.exposed_s(SETUP, 16, 1.0) == pytest.approx(bucket)
     total = bucket * SETUP.buckets
@@ -73,6 +86,12 @@ def test_one_measurement_is_too_little(capsys):
     with pytest.raises(SystemExit):
         model.main(["--measured", "2:100"])
     assert "larger number" in capsys.readouterr().err
+
+
+def test_measurements_of_several_nodes_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        model.main(["--measured", "1:100", "16:1500"])
+    assert "16 GPUs is not one of a node of 8" in capsys.readouterr().err
 
 
 def test_table_of_the_documentation_is_the_scripts(capsys):
