@@ -188,7 +188,8 @@ def _print_table(title, result, about):
 
 
 def summarise(args, argv, trained, evaluated, best, folder):
-    """Log the results of a training run and print the command that evaluates its last checkpoint again.
+    """Log the results of a training run and print the command that evaluates its last checkpoint again, with a report
+    of its own.
 
     Args:
         args: flags.
@@ -205,6 +206,7 @@ def summarise(args, argv, trained, evaluated, best, folder):
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
+        flags += ["--report-file", str(Path(args.report_file).with_suffix(".eval.json"))]
         flags += ["--profile-steps", "None"] if args.profile_steps else []
         logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
 

@@ -1,11 +1,13 @@
 import csv
 import pickle
+import shlex
 
 import numpy as np
 import paddle
 from paddle import static
 
-from conftest import phase
+import train
+from conftest import phase, read_report
 from paddle_resnet import distributed, program, report
 from test_program import build, random_batches
 
@@ -47,6 +49,17 @@ def test_losses_that_are_no_numbers_are_counted(run_train, tmp_path, capsys):
     assert code == 0
     assert phase(entries, [], "val.")["not_finite"] == 23
     assert "the loss of 23 of 23 images is not a number" in capsys.readouterr().err
+
+
+def test_printed_command_evaluates_the_last_checkpoint_and_keeps_the_report(run_train, tmp_path, capsys):
+    code, entries = run_train("--epochs", "2", "--profile-steps", "1:2")
+    assert code == 0
+    [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate it again: ")]
+    words = shlex.split(command)
+    with static.scope_guard(static.Scope()):
+        assert train.main(words[words.index("train.py") + 1 :]) == 0
+    assert phase(read_report(tmp_path / "report.eval.json"), [], "val.")["loss"] == phase(entries, [1], "val.")["loss"]
+    assert read_report(tmp_path / "report.json") == entries
 
 
 def test_evaluation_of_a_run_agrees_with_its_files(run_train, tmp_path):
