@@ -418,6 +418,10 @@ def _yaml_words(parser, path):
         if value is not None:  # null keeps the default
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(f"{_flag(key)}={text}")
+    try:
+        parser.parse_known_args(words)
+    except UsageError as e:
+        raise UsageError(f"--config {path}: {e}") from e
     return words
 
 
@@ -512,8 +516,14 @@ def _epoch(text):
 
 
 def _integers(text):
-    return [_integer(part, 0) for part in text.split(",")]
+    return [_integer(part, 0) for part in _parts(text)]
 
 
 def _numbers(text):
-    return [_number(part) for part in text.split(",")]
+    return [_number(part) for part in _parts(text)]
+
+
+def _parts(text):
+    if len(text.split()) > 1 and "," not in text:
+        raise argparse.ArgumentTypeError(f"'{text}' has no commas: give {','.join(text.split())}")
+    return text.split(",")

@@ -40,12 +40,11 @@ def _run(args, argv):
     from paddle_resnet import distributed, native
     from utils.affinity import bind_to_gpu
 
-    logger.setup(args.report_file, distributed.rank(), goes_on=args.resume)
+    logger.setup(args.report_file, distributed.rank())
     distributed.resolve_devices(args)
     native.resolve(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(distributed.local_gpu())
-    logger.log("PARAMETER", config.as_dict(args))
     if args.show_config:
         logger.info(yaml.safe_dump(config.as_dict(args), sort_keys=False, default_flow_style=None).rstrip())
 
@@ -59,7 +58,7 @@ def _work(args, argv):
     import paddle
     from paddle import static
 
-    from paddle_resnet import agreement, checkpoint, dali, distributed, folding, parameters, program, report
+    from paddle_resnet import agreement, checkpoint, dali, distributed, folding, parameters, profile, program, report
     from paddle_resnet.optimizer import cast_evaluation_program, prune
     from paddle_resnet.saver import Saver, check_folder
 
@@ -72,6 +71,7 @@ def _work(args, argv):
     train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
     eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
     checkpoint.compare_classes(found, train_loader or eval_loader)
+    profile.check(args, train_loader or eval_loader)
     place = distributed.place(args)
     exe = static.Executor(place)
     paddle.seed(args.seed)
@@ -103,6 +103,9 @@ def _work(args, argv):
         check_folder(args)
         logger.info("dry run: flags, data and programs are in order")
         return
+    is_saved = trains and not args.benchmark
+    saver = Saver(args, train_prog, lr_scheduler, train_loader, train_fetchs, found) if is_saved else None
+    logger.begin(config.as_dict(args), goes_on=args.resume)
 
     def evaluate(epoch):
         refold()
@@ -111,14 +114,11 @@ def _work(args, argv):
         return report.write_classes(args, result, eval_loader.classes)
 
     if not trains:
-        report.conclude(args, argv, evaluate(max(0, found.epoch - 1) if found else 0), Mode.EVAL)
-        return
+        return report.conclude(args, argv, evaluate(max(0, found.epoch - 1) if found else 0), Mode.EVAL)
     if args.benchmark:
         result = program.run(args, train_loader, exe, compiled_train, train_fetchs, 0, Mode.TRAIN, lr_scheduler)
-        report.conclude(args, argv, result, Mode.TRAIN)
-        return
+        return report.conclude(args, argv, result, Mode.TRAIN)
 
-    saver = Saver(args, train_prog, lr_scheduler, train_loader, train_fetchs, found)
     bn_average_prog = distributed.build_bn_average(train_prog) if distributed.world_size() > 1 else None
     trained = found and found.trained  # not None: the epoch was stopped in its evaluation
     for epoch in range(found.epoch if found else 0, args.epochs):

@@ -88,7 +88,7 @@ def splits(image_root):
     """
     found = [mode for mode in Mode if _has_split(image_root, mode)]
     if not found:
-        raise UsageError(f"{image_root} has neither train/ nor val/ in any format: name the folder above them")
+        raise UsageError(f"{image_root} has neither train/ nor val/ in any format: name the folder that holds them")
     return found
 
 
@@ -142,7 +142,11 @@ def list_folder(image_root, mode, num_of_class=None):
     if not os.path.isdir(image_root):
         raise UsageError(f"--image-root {image_root} is no folder: name the one that holds train/ and val/")
     if not os.path.isdir(split_dir):
-        raise UsageError(f"--image-root {image_root} has no folder {split}/: name the folder above it")
+        there, scope = ("val", "eval_only") if mode is Mode.TRAIN else ("train", "train_only")
+        remedy = "name the folder that holds train/ and val/"
+        if os.path.isdir(os.path.join(image_root, there)):
+            remedy = f"make it, or use {there}/ alone with --run-scope {scope}"
+        raise UsageError(f"--image-root {image_root} has no folder {split}/: {remedy}")
 
     label_dir = os.path.join(image_root, "train")
     if not os.path.isdir(label_dir):

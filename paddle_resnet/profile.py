@@ -13,6 +13,17 @@ _traced = None  # flags of the run that has begun its first pass
 _recording = None  # the Profiler that is recording
 
 
+def check(args, loader):
+    """Refuse steps that the run's first pass, over this loader, does not get to.
+
+    Raises:
+        UsageError: there are some.
+    """
+    last_step = args.benchmark_warmup_steps + args.benchmark_steps if args.benchmark else len(loader)
+    if args.profile_steps is not None and args.profile_steps[1] > last_step:
+        raise _outside(args, 0, last_step)
+
+
 def start(args, first_step, last_step):
     """The trace of a run's first pass over a loader; None without --profile-steps, for every later pass, and where
     --resume goes on behind the steps' beginning.
@@ -32,11 +43,16 @@ def start(args, first_step, last_step):
         logger.warn(f"--profile-steps {begin}:{end}: no trace, since --resume goes on at step {first_step}")
         return None
     if begin < first_step or end > last_step:
-        raise UsageError(
-            f"--profile-steps {begin}:{end} is not within this run's first steps {first_step}:{last_step}: give a "
-            "part of them"
-        )
+        raise _outside(args, first_step, last_step)
     return Trace(args, begin, end)
+
+
+def _outside(args, first_step, last_step):
+    begin, end = args.profile_steps
+    return UsageError(
+        f"--profile-steps {begin}:{end} is not within this run's first steps {first_step}:{last_step}: give a part of "
+        "them"
+    )
 
 
 @contextlib.contextmanager

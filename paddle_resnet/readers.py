@@ -64,8 +64,9 @@ def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset
     """
     image_root = str(image_root)
     if data_format == "auto":
-        data_format = listing.detect(image_root, mode)
-        logger.info(f"--data-format auto: the {mode.value} split in {image_root} is {data_format}")
+        data_set = open_split(image_root, listing.detect(image_root, mode), mode, num_of_class, seed, skip)
+        logger.info(f"--data-format auto: the {mode.value} split in {image_root} is {data_set.data_format}")
+        return data_set
     if data_format in listing.FILES:
         return _files(data_format, image_root, mode, num_of_class, seed, skip)
     if not os.path.isdir(image_root):

@@ -43,7 +43,7 @@ class Report:
         images: number of images that were decoded or should have been.
         errors: [sentence]: the data set as a whole cannot be used.
         failing: {path relative to the root: why}: training would end at this image.
-        odd: {kind: [path or sentence]}: training goes on, perhaps not with what was meant.
+        odd: {kind: [path or sentence]}: training goes on, perhaps not with what was meant, unless the image fails.
     """
 
     images: int = 0
@@ -309,10 +309,13 @@ def show(report, console=None):
     from rich.table import Table
 
     console = console or Console()
-    odd = Table("odd, training goes on", "count")
+    odd = Table()
+    odd.add_column("odd", no_wrap=True)
+    odd.add_column("count")
+    odd.add_column("fail")
     odd.add_column("for example", overflow="fold")
     for kind, names in sorted(report.odd.items()):
-        odd.add_row(kind, str(len(names)), names[0])
+        odd.add_row(kind, str(len(names)), str(sum(name in report.failing for name in names)), names[0])
     if odd.row_count:
         console.print(odd)
     for name, why in list(report.failing.items())[:SHOWN]:

@@ -420,6 +420,8 @@ def test_flags_at_the_edge_of_a_refusal_are_accepted(flags):
         ("epochs 3", "is not a list of `flag: value` lines"),
         ("normalize_mean: [0, 0", "is not YAML"),
         ("epochs: 3\n\tlr: 1", "is not YAML"),
+        ("lr: fast", "--lr: 'fast' is not a number"),
+        ("image_shape: 3 32 32", "--image-shape: '3 32 32' has no commas: give 3,32,32"),
     ],
 )
 def test_unusable_config_file_is_refused(config_file, text, says):

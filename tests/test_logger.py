@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, read_report
 from utils import logger
 from utils.errors import RunError, UsageError
 
@@ -22,14 +22,22 @@ def own_log(monkeypatch):
 @pytest.fixture
 def report(tmp_path):
     path = tmp_path / "logs" / "report.json"
-    logger.setup(path)
+    begin(path)
     return path
 
 
+def begin(path, rank=0, goes_on=False):
+    logger.setup(path, rank)
+    logger.begin({"lr": 0.1}, goes_on)
+
+
 def entries(path):
+    """All lines but those that begin a report."""
     lines = path.read_text().splitlines()
     assert all(line.startswith("DLLL ") for line in lines)
-    return [json.loads(line.removeprefix("DLLL ")) for line in lines]
+    found = [json.loads(line.removeprefix("DLLL ")) for line in lines]
+    assert found[0]["step"] == "PARAMETER"
+    return [entry for entry in found if entry["step"] != "PARAMETER"]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +64,25 @@ def test_line_has_the_keys_of_dllogger(report):
     assert 0 <= float(first["elapsedtime"]) <= float(second["elapsedtime"])
 
 
-def test_parameters_are_reported_but_not_printed(report, capsys):
-    logger.log("PARAMETER", {"lr": 0.1, "image_shape": [3, 32, 32], "from_checkpoint": None, "amp": False})
-    [entry] = entries(report)
+def test_parameters_are_reported_but_not_printed(tmp_path, capsys):
+    parameters = {"lr": 0.1, "image_shape": [3, 32, 32], "from_checkpoint": None, "amp": False}
+    logger.setup(tmp_path / "report.json")
+    logger.begin(parameters)
+    [entry] = read_report(tmp_path / "report.json")
     assert entry["step"] == "PARAMETER"
-    assert entry["data"] == {"lr": 0.1, "image_shape": [3, 32, 32], "from_checkpoint": None, "amp": False}
+    assert entry["data"] == parameters
     assert capsys.readouterr().out == ""
+
+
+def test_report_of_another_run_stays_until_this_one_begins(report, capsys):
+    logger.log((), {"train.loss": 1.0})
+    before = report.read_bytes()
+    logger.setup(report)
+    logger.log((0, 1), {"train.loss": 2.0})
+    assert "loss 2" in capsys.readouterr().out
+    logger.close()
+    logger.begin({"lr": 0.2})  # nowhere
+    assert report.read_bytes() == before
 
 
 def test_lines_are_in_the_file_before_it_is_closed(report):
@@ -91,7 +112,7 @@ def test_each_line_is_one_write():
 
 def test_new_report_replaces_the_old_one(report):
     logger.log((), {"train.loss": 1.0})
-    logger.setup(report)
+    begin(report)
     logger.log((), {"train.loss": 2.0})
     assert [entry["data"] for entry in entries(report)] == [{"train.loss": 2.0}]
 
@@ -99,7 +120,7 @@ def test_new_report_replaces_the_old_one(report):
 def test_report_of_a_run_that_goes_on_keeps_what_it_has(tmp_path):
     report = tmp_path / "report.json"
     for loss in (1.0, 2.0):
-        logger.setup(report, goes_on=True)
+        begin(report, goes_on=True)
         logger.log((), {"train.loss": loss})
     assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0, 2.0]
 
@@ -111,15 +132,14 @@ def test_line_that_a_full_disk_has_torn_is_left_out(report, torn, whole):
         logger.log((), {"train.loss": 1.0})
     logger.close()
     report.write_text(report.read_text() + torn)
-    logger.setup(report, goes_on=True)
+    begin(report, goes_on=True)
     logger.log((), {"train.loss": 2.0})
     assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0] * whole + [2.0]
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     report = tmp_path / "logs" / "report.json"
-    logger.setup(report, rank=1)
-    logger.log("PARAMETER", {"lr": 0.1})
+    begin(report, rank=1)
     logger.log((0, 1), {"train.loss": 1.0})
     logger.info("for the user")
     logger.warn("take care")
@@ -129,7 +149,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
 
 def test_other_ranks_leave_rank_0s_report_alone(report):
     logger.log((), {"train.loss": 1.0})
-    logger.setup(report, rank=1)
+    begin(report, rank=1)
     logger.log((), {"train.loss": 2.0})
     assert [entry["data"] for entry in entries(report)] == [{"train.loss": 1.0}]
 
@@ -146,7 +166,7 @@ def test_full_disk_ends_the_run_with_a_sentence():
         with pytest.raises(
             RunError, match=r"^--report-file /dev/full can no longer be written \(No space left.*make room.*--resume$"
         ):
-            logger.log((0,), {"train.loss": 1.0})
+            logger.begin({"lr": 0.1})
     finally:
         logger.close()
 

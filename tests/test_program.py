@@ -274,6 +274,7 @@ def test_training_has_no_confusions(parse):
 
 def test_log_leaves_arrays_out(capsys, tmp_path):
     logger.setup(tmp_path / "report.json")
+    logger.begin({})
     program.log_info((3,), {"top1": 0.5, "confusion": np.zeros((2, 2))}, Mode.EVAL)
     logger.close()
     assert capsys.readouterr().out == "epoch 3 val  top1 0.5\n"

@@ -145,21 +145,25 @@ def flatten(split):
     ("change", "says"),
     [
         (shutil.rmtree, ["--image-root", "is no folder", "train/ and val/"]),
-        (empty, ["--image-root", "has no folder train/"]),
+        (empty, ["--image-root", "has no folder train/", "name the folder that holds train/ and val/"]),
+        (lambda root: shutil.rmtree(root / "val"), ["has no folder val/", "--run-scope train_only"]),
+        (lambda root: shutil.rmtree(root / "train"), ["has no folder train/", "--run-scope eval_only"]),
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder a class"]),
         (
             lambda root: empty(root / "train" / "class0") or empty(root / "val"),
             ["--image-root", "val/ holds no images"],
         ),
     ],
-    ids=["missing", "empty", "no class folders", "no images"],
+    ids=["missing", "empty", "no val", "no train", "no class folders", "no images"],
 )
 def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, says):
     root = copy_with(photos, tmp_path, change)
     code, report = run_train(image_root=root)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, [*says, str(root)])
-    assert not any(isinstance(e["step"], list) for e in report)
+    said = capsys.readouterr()
+    assert_one_sentence(said.err, [*says, str(root)])
+    assert "the train split in" not in said.out or (root / "train" / "class1").is_dir()
+    assert report == []
 
 
 @pytest.mark.parametrize("name", ["train/class0/12.jpg", "val/class2/20.jpg"])
@@ -207,7 +211,7 @@ def test_bad_flags_are_refused(run_train, capsys, flags, says):
     code, report = run_train(*flags)
     assert code == 2
     assert_one_sentence(capsys.readouterr().err, says)
-    assert not any(isinstance(e["step"], list) for e in report)
+    assert report == []
 
 
 def test_checkpoint_of_another_model_is_refused(run_train, tmp_path, capsys):

@@ -2,7 +2,8 @@
 
 The report has the form of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
 elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run). Each
-start begins with "PARAMETER"; a later line for the same step, of a start that went on, takes the place of the earlier.
+start begins with "PARAMETER" once nothing can refuse it any more; a later line for the same step, of a start that went
+on, takes the place of the earlier.
 """
 
 import contextlib
@@ -15,35 +16,60 @@ from pathlib import Path
 
 from utils.errors import RunError, UsageError
 
-_report = None
+_path = _report = None
 _quiet = False
 _start_s = time.time()
 
 
-def setup(report_file, rank=0, goes_on=False):
-    """Open the report. Only rank 0 writes and prints; the other ranks' calls do nothing.
+def setup(report_file, rank=0):
+    """See that the report can be written, and leave what it holds. Only rank 0 writes and prints; the other ranks'
+    calls do nothing.
 
     Args:
         report_file: path.
         rank: of this process.
-        goes_on: write behind what the file holds already, instead of a new file.
     Raises:
         UsageError: the report file cannot be written.
     """
-    global _report, _quiet
+    global _path, _quiet
     close()
     _quiet = rank != 0
     if _quiet:
         return
     path = Path(report_file)
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            os.truncate(path, _whole_lines(path) if goes_on else 0)
+        open(path, "a").close()
+    _path = path
+
+
+def begin(parameters, goes_on=False):
+    """Begin the report of this run: to be called when the run cannot be refused any more, since the file may hold the
+    report of another one until then.
+
+    Args:
+        parameters: {flag: value}, the first line.
+        goes_on: write behind what the file holds already, instead of a new file.
+    Raises:
+        UsageError: the report file cannot be written.
+    """
+    global _report
+    if _path is None:
+        return
+    with _writing(_path):
+        if _path.is_file():
+            os.truncate(_path, _whole_lines(_path) if goes_on else 0)
         # Always at its end, wherever that is, should another run take the same file.
-        _report = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
+        _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
+    report("PARAMETER", parameters)
+
+
+@contextlib.contextmanager
+def _writing(path):
+    try:
+        yield
     except OSError as e:
-        raise UsageError(f"--report-file {report_file} cannot be written ({e.strerror}): name another file") from e
+        raise UsageError(f"--report-file {path} cannot be written ({e.strerror}): name another file") from e
 
 
 def _whole_lines(path):
@@ -52,10 +78,10 @@ def _whole_lines(path):
 
 
 def close():
-    global _report
+    global _path, _report
     if _report is not None:
         _report.close()
-        _report = None
+    _path = _report = None
 
 
 def write_line(text, stream):
@@ -86,13 +112,12 @@ def log(step, data):
     """Print and report metrics.
 
     Args:
-        step: "PARAMETER", (epoch, step), (epoch,) or () for the summary of the run.
+        step: (epoch, step), (epoch,) or () for the summary of the run.
         data: {name: number or text}.
     """
     if _quiet:
         return
-    if step != "PARAMETER":
-        write_line(_line(step, data), sys.stdout)
+    write_line(_line(step, data), sys.stdout)
     report(step, data)
 
 
