@@ -380,7 +380,8 @@ def _store():
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    if connection.getpeername()[1] == port:
+                    is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and connection.getpeername()[1] == port:
                         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return store
 

@@ -423,6 +423,19 @@ class Store:
         return self.counts[key]
 
 
+def test_only_the_stores_connection_sends_at_once(monkeypatch):
+    """Beside connections of other kinds, such as an unnamed UNIX socket, which some programs give a job for stdin."""
+    monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", lambda: "store")
+    with contextlib.ExitStack() as stack:
+        for end in socket.socketpair():
+            stack.enter_context(end)
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        clients = [stack.enter_context(socket.create_connection(server.getsockname())) for server in servers]
+        monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{servers[0].getsockname()[1]}")
+        assert distributed._store.__wrapped__() == "store"
+        assert [bool(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for c in clients] == [True, False]
+
+
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [[0], [1], [0, 1], []])
 def test_all_ranks_stop_before_the_same_step(monkeypatch, asked, lead):

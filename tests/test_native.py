@@ -363,15 +363,18 @@ def test_loss(device, where, rows, classes, k, smoothing):
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_loss_of_what_is_no_number(device, where):
-    """Such an image has no class and hits none, the loss says so, and its neighbours are what they are."""
+    """Such an image has no class and hits none, the loss says so, and its neighbours are what they are. A label that is
+    no class is told from that by an impossible top1."""
     x = np.random.RandomState(0).randn(4, 9).astype("float32")
     x[1, 8], x[2, 3] = np.nan, -np.inf
     labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9])  # the last one is no class
+    top1 = run("native_loss", paddle.to_tensor(x[:3]), paddle.to_tensor(labels[:3, None]), 0.0, 5, False)[1]
+    assert top1.item() == np.float32(2 / 3)
     loss, top1, top5, _, pairs = run(
         "native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False
     )
     np.testing.assert_array_equal(np.isnan(wide(loss)[:, 0]), [False, True, False, True])
-    assert top1.item() == top5.item() == 0.5
+    assert (top1.item(), top5.item()) == (-1, 0.5)
     np.testing.assert_array_equal(pairs.numpy()[:, 1], [x[0].argmax(), -1, x[2].argmax(), x[3].argmax()])
     of_softmax = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False)[3]
     gradient = run(
@@ -436,8 +439,14 @@ def chosen_on_a_gpu(**changes):
     return args.kernels, args.cuda_graph
 
 
+FAULTS = [
+    *("compiler", "library", "cache folder", "cache folder that cannot be looked into", "home folder", "old NVRTC"),
+    "GPU unknown to NVRTC",
+]
+
+
 @pytest.mark.parametrize("kernels", ["auto", "native"])
-@pytest.mark.parametrize("fault", ["compiler", "library", "cache folder", "home folder", "GPU unknown to NVRTC"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, fault):
     """auto goes on with Paddle's and says why; native ends the run with a sentence."""
     capability, says = (9, 0), ""
@@ -451,7 +460,14 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
         says = f"Paddle cannot load {tmp_path}/paddle_resnet/operators-"
     elif fault == "cache folder":
         (tmp_path / "paddle_resnet").write_text("in the way")
-        says = f"{tmp_path}/paddle_resnet cannot be written (File exists; XDG_CACHE_HOME"
+        says = f"{tmp_path}/paddle_resnet cannot be used (File exists; XDG_CACHE_HOME"
+    elif fault == "cache folder that cannot be looked into":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))
+        says = f"{native.cache_folder()} cannot be used (File name too long; XDG_CACHE_HOME"
+    elif fault == "old NVRTC":
+        monkeypatch.setattr(native, "register", lambda: None)
+        monkeypatch.setattr(native, "_nvrtc", lambda: SimpleNamespace())
+        says = "NVRTC is too old: it has no nvrtcCreateProgram"
     elif fault == "home folder":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")

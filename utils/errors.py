@@ -9,7 +9,8 @@ class UsageError(ValueError):
 
 
 class DataError(UsageError):
-    """An image that cannot be read or decoded, found while the run reads it: after the first step, too."""
+    """An image that cannot be read or decoded, or whose label is no class, found while the run reads it: after the
+    first step, too."""
 
 
 class RunError(RuntimeError):

@@ -5,6 +5,8 @@ from time import perf_counter
 
 import numpy as np
 
+from utils.errors import DataError
+
 
 class AverageMeter:
     """Mean of a metric over samples, accumulated in float64 so that the batch size does not show in it.
@@ -37,6 +39,8 @@ class AverageMeter:
         Args:
             value: either one number, the mean over the batch, or `n` numbers, one a sample.
             n: number of samples in the batch.
+        Raises:
+            DataError: a ratio is negative, which is how the operator for the loss says that a label is no class.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
@@ -44,6 +48,11 @@ class AverageMeter:
         # over samples is the same in whatever order, that is for every number of processes and size of batch.
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if value.size == n else float(value[0]) * n
         if self.is_ratio:
+            if total < 0:
+                raise DataError(
+                    "an image has a label that is no class of the network: give a larger --num-of-class, or number the "
+                    "classes from 0"
+                )
             total = round(total)
         self.value = total / n
         self.sum += total

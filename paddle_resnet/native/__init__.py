@@ -99,13 +99,17 @@ def load(capability=None):
     Raises:
         Unavailable: something is missing, or a compiler reports an error.
     """
-    lack = missing(capability)
-    if lack is not None:
-        raise Unavailable(lack)
-    library = register()
-    if capability is not None:
-        image = _build(_kernels_file(capability), functools.partial(_compile_kernels, capability)).read_bytes()
-        library.paddle_resnet_set_image(image, ctypes.c_size_t(len(image)))
+    try:
+        lack = missing(capability)
+        if lack is not None:
+            raise Unavailable(lack)
+        library = register()
+        if capability is not None:
+            image = _build(_kernels_file(capability), functools.partial(_compile_kernels, capability)).read_bytes()
+            library.paddle_resnet_set_image(image, ctypes.c_size_t(len(image)))
+    except OSError as e:
+        remedy = "XDG_CACHE_HOME names another place"
+        raise Unavailable(f"{cache_folder()} cannot be used ({e.strerror}; {remedy})") from e
 
 
 @functools.cache
@@ -137,17 +141,14 @@ def _build(path, compile_to):
     """Make a file unless it is there; the processes of a job wait for the first one that does."""
     if path.exists():
         return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.parent / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                # Nodes may share the folder without sharing locks.
-                part = path.with_suffix(f".{platform.node()}.{os.getpid()}.part")
-                compile_to(part)
-                part.replace(path)
-    except OSError as e:
-        raise Unavailable(f"{path.parent} cannot be written ({e.strerror}; XDG_CACHE_HOME names another place)") from e
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            # Nodes may share the folder without sharing locks.
+            part = path.with_suffix(f".{platform.node()}.{os.getpid()}.part")
+            compile_to(part)
+            part.replace(path)
     return path
 
 
@@ -190,7 +191,10 @@ def _compile_kernels(capability, target):
     program = ctypes.c_void_p()
 
     def call(name, *arguments):
-        error = getattr(nvrtc, f"nvrtc{name}")(*arguments)
+        function = getattr(nvrtc, f"nvrtc{name}", None)
+        if function is None:
+            raise Unavailable(f"NVRTC is too old: it has no nvrtc{name}, which CUDA 11.1 brought")
+        error = function(*arguments)
         if error:
             raise Unavailable(f"NVRTC failed: {name} returned {error} for {options[0].decode()}")
 

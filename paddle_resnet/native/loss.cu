@@ -32,12 +32,12 @@ struct AddRowSums {
 
 struct BatchSums {
   float loss;
-  int first, among;
+  int first, among, strangers;
 };
 
 struct AddBatchSums {
   __device__ BatchSums operator()(const BatchSums &a, const BatchSums &b) const {
-    return {a.loss + b.loss, a.first + b.first, a.among + b.among};
+    return {a.loss + b.loss, a.first + b.first, a.among + b.among, a.strangers + b.strangers};
   }
 };
 
@@ -57,7 +57,8 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
 // losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x); of_softmax[row] =
 // {largest x, log(sum(exp(x - largest)))}: softmax(x) = exp(x - largest - log(sum)).
 // hits[row]: bit 0 if the label's logit is the largest, bit 1 if it is among the k largest; the lower class comes
-// first. pairs[row] = {label, class of the largest logit, or -1 if a logit is no number}.
+// first; bit 2 if the label is no class. pairs[row] = {label, class of the largest logit, or -1 if a logit is no
+// number}.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_rows(const float *logits, const long long *labels, int classes, float smoothing, int k, float *losses,
               float *of_softmax, unsigned char *hits, long long *pairs) {
@@ -89,23 +90,24 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   losses[row] = loss;
   of_softmax[2 * row] = largest.value;
   of_softmax[2 * row + 1] = log_sum;
-  hits[row] = is_number ? (sums.ahead < 1) | (sums.ahead < k) << 1 : 0;
+  hits[row] = is_number ? (sums.ahead < 1) | (sums.ahead < k) << 1 : !is_class << 2;
   pairs[2 * row] = label;
   pairs[2 * row + 1] = largest.value == largest.value ? largest.at : -1;
 }
 
-// Over the batch, by one block: the mean of the losses, if `loss` is given, and the shares of the hits.
+// Over the batch, by one block: the mean of the losses, if `loss` is given, and the shares of the hits; -1 for top1 if
+// a label is no class.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_means(const float *losses, const unsigned char *hits, int rows, float *loss, float *top1, float *topk) {
   __shared__ BatchSums sums_of[kLossThreads];
-  BatchSums sums = {0, 0, 0};
+  BatchSums sums = {0, 0, 0, 0};
   for (int row = threadIdx.x; row < rows; row += kLossThreads) {
-    sums = AddBatchSums()(sums, {losses[row], hits[row] & 1, hits[row] >> 1});
+    sums = AddBatchSums()(sums, {losses[row], hits[row] & 1, hits[row] >> 1 & 1, hits[row] >> 2});
   }
   sums = join_all(sums, sums_of, AddBatchSums());
   if (threadIdx.x != 0) return;
   if (loss != nullptr) *loss = sums.loss / rows;
-  *top1 = static_cast<float>(sums.first) / rows;
+  *top1 = sums.strangers ? -1 : static_cast<float>(sums.first) / rows;
   *topk = static_cast<float>(sums.among) / rows;
 }
 

@@ -30,8 +30,8 @@ struct Scores {
 
 const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 
-// {loss: the mean [] or each image's [N, 1], top1 [], topk [], largest logit and log of the sum of exp(logit - largest)
-// [N, 2], label and prediction [N, 2]}.
+// {loss: the mean [] or each image's [N, 1], top1 [], -1 if a label is no class, topk [], largest logit and log of the
+// sum of exp(logit - largest) [N, 2], label and prediction [N, 2]}.
 std::vector<Tensor> score(const Tensor &logits, const Tensor &labels, float smoothing, int k, bool mean) {
   Scores shape(logits, labels);
   const int rows = shape.rows, classes = shape.classes;
@@ -52,7 +52,7 @@ std::vector<Tensor> score(const Tensor &logits, const Tensor &labels, float smoo
     return {loss, top1, topk, of_softmax, pairs};
   }
   double total = 0;
-  int hits = 0, hits_k = 0;
+  int hits = 0, hits_k = 0, strangers = 0;
   for (int row = 0; row < rows; ++row) {
     const float *x = data<float>(logits) + static_cast<int64_t>(row) * classes;
     const int64_t label = data<int64_t>(labels)[row];
@@ -76,11 +76,12 @@ std::vector<Tensor> score(const Tensor &logits, const Tensor &labels, float smoo
     const bool is_number = !has_nan && is_class;
     hits += is_number && ahead < 1;
     hits_k += is_number && ahead < k;
+    strangers += !is_class;
     pair[2 * row] = label;
     pair[2 * row + 1] = has_nan ? -1 : std::max_element(x, x + classes) - x;
   }
   if (mean) *whole = total / rows;
-  *first = static_cast<float>(hits) / rows;
+  *first = strangers ? -1 : static_cast<float>(hits) / rows;
   *among = static_cast<float>(hits_k) / rows;
   return {loss, top1, topk, of_softmax, pairs};
 }
