@@ -135,10 +135,9 @@ def _work(args, argv):
             if evaluates and (is_last or (epoch + 1) % args.eval_interval == 0):
                 evaluated = evaluate(epoch)
                 saver.note(epoch, evaluated)
-        except signals.Preempted:
-            saver.save(epoch, len(train_loader) if trained else train_loader.step, trained)
-            saver.finish()
-            raise signals.Preempted("; the same command with --resume goes on") from None
+        except Exception as e:
+            saver.rescue(e, epoch, trained)
+            raise
         if is_last or (epoch + 1) % args.save_interval == 0:
             saver.save(epoch, None, trained, evaluated)
         last_trained, trained = trained, None

@@ -20,7 +20,7 @@ import numpy as np
 
 import config
 from paddle_resnet import commit, distributed, parameters, watchdog
-from utils import logger
+from utils import logger, signals
 from utils.errors import RunError, UsageError
 
 
@@ -123,6 +123,33 @@ class Saver:
         name = str(epoch) if step is None else f"{epoch}_{step}"
         self.folder = self._root / name
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer])
+
+    def rescue(self, error, epoch, trained):
+        """Save what there is of an epoch that an error has ended, if it can be gone on with: where the run has been
+        asked to stop, and where the evaluation has failed. The latter in a job of one process only: of several, the
+        others may be anywhere, or gone.
+
+        Args:
+            error: the error.
+            epoch: the epoch.
+            trained: result of its training, if that is complete.
+        Raises:
+            Preempted: in place of one that says less.
+        """
+        is_stop = isinstance(error, signals.Preempted)
+        if not is_stop and (trained is None or distributed.world_size() > 1):
+            return
+        try:
+            self.save(epoch, self._loader.step if trained is None else len(self._loader), trained)
+            self.finish()
+        except Exception as e:
+            if is_stop:
+                raise
+            logger.warn(f"epoch {epoch} is trained and could not be saved: {' '.join(str(e).split())}")
+            return
+        if is_stop:
+            raise signals.Preempted("; the same command with --resume goes on") from None
+        logger.info(f"epoch {epoch} is trained and saved: --resume goes on with its evaluation")
 
     def finish(self):
         """Wait until the last checkpoint is on the disk; it is rank 0 that writes.

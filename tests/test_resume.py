@@ -160,6 +160,25 @@ def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys
     assert rates == [pytest.approx(0.025)]
 
 
+def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path, capsys):
+    expected = whole(tmp_path)
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    image = root / "val/class2/20.jpg"
+    data = image.read_bytes()
+    image.write_bytes(b"no image")
+    assert run_train(*FLAGS, image_root=root)[0] == 2
+    said = capsys.readouterr()
+    assert f"{image} cannot be decoded" in said.err
+    assert "epoch 0 is trained and saved: --resume goes on with its evaluation" in said.out
+    image.write_bytes(data)
+    code, report = run_train(*FLAGS, "--resume", image_root=root)
+    assert code == 0
+    resumed = losses(report)
+    assert resumed == {key: expected[key] for key in resumed}
+    assert (0, "val") in resumed and (0, 0) not in resumed and (1, 0) in resumed
+
+
 def test_command_that_is_done_can_be_repeated(run_train, capsys):
     assert run_train("--resume")[0] == 0
     assert run_train("--resume")[0] == 0
