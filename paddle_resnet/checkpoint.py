@@ -34,10 +34,10 @@ class Found:
     step: int = 0
     meta: dict | None = None
 
-    @property
-    def goes_on(self):
-        """Whether the run is one with the checkpoint's, and does not just take its variables and count from 0."""
-        return self.meta is not None and (self.epoch, self.step) != (0, 0)
+    def __post_init__(self):
+        """goes_on: whether the run is one with the checkpoint's, and does not just take its variables and count from 0;
+        also if the epoch has to start again."""
+        self.goes_on = self.meta is not None and (self.epoch, self.step) != (0, 0)
 
     @property
     def loader_state(self):
@@ -73,11 +73,13 @@ def find(args):
 
 def _find(args):
     if args.resume:
-        commit.clean(commit.run_folder(args))
-        found = _newest(args, commit.run_folder(args))
+        folder = commit.run_folder(args)
+        if folder.is_dir():
+            _clean(args, folder)
+        found = _newest(args, folder)
         if found:
             return found
-        logger.info(f"--resume: no checkpoint in {commit.run_folder(args)} yet")
+        logger.info(f"--resume: no checkpoint in {folder} yet")
     if args.from_checkpoint is None:
         return None
     root, wanted = Path(args.from_checkpoint), args.last_epoch_of_checkpoint
@@ -104,6 +106,15 @@ def _find(args):
         f"--last-epoch-of-checkpoint {wanted}: {root} holds no such epoch with "
         f"{args.model_prefix}.pdparams: give one of {epochs or 'another folder'} or another --model-prefix"
     )
+
+
+def _clean(args, folder):
+    """What is half-done there may be another run's that is at work."""
+    try:
+        with commit.hold(args):
+            commit.clean(folder)
+    except OSError as e:
+        raise commit.unwritable(args, e) from e
 
 
 def _newest(args, root):

@@ -21,6 +21,7 @@ import shutil
 from pathlib import Path
 
 from utils import logger
+from utils.errors import UsageError
 
 META = "meta.json"
 FORMAT = 2
@@ -37,11 +38,26 @@ def run_folder(args):
     return Path(args.output_dir) / args.model_arch_name
 
 
+def hold(args):
+    """As lock, for the run's folder.
+
+    Raises:
+        UsageError: another run has it.
+    """
+    try:
+        return lock(run_folder(args))
+    except BlockingIOError as e:
+        raise UsageError(
+            f"--output-dir {args.output_dir}: another run ({e.strerror}) writes its checkpoints to {run_folder(args)}: "
+            "wait for its end, or name another folder"
+        ) from e
+
+
 def lock(root):
     """Keep other runs from writing below ROOT.
 
     Returns:
-        an open file: the lock lasts until it is closed, or this process ends.
+        an open file: the lock lasts until it, or another one of the same folder, is closed, or this process ends.
     Raises:
         BlockingIOError: another process has the lock; strerror names it.
     """
@@ -61,6 +77,11 @@ def lock(root):
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
     return file
+
+
+def unwritable(args, error):
+    """What to raise for an OSError of the run's folder at the start."""
+    return UsageError(f"--output-dir {args.output_dir} cannot be written ({error.strerror}): name another folder")
 
 
 def commit(root, name, files, meta):

@@ -240,7 +240,7 @@ def _prepare(image):
                 return data, _extension(image, data), label
             size = [max(1, round(side * _resize_short / short)) for side in picture.size]
             # Pixels first, orientation after: the tag that turns the image is lost with its file.
-            picture = ImageOps.exif_transpose(picture.convert("RGB").resize(size, Image.Resampling.BICUBIC))
+            picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
@@ -248,10 +248,26 @@ def _prepare(image):
     return out.getvalue(), "jpg", label
 
 
+def _in_rgb(picture):
+    """As DALI decodes it: 16 bits are scaled to 8, where Pillow would cut off what is above 255."""
+    from PIL import Image
+
+    if picture.mode.startswith("I") or picture.mode == "F":
+        values = np.asarray(picture)
+        if picture.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise ValueError("it has more than 16 bits a channel")
+        scaled = Image.fromarray(np.rint(values / 257).astype(np.uint8))
+        scaled.info = picture.info
+        picture = scaled
+    return picture.convert("RGB")
+
+
 def _extension(image, data):
-    """The extension for a name in a tar file: the file's own, or for a record that which its first bytes show."""
-    if image.kind is None:
-        return os.path.splitext(image.path)[1][1:].lower()
+    """The extension for a name in a tar file: the file's own, if it is one of an image's, or that which the first bytes
+    show."""
+    own = os.path.splitext(image.path)[1][1:].lower()
+    if image.kind is None and own in records.IMAGE_EXTENSIONS:
+        return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 
 

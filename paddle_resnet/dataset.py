@@ -186,7 +186,13 @@ def _run_verify(args):
     if args.fix_list is not None:
         with _fix_list_errors(args.fix_list):
             open(args.fix_list, "a").close()  # before the work, which may take hours
-    report = verify.verify(args.root)
+    try:
+        report = verify.verify(args.root)
+    except BrokenProcessPool as e:
+        raise UsageError(
+            "a worker process was killed, perhaps for lack of memory, so that not all images were looked at: repeat "
+            "the command with more memory free"
+        ) from e
     verify.show(report)
     if args.fix_list is not None:
         with _fix_list_errors(args.fix_list):

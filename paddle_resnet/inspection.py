@@ -90,6 +90,8 @@ def info(root, output=None):
             counts = Counter(label for label, _ in measured if label is not None)
             names = names or list(map(str, range(int(max(counts, default=0)) + 1)))
             names += map(str, range(len(names), int(max(counts, default=0)) + 1))  # labels that nothing names
+            repeated = {name for name, count in Counter(names).items() if count > 1}  # as some of ImageNet's
+            names = [f"{name} ({label})" if name in repeated else name for label, name in enumerate(names)]
             result[mode.value] = {
                 "classes": {name: counts[label] for label, name in enumerate(names)},
                 "sizes": np.array([size for _, size in measured if size is not None], dtype=int).reshape(-1, 2),

@@ -170,6 +170,11 @@ def list_folder(image_root, mode, num_of_class=None):
         found = image_files(os.path.join(split_dir, name))
         files += [f"{split}/{name}/{file}" for file in found]
         labels += [label_of[name]] * len(found)
+    try:
+        "".join(files).encode()
+    except UnicodeEncodeError:
+        name = next(os.fsencode(file) for file in files if os.fsencode(file) != file.encode(errors="replace"))
+        raise UsageError(f"--image-root {image_root}: {name!r} is no name in UTF-8: rename the file") from None
     return files, labels, classes
 
 

@@ -8,6 +8,7 @@ from paddle.profiler import Profiler, ProfilerTarget
 from paddle_resnet import distributed
 from utils import logger
 from utils.errors import UsageError
+from utils.mode import Mode
 
 _traced = None  # flags of the run that has begun its first pass
 _recording = None  # the Profiler that is recording
@@ -24,18 +25,20 @@ def check(args, loader):
         raise _outside(args, 0, last_step)
 
 
-def start(args, first_step, last_step):
-    """The trace of a run's first pass over a loader; None without --profile-steps, for every later pass, and where
-    --resume goes on behind the steps' beginning.
+def start(args, mode, first_step, last_step):
+    """The trace of a run's first pass over its training images, or of its evaluation if it does not train; None without
+    --profile-steps, for every other pass, and where --resume goes on behind the steps' beginning.
 
     Args:
         args: flags.
+        mode: of the pass.
         first_step, last_step: the pass has the steps from first_step to last_step - 1.
     Raises:
         UsageError: the pass lacks some of the steps.
     """
     global _traced
-    if args.profile_steps is None or _traced is args:
+    is_evaluation_between = mode is Mode.EVAL and args.run_scope.trains
+    if args.profile_steps is None or _traced is args or is_evaluation_between:
         return None
     _traced = args
     begin, end = args.profile_steps

@@ -249,7 +249,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     watchdog.phase(f"epoch {epoch} {mode.value}")
     batches = iter(dataloader)
     start, stopped = 0 if args.benchmark else dataloader.step, False
-    trace = profile.start(args, start, last_step)
+    trace = profile.start(args, mode, start, last_step)
     for step in range(start, last_step):
         if mode is Mode.TRAIN and distributed.stop_agreed():
             read()

@@ -16,7 +16,7 @@ from paddle import static
 
 from paddle_resnet import distributed, watchdog
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
 MIB = 2**20
@@ -206,7 +206,7 @@ def summarise(args, argv, trained, evaluated, best, folder):
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
-        flags += ["--report-file", str(Path(args.report_file).with_suffix(".eval.json"))]
+        flags += ["--report-file", str(_beside(args, "eval.json"))]
         flags += ["--profile-steps", "None"] if args.profile_steps else []
         logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
 
@@ -253,5 +253,17 @@ def write_classes(args, result, classes):
 
 
 def _write(args, what, header, rows):
-    with open(Path(args.report_file).with_suffix(f".{what}.csv"), "w", encoding="utf-8", newline="") as f:
-        csv.writer(f).writerows([header, *rows])
+    if Path(args.report_file).exists() and not Path(args.report_file).is_file():
+        return  # /dev/null, a pipe
+    path = _beside(args, f"{what}.csv")
+    try:
+        with open(path, "w", encoding="utf-8", newline="") as f:
+            csv.writer(f).writerows([header, *rows])
+    except OSError as e:
+        raise RunError(f"{path}, beside --report-file, cannot be written ({e.strerror}): make room") from e
+
+
+def _beside(args, ending):
+    """The name of a file that belongs to the report."""
+    path = Path(args.report_file)
+    return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")

@@ -21,7 +21,7 @@ import numpy as np
 import config
 from paddle_resnet import commit, distributed, parameters, watchdog
 from utils import logger, signals
-from utils.errors import RunError, UsageError
+from utils.errors import RunError
 
 
 def check_folder(args):
@@ -38,7 +38,7 @@ def check_folder(args):
         if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, f"{found} is no folder that may be written to")
     except OSError as e:
-        raise _unwritable(args, e) from e
+        raise commit.unwritable(args, e) from e
 
 
 class Saver:
@@ -210,20 +210,11 @@ def _prepare(args):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        lock = commit.lock(folder)
+        lock = commit.hold(args)
         commit.clean(folder)
         return lock
-    except BlockingIOError as e:
-        raise UsageError(
-            f"--output-dir {args.output_dir}: another run ({e.strerror}) writes its checkpoints to {folder}: wait for "
-            "its end, or name another folder"
-        ) from e
     except OSError as e:
-        raise _unwritable(args, e) from e
-
-
-def _unwritable(args, error):
-    return UsageError(f"--output-dir {args.output_dir} cannot be written ({error.strerror}): name another folder")
+        raise commit.unwritable(args, e) from e
 
 
 def _refuse_non_finite(folder, states):

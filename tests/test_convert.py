@@ -87,6 +87,29 @@ def test_large_images_shrink_upright_and_small_ones_keep_their_bytes(tmp_path):
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
 
 
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+def test_16_bits_are_scaled_when_an_image_shrinks(tmp_path, suffix):
+    """As DALI scales them, and not cut off at 255."""
+    folder = tmp_path / "source" / "val" / "a"
+    folder.mkdir(parents=True)
+    values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))
+    Image.fromarray(values).save(folder / f"0{suffix}")
+    convert.convert(tmp_path / "source", tmp_path / "x", "lmdb", resize_short=50, quality=95, workers=1)
+    [(data, _)] = contents(tmp_path / "x")
+    with Image.open(io.BytesIO(data)) as image:
+        np.testing.assert_allclose(np.asarray(image.convert("L"))[25], np.linspace(1, 254, 50), atol=4)
+
+
+def test_images_of_a_file_list_need_no_usual_suffix(photos, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("a.jfif", "b"):
+        shutil.copy(photos / "val/class0/00.jpg", source / name)
+    (source / "val.txt").write_text("a.jfif 0\nb 1\n")
+    convert.convert(source, tmp_path / "x", "webdataset", workers=1)
+    assert contents(tmp_path / "x") == contents(source)
+
+
 def test_skipped_images_are_left_out(photos, tmp_path):
     (tmp_path / "bad.txt").write_text("val/class0/00.jpg\ntrain/class1/01.jpg\n")
     counts = convert.convert(photos, tmp_path / "x", "lmdb", workers=1, skip_list=str(tmp_path / "bad.txt"))

@@ -72,6 +72,16 @@ def test_info_counts_and_measures(colours, tmp_path, capsys):
     assert found["val"]["sizes"].shape == (0, 2)
 
 
+def test_info_of_classes_of_one_name(colours):
+    """As ImageNet has."""
+    (colours / "classes.txt").write_text("crane\ncrane\nwren\n")
+    (colours / "train.txt").write_text("train/c0/x.png 0\ntrain/c1/x.png 1\ntrain/c2/x.png 1\ntrain/c3/x.png 2\n")
+    (colours / "train").rename(colours / "images")
+    text = (colours / "train.txt").read_text().replace("train/", "images/")
+    (colours / "train.txt").write_text(text)
+    assert inspection.info(colours)["train"]["classes"] == {"crane (0)": 1, "crane (1)": 2, "wren": 1}
+
+
 def test_speed_measures_each_setting(photos, capsys):
     rows = inspection.speed(photos, [1, 2], [0.5, 0.9], batches=2, repeats=2, words=TINY)
     assert [row[:3] for row in rows] == [("cpu", 1, None), ("cpu", 2, None)]

@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -65,6 +66,17 @@ def test_steps_that_the_run_has_not_are_refused_before_the_first(run_train, tmp_
     assert_one_sentence(capsys.readouterr().err, [f"--profile-steps {says}", f"0:{end}"])
     assert report == []
     assert not (tmp_path / "output/profile").exists()
+
+
+def test_repeated_command_goes_on_with_an_evaluation(run_train, stop_before, tmp_path):
+    """Whose steps are not those to trace; the next epoch's are."""
+    flags = ["--resume", "--profile-steps", "1:3", "--epochs", "2"]
+    stop_before(eval_step=0)
+    assert run_train(*flags)[0] == 75
+    shutil.rmtree(tmp_path / "output/profile")
+    stop_before()
+    assert run_train(*flags)[0] == 0
+    assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 53
 
 
 def test_repeated_command_goes_on_where_the_traced_steps_are_over(

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 import webdataset
@@ -139,6 +141,13 @@ def test_missing_split_is_refused(make, tmp_path, mode, split):
     assert says in refusal(str(tmp_path), mode)
     other = {"train": "val", "val": "train"}[split]
     assert says in refusal(make(f"{other}/a/0.jpg"), mode)
+
+
+def test_name_that_is_not_utf8_is_refused(make):
+    root = make("train/a/0.jpg")
+    with open(os.path.join(os.fsencode(root), b"train/a/caf\xe9.jpg"), "wb"):
+        pass
+    assert "b'train/a/caf\\xe9.jpg' is no name in UTF-8: rename the file" in refusal(root, Mode.TRAIN)
 
 
 @pytest.mark.parametrize("name", ["train/", "train/0.jpg", "train/.hidden/0.jpg"])

@@ -209,12 +209,14 @@ def test_second_sigint_ends_the_run_at_once(runs):
     assert code == 130, output
 
 
-def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
+@pytest.mark.parametrize("more", [[], ["--resume", "--dry-run"]], ids=["anew", "resume"])
+def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos, more):
     """Which would delete and replace the first one's checkpoints and report. The first one goes on."""
     process = runs.start(*FLAGS, environment={"SLOW_STEP": "1"})
     runs.wait_for(process, '"step": [0, 1]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
-    flags = [flag for flag in FLAGS if flag != "--resume"]  # begins a report anew
+    flags = [*(flag for flag in FLAGS if flag != "--resume"), *more]
+    (runs.root / ".9.partial").mkdir()  # as if the first one were writing it
     command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     second = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -223,6 +225,7 @@ def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
         second.stderr,
         [f"--output-dir {runs.folder / 'output'}: another run (process {process.pid} on ", "or name another folder"],
     )
+    assert (runs.root / ".9.partial").exists()
     code, output = runs.finish(process)
     assert code == 0, output
     assert runs.losses == expected

@@ -1,15 +1,18 @@
 import csv
 import pickle
 import shlex
+from pathlib import Path
 
 import numpy as np
 import paddle
+import pytest
 from paddle import static
 
 import train
 from conftest import phase, read_report
 from paddle_resnet import distributed, program, report
 from test_program import build, random_batches
+from utils.errors import RunError
 
 
 def read(path):
@@ -33,6 +36,24 @@ def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path, c
         ["0", "2", "2", "dog, small", "2"],
         ["2", "2", "1", "2", "2"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("a.json", "a"), ("resnet.lr0.1", "resnet.lr0.1"), ("a.b.json", "a.b"), ("report", "report")]
+)
+def test_files_beside_a_report_have_its_name(parse, tmp_path, name, found):
+    result = {"confusion": np.eye(2), "class_top1": np.ones(2)}
+    report.write_classes(parse("--report-file", tmp_path / name), result, "ab")
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == [f"{found}.classes.csv", f"{found}.confusion.csv"]
+
+
+def test_files_beside_a_report_that_cannot_be_written(parse, tmp_path):
+    result = {"confusion": np.eye(2), "class_top1": np.ones(2)}
+    report.write_classes(parse("--report-file", "/dev/null"), result, "ab")
+    assert not list(Path("/dev").glob("null.*"))
+    (tmp_path / "run.classes.csv").mkdir()
+    with pytest.raises(RunError, match=f"^{tmp_path}/run.classes.csv, beside --report-file, cannot be written"):
+        report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "ab")
 
 
 def test_losses_that_are_no_numbers_are_counted(run_train, tmp_path, capsys):

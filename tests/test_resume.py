@@ -149,6 +149,15 @@ def test_other_batch_size_starts_the_epoch_again_and_says_so(run_train, stop_bef
     assert rates == [0.05]  # the peak, right after one epoch of warm-up
 
 
+def test_other_batch_size_in_the_first_epoch_is_the_same_run(run_train, stop_before, tmp_path, capsys):
+    stop_before(train_step=1)
+    assert run_train(*FLAGS)[0] == 75
+    stop_before()
+    assert run_train(*FLAGS, "--resume", "--batch-size", "6", "--keep-checkpoints", "1")[0] == 0
+    assert "schedule of --batch-size 6 (was 8)" in capsys.readouterr().out
+    assert not (tmp_path / "output/Tiny/0_1").exists()
+
+
 def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys):
     flags = ["--print-interval", "1", "--resume"]
     assert run_train("--epochs", "1", *flags)[0] == 0
