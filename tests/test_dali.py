@@ -8,7 +8,7 @@ from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
 from conftest import TINY, assert_one_sentence
-from paddle_resnet import convert, dali, listing, readers
+from paddle_resnet import convert, dali, distributed, listing, readers
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
@@ -97,6 +97,16 @@ def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
         (["--dali-random-seed", "1"], "--dali-random-seed is 1 and was 42"),
         (["--rand-crop-scale", "0.5,1"], "--rand-crop-scale is [0.5, 1.0] and was [0.08, 1.0]"),
         (["--data-format", "synthetic"], "--data-format is synthetic and was folder"),
+        (["--image-shape", "4,32,32"], "--image-shape is [4, 32, 32] and was [3, 32, 32]"),
+        (["--dali-output-fp16"], "--dali-output-fp16 is True and was False"),
+        (["--color-jitter", "0.4"], "--color-jitter is 0.4 and was 0.0"),
+        (["--lighting", "0.1"], "--lighting is 0.1 and was 0.0"),
+        (["--rotate-degrees", "10"], "--rotate-degrees is 10.0 and was 0.0"),
+        (["--interp", "cubic"], "--interp is cubic and was linear"),
+        (["--rand-crop-ratio", "1,1"], "--rand-crop-ratio is [1.0, 1.0] and was "),
+        (["--normalize-scale", "1/256"], "--normalize-scale is 0.00390625 and was "),
+        (["--normalize-mean", "0,0,0"], "--normalize-mean is [0.0, 0.0, 0.0] and was "),
+        (["--normalize-std", "1,1,1"], "--normalize-std is [1.0, 1.0, 1.0] and was "),
     ],
 )
 def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, capsys, flags, says):
@@ -107,6 +117,16 @@ def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, c
     fresh = dali.build_dataloader(args, Mode.TRAIN, loader.state())
     assert fresh.step == 0
     assert says in capsys.readouterr().err
+
+
+def test_loader_of_fewer_processes_starts_an_epoch_and_says_why(parse, photos, capsys, monkeypatch):
+    args = parse("--image-root", photos, "--batch-size", "3")
+    with monkeypatch.context() as two:
+        two.setattr(distributed, "world_size", lambda: 2)
+        loader = dali.build_dataloader(args, Mode.TRAIN)
+    take(loader, 2)
+    assert dali.build_dataloader(args, Mode.TRAIN, loader.state()).step == 0
+    assert "number of processes is 1 and was 2" in capsys.readouterr().err
 
 
 def test_batches_are_what_the_program_feeds(parse, photos):

@@ -43,8 +43,11 @@ def test_trace_up_to_the_last_step_of_an_evaluation(run_train, tmp_path):
     assert found["momentum"] == 0
 
 
-def test_only_the_first_epoch_is_traced(run_train, tmp_path):
+def test_only_the_first_epoch_is_traced(run_train, tmp_path, monkeypatch):
+    started, start = [], Profiler.start
+    monkeypatch.setattr(Profiler, "start", lambda self: started.append(self) or start(self))
     assert run_train("--epochs", "2", "--profile-steps", "1:3")[0] == 0
+    assert len(started) == 1
     assert [path.name for path in (tmp_path / "output/profile").iterdir()] == ["steps_1_3_rank0.json"]
     found = events(tmp_path / "output/profile/steps_1_3_rank0.json")
     assert found["momentum"] == 2 * 53

@@ -266,7 +266,8 @@ def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
 
 
-def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp_path, monkeypatch):
+@pytest.mark.parametrize("starts", [["5"], ["3", "5"]], ids=["one run", "resumed"])
+def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp_path, monkeypatch, starts):
     from paddle_resnet import program
 
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.9])
@@ -276,8 +277,9 @@ def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp
         return {**run(*args, **kwargs), "top1": next(scores)}
 
     monkeypatch.setattr(program, "run", scored)
-    code, report = run_train("--epochs", "5", "--keep-checkpoints", "2")
-    assert code == 0
+    for epochs in starts:
+        code, report = run_train("--epochs", epochs, "--keep-checkpoints", "2", "--resume")
+        assert code == 0
     root = tmp_path / "output/Tiny"
     assert sorted(p.name for p in root.iterdir()) == [".lock", "1", "3", "4", "best", "latest"]
     assert (root / "best").resolve().name == "1"
