@@ -51,7 +51,8 @@ def begin(parameters, goes_on=False):
         parameters: {flag: value}, the first line.
         goes_on: write behind what the file holds already, instead of a new file.
     Raises:
-        UsageError: the report file cannot be written.
+        UsageError: the report file cannot be opened.
+        RunError: the first line cannot be written.
     """
     global _report
     if _path is None:
