@@ -1,5 +1,5 @@
 """ResNet-50 of this project beside PyTorch's, on one GPU, in turn: training on synthetic images and on JPEG files, and
-evaluation on JPEG files.
+evaluation on JPEG files; training on synthetic images on two GPUs, too, where --rows asks for it.
 
     python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
     python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
@@ -10,7 +10,8 @@ the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight
 Peers run as their users run them: torch.autocast and GradScaler, cuDNN's search, a fused optimizer; with torch.compile
 the loss and the accuracy are compiled, too. Both sides decode with DALI's mixed decoder and the same settings, a peer
 with DALI's dynamic executor, the default, ours with the older one (paddle_resnet/dali.py says why); ours pads the
-images to 4 channels, as its recipes do, a peer has 3. A peer evaluates with all its parameters in float16.
+images to 4 channels, as its recipes do, a peer has 3. A peer evaluates with all its parameters in float16. On two GPUs
+each process has the batch size of one, and a peer trains under DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has the loss of the first step. The run starts
 with an empty cache of compiled kernels, which the later of a row's repetitions find filled.
@@ -37,13 +38,15 @@ ROWS = {
     "train, synthetic: PyTorch eager": ("train, synthetic", "torch", []),
     "train, synthetic: PyTorch compile": ("train, synthetic", "torch", ["--compile", "default"]),
     "train, synthetic: PyTorch max-autotune": ("train, synthetic", "torch", ["--compile", "max-autotune"]),
+    "train, synthetic, two GPUs: ours": ("train, synthetic, two GPUs", "ours", []),
+    "train, synthetic, two GPUs: PyTorch compile": ("train, synthetic, two GPUs", "torch", ["--compile", "default"]),
     "train, JPEG: ours": ("train, JPEG", "ours", []),
     "train, JPEG: PyTorch eager": ("train, JPEG", "torch", []),
     "train, JPEG: PyTorch compile": ("train, JPEG", "torch", ["--compile", "default"]),
     "evaluate, JPEG: ours": ("evaluate, JPEG", "ours", []),
     "evaluate, JPEG: PyTorch compile": ("evaluate, JPEG", "torch", ["--compile", "default"]),
 }
-DEFAULT_ROWS = [row for row in ROWS if "max-autotune" not in row]
+DEFAULT_ROWS = [row for row in ROWS if "max-autotune" not in row and "two GPUs" not in row]
 WORKER_FLAGS = ("image_root", "arch", "device", "batch_size", "crop_size", "threads", "steps", "warmup_steps")
 
 
@@ -70,7 +73,7 @@ def measure(args, row, folder):
     task, who, words = ROWS[row]
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    command = ours(args, task, report) if who == "ours" else [args.torch_python, __file__, "worker", task, *words]
+    command = ours(args, task, report) if who == "ours" else theirs(args, task, words)
     environment = dict(os.environ)
     if who == "torch":
         values = {name: getattr(args, name) for name in WORKER_FLAGS}
@@ -91,18 +94,32 @@ def measure(args, row, folder):
     return {**result, "command": command}
 
 
+def theirs(args, task, words):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_for_two(task) else []
+    return [args.torch_python, *launcher, __file__, "worker", task, *words]
+
+
 def ours(args, task, report):
     scope = "train_only" if task.startswith("train") else "eval_only"
     side = str(args.crop_size)
-    command = [args.paddle_python, "train.py", "--benchmark", "--run-scope", scope, "--report-file", str(report)]
+    command = [args.paddle_python]
+    if is_for_two(task):
+        gpus = ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2])
+        command += ["-m", "paddle.distributed.launch", "--log_dir", str(report.with_name("logs"))]
+        command += ["--gpus", gpus] if args.device == "gpu" else ["--nproc_per_node", "2"]
+    command += ["train.py", "--benchmark", "--run-scope", scope, "--report-file", str(report)]
     command += ["--benchmark-steps", str(args.steps), "--benchmark-warmup-steps", str(args.warmup_steps)]
     command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", args.arch]
     command += ["--crop-size", side, "--image-shape", f"4,{side},{side}", "--device", args.device]
     command += ["--show-config", "false", "--print-interval", str(10**9)]
     command += HALF if args.device == "gpu" else []
-    if task.endswith("synthetic"):
+    if "synthetic" in task:
         return [*command, "--data-format", "synthetic"]
     return [*command, "--image-root", args.image_root, "--dali-num-threads", str(args.threads)]
+
+
+def is_for_two(task):
+    return task.endswith("two GPUs")
 
 
 def read_report(path):
@@ -144,8 +161,13 @@ def worker(args):
     import torch
     import torchvision
 
-    training, device = args.task.startswith("train"), torch.device("cuda" if args.device == "gpu" else "cpu")
-    on_gpu = device.type == "cuda"
+    training, on_gpu = args.task.startswith("train"), args.device == "gpu"
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if processes > 1:
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     model = getattr(torchvision.models, args.arch.lower())().to(device, memory_format=torch.channels_last)
@@ -154,6 +176,8 @@ def worker(args):
     groups = [{"params": others, "weight_decay": 3.0517578125e-05}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.875, fused=on_gpu)
     scaler = torch.amp.GradScaler(device.type, init_scale=128.0, enabled=on_gpu)
+    if processes > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if not training:
         model.eval()
         model = model.half() if on_gpu else model
@@ -196,13 +220,16 @@ def worker(args):
         loss, _, _ = (metric.item() for metric in previous)
         previous = metrics
     synchronise()
-    ips = args.steps * args.batch_size / (time.perf_counter() - start)
+    ips = processes * args.steps * args.batch_size / (time.perf_counter() - start)
     result = {"ips": ips, "steps": args.steps, "loss": loss, "first_step_at": first_step_at}
     result["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
     if on_gpu:
         result["peak_memory_allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
         result["versions"] |= {"cudnn": torch.backends.cudnn.version(), "gpu": torch.cuda.get_device_name()}
-    print(json.dumps(result))
+    if rank == 0:
+        print(json.dumps(result))
+    if processes > 1:
+        torch.distributed.destroy_process_group()
 
 
 def torch_batches(args, training, device):
@@ -210,7 +237,7 @@ def torch_batches(args, training, device):
     import torch
 
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    if args.task.endswith("synthetic"):
+    if "synthetic" in args.task:
         images = torch.randn(args.batch_size, 3, args.crop_size, args.crop_size, device=device, dtype=dtype)
         labels = torch.randint(0, 1000, (args.batch_size,), device=device)
         images = images.contiguous(memory_format=torch.channels_last)

@@ -66,9 +66,9 @@ def exposed_s(setup, gpus, step_s):
 def fit(setup, measured):
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
-    overhead is what any number of GPUs costs, such as a first GPU that is faster than the others. jitter is the
-    deviation of a GPU's step, of which a job waits for the largest of n. Neither can be negative. Measurements on one
-    number of GPUs beside one are all overhead: a best case.
+    overhead is what any number of GPUs costs, such as the power that NVLink takes. jitter is the deviation of a GPU's
+    step, of which a job waits for the largest of n. Neither can be negative. Measurements on one number of GPUs beside
+    one are all overhead: a best case.
 
     Args:
         setup: Setup.
