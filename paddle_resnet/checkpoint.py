@@ -197,7 +197,7 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
     for _ in range(found.epoch * len(loader) + (len(loader) if found.trained else found.step)):
         lr_scheduler.step()
     if found.goes_on:
-        _tell_schedule_changes(args, found.meta["arguments"])
+        _tell_schedule_changes(args, found.meta)
         random.setstate(_tuples(json.loads(found.meta["seeds"]["python"])))
         np.random.set_state(_tuples(json.loads(found.meta["seeds"]["numpy"])))
     if found.step and not found.trained:
@@ -225,12 +225,11 @@ def _epoch_of(folder):
         return at[0] if at and at[1] is None else None
 
 
-def _tell_schedule_changes(args, arguments):
-    changes = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} (was {arguments.get(name)})"
-        for name in _SCHEDULE_FLAGS
-        if arguments.get(name) != getattr(args, name)
-    ]
+def _tell_schedule_changes(args, meta):
+    before = {f"--{name.replace('_', '-')}": meta["arguments"].get(name) for name in _SCHEDULE_FLAGS}
+    now = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _SCHEDULE_FLAGS}
+    before["number of processes"], now["number of processes"] = meta["world_size"], distributed.world_size()
+    changes = [f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before[name]]
     if changes:
         logger.info(f"the learning rate goes on by the schedule of {', '.join(changes)}")
 

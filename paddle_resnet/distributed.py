@@ -42,7 +42,7 @@ _STOP_POLL_STEPS = 4
 _GRADIENTS_AN_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 _exchanges = _polls = 0
-_stop_at, _has_proposed = None, False
+_stop_at, _has_proposed, _last_gather = None, False, None
 
 
 def rank():
@@ -258,16 +258,28 @@ def all_gather(values):
 def gather(data):
     """Collect bytes of every rank on rank 0.
 
+    The store gives no memory back, not even of a value that is written over by a shorter one. So a rank's bytes are
+    always under the same key, which it writes again once rank 0 has taken what was there.
+
     Returns:
         [bytes of each rank] on rank 0, None elsewhere.
     """
+    global _last_gather
     if world_size() == 1:
         return [data]
-    key = _next_exchange()
+    previous, _last_gather = _last_gather, _next_exchange()
     if rank() != 0:
-        _store().set(f"{key}/{rank()}", data.hex())
+        if previous is not None:
+            _get(f"{previous}/taken")
+        _store().set(f"paddle_resnet/gathered/{rank()}", data.hex())
+        _store().set(f"{_last_gather}/{rank()}", "")
         return None
-    return [data, *(_get(f"{key}/{r}") for r in range(1, world_size()))]
+    everyone = [data]
+    for r in range(1, world_size()):
+        _get(f"{_last_gather}/{r}")
+        everyone.append(_get(f"paddle_resnet/gathered/{r}"))
+    _store().set(f"{_last_gather}/taken", "")
+    return everyone
 
 
 def from_rank_0(function):

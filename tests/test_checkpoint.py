@@ -123,6 +123,19 @@ def test_schedule_goes_on_exactly(args, run):
     assert schedule.state_dict() == lr_scheduler.state_dict()
 
 
+def test_another_number_of_processes_is_another_rate_and_said(args, run, monkeypatch, capsys):
+    saver, _, _ = run
+    saver.save(0)
+    saver.finish()
+    _, _, fetchs, schedule, _ = build(args)
+    found = find(args, saver.folder.parent, "auto")
+    checkpoint.restore(args, found, schedule, Loader(), fetchs, PLACE)
+    assert "schedule of" not in capsys.readouterr().out
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    checkpoint.restore(args, found, schedule, Loader(), fetchs, PLACE)
+    assert "the learning rate goes on by the schedule of number of processes 2 (was 1)" in capsys.readouterr().out
+
+
 def test_the_same_position_is_saved_once(args, run, tmp_path):
     saver, _, _ = run
     saver.save(0, 0)  # nothing has been trained

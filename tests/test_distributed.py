@@ -423,6 +423,33 @@ class Store:
         return self.counts[key]
 
 
+def test_the_store_keeps_only_the_last_bytes_that_rank_0_has_collected(monkeypatch):
+    store, gathered = Store(), []
+    monkeypatch.setattr(distributed, "_store", lambda: store)
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
+    for exchange in range(1, 5):
+        for rank in (2, 1, 0):
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(distributed, "_exchanges", exchange)
+            monkeypatch.setattr(distributed, "_last_gather", f"paddle_resnet/{exchange}" if exchange > 1 else None)
+            gathered.append(distributed.gather(bytes([exchange, rank]) * 500))
+        assert gathered[-3:] == [None, None, [bytes([exchange, rank]) * 500 for rank in range(3)]]
+        assert sum(len(value) for value in store.values.values()) == 2 * 2 * 1000
+
+
+def test_what_rank_0_has_not_taken_is_not_written_over(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(distributed, "_store", lambda: store)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    for name, value in (("_exchanges", 1), ("_last_gather", None)):
+        monkeypatch.setattr(distributed, name, value)
+    assert distributed.gather(b"first") is None
+    with pytest.raises(KeyError, match="taken"):  # where the real store waits
+        distributed.gather(b"second")
+    assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
+
+
 def test_only_the_stores_connection_sends_at_once(monkeypatch):
     """Beside connections of other kinds, such as an unnamed UNIX socket, which some programs give a job for stdin."""
     monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", lambda: "store")
