@@ -259,21 +259,40 @@ def test_index_makes_what_is_missing(converted, tmp_path, capsys):
     assert "holds no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
 
 
-def test_workers_end_with_a_killed_conversion(photos, tmp_path):
-    command = [sys.executable, "-m", "paddle_resnet.dataset", "convert", "--from", str(photos), "--to", "webdataset"]
-    command += ["--output", str(tmp_path / "x"), "--workers", "2", "--resize-short", "10"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    children = f"/proc/{process.pid}/task/{process.pid}/children"
-    deadline = time.monotonic() + 60
-    workers = set()
-    while time.monotonic() < deadline and len(workers) < 2:  # multiprocessing's own, and the first that converts
-        with open(children) as f:
-            workers.update(f.read().split())
-    process.kill()
-    process.wait()
+# Converts in blocks of four images and is killed when some are written; says before who its workers are.
+KILLED = """
+import multiprocessing, os, signal, sys
+from paddle_resnet import convert
+
+def progress(done, total):
+    if done >= 9:
+        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+convert.BLOCK = 4
+convert.convert(*sys.argv[1:], workers=2, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("to", convert.SINGLE_FILE)
+def test_killed_conversion_takes_its_workers_along_and_keeps_its_images(photos, converted, tmp_path, to):
+    output = tmp_path / "x"
+    said = tmp_path / "said"  # not a pipe, which workers that live on would keep open
+    with open(said, "w") as f:
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(photos), str(output), to], cwd=ROOT, stdout=f)
+    assert killed.returncode == -signal.SIGKILL
+    workers = said.read_text().split()
+    assert workers
+    deadline = time.monotonic() + 10
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, workers))
+    done = []
+    convert.convert(photos, output, to, workers=1, progress=lambda n, total: done.append(n))
+    assert done[0] >= 8
+    assert tree(output).keys() == tree(converted[to]).keys()
+    for mode in Mode:
+        assert contents(output, mode) == contents(converted[to], mode)
 
 
 def is_alive(pid):
