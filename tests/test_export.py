@@ -13,7 +13,16 @@ from paddle_resnet import dali, export
 from utils.errors import UsageError
 from utils.mode import Mode
 
-FLAGS = {"NCHW": [], "NHWC with four channels": NHWC, "ASP": ["--asp", "--prune-model"]}
+PREPROCESSING = [
+    *("--resize-short", "44", "--interp", "cubic", "--normalize-scale", "0.01"),
+    *("--normalize-mean", "0.5,0.4,0.3", "--normalize-std", "0.5,0.25,1"),
+]
+FLAGS = {
+    "NCHW": [],
+    "NHWC with four channels": NHWC,
+    "ASP": ["--asp", "--prune-model"],
+    "other preprocessing": PREPROCESSING,
+}
 
 
 @pytest.fixture
@@ -60,7 +69,11 @@ def test_exported_model_scores_like_the_evaluation(trained, parse, photos, tmp_p
     assert found["classes"] == ["class0", "class1", "class2"]
     assert found["evaluated"]["top1"] == expected["top1"]
     # The loader makes images as model.json says they are to be made.
-    args = parse("--image-root", photos, "--batch-size", 23)
+    told = found["preprocessing"]
+    words = ["--resize-short", told["resize_short"], "--interp", told["interp"], "--crop-size", told["center_crop"]]
+    for name in ("scale", "mean", "std"):
+        words.append(f"--normalize-{name}={','.join(map(str, np.atleast_1d(told[name])))}")
+    args = parse("--image-root", photos, "--batch-size", 23, *words)
     batches = [batch for (batch,) in dali.build_dataloader(args, Mode.EVAL)]
     images, labels = (np.concatenate([np.array(batch[name]) for batch in batches]) for name in ("data", "label"))
     assert list(images.shape[1:]) == found["input"]["shape"][1:]
