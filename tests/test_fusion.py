@@ -11,7 +11,7 @@ import pytest
 from paddle import nn, static
 
 from conftest import NHWC, assert_one_sentence, losses, phase
-from paddle_resnet import distributed, fusion, listing, models, native, parameters, program
+from paddle_resnet import distributed, fusion, models, native, parameters, program
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from test_program import random_batches
 from utils.mode import Mode
@@ -375,21 +375,6 @@ def test_a_run_trains_evaluates_and_goes_on(run_train, losses_with_a_stop, tmp_p
         found = phase(report, [], "val.")
         assert found["top1"] == evaluation["top1"]
         assert found["loss"] == pytest.approx(evaluation["loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("bad", Mode)
-@pytest.mark.parametrize("label", [-1, 3])
-def test_label_that_is_no_class_ends_the_run(run_train, capsys, monkeypatch, bad, label):
-    """Of containers, whose labels are not all read before the first step: not NaN for the gradients of a batch, nor an
-    image of another class."""
-
-    def list_folder(image_root, mode, num_of_class=None):
-        files, labels, classes = listing.list_folder(image_root, mode, num_of_class)
-        return files, [*labels[:-1], label if mode is bad else labels[-1]], classes
-
-    monkeypatch.setitem(listing.LISTINGS, "folder", list_folder)
-    assert run_train(*NHWC, "--kernels", "native")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["label that is no class of the network", "--num-of-class"])
 
 
 def test_layout_that_the_kernels_do_not_know_is_refused(run_train, capsys):

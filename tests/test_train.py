@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
-from conftest import ROOT, assert_one_sentence, assert_sparse, phase
+from conftest import NHWC, ROOT, assert_one_sentence, assert_sparse, phase
+from paddle_resnet import listing
+from utils.mode import Mode
 
 
 def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path):
@@ -164,6 +166,22 @@ def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, sa
     assert_one_sentence(said.err, [*says, str(root)])
     assert "the train split in" not in said.out or (root / "train" / "class1").is_dir()
     assert report == []
+
+
+@pytest.mark.parametrize("bad", Mode)
+@pytest.mark.parametrize("label", [-1, 3])
+@pytest.mark.parametrize("flags", [["--kernels", "native", *NHWC], [], ["--label-smoothing", "0"]])
+def test_label_that_is_no_class_ends_the_run(run_train, capsys, monkeypatch, bad, label, flags):
+    """Of containers, whose labels are not all read before the first step: not NaN for the gradients of a batch, nor an
+    image of another class."""
+
+    def list_folder(image_root, mode, num_of_class=None):
+        files, labels, classes = listing.list_folder(image_root, mode, num_of_class)
+        return files, [*labels[:-1], label if mode is bad else labels[-1]], classes
+
+    monkeypatch.setitem(listing.LISTINGS, "folder", list_folder)
+    assert run_train(*flags)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["label that is no class of the network", "--num-of-class"])
 
 
 @pytest.mark.parametrize("name", ["train/class0/12.jpg", "val/class2/20.jpg"])

@@ -1,5 +1,9 @@
 """Errors with a known cause, which train.py prints as one sentence."""
 
+NO_CLASS = (
+    "an image has a label that is no class of the network: give a larger --num-of-class, or number the classes from 0"
+)
+
 
 class UsageError(ValueError):
     """A flag, a configuration file, a data set or a checkpoint that cannot be used: exit code 2.

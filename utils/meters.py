@@ -5,7 +5,7 @@ from time import perf_counter
 
 import numpy as np
 
-from utils.errors import DataError
+from utils.errors import NO_CLASS, DataError
 
 
 class AverageMeter:
@@ -49,10 +49,7 @@ class AverageMeter:
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if value.size == n else float(value[0]) * n
         if self.is_ratio:
             if total < 0:
-                raise DataError(
-                    "an image has a label that is no class of the network: give a larger --num-of-class, or number the "
-                    "classes from 0"
-                )
+                raise DataError(NO_CLASS)
             total = round(total)
         self.value = total / n
         self.sum += total
