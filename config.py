@@ -70,7 +70,7 @@ def _add_global(group):
         "--run-scope", default="train_eval", choices=[s.value for s in RunScope], help="what this run does"
     )
     group.add_argument("--epochs", type=_positive, default=90, help="epochs to train")
-    group.add_argument("--save-interval", type=_positive, default=1, help="epochs between checkpoints; the last counts")
+    group.add_argument("--save-interval", type=_positive, default=1, help="epochs between checkpoints, and the last")
     group.add_argument(
         "--eval-interval", type=_positive, default=1, help="epochs between evaluations; the last epoch always counts"
     )
@@ -209,7 +209,10 @@ def _add_augmentation(group):
 
 def _add_model(group):
     group.add_argument(
-        "--model-arch-name", default="ResNet50", metavar="ARCH", help="ResNet18, ResNet34, ResNet50, 101 or 152"
+        "--model-arch-name",
+        default="ResNet50",
+        metavar="ARCH",
+        help="ResNet18, ResNet34, ResNet50, ResNet101 or ResNet152",
     )
     group.add_argument("--num-of-class", type=_positive, default=1000, help="number of classes")
     _add_switch(group, "--bn-weight-decay", help="weight decay on scale and shift of batch normalisation, too")
@@ -273,7 +276,7 @@ def _add_advanced(group):
         help="record a step once, as a CUDA graph, and launch it as a whole; on GPUs of one host, with native kernels, "
         "without --profile-steps",
     )
-    _add_switch(group, "--fuse-resunit", help="fuse convolution, BN and ReLU of a residual unit, if Paddle can")
+    _add_switch(group, "--fuse-resunit", help="Paddle's fused residual unit; refused if it has none, as 2.6.2")
     _add_switch(group, "--asp", help="train with 2:4 sparsity")
     _add_switch(group, "--prune-model", help="prune the weights to 2:4 before training (with --asp)")
     group.add_argument(

@@ -72,3 +72,11 @@ def test_images_are_asked_for_before_the_first_measurement(monkeypatch):
     args = parse(monkeypatch, "run", "--rows", "train, synthetic: ours", "--rows", "JPEG: ours")
     with pytest.raises(SystemExit, match="--image-root"):
         peers.run(args)
+
+
+def test_two_gpus_are_used_only_where_they_are_asked_for():
+    assert not [row for row in peers.choose(None) if "two GPUs" in row]
+    assert not [row for row in peers.choose(["ours", "compile", "synthetic"]) if "two GPUs" in row]
+    both = [row for row in peers.ROWS if "two GPUs" in row]
+    assert peers.choose(["two GPUs"]) == both
+    assert peers.choose(["train, synthetic: ours", "two GPUs: ours"]) == ["train, synthetic: ours", both[0]]
