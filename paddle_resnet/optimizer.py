@@ -9,6 +9,7 @@ from paddle.utils import unique_name
 
 from paddle_resnet import distributed
 from utils import logger
+from utils.errors import UsageError
 
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 # The operators that program.create_fetchs makes.
@@ -24,6 +25,8 @@ def build_lr_scheduler(args, step_each_epoch):
     Args:
         args: flags.
         step_each_epoch: training steps an epoch.
+    Raises:
+        UsageError: the warm-up starts at the peak or above it.
     """
     peak = args.lr * distributed.world_size()
     warmup_epochs = args.warmup_epochs
@@ -31,6 +34,11 @@ def build_lr_scheduler(args, step_each_epoch):
         logger.warn(f"--warmup-epochs {warmup_epochs} is cut to the {args.epochs} epochs of this run")
         warmup_epochs = args.epochs
     warmup_steps = warmup_epochs * step_each_epoch
+    if warmup_steps and args.warmup_start_lr >= peak:
+        raise UsageError(
+            f"--warmup-start-lr {args.warmup_start_lr:g} is not below the peak of {peak:g}, which is --lr {args.lr:g} "
+            f"times {distributed.world_size()} processes: give a lower one, or --warmup-epochs 0"
+        )
     # T_max 0 divides by zero where all of the run is warm-up; the cosine is not reached then.
     decay_steps = max(1, args.epochs * step_each_epoch - warmup_steps)
     scheduler = paddle.optimizer.lr.CosineAnnealingDecay(learning_rate=peak, T_max=decay_steps)

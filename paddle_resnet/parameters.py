@@ -10,9 +10,11 @@ import numpy as np
 import paddle
 from paddle import static
 
+from paddle_resnet import commit
 from utils import logger
 from utils.errors import UsageError
 
+LOSS_SCALE = "loss_scaling_0"  # Paddle's name of the variable
 MASTER = "_fp32_master_0"  # what Paddle appends to a float16 parameter's name for its master copy
 MASK = ".asp_mask"  # what ASP appends to a pruned parameter's name for its mask
 
@@ -47,12 +49,18 @@ def load(args, folder, program, place):
         UsageError: damaged, or of another model.
     """
     prefix = Path(folder) / args.model_prefix
-    flag = f"--from-checkpoint {folder}"
+    resumed = args.resume and Path(folder).parent == commit.run_folder(args)
+    flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
     state = _unpickle(f"{prefix}.pdparams", flag)
     _load_parameters(args, program, state, flag, place)
     _, others = variables(program)
     if others:
         _load_strictly(others, _unpickle(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
+    if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
+        before = read(LOSS_SCALE)
+        if before.item() != args.scale_loss:  # a flag's, unless it is the run that adapts it
+            logger.info(f"the loss scale is that of --scale-loss {args.scale_loss:g} (was {before.item():g})")
+            set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
     return any(name.endswith(MASK) for name in state)
 
 

@@ -13,6 +13,7 @@ from paddle.incubate import asp
 from paddle_resnet import distributed, fusion, posting, profile, watchdog
 from paddle_resnet.models import build_model
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp, mend_updates
+from paddle_resnet.parameters import LOSS_SCALE
 from paddle_resnet.report import StepLog
 from utils import logger
 from utils.errors import RunError, UsageError
@@ -22,7 +23,6 @@ from utils.signals import Preempted
 
 # What BuildStrategy can fuse in a training step on a GPU; which of them exist depends on the Paddle version.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
-LOSS_SCALE = "loss_scaling_0"  # Paddle's name of the variable
 EVAL_STOP_POLL_STEPS = 4
 
 

@@ -167,33 +167,38 @@ class Saver:
         meta["sequence"] = whole[0][1]["sequence"] + 1 if whole else 0
         try:
             folder = commit.commit(self._root, name, files, meta)
-            commit.mark(self._root, "latest", name)
-            evaluated = meta["evaluated"]
-            if evaluated is not None and evaluated["top1"] > self._best_kept(whole):
-                commit.mark(self._root, "best", name)
         except OSError as e:
             raise RunError(
                 f"checkpoint {self._root / name} cannot be written ({e.strerror}): make room or name another "
                 "--output-dir; the checkpoints before it are untouched"
             ) from e
         logger.info(f"checkpoint: {folder}")
-        self._delete_old()
+        self._mark_and_delete(name)
 
-    def _best_kept(self, whole):
-        """The best top1 among this run's checkpoints on the disk."""
-        return max(
-            (meta["evaluated"]["top1"] for _, meta in whole if meta["run"] == self._run and meta["evaluated"]),
-            default=-1.0,
-        )
-
-    def _delete_old(self):
-        """Keep the newest of this run and its best; those of other runs are not ours to delete."""
+    def _mark_and_delete(self, newest):
+        """Set the links, and keep the newest checkpoints of this run and its best; those of other runs are not ours to
+        delete. Which one is the best, the checkpoints themselves say: a link may be gone, or older than they are."""
         whole, _ = commit.newest_first(self._root)
-        kept = {(self._root / "best").resolve()}
-        mine = [folder for folder, meta in whole if meta["run"] == self._run]
-        for folder in mine[self._args.keep_checkpoints :]:
-            if folder.resolve() not in kept:
+        mine = [(folder, meta["evaluated"]) for folder, meta in whole if meta["run"] == self._run]
+        # Of several that are equally good the first.
+        best = max(
+            ((folder, evaluated) for folder, evaluated in reversed(mine) if evaluated is not None),
+            key=lambda pair: pair[1]["top1"],
+            default=(None, None),
+        )[0]
+        self._mark("latest", newest)
+        if best is not None:
+            self._mark("best", best.name)
+        for folder, _ in mine[self._args.keep_checkpoints :]:
+            if folder != best:
                 commit.delete(folder)
+
+    def _mark(self, marker, name):
+        """No run ends for a link, which is there for people and scripts."""
+        try:
+            commit.mark(self._root, marker, name)
+        except OSError as e:
+            logger.warn(f"{self._root / marker} cannot be made to lead to {name} ({e.strerror}): remove what is there")
 
     def _meters(self):
         return {name: meter.state() for name, (_, meter) in self._fetchs.items()}

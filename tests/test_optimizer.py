@@ -8,6 +8,7 @@ from paddle import static
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four
 from paddle_resnet import distributed, fusion, native, optimizer, program
 from test_program import build, random_batches, variable
+from utils.errors import UsageError
 
 
 def rates(scheduler, steps):
@@ -36,6 +37,15 @@ def test_peak_is_multiplied_by_the_number_of_processes(parse, monkeypatch):
     args = parse("--lr", "0.1", "--epochs", "4", "--warmup-epochs", "1")
     monkeypatch.setattr(distributed, "world_size", lambda: 8)
     assert max(rates(optimizer.build_lr_scheduler(args, 5), 20)) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("flags", [["--lr", "0"], ["--lr", "0.1", "--warmup-start-lr", "0.1"]])
+def test_warmup_from_the_peak_or_above_is_refused(parse, flags):
+    args = parse("--epochs", "2", "--warmup-epochs", "1", *flags)
+    with pytest.raises(UsageError, match="--warmup-start-lr .* --lr .* --warmup-epochs 0"):
+        optimizer.build_lr_scheduler(args, 5)
+    args.warmup_epochs = 0
+    optimizer.build_lr_scheduler(args, 5)
 
 
 def test_warmup_longer_than_the_run_is_cut_with_a_warning(parse, capsys):

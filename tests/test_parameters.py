@@ -24,10 +24,14 @@ def saved(args, tmp_path):
     for images, labels in random_batches(2):
         exe.run(compiled, {"data": images, "label": labels})
         lr_scheduler.step()
-    params, optimizer = parameters.snapshot(main)
-    (tmp_path / "tiny.pdparams").write_bytes(pickle.dumps(params, protocol=4))
-    (tmp_path / "tiny.pdopt").write_bytes(pickle.dumps(optimizer, protocol=4))
+    save(main, tmp_path)
     return tmp_path, {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
+
+
+def save(program, folder):
+    params, optimizer = parameters.snapshot(program)
+    (folder / "tiny.pdparams").write_bytes(pickle.dumps(params, protocol=4))
+    (folder / "tiny.pdopt").write_bytes(pickle.dumps(optimizer, protocol=4))
 
 
 def load(args, folder, *, is_train=True, seed=7):
@@ -159,6 +163,19 @@ def test_float16_parameters_are_saved_from_their_float32_masters(args):
     saved = parameters.snapshot(main)[0][name]
     assert saved.dtype == np.float32
     np.testing.assert_array_equal(saved, master)
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_loss_scale_is_the_flags_unless_the_run_adapts_it(args, tmp_path, capsys, is_dynamic):
+    args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 128.0
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args)
+        save(main, tmp_path)
+    assert load(args, tmp_path)[parameters.LOSS_SCALE] == 128
+    assert "loss scale" not in capsys.readouterr().out
+    args.scale_loss = 1024.0
+    assert load(args, tmp_path)[parameters.LOSS_SCALE] == (128 if is_dynamic else 1024)
+    assert ("the loss scale is that of --scale-loss 1024 (was 128)" in capsys.readouterr().out) != is_dynamic
 
 
 def test_bfloat16_variables_get_the_nearest_values():

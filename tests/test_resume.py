@@ -289,6 +289,37 @@ def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", root / "best")[0] == 0
 
 
+def test_another_model_is_refused_by_the_flag_that_was_given(run_train, capsys):
+    assert run_train("--epochs", "1")[0] == 0
+    assert run_train("--epochs", "2", "--resume", "--num-of-class", "4")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--resume: ", "is of another model", "--num-of-class"])
+
+
+@pytest.mark.parametrize("link", ["gone", "to another", "a folder"])
+def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatch, capsys, link):
+    """As after a kill between a checkpoint and its links, or after a copy of the folder that follows them."""
+    from paddle_resnet import program
+
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    run = program.run
+    monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+    flags = ["--keep-checkpoints", "2", "--resume"]
+    assert run_train("--epochs", "2", *flags)[0] == 0
+    root = tmp_path / "output/Tiny"
+    for name in ("best", "latest"):
+        (root / name).unlink()
+        if link == "to another":
+            (root / name).symlink_to("0")
+        elif link == "a folder":
+            shutil.copytree(root / "1", root / name)
+    assert run_train("--epochs", "5", *flags)[0] == 0
+    assert {"1", "3", "4"} == {p.name for p in root.iterdir() if p.name.isdigit()}
+    if link == "a folder":
+        assert "best cannot be made to lead to 1 (Is a directory): remove what is there" in capsys.readouterr().err
+    else:
+        assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
+
+
 def test_checkpoints_of_another_run_are_left_alone(run_train, tmp_path):
     assert run_train("--epochs", "3", "--keep-checkpoints", "9")[0] == 0
     assert run_train("--epochs", "1", "--keep-checkpoints", "1")[0] == 0

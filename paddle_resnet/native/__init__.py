@@ -120,7 +120,9 @@ def register():
         load_op_meta_info_and_register_op(str(path))
         return ctypes.CDLL(str(path))
     except (RuntimeError, OSError) as e:
-        raise Unavailable(f"Paddle cannot load {path} ({str(e).strip().splitlines()[-1]})") from e
+        # Paddle's first line has the linker's reason; advice for all systems follows it.
+        reason = re.search(r"error code is (.*)\)", str(e)) or re.search(r"(.*)", str(e).strip())
+        raise Unavailable(f"Paddle cannot load {path} ({reason[1]})") from e
 
 
 def _operators_file():
