@@ -146,4 +146,4 @@ def _work(args, argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(signals.leaving(main()))

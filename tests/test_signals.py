@@ -1,8 +1,12 @@
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
+from conftest import ROOT, TINY
 from utils import signals
 
 
@@ -58,3 +62,16 @@ def test_launched_process_that_failed_leaves_with_its_own_exit_code(monkeypatch)
         with pytest.raises(ZeroDivisionError), signals.watched():
             raise ZeroDivisionError
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) == launched
+
+
+def test_sigterm_after_the_last_line_does_not_change_the_exit_code(tmp_path):
+    """A launcher or a batch system may send it to a process that is just ending, which takes Paddle a while."""
+    command = [sys.executable, "train.py", *TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic"]
+    command += ["--dry-run", "--output-dir", tmp_path]
+    with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("dry run: ") for line in process.stdout)
+        time.sleep(0.1)  # until main() is through
+        while process.poll() is None:
+            process.terminate()
+            time.sleep(0.01)
+    assert process.returncode == 0

@@ -35,6 +35,12 @@ def watched():
             signal.signal(number, signal.SIG_IGN if is_leaving and number == signal.SIGTERM else handler)
 
 
+def leaving(exit_code):
+    """Return a process's exit code, which SIGTERM does not change any more while the interpreter ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return exit_code
+
+
 @contextlib.contextmanager
 def held_back():
     """Let signals wait while Paddle is imported, which installs a handler of its own for SIGTERM, and put ours back."""
