@@ -158,6 +158,9 @@ def _add_dataset(group):
     group.add_argument(
         "--hw-decoder-load", type=_ratio, default=0.9, help="share of a batch for the GPU's JPEG decoder, if it has one"
     )
+    group.add_argument(
+        "--cpu-decoder-load", type=_ratio, default=0.0, help="share of the training images for the CPU beside the GPU"
+    )
     group.add_argument("--dali-prefetch", type=_positive, default=3, help="batches the loader keeps ready")
     group.add_argument(
         "--skip-list", metavar="FILE", help="images to leave out, one path below IMAGE_ROOT a line: see dataset verify"

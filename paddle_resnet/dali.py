@@ -1,6 +1,7 @@
 """The loader: DALI pipelines that read, decode, augment and normalise."""
 
 import base64
+import functools
 
 import numpy as np
 import nvidia.dali
@@ -33,6 +34,7 @@ PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
 # The flags that the order and the content of the training batches depend on.
 BATCH_FLAGS = (
     *("batch_size", "image_shape", "dali_random_seed", "dali_device", "dali_output_fp16"),
+    "cpu_decoder_load",
     *("color_jitter", "lighting", "rotate_degrees", "interp", "crop_size", "rand_crop_scale", "rand_crop_ratio"),
     *("normalize_scale", "normalize_mean", "normalize_std"),
 )
@@ -106,10 +108,9 @@ def _conditions(args, data_format, size):
 def _usable(state, conditions):
     if state is None:
         return None
+    before = {"--cpu-decoder-load": 0.0} | state["conditions"]  # older checkpoints do not know the flag
     changes = [
-        f"{name} is {now} and was {state['conditions'].get(name)}"
-        for name, now in conditions.items()
-        if now != state["conditions"].get(name)
+        f"{name} is {now} and was {before.get(name)}" for name, now in conditions.items() if now != before.get(name)
     ]
     if changes:
         logger.warn(
@@ -147,6 +148,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
+        enable_conditionals=mode is Mode.TRAIN and args.cpu_decoder_load > 0,
     )(_define)
     return batch(args, data_set, mode, shard_id, num_shards, on_gpu)
 
@@ -172,19 +174,12 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
-        images = fn.decoders.image_random_crop(
-            encoded,
-            output_type=types.RGB,
-            random_area=args.rand_crop_scale,
-            random_aspect_ratio=args.rand_crop_ratio,
-            num_attempts=100,
-            **decoder,
-        )
+        # DALI deals its seeds out in the order in which it meets the random operators of the finished graph. With
+        # seeds of their own, these leave the random numbers of the crop and the flip as they are.
+        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
+        images = _random_crop(args, encoded, decoder, seeds[5])
         images = fn.resize(images, resize_x=args.crop_size, resize_y=args.crop_size, **resize)
         mirror = fn.random.coin_flip(probability=0.5)
-        # DALI deals its seeds out in the order in which it meets the random operators of the finished graph. With
-        # seeds of their own, those below leave the random numbers of the crop and the flip as they are.
-        seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(5).tolist()
         if args.color_jitter:
             images = _jitter(images, args.color_jitter, seeds[:3])
         if args.rotate_degrees:
@@ -206,6 +201,31 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         pad_output=args.image_shape[0] == 4,
     )
     return images, labels.gpu() if on_gpu else labels
+
+
+def _random_crop(args, encoded, decoder, seed):
+    """Decoded random crops. Where --cpu-decoder-load wants it, the CPU decodes some images of each batch, drawn at
+    random; each of the two decoders draws crops of its own then, others than without the flag.
+    """
+    crop = functools.partial(
+        fn.decoders.image_random_crop,
+        output_type=types.RGB,
+        random_area=args.rand_crop_scale,
+        random_aspect_ratio=args.rand_crop_ratio,
+        num_attempts=100,
+    )
+    on_cpu = round(args.cpu_decoder_load * args.batch_size)
+    if on_cpu == 0:
+        return crop(encoded, **decoder)
+    if on_cpu == args.batch_size:
+        return crop(encoded, device="cpu").gpu()
+    # DALI splits the batch, image by image. The same number each time, so that neither part is ever empty: DALI cannot
+    # write a checkpoint of an operator that had nothing to do.
+    if fn.batch_permutation(seed=seed) < on_cpu:  # noqa: SIM108  DALI's guide has statements alone
+        images = crop(encoded, device="cpu").gpu()
+    else:
+        images = crop(encoded, **decoder)
+    return images
 
 
 def _jitter(images, strength, seeds):

@@ -70,7 +70,7 @@ def resolve_devices(args):
 
     Raises:
         UsageError: --device gpu without a GPU, mixed precision on a CPU, bfloat16 on an old GPU, a GPU loader for a
-            CPU program.
+            CPU program, --cpu-decoder-load without a GPU loader.
     """
     has_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
     if args.device == "gpu" and not has_gpu:
@@ -93,6 +93,11 @@ def resolve_devices(args):
         raise UsageError("--dali-device gpu needs --device gpu and this run is on the CPU: give --dali-device cpu")
     if args.dali_device == "auto":
         args.dali_device = args.device
+    if args.cpu_decoder_load and args.dali_device == "cpu":
+        raise UsageError(
+            f"--cpu-decoder-load {args.cpu_decoder_load} takes images off the GPU's decoders, and the CPU decodes all "
+            "(--dali-device cpu): leave it out"
+        )
 
 
 def place(args):

@@ -119,6 +119,15 @@ def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, c
     assert says in capsys.readouterr().err
 
 
+def test_loader_goes_on_from_a_checkpoint_older_than_a_flag(parse, photos, capsys):
+    loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
+    take(loader, 2)
+    state = loader.state()
+    del state["conditions"]["--cpu-decoder-load"]
+    assert dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN, state).step == 2
+    assert capsys.readouterr().err == ""
+
+
 def test_loader_of_fewer_processes_starts_an_epoch_and_says_why(parse, photos, capsys, monkeypatch):
     args = parse("--image-root", photos, "--batch-size", "3")
     with monkeypatch.context() as two:

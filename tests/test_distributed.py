@@ -392,7 +392,7 @@ def test_place_and_rank_come_from_the_launcher(monkeypatch, parse):
 
 
 def test_cpu_refuses_what_only_a_gpu_does(parse):
-    for flags in (["--amp"], ["--dali-device", "gpu"]):
+    for flags in (["--amp"], ["--dali-device", "gpu"], ["--cpu-decoder-load", "0.4"]):
         with pytest.raises(UsageError, match=flags[0]):
             parse(*flags)
     args = parse()

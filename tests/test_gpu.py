@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle import static
+from PIL import Image
 
 from conftest import (
     MASK_ALGORITHMS,
@@ -26,7 +27,7 @@ from conftest import (
     read_report,
 )
 from paddle_resnet import cuda_graph, dali
-from test_dali import epoch
+from test_dali import epoch, take
 from utils.mode import Mode
 
 pytestmark = pytest.mark.gpu
@@ -80,13 +81,47 @@ def test_gpu_loader_augments_like_the_cpu_loader(parse, photos):
     assert np.abs(on_cpu - plain).mean() > 0.3
 
 
+def test_cpu_decodes_its_share_of_each_training_batch(parse, tmp_path):
+    """Whole images that keep their size show who decoded them: the CPU smooths halved chroma, the GPU does not."""
+    folder = tmp_path / "train" / "class0"
+    folder.mkdir(parents=True)
+    random = np.random.RandomState(0)
+    for i in range(24):
+        pixels = random.randint(0, 256, (32, 32, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:02d}.jpg", quality=90, subsampling="4:2:0")
+    flags = ["--image-root", tmp_path, *FP32, "--num-of-class", "1", "--batch-size", "12"]
+    flags += ["--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1", "--hw-decoder-load", "0"]
+    decoded = {}
+    for share in (0, 0.3, 1):
+        batches = epoch(dali.build_dataloader(parse(*flags, "--cpu-decoder-load", share), Mode.TRAIN))[0]
+        decoded[share] = [{min(i.tobytes(), i[:, :, ::-1].tobytes()) for i in batch} for batch in batches]
+    of_gpu, of_cpu = set.union(*decoded[0]), set.union(*decoded[1])
+    assert len(of_gpu) == len(of_cpu) == len(of_gpu | of_cpu) / 2 == 24
+    assert [(len(batch & of_cpu), len(batch & of_gpu)) for batch in decoded[0.3]] == [(4, 8)] * 2
+
+
+def test_loader_that_decodes_on_both_goes_on_with_the_next_batch(parse, photos, capsys):
+    flags = ["--image-root", photos, *FP32, "--batch-size", "3", "--cpu-decoder-load"]
+    loader = dali.build_dataloader(parse(*flags, "0.4"), Mode.TRAIN)
+    take(loader, 4)
+    state = json.loads(json.dumps(loader.state()))
+    expected = take(loader, 12)
+    resumed = dali.build_dataloader(parse(*flags, "0.4"), Mode.TRAIN, state)
+    for left, right in zip(take(resumed, 12), expected, strict=True):
+        for a, b in zip(left, right, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert dali.build_dataloader(parse(*flags, "0"), Mode.TRAIN, state).step == 0
+    assert "--cpu-decoder-load is 0.0 and was 0.4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--cpu-decoder-load", "0.5"]], ids=["GPU", "both"])
 @pytest.mark.parametrize("damage", [lambda data: data[:300], lambda data: b"no image"], ids=["header", "garbage"])
-def test_image_that_cannot_be_decoded_ends_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage):
+def test_image_that_cannot_be_decoded_ends_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage, flags):
     root = tmp_path / "damaged"
     shutil.copytree(photos, root)
     path = sorted((root / "train" / "class1").iterdir())[3]
     path.write_bytes(damage(path.read_bytes()))
-    assert run_train(*FP32, image_root=root)[0] == 2
+    assert run_train(*FP32, *flags, image_root=root)[0] == 2
     assert_one_sentence(capsys.readouterr().err, [str(path), "rank 0", "--skip-list"])
 
 
