@@ -205,7 +205,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
 
 def _random_crop(args, encoded, decoder, seed):
     """Decoded random crops. Where --cpu-decoder-load wants it, the CPU decodes some images of each batch, drawn at
-    random; each of the two decoders draws crops of its own then, others than without the flag.
+    random; each of the two decoders draws crops of its own then. They and the flips are others than without the flag.
     """
     crop = functools.partial(
         fn.decoders.image_random_crop,

@@ -178,8 +178,11 @@ def speed(root, threads, loads, batches, repeats, words):
     settings += [("mixed", n, load) for n in threads for load in loads] if has_gpu else []
     rows = []
     for decoder, n, load in settings:
-        flags = ["--dali-num-threads", n, "--dali-device", "cpu" if decoder == "cpu" else "gpu"]
-        flags += [] if load is None else ["--hw-decoder-load", load]
+        flags = ["--dali-num-threads", n]
+        if decoder == "cpu":
+            flags += ["--dali-device", "cpu", "--cpu-decoder-load", 0]
+        else:
+            flags += ["--dali-device", "gpu", "--hw-decoder-load", load]
         rates = []
         for _ in range(repeats):
             loader, args = open_loader(root, [*words, *map(str, flags)])

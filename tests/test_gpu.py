@@ -114,14 +114,22 @@ def test_loader_that_decodes_on_both_goes_on_with_the_next_batch(parse, photos, 
     assert "--cpu-decoder-load is 0.0 and was 0.4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [[], ["--cpu-decoder-load", "0.5"]], ids=["GPU", "both"])
-@pytest.mark.parametrize("damage", [lambda data: data[:300], lambda data: b"no image"], ids=["header", "garbage"])
-def test_image_that_cannot_be_decoded_ends_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage, flags):
+@pytest.mark.parametrize(
+    ("damage", "share"),
+    [
+        pytest.param(lambda data: data[:300], 0, id="header"),
+        pytest.param(lambda data: b"no image", 0, id="garbage"),
+        pytest.param(lambda data: b"no image", 0.5, id="garbage, both decode"),
+        # The GPU's decoders fill in what is missing. The CPU gets this image in the first epoch or a later one.
+        pytest.param(lambda data: data[: len(data) // 2], 0.8, id="half, both decode"),
+    ],
+)
+def test_image_that_cannot_be_decoded_ends_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage, share):
     root = tmp_path / "damaged"
     shutil.copytree(photos, root)
     path = sorted((root / "train" / "class1").iterdir())[3]
     path.write_bytes(damage(path.read_bytes()))
-    assert run_train(*FP32, *flags, image_root=root)[0] == 2
+    assert run_train(*FP32, "--cpu-decoder-load", share, "--epochs", "20", image_root=root)[0] == 2
     assert_one_sentence(capsys.readouterr().err, [str(path), "rank 0", "--skip-list"])
 
 

@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from PIL import Image
 
+import config
 from conftest import TINY
 from paddle_resnet import dataset, inspection
 from utils.errors import UsageError
@@ -89,6 +92,19 @@ def test_speed_measures_each_setting(photos, capsys):
     flags = ["--threads", "2", "--batches", "1", "--repeats", "1"]
     assert dataset.main(["speed", str(photos), *flags, *TINY]) == 0
     assert "images/s" in capsys.readouterr().out
+
+
+def test_speed_on_a_gpu_measures_its_decoders_with_the_share_of_the_cpu(monkeypatch):
+    def open_loader(root, words):
+        args = config.parse_args(words)
+        opened.append((args.dali_device, args.cpu_decoder_load, args.hw_decoder_load))
+        return iter(range(2)), args
+
+    opened = []
+    monkeypatch.setattr(inspection, "_parse", lambda root, words: SimpleNamespace(dali_device="gpu"))
+    monkeypatch.setattr(inspection, "open_loader", open_loader)
+    inspection.speed("", [1], [0.5, 0.7], batches=1, repeats=1, words=["--cpu-decoder-load", "0.4"])
+    assert opened == [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
 
 
 @pytest.mark.parametrize(
