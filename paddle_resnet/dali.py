@@ -77,6 +77,11 @@ def build_dataloader(args, mode, state=None):
             else f"{world_size} processes are too many for the {data_set.size} training images in {args.image_root}: "
             f"start at most {data_set.size}"
         )
+    if mode is Mode.TRAIN and args.cpu_decoder_load and _decoded_by_cpu(args) == 0:
+        raise UsageError(
+            f"--cpu-decoder-load {args.cpu_decoder_load} of --batch-size {args.batch_size} is less than half an image: "
+            f"give {1 / args.batch_size:.2g} or more, or leave it out"
+        )
     conditions = _conditions(args, data_set.data_format, data_set.size)
     state = _usable(state, conditions)
     checkpoint = base64.b64decode(state["pipeline"]) if state else None
@@ -175,7 +180,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
         # DALI deals its seeds out in the order in which it meets the random operators of the finished graph. With
-        # seeds of their own, these leave the random numbers of the crop and the flip as they are.
+        # seeds of their own, the augmentations leave the random numbers of the crop and the flip as they are.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
         images = _random_crop(args, encoded, decoder, seeds[5])
         images = fn.resize(images, resize_x=args.crop_size, resize_y=args.crop_size, **resize)
@@ -203,6 +208,11 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     return images, labels.gpu() if on_gpu else labels
 
 
+def _decoded_by_cpu(args):
+    """How many images of each training batch --cpu-decoder-load gives to the CPU."""
+    return round(args.cpu_decoder_load * args.batch_size)
+
+
 def _random_crop(args, encoded, decoder, seed):
     """Decoded random crops. Where --cpu-decoder-load wants it, the CPU decodes some images of each batch, drawn at
     random; each of the two decoders draws crops of its own then. They and the flips are others than without the flag.
@@ -214,7 +224,7 @@ def _random_crop(args, encoded, decoder, seed):
         random_aspect_ratio=args.rand_crop_ratio,
         num_attempts=100,
     )
-    on_cpu = round(args.cpu_decoder_load * args.batch_size)
+    on_cpu = _decoded_by_cpu(args)
     if on_cpu == 0:
         return crop(encoded, **decoder)
     if on_cpu == args.batch_size:

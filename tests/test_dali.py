@@ -119,6 +119,14 @@ def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, c
     assert says in capsys.readouterr().err
 
 
+def test_share_for_the_cpu_of_less_than_half_an_image_is_refused(parse, photos):
+    args = parse("--image-root", photos)
+    args.cpu_decoder_load = 0.06  # of 8
+    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
+        dali.build_dataloader(args, Mode.TRAIN)
+    dali.build_dataloader(args, Mode.EVAL)
+
+
 def test_loader_goes_on_from_a_checkpoint_older_than_a_flag(parse, photos, capsys):
     loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
     take(loader, 2)
