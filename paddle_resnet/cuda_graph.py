@@ -47,6 +47,13 @@ def recorder(args, exe, program, variables, post):
     return functools.partial(program.recorder, functools.partial(exe.run, program, fetch_list=[]))
 
 
+def inputs(program):
+    """The tensors that a recorded step reads, {name: tensor}: a loader that writes there saves a copy. Nothing, {}, if
+    the program's steps are not recorded.
+    """
+    return program.recorder.inputs if hasattr(program, "recorder") else {}
+
+
 class Recorder:
     """Runs the steps of a program: the first ones as they are, then one that it records, and launches of that one.
 
@@ -66,7 +73,7 @@ class Recorder:
         # An Executor drops what it has prepared for a program that it ran long ago, and gives the memory away. This one
         # never has more than two programs.
         self._exe = static.Executor(self._place)
-        self._inputs, self._posting, self._program = _split(program, variables, post)
+        self.inputs, self._posting, self._program = _split(program, variables, post)
         self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
         self._shape, self._steps, self._graph, self._recorded_at = None, 0, None, None
 
@@ -78,7 +85,8 @@ class Recorder:
             run_with_feed(feed=feed)
             return
         for name, value in feed.items():
-            self._inputs[name]._copy_from(value, self._place)
+            if value is not self.inputs[name]:  # the loader may have written it there
+                self.inputs[name]._copy_from(value, self._place)
         if self._graph is None and self._steps >= STEPS_BEFORE:
             self._record()
         if self._graph is None:

@@ -182,8 +182,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         # DALI deals its seeds out in the order in which it meets the random operators of the finished graph. With
         # seeds of their own, the augmentations leave the random numbers of the crop and the flip as they are.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
-        images = _random_crop(args, encoded, decoder, seeds[5])
-        images = fn.resize(images, resize_x=args.crop_size, resize_y=args.crop_size, **resize)
+        images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
         if args.color_jitter:
             images = _jitter(images, args.color_jitter, seeds[:3])
@@ -213,28 +212,30 @@ def _decoded_by_cpu(args):
     return round(args.cpu_decoder_load * args.batch_size)
 
 
-def _random_crop(args, encoded, decoder, seed):
-    """Decoded random crops. Where --cpu-decoder-load wants it, the CPU decodes some images of each batch, drawn at
-    random; each of the two decoders draws crops of its own then. They and the flips are others than without the flag.
+def _random_resized_crop(args, encoded, decoder, resize, seed):
+    """Decoded random crops, resized. Where --cpu-decoder-load wants it, the CPU does that for some images of each
+    batch, drawn at random; each of the two draws crops of its own then. They and the flips are others than without
+    the flag.
     """
-    crop = functools.partial(
+    decode = functools.partial(
         fn.decoders.image_random_crop,
         output_type=types.RGB,
         random_area=args.rand_crop_scale,
         random_aspect_ratio=args.rand_crop_ratio,
         num_attempts=100,
     )
+    resize = functools.partial(fn.resize, resize_x=args.crop_size, resize_y=args.crop_size, **resize)
     on_cpu = _decoded_by_cpu(args)
     if on_cpu == 0:
-        return crop(encoded, **decoder)
+        return resize(decode(encoded, **decoder))
     if on_cpu == args.batch_size:
-        return crop(encoded, device="cpu").gpu()
+        return resize(decode(encoded, device="cpu")).gpu()
     # DALI splits the batch, image by image. The same number each time, so that neither part is ever empty: DALI cannot
     # write a checkpoint of an operator that had nothing to do.
-    if fn.batch_permutation(seed=seed) < on_cpu:  # noqa: SIM108  DALI's guide has statements alone
-        images = crop(encoded, device="cpu").gpu()
+    if fn.batch_permutation(seed=seed) < on_cpu:
+        images = resize(decode(encoded, device="cpu")).gpu()
     else:
-        images = crop(encoded, **decoder)
+        images = resize(decode(encoded, **decoder))
     return images
 
 

@@ -2,7 +2,7 @@
 
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. One pass is one epoch, then
-`reset()` starts the next.
+`reset()` starts the next. A ShardIterator writes its full batches to `targets`, {name: tensor}, where these are given.
 """
 
 import base64
@@ -57,6 +57,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self._image_root = image_root
         self._conditions = conditions
         self._left = images - step * pipeline.max_batch_size
+        self.targets = {}
         super().__init__(
             [pipeline],
             ["data", "label"],
@@ -108,17 +109,19 @@ class ShardIterator(_Steps, DALIGenericIterator):
             return self._decoded_batch()
 
     def _decoded_batch(self):
-        if self._pipes[0].device_id is not None:
-            return super().__next__()[0]
-        # DALI's plugin asks for a CUDA place and stream even if every output is on the host.
+        # As the plugin does it, which knows neither pipelines without a GPU nor targets.
         self._ever_consumed = True
         outputs = self._get_outputs()[0]
+        gpu = self._pipes[0].device_id
+        place = paddle.CPUPlace() if gpu is None else paddle.CUDAPlace(gpu)
+        # Paddle's steps are on this stream, so that a copy waits for the step that reads what it overwrites.
+        stream = None if gpu is None else paddle.device.cuda.current_stream(gpu).cuda_stream
         batch = {}
         for name, output in zip(self.output_map, outputs, strict=True):
             source = output.as_tensor()
-            tensor = batch[name] = paddle.framework.core.LoDTensor()
+            tensor = batch[name] = self.targets.get(name) or paddle.framework.core.LoDTensor()
             tensor._set_dims(source.shape())
-            feed_ndarray(source, tensor._mutable_data(paddle.CPUPlace(), to_paddle_type(source)))
+            feed_ndarray(source, tensor._mutable_data(place, to_paddle_type(source)), stream)
         self._schedule_runs()
         self._advance_and_check_drop_last()
         return batch

@@ -104,6 +104,19 @@ def test_recorded_run_gives_the_same_numbers(run_train, tmp_path, fake):
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
+def test_loader_writes_to_the_inputs_of_the_recorded_step(run_train, tmp_path, fake, monkeypatch):
+    straight, call = [], cuda_graph.Recorder.__call__
+
+    def noted(self, run_with_feed, feed):
+        straight.append({name for name, value in feed.items() if value is self.inputs[name]})
+        call(self, run_with_feed, feed)
+
+    monkeypatch.setattr(cuda_graph.Recorder, "__call__", noted)
+    results(run_train, tmp_path)
+    evaluation = [{"data", "label"}] * 2 + [set()]  # the last batch of an evaluation is a short one
+    assert straight == ([{"data", "label"}] * 3 + evaluation) * 3
+
+
 def test_step_is_recorded_anew_where_a_tensor_has_moved(run_train, tmp_path, fake, monkeypatch):
     """A graph would go on with the memory that the tensor had."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")

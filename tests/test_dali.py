@@ -2,6 +2,7 @@ import json
 import shutil
 
 import numpy as np
+import paddle
 import pytest
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
@@ -125,6 +126,26 @@ def test_share_for_the_cpu_of_less_than_half_an_image_is_refused(parse, photos):
     with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_loader_writes_full_batches_to_its_targets(parse, photos, mode):
+    args = parse("--image-root", photos)
+    expected = take(dali.build_dataloader(args, mode), 6)
+    loader = dali.build_dataloader(args, mode)
+    loader.targets = {name: paddle.framework.core.LoDTensor() for name in ("data", "label")}
+    found, overwritten = [], 0
+    while len(found) < 6:
+        batch = next(loader, None)
+        if batch is None:
+            loader.reset()
+            continue
+        found.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
+        overwritten += all(batch[0][name] is tensor for name, tensor in loader.targets.items())
+    assert overwritten == sum(len(labels) == args.batch_size for _, labels in expected)
+    for left, right in zip(found, expected, strict=True):
+        for a, b in zip(left, right, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_loader_goes_on_from_a_checkpoint_older_than_a_flag(parse, photos, capsys):
