@@ -17,6 +17,7 @@ import shlex
 import shutil
 import site
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import paddle
@@ -103,10 +104,14 @@ def load(capability=None):
         lack = missing(capability)
         if lack is not None:
             raise Unavailable(lack)
-        library = register()
-        if capability is not None:
-            image = _build(_kernels_file(capability), functools.partial(_compile_kernels, capability)).read_bytes()
-            library.paddle_resnet_set_image(image, ctypes.c_size_t(len(image)))
+        if capability is None:
+            register()
+            return
+        with ThreadPoolExecutor(1) as beside:  # the two compilers take 5 s each
+            kernels = beside.submit(_build, _kernels_file(capability), functools.partial(_compile_kernels, capability))
+            library = register()
+            image = kernels.result().read_bytes()
+        library.paddle_resnet_set_image(image, ctypes.c_size_t(len(image)))
     except OSError as e:
         remedy = "XDG_CACHE_HOME names another place"
         raise Unavailable(f"{cache_folder()} cannot be used ({e.strerror}; {remedy})") from e
@@ -144,7 +149,7 @@ def _build(path, compile_to):
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / "lock", "w") as lock:
+    with open(path.parent / f"{path.name.partition('-')[0]}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             # Nodes may share the folder without sharing locks.
