@@ -47,11 +47,12 @@ def recorder(args, exe, program, variables, post):
     return functools.partial(program.recorder, functools.partial(exe.run, program, fetch_list=[]))
 
 
-def inputs(program):
+def inputs(args, program):
     """The tensors that a recorded step reads, {name: tensor}: a loader that writes there saves a copy. Nothing, {}, if
-    the program's steps are not recorded.
+    the program's steps are not recorded, or the loader is not where they run: writing would move a tensor there.
     """
-    return program.recorder.inputs if hasattr(program, "recorder") else {}
+    is_there = args.dali_device == args.device and hasattr(program, "recorder")
+    return program.recorder.inputs if is_there else {}
 
 
 class Recorder:

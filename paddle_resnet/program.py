@@ -218,7 +218,7 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     """As run, and calls `save(epoch, step)` before a step every --save-interval-steps."""
     names, meters = list(fetchs), [meter for _, meter in fetchs.values()]
     dispatch = posting.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
-    dataloader.targets = cuda_graph.inputs(program)
+    dataloader.targets = cuda_graph.inputs(args, program)
     first_step = args.benchmark_warmup_steps if args.benchmark else 0
     last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
     clock = StepClock()

@@ -3,6 +3,7 @@
 import gc
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -115,6 +116,13 @@ def test_loader_writes_to_the_inputs_of_the_recorded_step(run_train, tmp_path, f
     results(run_train, tmp_path)
     evaluation = [{"data", "label"}] * 2 + [set()]  # the last batch of an evaluation is a short one
     assert straight == ([{"data", "label"}] * 3 + evaluation) * 3
+
+
+def test_loader_on_the_other_device_keeps_its_own_tensors():
+    program = SimpleNamespace(recorder=SimpleNamespace(inputs={"data": "a tensor on the GPU"}))
+    for loader, expected in (("gpu", program.recorder.inputs), ("cpu", {})):
+        assert cuda_graph.inputs(SimpleNamespace(device="gpu", dali_device=loader), program) == expected
+    assert cuda_graph.inputs(SimpleNamespace(device="gpu", dali_device="gpu"), SimpleNamespace()) == {}
 
 
 def test_step_is_recorded_anew_where_a_tensor_has_moved(run_train, tmp_path, fake, monkeypatch):
