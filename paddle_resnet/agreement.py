@@ -9,7 +9,7 @@ import paddle
 
 import config
 from paddle_resnet import distributed
-from paddle_resnet.watchdog import ranks
+from paddle_resnet.watch import ranks
 from utils.errors import UsageError
 
 # Flags that may differ from machine to machine: where things are, and how fast they are read.

@@ -201,12 +201,13 @@ FAULTS = [
     ("0 4 raises", "rank 0 failed first: ZeroDivisionError of the test"),
     ("1 4 killed", "rank 1 failed first: its process ended without a word"),
     ("0 4 killed", "rank 0 failed first: its process ended without a word"),
-    ("0 4 stopped", "--comm-timeout-s 15: rank 0 has not been heard of for"),
+    ("0 4 stopped", "--comm-timeout-s 15: no progress for that long: rank 0 last seen in"),
     ("1 4 stopped", "--comm-timeout-s 15: no progress for that long: rank 1 last seen in"),
     (
         "1 4 hangs",
         "--comm-timeout-s 15: no progress for that long: rank 1 last seen in epoch 1 train, step 0, others wait",
     ),
+    ("1 4 locks", "--comm-timeout-s 15: no progress for that long: rank 1 last seen in"),
 ]
 
 
@@ -228,6 +229,15 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, sa
     assert not processes_with(tmp_path)
     assert (tmp_path / "output/Tiny/latest").resolve().name == "0"
     commit.verify(tmp_path / "output/Tiny/0")
+
+
+def test_a_rank_whose_python_cannot_run_says_why_the_job_ends(launch, tmp_path):
+    """As in a call of CUDA that waits for the GPU with Python's lock: neither threads nor signals get through."""
+    environment = {"FAULT": "0 4 locks,1 4 killed_later"}
+    code, logs = launch(2, "--batch-size", "4", "--epochs", "3", succeeds=False, environment=environment)
+    assert code != 0
+    assert_one_sentence(logs[0], ["rank 1 failed first: its process ended without a word in epoch"])
+    assert not processes_with(tmp_path)
 
 
 def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):

@@ -6,9 +6,11 @@ $SHARES: the synthetic images of a step are the same over all processes together
 "Plain" has no batch normalisation. $UNFUSED: each gradient has an all-reduce of its own. $FATAL_CHANGE: kill -9 before
 the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer,
 so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from
-FAULTS; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version".
+FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one
+rank alone, or "RANK version".
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -46,11 +48,20 @@ def raise_error():
     raise ZeroDivisionError("of the test")
 
 
+def wait_with_pythons_lock():
+    """For a mutex that this thread has: unlike a sleep, no signal ends that."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
 FAULTS = {
     "raises": raise_error,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "killed_later": lambda: (time.sleep(3), os.kill(os.getpid(), signal.SIGKILL)),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hangs": lambda: time.sleep(1000),
+    "locks": wait_with_pythons_lock,
     "leaves": lambda: os._exit(0),
 }
 
@@ -154,8 +165,10 @@ if __name__ == "__main__":
     record = cuda_graph.Recorder._record
     cuda_graph.Recorder._record = lambda self: (recordings.append(self), record(self))
     my_rank = str(distributed.rank())
-    if os.environ.get("FAULT", "").split()[:1] == [my_rank]:
-        _, step, kind = os.environ["FAULT"].split()
+    for fault in filter(None, os.environ.get("FAULT", "").split(",")):
+        rank, step, kind = fault.split()
+        if rank != my_rank:
+            continue
         distributed.stop_agreed = fail_at(distributed.stop_agreed, int(step), kind)
     if os.environ.get("DIFFERS", "").split()[:1] == [my_rank]:
         differ(os.environ["DIFFERS"].split()[1:])
