@@ -1,10 +1,12 @@
 """The process beside each rank of a job: it watches over the job while the rank works (watchdog.py).
 
-It is a process and not a thread of the rank because C code that waits may keep Python's lock: Paddle's set-up of
-communication does, and calls of CUDA's do that wait for a lock inside the driver while the GPU waits for another
-rank. The watches of all ranks are connected to rank 0's; a connection that breaks tells at once that a machine or a
-process is gone, where the launcher's store, which has no answer for that, would be silent. Rank 0's decides what the
-first cause is and tells the others; each prints it and ends its rank with the exit code of the rank that failed.
+It is a process and not a thread of the rank because C code that waits may keep Python's lock. Paddle's set-up of
+communication does. So does a copy of a batch, while a GPU waits for another rank: the hardware decoder for JPEG files
+frees memory then, which waits for the GPU and holds a lock of CUDA's that the copy wants.
+
+The watches of all ranks are connected to rank 0's; a connection that breaks tells at once that a machine or a process
+is gone, where the launcher's store, which has no answer for that, would be silent. Rank 0's decides what the first
+cause is and tells the others; each prints it and ends its rank with the exit code of the rank that failed.
 """
 
 import contextlib
