@@ -12,6 +12,7 @@ cause is and tells the others; each prints it and ends its rank with the exit co
 import contextlib
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -27,6 +28,10 @@ from utils import logger
 SILENCE_S = 30
 # How long a rank may take to end once it is told to, before it is killed.
 GRACE_S = 2
+# How often is tried again to send what the other end has not taken.
+AGAIN_S = 0.05
+# Those that ask a process to end, or that a job's script may use. Some senders reach every process of a job.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def start(rank, world_size, timeout_s, token, network, process):
@@ -36,29 +41,41 @@ def start(rank, world_size, timeout_s, token, network, process):
         rank, world_size: of this process.
         timeout_s: seconds without progress after which the job ends.
         token: of this job; strangers may connect.
-        network: socket, on rank 0 the listening one, elsewhere one connected to that.
+        network: socket, on rank 0 the listening one, elsewhere one connected to that, with the introduction() sent.
         process: socket for what this process and its watch tell each other.
     Returns:
         subprocess.Popen.
     """
     program = "import sys; sys.path.insert(0, sys.argv[1]); from paddle_resnet import watch; watch.main(sys.argv[2])"
     facts = [rank, world_size, timeout_s, token, network.fileno(), process.fileno(), os.getpid()]
-    return subprocess.Popen(
-        [sys.executable, "-c", program, str(Path(__file__).parent.parent), json.dumps(facts)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=(network.fileno(), process.fileno()),
-        start_new_session=True,  # a signal to the job's processes is theirs; this one ends as they do
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited: the watch ends when its rank does
+    try:
+        return subprocess.Popen(
+            # -I: modules of the working directory are none of this program's.
+            [sys.executable, "-I", "-c", program, str(Path(__file__).parent.parent), json.dumps(facts)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(network.fileno(), process.fileno()),
+            start_new_session=True,  # what ends the job's processes one by one leaves it time for a last word
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def introduction(rank, token):
+    """The first message of a rank to rank 0."""
+    return {"token": token, "rank": rank}
 
 
 def main(facts):
     rank, world_size, timeout_s, token, network, process, pid = json.loads(facts)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0's has a connection for each rank
     process, network = Connection(socket.socket(fileno=process)), socket.socket(fileno=network)
     if rank == 0:
         _Hub(timeout_s, world_size, process, pid, network, token).run()
     else:
-        _Spoke(timeout_s, world_size, process, pid, network, token, rank).run()
+        _Spoke(timeout_s, world_size, process, pid, network).run()
 
 
 def period_s(timeout_s, world_size):
@@ -67,11 +84,12 @@ def period_s(timeout_s, world_size):
 
 
 class Connection:
-    """Lines of JSON over a socket."""
+    """Lines of JSON over a socket. Nothing waits here."""
 
     def __init__(self, connection):
         self.socket, self._data, self._lock = connection, b"", threading.Lock()
-        connection.settimeout(SILENCE_S)
+        self._unsent = bytearray()
+        connection.setblocking(False)
         if connection.family == socket.AF_UNIX:
             return
         for level, option, value in (
@@ -85,19 +103,35 @@ class Connection:
             connection.setsockopt(level, option, value)
 
     def send(self, message):
-        with self._lock, contextlib.suppress(OSError):  # a broken connection shows when it is read
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        """Send what the other end takes at once; flush() is for the rest."""
+        with self._lock:
+            self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self):
+        """Send what has not been sent; returns whether there is more."""
+        with self._lock:
+            try:
+                while self._unsent:
+                    del self._unsent[: self.socket.send(self._unsent)]
+            except BlockingIOError:
+                return True
+            except OSError:  # a broken connection shows when it is read
+                self._unsent.clear()
+        return False
 
     def receive(self):
-        """[message], and whether the connection is at its end."""
+        """[message] that have arrived, and whether the connection is at its end."""
         try:
             data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return [], False
         except OSError:
             data = b""
         *lines, self._data = (self._data + data).split(b"\n")
         try:
             return [dict(json.loads(line)) for line in lines], not data
-        except (ValueError, TypeError):  # a stranger's
+        except (ValueError, TypeError, RecursionError):  # a stranger's
             return [], True
 
 
@@ -116,12 +150,21 @@ class _Watch:
     def run(self):
         next_look = 0.0
         while not self.is_over:
-            for key, _ in self.selector.select(self.period_s):
+            for key, _ in self.selector.select(AGAIN_S if self._flush() else self.period_s):
                 if not self.is_over:
                     self.handle(key)
             if not self.is_over and time.monotonic() >= next_look:
                 next_look = time.monotonic() + self.period_s
+                if os.getppid() != self._pid:  # a process that it has forked may keep the connection open
+                    self.lose()
+                    break
                 self.look()
+        deadline = time.monotonic() + GRACE_S
+        while self._flush() and time.monotonic() < deadline:
+            time.sleep(AGAIN_S)
+
+    def _flush(self):
+        return sum(connection.flush() for connection in (self._process, *self.connections())) > 0
 
     def handle(self, key):
         if key.data is not self._process:
@@ -130,26 +173,27 @@ class _Watch:
         messages, is_gone = self._process.receive()
         for message in messages:
             if "failed" in message or "bye" in message:  # it ends by itself
-                self.leave(message)
-                self._process.send({"leave": True})
                 self.is_over = True
+                self._process.send({"leave": True})
+                self.leave(message)
             else:
                 self.hear(message)
         if is_gone and not self.is_over:
-            self.lose()
             self.is_over = True
+            self.lose()
 
     def end(self, message, code):
         """End this rank."""
         self.is_over = True
-        self.pass_on(message, code)
-        logger.write_line(f"train.py: error: {message}", sys.stderr)
+        _say(f"train.py: error: {message}")
         self._process.send({"end": code})
-        self._process.socket.settimeout(GRACE_S)
-        with contextlib.suppress(OSError):
-            while self._process.socket.recv(1 << 16):
-                pass
-            return  # it has ended
+        self.pass_on(message, code)
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            self._flush()
+            if self._process.receive()[1]:
+                return
+            time.sleep(AGAIN_S)
         if os.getppid() == self._pid:  # and no other process that has got its number
             os.kill(self._pid, signal.SIGKILL)
 
@@ -157,27 +201,34 @@ class _Watch:
         pass
 
 
+def _say(line):
+    """Write a line on stderr, whatever that is: a full disk or a pipe that nobody reads must not keep a rank alive."""
+
+    def write():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            logger.write_line(line, sys.stderr)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(GRACE_S)
+
+
 class _Hub(_Watch):
     """Rank 0's."""
 
     def __init__(self, timeout_s, world_size, process, pid, listener, token):
         super().__init__(timeout_s, world_size, process, pid)
-        self._ranks, self._token = {}, token
+        self._ranks, self._token = {}, token  # {connection: rank}
+        self._others, self._known = world_size - 1, set()  # ranks that have introduced themselves, since gone or not
         self._seen = {}  # rank: (where it is, since when it has been there)
+        self._listener = listener
         self.selector.register(listener, selectors.EVENT_READ)
 
+    def connections(self):
+        return self._ranks
+
     def handle_network(self, key):
-        if key.data is None:
-            connection = Connection(key.fileobj.accept()[0])
-            self.selector.register(connection.socket, selectors.EVENT_READ, connection)
-            return
-        messages, is_gone = key.data.receive()
-        for message in messages:
-            if message.get("token") == self._token:
-                self._ranks[key.data] = message["rank"]
-        rank = self._ranks.get(key.data)
-        if rank is None:  # not one of ours, or not introduced yet
-            messages = []
+        messages, rank, is_gone = self._receive(key)
         for message in messages:
             if "at" in message:
                 self._note(rank, message["at"])
@@ -187,13 +238,30 @@ class _Hub(_Watch):
                 self.end(f"rank {rank} failed first: {message['failed']}", message["code"])
                 return
             elif "bye" in message:
-                self._ranks.pop(key.data)
+                self._ranks.pop(key.data, None)
                 rank = None
+        if is_gone and rank is not None:
+            self.end(f"rank {rank} failed first: {self._gone(rank)}", 1)
+
+    def _receive(self, key):
+        """What has come over the network: [message], the rank they are from, None for a stranger, and whether it is
+        gone."""
+        if key.data is None:
+            with contextlib.suppress(OSError):  # it is gone, or there are too many
+                connection = Connection(key.fileobj.accept()[0])
+                self.selector.register(connection.socket, selectors.EVENT_READ, connection)
+            return [], None, False
+        messages, is_gone = key.data.receive()
+        for message in messages:
+            if message.get("token") == self._token:
+                self._ranks[key.data] = message["rank"]
+                self._known.add(message["rank"])
+        rank = self._ranks.get(key.data)
         if is_gone:
             self.selector.unregister(key.data.socket)
             key.data.socket.close()
-            if rank is not None:
-                self.end(f"rank {rank} failed first: {self._gone(rank)}", 1)
+            self._ranks.pop(key.data, None)
+        return messages if rank is not None else [], rank, is_gone
 
     def hear(self, message):
         self._note(0, message["at"])
@@ -215,6 +283,11 @@ class _Hub(_Watch):
         self.pass_on(f"rank 0 failed first: {self._gone(0)}", 1)
 
     def pass_on(self, message, code):
+        deadline = time.monotonic() + GRACE_S
+        while len(self._known) < self._others and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self.selector.select(min(left, AGAIN_S)):  # somebody who is not here yet should hear it
+                if key.data is not self._process:
+                    self._receive(key)
         self._tell({"end": message, "code": code})
 
     def _tell(self, message):
@@ -229,12 +302,14 @@ class _Hub(_Watch):
 class _Spoke(_Watch):
     """Any other rank's."""
 
-    def __init__(self, timeout_s, world_size, process, pid, connection, token, rank):
+    def __init__(self, timeout_s, world_size, process, pid, connection):
         super().__init__(timeout_s, world_size, process, pid)
         self._connection = Connection(connection)
         self._heard = time.monotonic()
-        self._connection.send({"token": token, "rank": rank})
         self.selector.register(connection, selectors.EVENT_READ)
+
+    def connections(self):
+        return (self._connection,)
 
     def handle_network(self, key):
         self._heard = time.monotonic()

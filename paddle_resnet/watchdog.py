@@ -12,6 +12,7 @@ import secrets
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ from utils.errors import RunError, UsageError
 
 # How long a process whose operation has failed waits for word that another one failed first; the launcher leaves it 3.
 PATIENCE_S = 2
+# How long a process waits for its watch to let it go, which tells others that much first.
+LEAVE_S = 10
 
 _phase, _now = 0, (0, 0, "the start", None)
 _watch = None
@@ -55,6 +58,7 @@ def start(rank, world_size, host, share, timeout_s):
     port, token = share(lambda: [network.getsockname()[1], secrets.token_hex(16)])
     if rank != 0:
         network = socket.create_connection((host, port), timeout=watch.SILENCE_S)
+        watch.Connection(network).send(watch.introduction(rank, token))
     near, far = socket.socketpair()
     with network, far:
         process = watch.start(rank, world_size, timeout_s, token, network, far)
@@ -79,9 +83,9 @@ def announce(error):
         time.sleep(PATIENCE_S)
     code = 2 if isinstance(error, UsageError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     name = "" if isinstance(error, (UsageError, RunError)) else f"{type(error).__name__} "
-    _watch.fail(f"{name}{error}".strip(), code)
     # Paddle's own threads and processes, half set up, may keep a process from its end.
     faulthandler.dump_traceback_later(watch.SILENCE_S, exit=True)
+    _watch.fail(f"{name}{error}".strip(), code)
 
 
 def post(topic, key, data):
@@ -121,11 +125,15 @@ class _Watched:
         self._tell_position()  # whatever happens, the watches know of each rank
 
     def run(self):
-        while not self._may_leave.is_set():
-            if self._selector.select(self._period_s):
-                self.listen()
-            self._tell_position()
-            self._outlive_no_launcher()
+        try:
+            while not self._may_leave.is_set():
+                if self._selector.select(watch.AGAIN_S if self._connection.flush() else self._period_s):
+                    self.listen()
+                self._tell_position()
+                self._outlive_no_launcher()
+        finally:
+            if not self._may_leave.is_set():  # nobody would end this process any more
+                os._exit(1)
 
     def listen(self):
         messages, is_gone = self._connection.receive()
@@ -138,7 +146,7 @@ class _Watched:
                 self._may_leave.set()
         if is_gone and not self._may_leave.is_set():
             message = "the process that watches over this one is gone: was it killed?"
-            logger.write_line(f"train.py: error: {message}", sys.stderr)
+            logger.write_line(f"train.py: error: {message}", sys.stderr)  # or run() ends all without it
             os._exit(1)
 
     def _tell_position(self):
@@ -154,10 +162,16 @@ class _Watched:
 
     def leave(self, last_words):
         """Tell the watch that this process ends by itself. If the watch is about to end it, this does not return, so
-        that nothing more is said."""
+        that nothing more is said. A watch that does not answer is given up."""
         self._connection.send(last_words)
-        self._may_leave.wait()
-        self._process.wait()
+        if not self._may_leave.wait(LEAVE_S):
+            self._may_leave.set()
+            self._process.kill()
+        try:
+            self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def fail(self, cause, code):
         self.leave({"failed": cause, "code": code})

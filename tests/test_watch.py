@@ -1,5 +1,6 @@
 """The process beside each rank: what it makes of what the others do. Whole jobs are in test_distributed.py."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 
 import pytest
 
+from conftest import ROOT
 from paddle_resnet import watch
 
 TOKEN = "secret"
@@ -39,7 +41,7 @@ def hub(rank_of):
 
     def connect(rank, token=TOKEN):
         peer = watch.Connection(socket.create_connection(listener.getsockname()))
-        peer.send({"token": token, "rank": rank})
+        peer.send(watch.introduction(rank, token))
         run(hub)
         return peer
 
@@ -53,7 +55,7 @@ def spoke(rank_of):
     """Rank 1's, rank 1's end of it, and the end that rank 0's has of it."""
     listener = socket.create_server(("127.0.0.1", 0))
     connection = socket.create_connection(listener.getsockname())
-    spoke, rank_1 = rank_of(watch._Spoke, connection, TOKEN, 1)
+    spoke, rank_1 = rank_of(watch._Spoke, connection)
     rank_0 = watch.Connection(listener.accept()[0])
     yield spoke, rank_1, rank_0
     for one in (connection, rank_0.socket, listener):
@@ -95,7 +97,8 @@ def test_first_cause_goes_from_the_rank_that_failed_to_all_others(hub, capsys, m
     assert {"end": "rank 2 failed first: no room", "code": 2} in first.receive()[0]
 
 
-def test_failure_of_rank_0_is_told_and_it_ends_by_itself(hub, capsys):
+def test_failure_of_rank_0_is_told_and_it_ends_by_itself(hub, capsys, monkeypatch):
+    end_at_once(monkeypatch)
     hub, rank_0, connect = hub
     peer = connect(1)
     rank_0.send({"failed": "no room", "code": 2})
@@ -119,6 +122,62 @@ def test_connection_that_breaks_is_a_process_that_is_gone(hub, capsys, monkeypat
     says = f"rank {rank} failed first: its process ended without a word in epoch 7 train, step 2, waiting for images"
     assert any(says in message.get("end", "") for message in other.receive()[0])
     assert (says in capsys.readouterr().err) == (rank == 2)  # rank 0's own watch has nobody to tell
+
+
+def test_rank_that_is_late_hears_the_cause_too(hub):
+    """The watch of rank 2 has not read yet that it is there, and that of rank 1 not that it has connected."""
+    hub, rank_0, connect = hub
+    connect(1, token="a stranger's")
+    late = [watch.Connection(socket.create_connection(hub._listener.getsockname())) for _ in range(2)]
+    for rank, peer in enumerate(late, 1):
+        peer.send(watch.introduction(rank, TOKEN))
+    rank_0.send({"failed": "no room", "code": 2})
+    for key, _ in hub.selector.select(0.5):
+        if key.data is hub._process:
+            hub.handle(key)
+    assert hub.is_over
+    for peer in late:
+        assert {"end": "rank 0 failed first: no room", "code": 2} in peer.receive()[0]
+
+
+def test_rank_0_that_does_not_read_holds_nothing_up(hub, capsys, monkeypatch):
+    """As one that waits for a GPU. What others post comes once it reads."""
+    hub, rank_0, connect = hub
+    peers = [connect(1), connect(2)]
+    many = [{"post": [7, i, "x" * 200]} for i in range(2000)]
+    start = time.monotonic()
+    for message in many:
+        peers[0].send(message)
+    while peers[0].flush() or hub.selector.select(0.2):
+        for key, _ in hub.selector.select(0):
+            hub.handle(key)
+    assert time.monotonic() - start < 20
+    assert rank_0.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) < len(json.dumps(many))
+    found = []
+    while hub._flush() or not found:
+        found += rank_0.receive()[0]
+    found += rank_0.receive()[0]
+    while len(found) < len(many):
+        found += rank_0.receive()[0]
+    assert [message["post"][2] for message in found] == list(range(2000))
+
+
+@pytest.mark.parametrize("kind", ["full disk", "broken pipe", "closed"])
+def test_log_that_cannot_be_written_keeps_no_rank_alive(spoke, monkeypatch, kind):
+    spoke, rank_1, rank_0 = spoke
+    read, write = os.pipe()
+    os.close(read)
+    stream = open("/dev/full" if kind == "full disk" else write, "w")  # noqa: SIM115
+    if kind == "closed":
+        stream.close()
+    monkeypatch.setattr(watch.sys, "stderr", stream)
+    end_at_once(monkeypatch)
+    rank_0.send({"end": "rank 2 failed first: no room", "code": 2})
+    run(spoke)
+    assert rank_1.receive()[0] == [{"end": 2}]
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 def test_a_rank_that_takes_its_leave_is_not_missed(hub):
@@ -188,9 +247,7 @@ def test_what_a_rank_tells_goes_on_to_rank_0(spoke):
     rank_1.send({"at": [1, 3, "epoch 0 train", 1]})
     rank_1.send({"post": [3, 20, {"loss": 0.1}]})
     run(spoke)
-    introduction = {"token": TOKEN, "rank": 1}
-    told = [{"at": [1, 3, "epoch 0 train", 1]}, {"post": [3, 20, {"loss": 0.1}]}]
-    assert rank_0.receive()[0] == [introduction, *told]
+    assert rank_0.receive()[0] == [{"at": [1, 3, "epoch 0 train", 1]}, {"post": [3, 20, {"loss": 0.1}]}]
 
 
 def test_posts_go_to_rank_0_with_their_rank(hub):
@@ -249,7 +306,7 @@ def test_rank_that_cannot_end_is_killed(rank_of, capsys, monkeypatch):
     monkeypatch.setattr(watch.os, "getppid", lambda: child.pid)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        watching, _rank = rank_of(watch._Spoke, ours, TOKEN, 1, pid=child.pid)
+        watching, _rank = rank_of(watch._Spoke, ours, pid=child.pid)
         watching.end("rank 0 failed first", 1)
     assert child.wait(60) == -signal.SIGKILL
     assert capsys.readouterr().err == "train.py: error: rank 0 failed first\n"
@@ -262,7 +319,7 @@ def test_another_process_with_the_number_of_the_rank_is_left_alone(rank_of, monk
     monkeypatch.setattr(watch.os, "getppid", lambda: 1)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        watching, _rank = rank_of(watch._Spoke, ours, TOKEN, 1, pid=os.getpid())
+        watching, _rank = rank_of(watch._Spoke, ours, pid=os.getpid())
         watching.end("rank 0 failed first", 1)
     assert not killed
 
@@ -276,19 +333,53 @@ def test_lines_arrive_whole(spoke):
     assert spoke._process.receive() == ([{"end": "x" * 10, "code": 1}], False)
 
 
-def test_watch_outlives_neither_its_rank_nor_its_purpose(capfd):
-    """Real ones: without a word of their rank, and after its last one."""
+def test_watch_outlives_neither_its_rank_nor_its_purpose(capfd, tmp_path, monkeypatch):
+    """Real ones: without a word of their rank, and after its last one. Neither signals nor modules of the working
+    directory matter to them."""
+    (tmp_path / "socket.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
     listener = socket.create_server(("127.0.0.1", 0))
     for last_words in ([], [{"bye": True}]):
         near, far = socket.socketpair()
         with far:
             process = watch.start(0, 2, 600, TOKEN, listener, far)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(process.pid, number)
         assert process.poll() is None
         with near:
             for words in last_words:
                 watch.Connection(near).send(words)
-                assert watch.Connection(near).receive()[0] == [{"leave": True}]
                 assert process.wait(60) == 0
+                assert watch.Connection(near).receive()[0] == [{"leave": True}]
         assert process.wait(60) == 0
     listener.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_watch_does_not_wait_for_what_its_rank_has_forked():
+    """Such a process has the rank's end of the connection, too."""
+    program = (
+        "import os, socket, time; from paddle_resnet import watch; "
+        "near, far = socket.socketpair(); listener = socket.create_server(('127.0.0.1', 0)); "
+        "process = watch.start(0, 2, 10, 'secret', listener, far); far.close(); "
+        "child = os.fork(); child or time.sleep(1000); print(process.pid, child, flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as rank:
+        pid, child = map(int, rank.stdout.readline().split())
+        assert is_alive(pid)
+        rank.kill()
+        rank.wait()
+        assert is_alive(child)
+        deadline = time.monotonic() + 60
+        while is_alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_alive(pid)
+        os.kill(child, signal.SIGKILL)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,6 +1,9 @@
 """What a process tells its watch, and what it does on its word. Whole jobs are in test_distributed.py."""
 
+import contextlib
+import signal
 import socket
+import subprocess
 import threading
 
 import pytest
@@ -32,7 +35,7 @@ def watched():
 
     def watched(rank):
         near, far = socket.socketpair()
-        process = type("Process", (), {"wait": lambda self: 0})()
+        process = type("Process", (), {"wait": lambda self, timeout: 0})()
         one = watchdog._Watched(rank, 3, 0.01, near, process)
         opened.extend([near, far, one._selector])
         return one, watch.Connection(far)
@@ -86,6 +89,32 @@ def test_main_thread_says_nothing_once_the_process_is_being_ended(watched, monke
     main.join(60)
     thread.join(60)
     assert not main.is_alive()
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_watch_that_does_not_end_is_given_up(watched, monkeypatch, answers):
+    monkeypatch.setattr(watchdog, "LEAVE_S", 0.05)
+    one, its_watch = watched(1)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        one._process = process
+        if answers:
+            its_watch.send({"leave": True})
+            one.listen()
+        one.fail("no room", 2)
+        assert process.returncode == -signal.SIGKILL
+    assert {"failed": "no room", "code": 2} in its_watch.receive()[0]
+
+
+def test_log_that_cannot_be_written_keeps_no_process_alive(watched, monkeypatch):
+    one, its_watch = watched(1)
+    its_watch.socket.close()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(watchdog.sys, "stderr", full)
+        with pytest.raises(Ended, match="1"):
+            one.run()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_words_of_an_error_and_exit_code(monkeypatch):
