@@ -15,7 +15,7 @@ each process has the batch size of one, and a peer trains under DistributedDataP
 
 "first step" is the time from the start of the process until the host has the loss of the first step. PyTorch starts
 with an empty cache of compiled kernels, which the later of a row's repetitions find filled; ours keeps the machine's,
-which takes 10 to 20 s where it is empty.
+which takes some seconds where it is empty (docs/kernels.md).
 
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, torchvision and nvidia-dali.
 """

@@ -221,7 +221,7 @@ class _Hub(_Watch):
         self._ranks, self._token = {}, token  # {connection: rank}
         self._others, self._known = world_size - 1, set()  # ranks that have introduced themselves, since gone or not
         self._seen = {}  # rank: (where it is, since when it has been there)
-        self._listener = listener
+        listener.setblocking(False)  # who has connected may be gone again
         self.selector.register(listener, selectors.EVENT_READ)
 
     def connections(self):

@@ -45,6 +45,7 @@ def hub(rank_of):
         run(hub)
         return peer
 
+    connect.address = listener.getsockname()
     yield hub, rank_0, connect
     for key in list(hub.selector.get_map().values()):
         key.fileobj.close()
@@ -128,7 +129,7 @@ def test_rank_that_is_late_hears_the_cause_too(hub):
     """The watch of rank 2 has not read yet that it is there, and that of rank 1 not that it has connected."""
     hub, rank_0, connect = hub
     connect(1, token="a stranger's")
-    late = [watch.Connection(socket.create_connection(hub._listener.getsockname())) for _ in range(2)]
+    late = [watch.Connection(socket.create_connection(connect.address)) for _ in range(2)]
     for rank, peer in enumerate(late, 1):
         peer.send(watch.introduction(rank, TOKEN))
     rank_0.send({"failed": "no room", "code": 2})
