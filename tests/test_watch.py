@@ -285,7 +285,7 @@ def test_silence_of_rank_0_ends_a_rank(spoke, capsys, monkeypatch):
     run(spoke)
     spoke.look()  # rank 0 is there and says what is to be said
     assert not spoke.is_over
-    monkeypatch.setattr(watch.time, "monotonic", lambda: later + 600)
+    monkeypatch.setattr(watch.time, "monotonic", lambda: later + 600.1)
     code, said = ended(capsys, spoke, rank_1, lambda spoke: spoke.look())
     assert (code, "rank 0 has not been heard of for 600 s" in said) == (1, True)
 
