@@ -329,16 +329,16 @@ def _check(args):
             f"--resize-short {args.resize_short} is smaller than --crop-size {args.crop_size}: "
             f"give at least {args.crop_size}"
         )
-    for flag, count in (("rand_crop_scale", 2), ("rand_crop_ratio", 2), ("normalize_mean", 3), ("normalize_std", 3)):
-        values = getattr(args, flag)
-        if len(values) != count or (flag != "normalize_mean" and min(values) <= 0):
+    for name, count in (("rand_crop_scale", 2), ("rand_crop_ratio", 2), ("normalize_mean", 3), ("normalize_std", 3)):
+        values = getattr(args, name)
+        if len(values) != count or (name != "normalize_mean" and min(values) <= 0):
             raise UsageError(
-                f"{_flag(flag)} {','.join(map(str, values))} is not {count} numbers of the right sign: mend it"
+                f"{flag(name)} {','.join(map(str, values))} is not {count} numbers of the right sign: mend it"
             )
-    for flag in ("rand_crop_scale", "rand_crop_ratio"):
-        low, high = getattr(args, flag)
-        if low > high or (flag == "rand_crop_scale" and high > 1):
-            raise UsageError(f"{_flag(flag)} {low},{high} is no range: give MIN,MAX with MIN <= MAX, areas up to 1")
+    for name in ("rand_crop_scale", "rand_crop_ratio"):
+        low, high = getattr(args, name)
+        if low > high or (name == "rand_crop_scale" and high > 1):
+            raise UsageError(f"{flag(name)} {low},{high} is no range: give MIN,MAX with MIN <= MAX, areas up to 1")
     if args.rotate_degrees > 180:
         raise UsageError(f"--rotate-degrees {args.rotate_degrees:g} is more than a half turn: give 180 or less")
     if args.asp and not args.prune_model and args.from_checkpoint is None:
@@ -374,7 +374,8 @@ def _check_amp(args):
         raise UsageError("--asp masks no bfloat16 parameters: give --amp-level O1 or --amp-dtype float16")
 
 
-def _flag(name):
+def flag(name):
+    """How an attribute of the flags is spelt on the command line: batch_size is --batch-size."""
     return "--" + name.replace("_", "-")
 
 
@@ -423,7 +424,7 @@ def _yaml_words(parser, path):
             raise UsageError(f"--config {path}: {key} takes a word and YAML reads this one as {value}: quote it")
         if value is not None:  # null keeps the default
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            words.append(f"{_flag(key)}={text}")
+            words.append(f"{flag(key)}={text}")
     try:
         parser.parse_known_args(words)
     except UsageError as e:

@@ -37,20 +37,21 @@ def main(argv=None):
 def _run(args, argv):
     with signals.held_back():
         import paddle  # takes seconds, and so not before the flags are known to be right
-    from paddle_resnet import distributed, native
+    from paddle_resnet.job import exchange, fleet, processes
+    from paddle_resnet.native import build as native
     from utils.affinity import bind_to_gpu
 
-    logger.setup(args.report_file, distributed.rank())
-    distributed.resolve_devices(args)
+    logger.setup(args.report_file, processes.rank())
+    processes.resolve_devices(args)
     native.resolve(args)
     if args.enable_cpu_affinity and args.device == "gpu":
-        bind_to_gpu(distributed.local_gpu())
+        bind_to_gpu(processes.local_gpu())
     if args.show_config:
         logger.info(yaml.safe_dump(config.as_dict(args), sort_keys=False, default_flow_style=None).rstrip())
 
     paddle.enable_static()
-    with distributed.leaving_together():
-        distributed.start(args)
+    with exchange.leaving_together():
+        fleet.start(args)
         _work(args, argv)
 
 
@@ -58,21 +59,25 @@ def _work(args, argv):
     import paddle
     from paddle import static
 
-    from paddle_resnet import agreement, checkpoint, dali, distributed, folding, parameters, profile, program, report
+    from paddle_resnet import dali, program, report
+    from paddle_resnet.checkpoints import restore, variables
+    from paddle_resnet.checkpoints.saver import Saver, check_folder
+    from paddle_resnet.job import agreement, processes
     from paddle_resnet.optimizer import cast_evaluation_program, prune
-    from paddle_resnet.saver import Saver, check_folder
+    from paddle_resnet.passes import all_reduces, folding
+    from paddle_resnet.steps import trace
 
     agreement.check_start(args)
-    found = checkpoint.find(args)
+    found = restore.find(args)
     trains = args.run_scope.trains
     if trains and found and found.epoch >= args.epochs:
         return report.all_done(args, found)
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
     train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
     eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
-    checkpoint.compare_classes(found, train_loader or eval_loader)
-    profile.check(args, train_loader or eval_loader)
-    place = distributed.place(args)
+    restore.compare_classes(found, train_loader or eval_loader)
+    trace.check(args, train_loader or eval_loader)
+    place = processes.place(args)
     exe = static.Executor(place)
     paddle.seed(args.seed)
     if trains:
@@ -84,10 +89,10 @@ def _work(args, argv):
     exe.run(startup_prog if trains else eval_startup_prog)
 
     main_prog = train_prog if trains else eval_prog
-    is_sparse = parameters.load_start(args, found, main_prog, place)
+    is_sparse = variables.load_start(args, found, main_prog, place)
     if trains:
         if found is not None:
-            checkpoint.restore(args, found, lr_scheduler, train_loader, train_fetchs, place)
+            restore.restore(args, found, lr_scheduler, train_loader, train_fetchs, place)
         if args.amp:
             optimizer.amp_init(place, scope=static.global_scope())
         if args.prune_model and not is_sparse:
@@ -98,7 +103,10 @@ def _work(args, argv):
         refold = folding.fold_batch_norms(args, eval_prog, exe)
         compiled_eval = program.compile_prog(args, eval_prog, is_train=False)
     agreement.check_work(train_loader, eval_loader, main_prog)
-    logger.info(report.start_line(args, train_loader, eval_loader, compiled_train if trains else compiled_eval))
+    fused = program.fused_operators(args, compiled_train if trains else compiled_eval)
+    logger.info(
+        report.start_line(args, train_loader, eval_loader, fused, all_reduces.count_gradient_all_reduces(main_prog))
+    )
     if args.dry_run:
         check_folder(args)
         logger.info("dry run: flags, data and programs are in order")
@@ -119,7 +127,7 @@ def _work(args, argv):
         result = program.run(args, train_loader, exe, compiled_train, train_fetchs, 0, Mode.TRAIN, lr_scheduler)
         return report.conclude(args, argv, result, Mode.TRAIN)
 
-    bn_average_prog = distributed.build_bn_average(train_prog) if distributed.world_size() > 1 else None
+    bn_average_prog = all_reduces.build_bn_average(train_prog) if processes.world_size() > 1 else None
     trained = found and found.trained  # not None: the epoch was stopped in its evaluation
     for epoch in range(found.epoch if found else 0, args.epochs):
         is_last = epoch + 1 == args.epochs

@@ -50,13 +50,14 @@ def measure(image_root, data_format):
     start = perf_counter()
     import config
     import paddle_resnet  # noqa: F401  before Paddle
-    from paddle_resnet import dali, distributed
+    from paddle_resnet import dali
+    from paddle_resnet.job import processes
     from utils.mode import Mode
 
     flags = ["--image-root", image_root, "--data-format", data_format, "--device", "cpu", "--image-shape", "3,32,32"]
     flags += ["--crop-size", "32", "--dali-num-threads", "2"]
     args = config.parse_args(flags)
-    distributed.resolve_devices(args)
+    processes.resolve_devices(args)
     imported = perf_counter()
     loader = dali.build_dataloader(args, Mode.TRAIN)
     batches = 0
@@ -84,7 +85,7 @@ def main():
     if args.measure:
         return measure(*args.measure)
 
-    from paddle_resnet import convert
+    from paddle_resnet.tools import convert
 
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     for entries in args.entries:

@@ -46,7 +46,7 @@ def cpu_time():
 
 def dali(root):
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from paddle_resnet import inspection
+    from paddle_resnet.tools import inspection
 
     flags = ["--image-shape", f"3,{SIDE},{SIDE}", "--crop-size", str(SIDE), "--batch-size", str(BATCH)]
     loader, _ = inspection.open_loader(root, [*flags, "--device", "cpu", "--dali-num-threads", str(WORKERS)])

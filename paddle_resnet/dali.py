@@ -7,8 +7,10 @@ import numpy as np
 import nvidia.dali
 from nvidia.dali import fn, pipeline_def, types
 
-from paddle_resnet import distributed, listing, readers, watchdog
-from paddle_resnet.iterators import READER, EmptyIterator, ShardIterator, SyntheticIterator
+import config
+from paddle_resnet.data import listing, readers
+from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, SyntheticIterator
+from paddle_resnet.job import processes, watchdog
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -58,7 +60,7 @@ def build_dataloader(args, mode, state=None):
         UsageError: the data set cannot be used with these flags.
     """
     watchdog.phase(f"the list of {mode.value} images")
-    rank, world_size = distributed.rank(), distributed.world_size()
+    rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
         images = SYNTHETIC_SIZE[mode] // world_size
         conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
@@ -105,8 +107,8 @@ def build_dataloader(args, mode, state=None):
 
 def _conditions(args, data_format, size):
     """What has to be the same for a loader's state to be of use."""
-    flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in BATCH_FLAGS}
-    counts = {"number of images": size, "number of processes": distributed.world_size()}
+    flags = {config.flag(name): getattr(args, name) for name in BATCH_FLAGS}
+    counts = {"number of images": size, "number of processes": processes.world_size()}
     return {"--data-format": data_format, **flags, **counts, "DALI version": nvidia.dali.__version__}
 
 
@@ -143,7 +145,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     batch = pipeline_def(
         batch_size=args.batch_size,
         num_threads=args.dali_num_threads,
-        device_id=distributed.local_gpu() if on_gpu else None,
+        device_id=processes.local_gpu() if on_gpu else None,
         # Each shard draws other random crops.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,

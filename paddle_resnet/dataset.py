@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_resnet import convert
+from paddle_resnet.tools import convert
 from utils.errors import UsageError
 
 SIDE = 64  # pixels of a sample image
@@ -168,7 +168,7 @@ def _add_preview(commands):
 
 
 def _run_preview(args):
-    from paddle_resnet import inspection
+    from paddle_resnet.tools import inspection
 
     inspection.preview(args.root, args.output, args.images, args.words)
     print(f"{args.output}: {args.images} training images")
@@ -181,7 +181,7 @@ def _add_verify(commands):
 
 
 def _run_verify(args):
-    from paddle_resnet import verify
+    from paddle_resnet.tools import verify
 
     if args.fix_list is not None:
         with _fix_list_errors(args.fix_list):
@@ -216,7 +216,7 @@ def _add_info(commands):
 
 
 def _run_info(args):
-    from paddle_resnet import inspection
+    from paddle_resnet.tools import inspection
 
     inspection.info(args.root, args.output)
 
@@ -235,7 +235,7 @@ def _add_speed(commands):
 
 
 def _run_speed(args):
-    from paddle_resnet import inspection
+    from paddle_resnet.tools import inspection
 
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.words)
 

@@ -30,7 +30,7 @@ def export(checkpoint, output):
     import paddle
     from paddle import static
 
-    from paddle_resnet import parameters
+    from paddle_resnet.checkpoints import variables
     from paddle_resnet.models import build_model
 
     meta = _read_meta(checkpoint)
@@ -52,7 +52,7 @@ def export(checkpoint, output):
             model.eval()
             probabilities = paddle.nn.functional.softmax(model(_pad_channels(images, channels)))
         exe.run(startup)
-        parameters.load(args, checkpoint, program, place)
+        variables.load(args, checkpoint, program, place)
         description = _describe(args, meta, images, probabilities)
         partial = output.with_name(output.name + ".partial")
         try:
@@ -67,13 +67,13 @@ def export(checkpoint, output):
 
 
 def _read_meta(checkpoint):
-    from paddle_resnet import commit
+    from paddle_resnet.checkpoints import folders
 
     if not Path(checkpoint).is_dir():
         raise UsageError(f"{checkpoint} is no folder: name a checkpoint, such as output/ResNet50/best")
     try:
-        meta = commit.verify(checkpoint)
-    except commit.DamagedError as e:
+        meta = folders.verify(checkpoint)
+    except folders.DamagedError as e:
         raise UsageError(f"{checkpoint} is no whole checkpoint: {e}: name another one") from e
     if meta["step"] is not None:
         raise UsageError(

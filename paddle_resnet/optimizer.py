@@ -5,15 +5,14 @@ from paddle import static
 from paddle.incubate import asp
 from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 from paddle.static.amp import fp16_utils
-from paddle.utils import unique_name
 
-from paddle_resnet import distributed
+from paddle_resnet.job import processes
 from utils import logger
 from utils.errors import UsageError
 
-OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 # The operators that program.create_fetchs makes.
 LOSS_HEAD = ("one_hot_v2", "label_smooth", "softmax_with_cross_entropy", "reduce_mean", "top_k_v2", "accuracy")
+
 LOSS_HEAD += ("native_post",)  # it hands them to the host as they are
 
 
@@ -28,7 +27,7 @@ def build_lr_scheduler(args, step_each_epoch):
     Raises:
         UsageError: the warm-up starts at the peak or above it.
     """
-    peak = args.lr * distributed.world_size()
+    peak = args.lr * processes.world_size()
     warmup_epochs = args.warmup_epochs
     if warmup_epochs > args.epochs:
         logger.warn(f"--warmup-epochs {warmup_epochs} is cut to the {args.epochs} epochs of this run")
@@ -37,7 +36,7 @@ def build_lr_scheduler(args, step_each_epoch):
     if warmup_steps and args.warmup_start_lr >= peak:
         raise UsageError(
             f"--warmup-start-lr {args.warmup_start_lr:g} is not below the peak of {peak:g}, which is --lr {args.lr:g} "
-            f"times {distributed.world_size()} processes: give a lower one, or --warmup-epochs 0"
+            f"times {processes.world_size()} processes: give a lower one, or --warmup-epochs 0"
         )
     # T_max 0 divides by zero where all of the run is warm-up; the cosine is not reached then.
     decay_steps = max(1, args.epochs * step_each_epoch - warmup_steps)
@@ -79,72 +78,6 @@ def decorate_amp(args, optimizer):
         init_loss_scaling=args.scale_loss,
         use_dynamic_loss_scaling=args.use_dynamic_loss_scaling,
     )
-
-
-def mend_updates(args, main_prog):
-    """Change what Paddle has written into a training program to update its parameters, where that is not right and
-    fusion.fuse does not replace it."""
-    if args.kernels == "native":
-        return
-    if args.amp and args.amp_dtype == "bfloat16":
-        _update_masters_in_float32(main_prog.global_block())
-    if args.use_dynamic_loss_scaling:
-        _keep_parameters_on_overflow(main_prog.global_block())
-
-
-def _update_masters_in_float32(block):
-    """Let momentum change the float32 master of each bfloat16 parameter, and copy that one: Paddle has no momentum
-    kernel for bfloat16, not even for one that reads and writes masters."""
-    for i in reversed(range(len(block.ops))):
-        op = block.ops[i]
-        if op.type != "momentum" or block.var(op.input("Param")[0]).dtype != paddle.bfloat16:
-            continue
-        param, grad, master = (block.var(op.input(name)[0]) for name in ("Param", "Grad", "MasterParam"))
-        grad_fp32 = block.create_var(
-            name=unique_name.generate(f"{grad.name}_fp32"), shape=grad.shape, dtype=paddle.float32
-        )
-        for name, variable in (("Param", master), ("Grad", grad_fp32)):
-            op.desc.set_input(name, [variable.name])
-        op.desc.set_input("MasterParam", [])
-        op.desc.set_output("ParamOut", [master.name])
-        op.desc.set_output("MasterParamOut", [])
-        op._set_attr("multi_precision", False)
-        _insert_update(block, i + 1, "cast", {"X": master}, param, _cast(master, param))
-        _insert_update(block, i, "cast", {"X": grad}, grad_fp32, _cast(grad, grad_fp32))
-    block._sync_with_cpp()
-
-
-def _keep_parameters_on_overflow(block):
-    """Make the learning rate 0 in a step that dynamic loss scaling skips.
-
-    Paddle skips it by setting the gradients to 0: momentum and weight decay would still move the parameters. What is
-    left of that is that momentum decays as for a gradient of 0, in one of thousands of steps; to keep it, too, would
-    take one more operator a parameter in every step.
-    """
-    scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
-    updates = [i for i, op in enumerate(block.ops) if op.type == "momentum"]
-    overflow = block.var(scaling.input("FoundInfinite")[0])
-    rate = block.var(block.ops[updates[0]].input("LearningRate")[0])
-    overflows, proceeds, effective_rate = (
-        block.create_var(name=unique_name.generate(name), shape=[1], dtype=paddle.float32)
-        for name in ("overflows", "proceeds", f"{rate.name}_unless_overflow")
-    )
-    for i in updates:
-        block.ops[i]._rename_input(rate.name, effective_rate.name)
-    at = updates[0]
-    _insert_update(block, at, "elementwise_mul", {"X": rate, "Y": proceeds}, effective_rate, {"axis": -1})
-    _insert_update(block, at, "scale", {"X": overflows}, proceeds, {"scale": -1.0, "bias": 1.0})
-    _insert_update(block, at, "cast", {"X": overflow}, overflows, _cast(overflow, overflows))
-    block._sync_with_cpp()
-
-
-def _insert_update(block, i, op_type, inputs, output, attrs):
-    role = {"op_role": int(OpRole.Optimize)}
-    block._insert_op_without_sync(i, type=op_type, inputs=inputs, outputs={"Out": output}, attrs=attrs | role)
-
-
-def _cast(source, target):
-    return {"in_dtype": source.dtype, "out_dtype": target.dtype}
 
 
 def cast_evaluation_program(args, program, place):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections import Counter
 
 import numpy as np
 import paddle
@@ -10,11 +11,14 @@ from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
-from paddle_resnet import cuda_graph, distributed, fusion, posting, profile, watchdog
+from paddle_resnet.checkpoints.variables import LOSS_SCALE
+from paddle_resnet.job import exchange, processes, watchdog
+from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.models import build_model
-from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp, mend_updates
-from paddle_resnet.parameters import LOSS_SCALE
-from paddle_resnet.report import StepLog
+from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
+from paddle_resnet.passes import all_reduces, fusion
+from paddle_resnet.passes.updates import mend_updates
+from paddle_resnet.steps import cuda_graph, host_metrics, trace
 from utils import logger
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, ConfusionMeter, StepClock, latency_percentiles
@@ -153,9 +157,9 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
             mend_updates(args, main_prog)
-            distributed.adapt_communication(args, main_prog, startup_prog)
+            all_reduces.adapt_communication(args, main_prog, startup_prog)
         if args.kernels == "native":
-            posting.post(variable for variable, _ in fetchs.values())
+            host_metrics.post(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
 
 
@@ -179,6 +183,20 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     if args.kernels == "native":
         fusion.fuse(program)
     return static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
+
+
+def fused_operators(args, compiled):
+    """Compile a program now instead of in its first step, and count the fused operators that it has then.
+
+    Args:
+        args: flags.
+        compiled: result of compile_prog; the Executor takes what is compiled here.
+    Returns:
+        {operator: count}, by name: Paddle's (fused_...) and the project's own (native_...).
+    """
+    compiled._compile(static.global_scope(), processes.place(args))
+    types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
+    return {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}
 
 
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
@@ -213,11 +231,11 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
-@profile.dropped()
+@trace.dropped()
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save):
     """As run, and calls `save(epoch, step)` before a step every --save-interval-steps."""
     names, meters = list(fetchs), [meter for _, meter in fetchs.values()]
-    dispatch = posting.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
+    dispatch = host_metrics.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
     dataloader.targets = cuda_graph.inputs(args, program)
     first_step = args.benchmark_warmup_steps if args.benchmark else 0
     last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
@@ -244,18 +262,18 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     def drain():
         read()
         if args.device == "gpu":
-            paddle.device.cuda.synchronize(distributed.place(args))  # the metrics are there before the step ends
+            paddle.device.cuda.synchronize(processes.place(args))  # the metrics are there before the step ends
 
     watchdog.phase(f"epoch {epoch} {mode.value}")
     batches = iter(dataloader)
     start, stopped = 0 if args.benchmark else dataloader.step, False
-    trace = profile.start(args, mode, start, last_step)
+    tracer = trace.start(args, mode, start, last_step)
     for step in range(start, last_step):
-        if mode is Mode.TRAIN and distributed.stop_agreed():
+        if mode is Mode.TRAIN and exchange.stop_agreed():
             read()
             step_log.finish()
             raise Preempted
-        if mode is Mode.EVAL and step % EVAL_STOP_POLL_STEPS == 0 and distributed.stop_asked():
+        if mode is Mode.EVAL and step % EVAL_STOP_POLL_STEPS == 0 and exchange.stop_asked():
             stopped = True
             break
         if save is not None and args.save_interval_steps and step > start and step % args.save_interval_steps == 0:
@@ -264,8 +282,8 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             save(epoch, step)
             watchdog.phase(f"epoch {epoch} {mode.value}")
             clock.resume()
-        if trace is not None:
-            trace.before(step, drain, clock)
+        if tracer is not None:
+            tracer.before(step, drain, clock)
         if step == first_step:
             drain()
             for meter in meters:
@@ -295,8 +313,8 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
     drain()
     clock.close_step()
     step_log.finish()
-    if trace is not None:
-        trace.before(last_step, drain, clock)
+    if tracer is not None:
+        tracer.before(last_step, drain, clock)
     if not args.benchmark and not stopped:
         _finish_epoch(dataloader, batches)
     averages = {name: meter for name, meter in zip(names, meters, strict=True) if name != "confusion"}
@@ -350,7 +368,7 @@ def _over_all_processes(meters, clock, stopped):
     loss = meters["loss"]
     mine = [meter.sum for meter in meters.values()] + [loss.count, loss.not_finite, clock.images, stopped]
     mine += [len(clock.batch_times), sum(clock.batch_times), sum(clock.data_times)]
-    everyone = distributed.all_gather(mine)
+    everyone = exchange.all_gather(mine)
     *sums, images, not_finite, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
     if any_stopped:
         raise Preempted
@@ -373,9 +391,9 @@ def _over_all_processes(meters, clock, stopped):
 def _confusion_over_all_processes(meter):
     """Every process's counts, added up; only those that are not zero travel, at most two numbers an image."""
     codes, counts = meter.counts()
-    longest = int(distributed.all_gather([len(codes)]).max())
+    longest = int(exchange.all_gather([len(codes)]).max())
     padding = (0, longest - len(codes))
-    everyone = distributed.all_gather([*np.pad(codes, padding), *np.pad(counts, padding)]).astype(np.int64)
+    everyone = exchange.all_gather([*np.pad(codes, padding), *np.pad(counts, padding)]).astype(np.int64)
     confusion = np.zeros(meter.class_num**2, np.int64)
     np.add.at(confusion, everyone[:, :longest], everyone[:, longest:])
     confusion = confusion.reshape(meter.class_num, meter.class_num)

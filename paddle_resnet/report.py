@@ -1,20 +1,17 @@
 """What a run says about itself: first and last lines, and files beside --report-file for what its lines do not hold."""
 
 import csv
-import itertools
 import os
 import platform
 import shlex
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import nvidia.dali
 import paddle
-from paddle import static
 
-from paddle_resnet import distributed, watchdog
+from paddle_resnet.job import exchange, processes
 from utils import logger
 from utils.errors import RunError, UsageError
 from utils.mode import RunScope
@@ -22,90 +19,28 @@ from utils.mode import RunScope
 MIB = 2**20
 
 
-def start_line(args, train_loader, eval_loader, compiled):
+def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):
     """One line: network, devices, precision, layout, fused operators, CUDA graph, batch, learning rate, steps, gradient
     all-reduces.
 
     Args:
         args: flags.
         train_loader, eval_loader: those of this run; None for the other.
-        compiled: result of program.compile_prog for the program that the line is about.
+        fused_operators: {operator: count} of the program that the line is about.
+        gradient_all_reduces: how many a training step makes.
     """
-    processes = distributed.world_size()
+    world_size = processes.world_size()
     precision = f"AMP {args.amp_level} in {args.amp_dtype}" if args.amp else "float32"
+    fused = ", ".join(f"{count} {name}" for name, count in fused_operators.items()) or "no fused operators"
     loaders = {"train": train_loader, "val": eval_loader}
     sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
-    if train_loader is not None and processes > 1:
-        sizes.append(f"{distributed.count_gradient_all_reduces(compiled._program)} gradient all-reduces a step")
+    if train_loader is not None and world_size > 1:
+        sizes.append(f"{gradient_all_reduces} gradient all-reduces a step")
     return (
-        f"{args.model_arch_name} on {processes} x {args.device}, {precision}, {args.data_layout}, "
-        f"{_fused_operators(args, compiled)}, {'CUDA graph, ' if args.cuda_graph else ''}batch "
-        f"{args.batch_size} a process, peak lr {args.lr} x {processes} = {args.lr * processes:g}, {', '.join(sizes)}"
+        f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, {fused}, "
+        f"{'CUDA graph, ' if args.cuda_graph else ''}batch {args.batch_size} a process, peak lr {args.lr} x "
+        f"{world_size} = {args.lr * world_size:g}, {', '.join(sizes)}"
     )
-
-
-def _fused_operators(args, compiled):
-    """The fused operators that Paddle's passes have made. The Executor would compile the program in its first step; it
-    takes what is compiled here."""
-    compiled._compile(static.global_scope(), distributed.place(args))
-    types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
-    fused = {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}
-    return ", ".join(f"{count} {name}" for name, count in fused.items()) or "no fused operators"
-
-
-class StepLog:
-    """Log lines of single steps with the figures of all processes.
-
-    Each rank posts its figures, and rank 0 logs a step when those of all have come, some steps later. Nobody waits
-    before the end of the epoch.
-
-    Args:
-        log: function of the step and its metrics.
-    """
-
-    _topics = itertools.count()
-
-    def __init__(self, log):
-        self._log, self._topic = log, next(self._topics)
-
-    def add(self, step, images, metrics, common):
-        """Args:
-        step: number.
-        images: of this process.
-        metrics: {name: value} of this process; means over its images, but ips and times.
-        common: {name: value} that is the same on all processes.
-        """
-        if distributed.world_size() == 1:
-            self._log(step, {**metrics, **common})
-            return
-        watchdog.post(self._topic, step, (images, metrics, common))
-        self._write(is_over=False)
-
-    def finish(self):
-        """Log what is left; every rank has to call this."""
-        if distributed.world_size() > 1:
-            watchdog.post(self._topic, None, None)
-            self._write(is_over=True)
-
-    def _write(self, is_over):
-        if distributed.rank() == 0:
-            for step, everyone in watchdog.collect(self._topic, is_over):
-                self._log(step, over_all(everyone))
-
-
-def over_all(everyone):
-    """Figures of a step over several processes, [(images, {name: value}, {name: common value})] of each."""
-    counts = [images for images, _, _ in everyone]
-    result = {}
-    for name in everyone[0][1]:
-        values = [metrics[name] for _, metrics, _ in everyone]
-        if name == "ips":
-            result[name] = sum(values)
-        elif name.endswith("_time"):
-            result[name] = sum(values) / len(values)
-        else:
-            result[name] = sum(value * n for value, n in zip(values, counts, strict=True)) / sum(counts)
-    return {**result, **everyone[0][2]}
 
 
 def all_done(args, found):
@@ -137,9 +72,9 @@ def conclude(args, argv, result, mode):
         logger.log((), data)
         return
     command = f"{_python()} train.py {shlex.join(argv)}"
-    about = {"versions": _versions(args), "processes": distributed.world_size(), "command": command}
+    about = {"versions": _versions(args), "processes": processes.world_size(), "command": command}
     logger.report((), data | about)
-    if distributed.rank() == 0:
+    if processes.rank() == 0:
         _print_table(f"benchmark: {mode.value}", result, about)
 
 
@@ -148,9 +83,9 @@ def _peak_memory(args):
     count."""
     if args.device == "cpu":
         return {}
-    gpu = distributed.local_gpu()
+    gpu = processes.local_gpu()
     mine = paddle.device.cuda.max_memory_allocated(gpu) / MIB
-    return {"peak_memory_allocated_mib": float(distributed.all_gather([mine]).max())}
+    return {"peak_memory_allocated_mib": float(exchange.all_gather([mine]).max())}
 
 
 def _versions(args):
@@ -161,7 +96,7 @@ def _versions(args):
         "numpy": np.__version__,
     }
     if args.device == "gpu":
-        gpu = distributed.local_gpu()
+        gpu = processes.local_gpu()
         versions |= {"gpu": paddle.device.cuda.get_device_name(gpu), "driver": _driver()}
         versions |= {"cuda": paddle.version.cuda(), "cudnn": paddle.device.get_cudnn_version()}
     return versions
@@ -232,7 +167,7 @@ def write_classes(args, result, classes):
         the result without its arrays.
     """
     numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
-    if distributed.rank() != 0 or args.benchmark:
+    if processes.rank() != 0 or args.benchmark:
         return numbers
     confusion = result["confusion"]
     if "not_finite" in numbers:

@@ -1,6 +1,7 @@
 """Tiny networks and tiny images, so that the whole suite runs in minutes on two cores."""
 # ruff: noqa: I001
 
+import contextlib
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
 import numpy as np
@@ -18,7 +20,9 @@ from PIL import Image
 
 import config
 import train
-from paddle_resnet import convert, dali, distributed, models
+from paddle_resnet import dali, models
+from paddle_resnet.job import exchange, fleet, processes
+from paddle_resnet.tools import convert
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 
 ROOT = Path(__file__).parent.parent
@@ -107,9 +111,9 @@ def parse():
 
     def parse(*flags):
         args = config.parse_args([*TINY, *map(str, flags)])
-        distributed.resolve_devices(args)
-        if distributed.world_size() == 1:
-            distributed.start(args)
+        processes.resolve_devices(args)
+        if processes.world_size() == 1:
+            fleet.start(args)
         return args
 
     return parse
@@ -150,8 +154,8 @@ def stop_before(monkeypatch):
             polls = iter(range(10**6))
             return lambda: next(polls) == target
 
-        monkeypatch.setattr(distributed, "stop_agreed", counter(train_step))
-        monkeypatch.setattr(distributed, "stop_asked", counter(eval_step))
+        monkeypatch.setattr(exchange, "stop_agreed", counter(train_step))
+        monkeypatch.setattr(exchange, "stop_asked", counter(eval_step))
 
     return stop_before
 
@@ -260,3 +264,13 @@ def launch_nodes(photos, tmp_path):
     yield launch_nodes
     for process in started:
         process.kill()
+
+
+def wait_until(condition, seconds):
+    end = monotonic() + seconds
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if condition():
+                return
+        assert monotonic() < end
+        sleep(0.1)

@@ -9,7 +9,10 @@ from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
 from conftest import TINY, assert_one_sentence
-from paddle_resnet import convert, dali, distributed, listing, readers
+from paddle_resnet import dali
+from paddle_resnet.data import listing, readers
+from paddle_resnet.job import processes
+from paddle_resnet.tools import convert
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
@@ -26,8 +29,8 @@ def shard(monkeypatch):
     """Make the loader believe it is one rank of several."""
 
     def shard(rank, world_size):
-        monkeypatch.setattr("paddle_resnet.distributed.rank", lambda: rank)
-        monkeypatch.setattr("paddle_resnet.distributed.world_size", lambda: world_size)
+        monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: rank)
+        monkeypatch.setattr("paddle_resnet.job.processes.world_size", lambda: world_size)
 
     return shard
 
@@ -160,7 +163,7 @@ def test_loader_goes_on_from_a_checkpoint_older_than_a_flag(parse, photos, capsy
 def test_loader_of_fewer_processes_starts_an_epoch_and_says_why(parse, photos, capsys, monkeypatch):
     args = parse("--image-root", photos, "--batch-size", "3")
     with monkeypatch.context() as two:
-        two.setattr(distributed, "world_size", lambda: 2)
+        two.setattr(processes, "world_size", lambda: 2)
         loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 2)
     assert dali.build_dataloader(args, Mode.TRAIN, loader.state()).step == 0
@@ -317,7 +320,7 @@ def test_image_that_cannot_be_decoded_is_named(parse, photos, tmp_path, monkeypa
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     (root / name).write_bytes(BROKEN[damage]((photos / name).read_bytes()))
-    monkeypatch.setattr("paddle_resnet.distributed.rank", lambda: 0)
+    monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 0)
     flags = ["--batch-size", "4", "--dali-prefetch", "1"]
     with pytest.raises(DataError) as error:
         epoch(load(parse, root, Mode.TRAIN if name.startswith("train") else Mode.EVAL, *flags))

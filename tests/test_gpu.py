@@ -26,7 +26,8 @@ from conftest import (
     phase,
     read_report,
 )
-from paddle_resnet import cuda_graph, dali
+from paddle_resnet import dali
+from paddle_resnet.steps import cuda_graph
 from test_dali import epoch, take
 from utils.mode import Mode
 

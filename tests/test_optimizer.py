@@ -6,7 +6,10 @@ import pytest
 from paddle import static
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four
-from paddle_resnet import distributed, fusion, native, optimizer, program
+from paddle_resnet import optimizer, program
+from paddle_resnet.job import processes
+from paddle_resnet.native import build as native
+from paddle_resnet.passes import all_reduces, fusion, updates
 from test_program import build, random_batches, variable
 from utils.errors import UsageError
 
@@ -35,7 +38,7 @@ def test_cosine_after_linear_warmup_per_step(parse, warmup, start):
 
 def test_peak_is_multiplied_by_the_number_of_processes(parse, monkeypatch):
     args = parse("--lr", "0.1", "--epochs", "4", "--warmup-epochs", "1")
-    monkeypatch.setattr(distributed, "world_size", lambda: 8)
+    monkeypatch.setattr(processes, "world_size", lambda: 8)
     assert max(rates(optimizer.build_lr_scheduler(args, 5), 20)) == pytest.approx(0.8)
 
 
@@ -198,7 +201,7 @@ def test_bfloat16_parameters_follow_their_float32_masters(parse):
             momentum._multi_precision = True
             grad = paddle.cast(x, dtype)
             momentum.apply_gradients([(weight, grad)])
-            optimizer._update_masters_in_float32(main.global_block())
+            updates._update_masters_in_float32(main.global_block())
             exe = static.Executor(paddle.CPUPlace())
             exe.run(startup)
             master = f"{weight.name}_fp32_master_0" if dtype == paddle.bfloat16 else weight.name
@@ -233,7 +236,7 @@ def test_overflow_leaves_the_parameters_alone(request, parse, flags, level, kern
     if flags:
         optimizer.prune(args, main, paddle.CPUPlace())
     names = [p.name for p in main.all_parameters() if "_mean" not in p.name and "_variance" not in p.name]
-    names = [name for name in names if name not in distributed.bn_statistics(main)]
+    names = [name for name in names if name not in all_reduces.bn_statistics(main)]
     velocities = {p: f"{p}_velocity_0" for p in names if not p.endswith("asp_mask")}
     batches = iter(random_batches(6, (32, 32, 4) if is_native else (3, 32, 32)))
 
@@ -280,7 +283,7 @@ def test_fused_update_with_loss_scaling_is_the_plain_update(parse, use_native, i
                 exe.run(compiled, {"data": images, "label": labels}, [])
                 lr_scheduler.step()
             names = [p.name for p in main.all_parameters()]
-            names += [f"{name}_velocity_0" for name in names if name not in distributed.bn_statistics(main)]
+            names += [f"{name}_velocity_0" for name in names if name not in all_reduces.bn_statistics(main)]
             found.append({name: variable(name) for name in names})
     plain, scaled = found
     for name in plain:
@@ -293,7 +296,7 @@ def test_steps_without_overflow_are_those_of_the_plain_update(parse, monkeypatch
         args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, True, 1024.0
         with monkeypatch.context() as patch, static.scope_guard(static.Scope()):
             if not is_mended:
-                patch.setattr(optimizer, "_keep_parameters_on_overflow", lambda _: None)
+                patch.setattr(updates, "_keep_parameters_on_overflow", lambda _: None)
             compiled, exe, fetchs, lr_scheduler, main = build(args)
             for images, labels in random_batches(3):
                 exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])

@@ -509,3 +509,25 @@ def test_skipped_steps_do_not_count_as_bad(parse, scale, ends):
     else:
         result = program.run(args, Batches(random_batches(6)), Losses([INF] * 6), None, fake_fetchs(), 0)
         assert result["loss_scale"] == scale
+
+
+def test_fused_operators_that_run_are_counted(parse, monkeypatch):
+    """The one fusion that Paddle's CPU build has."""
+    strategy = program.create_strategy
+
+    def fusing(args, is_train=True):
+        result = strategy(args, is_train)
+        result[0].fuse_elewise_add_act_ops = True
+        return result
+
+    args = parse()
+    compiled, *_ = build(args)
+    assert program.fused_operators(args, compiled) == {}
+    monkeypatch.setattr(program, "create_strategy", fusing)
+    compiled, exe, fetchs, *_ = build(args)
+    # relu(a + b) at the end of each of the four residual units, forward and backward.
+    counts = {"fused_elemwise_add_activation": 4, "fused_elemwise_add_activation_grad": 4}
+    assert program.fused_operators(args, compiled) == counts
+    images, labels = random_batches(1)[0]
+    loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
+    assert np.isfinite(loss)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from conftest import NHWC, ROOT, assert_one_sentence, assert_sparse, phase
-from paddle_resnet import listing
+from paddle_resnet.data import listing
 from utils.mode import Mode
 
 

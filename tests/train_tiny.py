@@ -22,10 +22,13 @@ import paddle
 from paddle import static
 
 import train  # first: sets Paddle's environment
-from paddle_resnet import cuda_graph, dali, distributed, models, parameters, program
+from paddle_resnet import dali, models, program
+from paddle_resnet.checkpoints import variables
+from paddle_resnet.checkpoints.saver import Saver
+from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import resnet
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
-from paddle_resnet.saver import Saver
+from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
 
 
@@ -100,14 +103,14 @@ class Shares(dali.SyntheticIterator):
     def __next__(self):
         if self._left == 0:
             raise StopIteration
-        step, rank, n = self.step, distributed.rank(), self.batch_size
+        step, rank, n = self.step, processes.rank(), self.batch_size
         self._left -= n
         generator = np.random.RandomState(step)
         part = slice(rank * n, (rank + 1) * n)
         shape = self._full["data"].shape()[1:]
-        images = generator.standard_normal((n * distributed.world_size(), *shape))[part]
+        images = generator.standard_normal((n * processes.world_size(), *shape))[part]
         images = images.astype(self._host["data"].dtype)
-        labels = generator.randint(0, 3, (n * distributed.world_size(), 1)).astype("int64")[part]
+        labels = generator.randint(0, 3, (n * processes.world_size(), 1)).astype("int64")[part]
         if (
             os.environ.get("OVERFLOW", "").split()[:1] == [str(rank)]
             and str(step) in os.environ["OVERFLOW"].split()[1:]
@@ -135,8 +138,8 @@ def unfused(init):
 def write_state(save):
     def wrapped(self, epoch, step=None, *args):
         if step is None:
-            arrays = {name: array for state in parameters.snapshot(self._program) for name, array in state.items()}
-            np.savez(f"{os.environ['PARAMETERS']}/epoch{epoch}_rank{distributed.rank()}.npz", **arrays)
+            arrays = {name: array for state in variables.snapshot(self._program) for name, array in state.items()}
+            np.savez(f"{os.environ['PARAMETERS']}/epoch{epoch}_rank{processes.rank()}.npz", **arrays)
         return save(self, epoch, step, *args)
 
     return wrapped
@@ -154,22 +157,22 @@ if __name__ == "__main__":
     if "SCALING" in os.environ:
         program.decorate_amp = scale_losses
     if "UNFUSED" in os.environ:
-        distributed.fleet.init = unfused(distributed.fleet.init)
+        fleet.fleet.init = unfused(fleet.fleet.init)
     if "PARAMETERS" in os.environ:
         Saver.save = write_state(Saver.save)
     if "FATAL_CHANGE" in os.environ:
         kill_at(os.environ["FATAL_ROOT"], int(os.environ["FATAL_CHANGE"]))
-    distributed.stop_agreed = slow(distributed.stop_agreed, float(os.environ.get("SLOW_STEP", 0)))
-    distributed.stop_asked = slow(distributed.stop_asked, float(os.environ.get("SLOW_EVALUATION", 0)))
+    exchange.stop_agreed = slow(exchange.stop_agreed, float(os.environ.get("SLOW_STEP", 0)))
+    exchange.stop_asked = slow(exchange.stop_asked, float(os.environ.get("SLOW_EVALUATION", 0)))
     recordings = []
     record = cuda_graph.Recorder._record
     cuda_graph.Recorder._record = lambda self: (recordings.append(self), record(self))
-    my_rank = str(distributed.rank())
+    my_rank = str(processes.rank())
     for fault in filter(None, os.environ.get("FAULT", "").split(",")):
         rank, step, kind = fault.split()
         if rank != my_rank:
             continue
-        distributed.stop_agreed = fail_at(distributed.stop_agreed, int(step), kind)
+        exchange.stop_agreed = fail_at(exchange.stop_agreed, int(step), kind)
     if os.environ.get("DIFFERS", "").split()[:1] == [my_rank]:
         differ(os.environ["DIFFERS"].split()[1:])
     code = train.main()
@@ -178,5 +181,5 @@ if __name__ == "__main__":
         names = [f"conv2d_{i}.w_0" for i in range(17)] + ["linear_0.w_0", "linear_0.b_0"]
         names += [f"batch_norm_{i}.{part}" for i in range(17) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
-        np.savez(f"{os.environ['PARAMETERS']}/rank{distributed.rank()}.npz", **arrays)
+        np.savez(f"{os.environ['PARAMETERS']}/rank{processes.rank()}.npz", **arrays)
     sys.exit(code)

@@ -1,9 +1,11 @@
 """SIGTERM and SIGINT: a run that is asked to stop ends at a step that all processes agree on, with a checkpoint."""
 
 import contextlib
+import ctypes
 import os
 import signal
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 _received = None
@@ -55,6 +57,17 @@ def held_back():
 def received():
     """Name of the signal that came, or None."""
     return _received
+
+
+def die_with_parent(parent):
+    """Let the kernel kill this process when its parent ends, however that ends.
+
+    Args:
+        parent: process id of the parent, noted before this process was started.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _listen():

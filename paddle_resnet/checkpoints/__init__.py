@@ -1,0 +1,1 @@
+"""What a run saves, and where it starts from."""

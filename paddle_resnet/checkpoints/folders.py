@@ -1,0 +1,267 @@
+"""Checkpoint folders on disk: complete or invisible, verified, chosen, deleted. Knows nothing of networks.
+
+ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json is whole and every file that it names
+has the size and the sha256 that it gives. Hidden folders beside it are work in progress, which a kill at any moment may
+leave behind and the next start cleans up:
+
+    .NAME.partial    being written
+    .NAME.replaced   an older folder of that name while the new one takes its place
+    .NAME.deleted    being deleted
+    .lock            held by the run that writes here
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+
+from utils import logger
+from utils.errors import UsageError
+
+META = "meta.json"
+FORMAT = 2
+_NAME = re.compile(r"(\d+)(?:_(\d+))?")
+_PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
+
+
+class DamagedError(Exception):
+    """A folder that is no whole checkpoint; the message says what is wrong with which file."""
+
+
+def run_folder(args):
+    """Where this run's checkpoints are."""
+    return Path(args.output_dir) / args.model_arch_name
+
+
+def hold(args):
+    """As lock, for the run's folder.
+
+    Raises:
+        UsageError: another run has it.
+    """
+    try:
+        return lock(run_folder(args))
+    except BlockingIOError as e:
+        raise UsageError(
+            f"--output-dir {args.output_dir}: another run ({e.strerror}) writes its checkpoints to {run_folder(args)}: "
+            "wait for its end, or name another folder"
+        ) from e
+
+
+def lock(root):
+    """Keep other runs from writing below ROOT.
+
+    Returns:
+        an open file: the lock lasts until it, or another one of the same folder, is closed, or this process ends.
+    Raises:
+        BlockingIOError: another process has the lock; strerror names it.
+    """
+    # The lock of a process, not of an open file: a forked process that outlives this one does not keep it.
+    file = open(Path(root) / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  open as long as the run
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno not in (errno.EACCES, errno.EAGAIN):
+            logger.warn(f"{root} is on a file system without locks ({e.strerror}): another run there goes unnoticed")
+            return file
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise BlockingIOError(e.errno, owner) from e
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
+
+
+def unwritable(args, error):
+    """What to raise for an OSError of the run's folder at the start."""
+    return UsageError(f"--output-dir {args.output_dir} cannot be written ({error.strerror}): name another folder")
+
+
+def commit(root, name, files, meta):
+    """Write a checkpoint so that it appears under its name when all of it is on the disk.
+
+    Args:
+        root: folder of the run's checkpoints.
+        name: "EPOCH" or "EPOCH_STEP". A folder of that name, which is another run's, is replaced.
+        files: {file name: function that writes the content into the binary file it is given}.
+        meta: what meta.json says beside format, files and its own checksum; plain data.
+    Returns:
+        the folder.
+    Raises:
+        OSError: the disk is full, the folder is read-only, ...; nothing has appeared.
+    """
+    folder, partial = Path(root) / name, _hidden(root, name, _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    manifest = {file_name: _write(partial / file_name, write) for file_name, write in files.items()}
+    meta = {"format": FORMAT, **meta, "files": manifest}
+    text = json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
+    _write(partial / META, lambda file: file.write(text.encode()))
+    _fsync(partial)
+    replaced = _hidden(root, name, _REPLACED)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    partial.rename(folder)
+    _fsync(root)
+    if replaced.exists():
+        _remove(replaced)
+    return folder
+
+
+def mark(root, marker, name):
+    """Let the symbolic link ROOT/MARKER lead to the checkpoint NAME; it changes over in one step."""
+    link = Path(root) / f".{marker}{_PARTIAL}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
+    link.replace(Path(root) / marker)
+
+
+def read_meta(folder):
+    """The content of a folder's meta.json.
+
+    Raises:
+        DamagedError: there is none, or not as it was written.
+    """
+    path = Path(folder) / META
+    try:
+        meta = json.loads(path.read_bytes())
+        checksum = meta.pop("checksum")
+    except OSError as e:
+        raise DamagedError(f"{META} cannot be read ({e.strerror})") from e
+    except (ValueError, KeyError, AttributeError) as e:
+        raise DamagedError(f"{META} is damaged") from e
+    if meta.get("format") != FORMAT:
+        raise DamagedError(f"{META} has format {meta.get('format')} and this version reads {FORMAT}")
+    if checksum != _checksum(meta):
+        raise DamagedError(f"{META} is damaged")
+    return meta
+
+
+def verify(folder):
+    """Read every byte of a checkpoint and return its meta.json.
+
+    Raises:
+        DamagedError: something is missing or not as it was written.
+    """
+    meta = read_meta(folder)
+    for name, expected in meta["files"].items():
+        path = Path(folder) / name
+        try:
+            size = path.stat().st_size
+            if size != expected["size"]:
+                raise DamagedError(f"{name} has {size} bytes instead of {expected['size']}")
+            with open(path, "rb") as file:
+                digest = hashlib.sha256()
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as e:
+            raise DamagedError(f"{name} cannot be read ({e.strerror})") from e
+        if digest.hexdigest() != expected["sha256"]:
+            raise DamagedError(f"{name} has another sha256 than {META} says")
+    return meta
+
+
+def position(name):
+    """(epoch, steps of it that are done, or None at its end) that a folder's name gives; None for other names."""
+    match = _NAME.fullmatch(name)
+    return match and (int(match[1]), match[2] and int(match[2]))
+
+
+def below(root):
+    """The folders below ROOT that are named like checkpoints, by epoch and step."""
+    if not Path(root).is_dir():
+        return []
+    found = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: (position(p.name)[0], position(p.name)[1] or float("inf")))
+
+
+def newest_first(root):
+    """What is below ROOT: [(folder, meta)] with a whole meta.json, in the order in which they were written, and
+    [(folder, what is wrong)] of the other folders that are named like a checkpoint."""
+    whole, damaged = [], []
+    for folder in below(root):
+        try:
+            whole.append((folder, read_meta(folder)))
+        except DamagedError as e:
+            damaged.append((folder, str(e)))
+    return sorted(whole, key=lambda pair: pair[1]["sequence"], reverse=True), damaged
+
+
+def delete(folder):
+    """Delete a checkpoint, so that a kill in between leaves none that looks whole. A failure is only warned of."""
+    try:
+        (folder / META).unlink(missing_ok=True)
+        hidden = _hidden(folder.parent, folder.name, _DELETED)
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+    except OSError as e:
+        logger.warn(f"{folder} cannot be deleted ({e.strerror}): delete it by hand")
+        return
+    _remove(hidden)
+
+
+def clean(root):
+    """Remove what a killed run has left half-done, and put an old checkpoint back whose successor did not make it."""
+    for path in sorted(Path(root).glob(".*")):
+        name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
+        if suffix == _REPLACED and not (path.parent / name).exists():
+            path.rename(path.parent / name)
+        elif suffix in (_PARTIAL, _REPLACED, _DELETED):
+            _remove(path)
+
+
+def _hidden(root, name, suffix):
+    return Path(root) / f".{name}{suffix}"
+
+
+def _remove(path):
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as e:
+        logger.warn(f"{path} cannot be deleted ({e.strerror}): delete it by hand")
+
+
+def _checksum(meta):
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+class _HashingFile:
+    """A file that counts and hashes what is written to it."""
+
+    def __init__(self, file):
+        self._file = file
+        self.size = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data):
+        self._file.write(data)
+        self.size += memoryview(data).nbytes
+        self.digest.update(data)
+
+
+def _write(path, write):
+    with open(path, "wb") as file:
+        hashing = _HashingFile(file)
+        write(hashing)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
+
+
+def _fsync(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,264 @@
+"""What a run saves: OUTPUT_DIR/ARCH/EPOCH/, and EPOCH_STEP/ inside an epoch; `latest` and `best` lead to one each.
+
+PREFIX.pdparams holds the parameters and the BN statistics, PREFIX.pdopt momentum, learning rate, loss scaling and
+float32 master weights (variables.py reads both). meta.json holds where the run stood, with the state of every
+process's loader. Inside an epoch each process follows BN statistics of its own: bn_rankN.npz holds those of rank
+N > 0. folders.py writes, verifies and deletes the folders.
+"""
+
+import errno
+import io
+import json
+import os
+import pickle
+import random
+import tempfile
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+import config
+from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.job import exchange, processes, watchdog
+from paddle_resnet.passes import all_reduces
+from utils import logger, signals
+from utils.errors import RunError
+
+
+def check_folder(args):
+    """Refuse the output folder of a run that saves, if it cannot be made or written, without making it.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if args.benchmark or not args.run_scope.trains:
+        return
+    folder = folders.run_folder(args)
+    try:
+        found = next(path for path in (folder, *folder.parents) if path.exists())
+        if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, f"{found} is no folder that may be written to")
+    except OSError as e:
+        raise folders.unwritable(args, e) from e
+
+
+class Saver:
+    """Writes the checkpoints of a training run, in the background.
+
+    The steps wait for the copy to host memory only, and for the previous checkpoint if that is still being written.
+
+    Args:
+        args: flags.
+        program: the training Program (not the compiled one), whose variables are in the global scope.
+        lr_scheduler: its state is saved.
+        loader: training loader.
+        fetchs: result of program.build, whose meters hold the running sums of an epoch.
+        found: what the run started from, or None.
+    Raises:
+        UsageError: the output folder cannot be made or written, or another run writes there.
+    """
+
+    def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
+        self._locks = []
+        exchange.from_rank_0(lambda: self._locks.append(_prepare(args)))
+        self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
+        self._loader, self._fetchs = loader, fetchs
+        self._root = folders.run_folder(args)
+        self._run = found.meta["run"] if found and found.goes_on else uuid.uuid4().hex
+        self._last = (found.epoch, found.step) if found else (0, 0)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending = None
+        self.best = found and found.best
+        self.folder = found and found.folder
+
+    def note(self, epoch, evaluated):
+        """Remember the best evaluation, of an epoch that is saved or not."""
+        if self.best is None or evaluated["top1"] > self.best["top1"]:
+            self.best = {"epoch": epoch, **evaluated}
+
+    def save(self, epoch, step=None, trained=None, evaluated=None):
+        """Save the state between two steps; every process has to call this.
+
+        Args:
+            epoch: the epoch.
+            step: how many of its steps are done; None: all, and its evaluation.
+            trained: result of the epoch's training, if that is complete.
+            evaluated: result of its evaluation, if there was one.
+        Raises:
+            RunError: the previous checkpoint could not be written.
+        """
+        at = (epoch + 1, 0) if step is None else (epoch, step)
+        if at == self._last:
+            return  # a stop right after a checkpoint, or before the first step of a resumed run
+        self._last = at
+        watchdog.phase(f"the checkpoint of epoch {epoch}")
+        self.finish()
+        in_epoch = step is not None and trained is None
+        arrays = self._bn_statistics() if in_epoch and processes.rank() > 0 else {}
+        rank_state = {"loader": self._loader.state(), "meters": self._meters()}
+        ranks = exchange.gather(_pack(rank_state, arrays))
+        if processes.rank() != 0:
+            return
+        ranks = [_unpack(data) for data in ranks]
+        params, optimizer = variables.snapshot(self._program)
+        files = {
+            f"{self._args.model_prefix}.pdparams": _pickled(params),
+            f"{self._args.model_prefix}.pdopt": _pickled(optimizer),
+        }
+        files |= {f"bn_rank{r}.npz": _bytes(arrays) for r, (_, arrays) in enumerate(ranks) if arrays}
+        meta = {
+            "run": self._run,
+            "epoch": epoch,
+            "step": step,
+            "steps_each_epoch": len(self._loader),
+            "world_size": processes.world_size(),
+            "classes": list(self._loader.classes),
+            "arguments": config.as_dict(self._args),
+            "trained": trained,
+            "evaluated": evaluated,
+            "best": self.best,
+            "lr_scheduler": self._lr_scheduler.state_dict(),
+            "seeds": {"paddle": self._args.seed, "python": _python_state(), "numpy": _numpy_state()},
+            "ranks": [state for state, _ in ranks],
+        }
+        name = str(epoch) if step is None else f"{epoch}_{step}"
+        self.folder = self._root / name
+        self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer])
+
+    def rescue(self, error, epoch, trained):
+        """Save what there is of an epoch that an error has ended, if it can be gone on with: where the run has been
+        asked to stop, and where the evaluation has failed. The latter in a job of one process only: of several, the
+        others may be anywhere, or gone.
+
+        Args:
+            error: the error.
+            epoch: the epoch.
+            trained: result of its training, if that is complete.
+        Raises:
+            Preempted: in place of one that says less.
+        """
+        is_stop = isinstance(error, signals.Preempted)
+        if not is_stop and (trained is None or processes.world_size() > 1):
+            return
+        try:
+            self.save(epoch, self._loader.step if trained is None else len(self._loader), trained)
+            self.finish()
+        except Exception as e:
+            if is_stop:
+                raise
+            logger.warn(f"epoch {epoch} is trained and could not be saved: {' '.join(str(e).split())}")
+            return
+        if is_stop:
+            raise signals.Preempted("; the same command with --resume goes on") from None
+        logger.info(f"epoch {epoch} is trained and saved: --resume goes on with its evaluation")
+
+    def finish(self):
+        """Wait until the last checkpoint is on the disk; it is rank 0 that writes.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, name, files, meta, states):
+        _refuse_non_finite(self._root / name, states)
+        whole, _ = folders.newest_first(self._root)
+        meta["sequence"] = whole[0][1]["sequence"] + 1 if whole else 0
+        try:
+            folder = folders.commit(self._root, name, files, meta)
+        except OSError as e:
+            raise RunError(
+                f"checkpoint {self._root / name} cannot be written ({e.strerror}): make room or name another "
+                "--output-dir; the checkpoints before it are untouched"
+            ) from e
+        logger.info(f"checkpoint: {folder}")
+        self._mark_and_delete(name)
+
+    def _mark_and_delete(self, newest):
+        """Set the links, and keep the newest checkpoints of this run and its best; those of other runs are not ours to
+        delete. Which one is the best, the checkpoints themselves say: a link may be gone, or older than they are."""
+        whole, _ = folders.newest_first(self._root)
+        mine = [(folder, meta["evaluated"]) for folder, meta in whole if meta["run"] == self._run]
+        # Of several that are equally good the first.
+        best = max(
+            ((folder, evaluated) for folder, evaluated in reversed(mine) if evaluated is not None),
+            key=lambda pair: pair[1]["top1"],
+            default=(None, None),
+        )[0]
+        self._mark("latest", newest)
+        if best is not None:
+            self._mark("best", best.name)
+        for folder, _ in mine[self._args.keep_checkpoints :]:
+            if folder != best:
+                folders.delete(folder)
+
+    def _mark(self, marker, name):
+        """No run ends for a link, which is there for people and scripts."""
+        try:
+            folders.mark(self._root, marker, name)
+        except OSError as e:
+            logger.warn(f"{self._root / marker} cannot be made to lead to {name} ({e.strerror}): remove what is there")
+
+    def _meters(self):
+        return {name: meter.state() for name, (_, meter) in self._fetchs.items()}
+
+    def _bn_statistics(self):
+        return {name: variables.read(name) for name in all_reduces.bn_statistics(self._program)}
+
+
+def _prepare(args):
+    """Make the folder that checkpoints go to, and remove what a killed run has left half-written there. Returns the
+    lock that keeps other runs out."""
+    folder = folders.run_folder(args)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        lock = folders.hold(args)
+        folders.clean(folder)
+        return lock
+    except OSError as e:
+        raise folders.unwritable(args, e) from e
+
+
+def _refuse_non_finite(folder, states):
+    bad = [name for state in states for name, a in state.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
+    if bad:
+        raise RunError(
+            f"checkpoint {folder} is not written: {len(bad)} of its arrays have values that are not finite "
+            f"({', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}): go on from the one before it with a lower --lr"
+        )
+
+
+def _pack(state, arrays):
+    """One process's part of a checkpoint as bytes."""
+    header = json.dumps(state).encode()
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return len(header).to_bytes(8, "little") + header + (buffer.getvalue() if arrays else b"")
+
+
+def _unpack(data):
+    size = int.from_bytes(data[:8], "little")
+    body = data[8 + size :]
+    return json.loads(data[8 : 8 + size]), body
+
+
+def _pickled(state):
+    return lambda file: pickle.dump(state, file, protocol=4)
+
+
+def _bytes(data):
+    return lambda file: file.write(data)
+
+
+def _python_state():
+    return json.dumps(random.getstate())
+
+
+def _numpy_state():
+    name, keys, *rest = np.random.get_state()
+    return json.dumps([name, keys.tolist(), *rest])

@@ -1,0 +1,197 @@
+"""A program's variables and the files that hold them, PREFIX.pdparams and PREFIX.pdopt: pickled {name: array}, which
+is what `paddle.static.load` reads. Loading is strict. Parameters are float32 on the disk, however they are trained.
+"""
+
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import paddle
+from paddle import static
+
+from paddle_resnet.checkpoints import folders
+from utils import logger
+from utils.errors import UsageError
+
+LOSS_SCALE = "loss_scaling_0"  # Paddle's name of the variable
+MASTER = "_fp32_master_0"  # what Paddle appends to a float16 parameter's name for its master copy
+MASK = ".asp_mask"  # what ASP appends to a pruned parameter's name for its mask
+
+
+def load_start(args, found, program, place):
+    """Set the variables of a program to what the run starts from: a checkpoint (checkpoint.Found or None), pretrained
+    parameters, or what its start-up program has made.
+
+    Returns:
+        whether the weights are pruned already.
+    Raises:
+        UsageError: as load and load_pretrained.
+    """
+    if found is not None:
+        return load(args, found.folder, program, place)
+    if args.from_pretrained_params is not None:
+        load_pretrained(args, program, place)
+    return False
+
+
+def load(args, folder, program, place):
+    """Set parameters and, in a training program, the optimizer from a checkpoint's folder.
+
+    Args:
+        args: flags.
+        folder: with PREFIX.pdparams and, for a training program, PREFIX.pdopt.
+        program: training or evaluation Program whose start-up program has run.
+        place: where the program runs.
+    Returns:
+        whether the weights are pruned already.
+    Raises:
+        UsageError: damaged, or of another model.
+    """
+    prefix = Path(folder) / args.model_prefix
+    resumed = args.resume and Path(folder).parent == folders.run_folder(args)
+    flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
+    state = _unpickle(f"{prefix}.pdparams", flag)
+    _load_parameters(args, program, state, flag, place)
+    _, others = variables(program)
+    if others:
+        _load_strictly(others, _unpickle(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
+    if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
+        before = read(LOSS_SCALE)
+        if before.item() != args.scale_loss:  # a flag's, unless it is the run that adapts it
+            logger.info(f"the loss scale is that of --scale-loss {args.scale_loss:g} (was {before.item():g})")
+            set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
+    return any(name.endswith(MASK) for name in state)
+
+
+def load_pretrained(args, program, place):
+    """Set the parameters from --from-pretrained-params, strictly, and leave the optimizer fresh. With
+    --pretrained-mismatch skip-classifier, a classifier of another shape keeps its initial values.
+
+    Raises:
+        UsageError: no such file, damaged, or of another model.
+    """
+    given = args.from_pretrained_params
+    flag = f"--from-pretrained-params {given}"
+    candidates = [Path(given), Path(f"{given}.pdparams"), Path(given) / f"{args.model_prefix}.pdparams"]
+    path = next((p for p in candidates if p.is_file()), None)
+    if path is None:
+        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name one of such files")
+    state = _unpickle(path, flag)
+    skipped = []
+    if args.pretrained_mismatch == "skip-classifier":
+        parameters, _ = variables(program)
+        skipped = [
+            name for name in _classifier(program) if name not in state or tuple(state[name].shape) != parameters[name]
+        ]
+        state = {name: array for name, array in state.items() if name not in skipped}
+        logger.info(f"--pretrained-mismatch skip-classifier: left out {', '.join(skipped) or 'nothing'}")
+    _load_parameters(args, program, state, flag, place, skipped)
+
+
+def snapshot(program):
+    """({parameter: float32 array}, {optimizer variable: array}) in host memory."""
+    parameters, others = variables(program)
+    params = {name: read(name) for name in parameters}
+    optimizer = {name: read(name) for name in others}
+    for name in parameters:
+        if name + MASTER in others:
+            params[name] = optimizer[name + MASTER]
+            if name + MASK in parameters:  # the optimizer masks the float16 parameter, not its master
+                params[name] = params[name] * params[name + MASK].astype(np.float32)
+    return params, optimizer
+
+
+def _load_parameters(args, program, state, flag, place, skipped=()):
+    parameters, others = variables(program)
+    parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
+    if not any(name.endswith(MASK) for name in parameters):
+        # A dense program takes the sparse weights and has no use for their masks.
+        state = {name: array for name, array in state.items() if not name.endswith(MASK)}
+    elif args.prune_model and not any(name.endswith(MASK) for name in state):
+        # A sparse program starts from dense weights, which are pruned next.
+        parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
+    remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
+    _load_strictly(parameters, state, flag, place, remedy)
+    for name in parameters:
+        if name + MASTER in others:
+            set_variable(name + MASTER, state[name].astype(np.float32), place)
+
+
+def _load_strictly(variables, state, flag, place, remedy):
+    missing = sorted(set(variables) - set(state))
+    unexpected = sorted(set(state) - set(variables))
+    reshaped = [
+        f"{name} is {list(state[name].shape)}, not {list(shape)}"
+        for name, shape in sorted(variables.items())
+        if name in state and _shape(state[name].shape) != shape
+    ]
+    if missing or unexpected or reshaped:
+        lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+        for what, found in lists.items():
+            if len(found) > 3:
+                logger.warn(f"{flag}: {what}: {', '.join(found)}")
+        problems = [
+            f"{len(found)} {what} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
+            for what, found in lists.items()
+            if found
+        ]
+        raise UsageError(f"{flag} is of another model: {'; '.join(problems)}: give the {remedy} it was trained with")
+    for name in variables:
+        set_variable(name, state[name], place)
+
+
+def variables(program):
+    """({parameter: shape}, {optimizer variable: shape}); BN statistics and ASP masks count as parameters."""
+    parameters, others = {}, {}
+    for var in program.list_vars():
+        if var.persistable and var.name not in ("feed", "fetch"):
+            is_parameter = isinstance(var, paddle.base.framework.Parameter)
+            (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
+    return parameters, others
+
+
+def _shape(shape):
+    """The learning rate is a scalar in Paddle until a step has run, and has one element from then on."""
+    return tuple(shape) or (1,)
+
+
+def _tensor(name):
+    return static.global_scope().find_var(name).get_tensor()
+
+
+def read(name):
+    return np.array(_tensor(name))
+
+
+def set_variable(name, array, place):
+    tensor = _tensor(name)
+    if array.dtype.kind == "f":
+        array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
+    tensor.set(np.ascontiguousarray(array), place)
+
+
+def _bfloat16(array):
+    """Floats rounded to the nearest bfloat16, ties to even as on a GPU, in the form in which Paddle takes them: their
+    bits as uint16, the upper half of a float32."""
+    bits = array.astype(np.float32).view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+
+
+def _classifier(program):
+    """Names of the parameters of the last fully connected layer."""
+    names = sorted(p.name for p in program.all_parameters() if re.fullmatch(r"linear_\d+\.[wb]_0", p.name))
+    last = max(int(re.search(r"\d+", name)[0]) for name in names)
+    return [name for name in names if name.startswith(f"linear_{last}.")]
+
+
+def _unpickle(path, flag):
+    try:
+        with open(path, "rb") as f:
+            state = pickle.load(f)
+    except OSError as e:
+        raise UsageError(f"{flag}: {path} cannot be read ({e.strerror}): name a whole checkpoint") from e
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as e:
+        raise UsageError(f"{flag}: {path} is damaged or no Paddle file ({e}): name another one") from e
+    # Paddle adds its own table of structured names when it saves a Layer.
+    return {name: np.asarray(value) for name, value in state.items() if name != "StructuredToParameterName@@"}

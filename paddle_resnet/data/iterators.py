@@ -1,0 +1,204 @@
+"""The iterators that hand batches to Paddle, an epoch at a time.
+
+Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
+images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. One pass is one epoch, then
+`reset()` starts the next. A ShardIterator writes its full batches to `targets`, {name: tensor}, where these are given.
+"""
+
+import base64
+import contextlib
+
+import numpy as np
+import paddle
+from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
+
+from paddle_resnet.data import bad_images
+from paddle_resnet.job import processes
+from utils.errors import DataError, UsageError
+from utils.mode import Mode
+
+READER = "Reader"  # name of the reading operator in a pipeline
+
+
+class _Steps:
+    """Counting in steps, for iterators that have `images` an epoch of which `_left` are still to come."""
+
+    def __len__(self):
+        return -(-self.images // self.batch_size)
+
+    @property
+    def step(self):
+        """Batches of this epoch that have been taken."""
+        return -(-(self.images - self._left) // self.batch_size)
+
+
+class ShardIterator(_Steps, DALIGenericIterator):
+    """DALI's Paddle iterator with exact epochs, for GPU and CPU pipelines.
+
+    Every process reads ceil(ceil(size / num_shards) / batch) batches an epoch, padded ones included, so that all
+    shards stay aligned over the epochs; of these it yields the first `images` images and reads the rest away.
+
+    Args:
+        pipeline: built or unbuilt pipeline with the outputs images and labels and a padding reader.
+        images: images to yield an epoch. Not a multiple of the batch size: the last batch is shorter.
+        data_set: readers.DataSet that the pipeline reads.
+        image_root: where it is.
+        conditions: what state() notes down for the check of the loader that goes on from it.
+        step: batches of the epoch that the pipeline's checkpoint has behind it.
+    Raises:
+        DataError: an image of the batches being prepared cannot be read or decoded; `next` raises it, too.
+    """
+
+    def __init__(self, pipeline, images, data_set, image_root, conditions, step=0):
+        self.images = images
+        self.data_set_size = data_set.size
+        self.classes = data_set.classes
+        self._data_set = data_set
+        self._image_root = image_root
+        self._conditions = conditions
+        self._left = images - step * pipeline.max_batch_size
+        self.targets = {}
+        super().__init__(
+            [pipeline],
+            ["data", "label"],
+            reader_name=READER,
+            # Full padded batches: which images of them count is decided here, not by DALI.
+            last_batch_policy=LastBatchPolicy.FILL,
+            prepare_first_batch=False,
+        )
+        with self._naming_bad_images():
+            self._schedule_runs(False)  # decoding starts now, while the program is being built
+
+    def state(self):
+        """Where a training loader stands, as plain data for build_dataloader."""
+        pipeline = base64.b64encode(self.checkpoints()[0]).decode()
+        return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
+
+    def __next__(self):
+        if self._left == 0:
+            while True:  # ends by StopIteration
+                self._next_batch()
+        batch = self._next_batch()
+        if self._left < self.batch_size:
+            batch = {name: lod_tensor_clip(tensor, self._left) for name, tensor in batch.items()}
+        self._left -= min(self._left, self.batch_size)
+        return [batch]
+
+    def reset(self):
+        """Start the next epoch; to be called at an epoch's end."""
+        super().reset()
+        self._left = self.images
+
+    @contextlib.contextmanager
+    def _naming_bad_images(self):
+        try:
+            yield
+        except RuntimeError as e:
+            path = bad_images.bad_image(str(e), self._data_set, self._image_root)
+            if path is None:  # a failure of another kind
+                raise
+            leave_out = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
+            raise DataError(
+                f"{path} cannot be decoded (rank {processes.rank()}): mend or remove it, or run "
+                f"`python -m paddle_resnet.dataset verify {self._image_root} --fix-list bad.txt` and {leave_out} with "
+                "--skip-list bad.txt"
+            ) from e
+
+    def _next_batch(self):
+        with self._naming_bad_images():
+            return self._decoded_batch()
+
+    def _decoded_batch(self):
+        # As the plugin does it, which knows neither pipelines without a GPU nor targets.
+        self._ever_consumed = True
+        outputs = self._get_outputs()[0]
+        gpu = self._pipes[0].device_id
+        place = paddle.CPUPlace() if gpu is None else paddle.CUDAPlace(gpu)
+        # Paddle's steps are on this stream, so that a copy waits for the step that reads what it overwrites.
+        stream = None if gpu is None else paddle.device.cuda.current_stream(gpu).cuda_stream
+        batch = {}
+        for name, output in zip(self.output_map, outputs, strict=True):
+            source = output.as_tensor()
+            tensor = batch[name] = self.targets.get(name) or paddle.framework.core.LoDTensor()
+            tensor._set_dims(source.shape())
+            feed_ndarray(source, tensor._mutable_data(place, to_paddle_type(source)), stream)
+        self._schedule_runs()
+        self._advance_and_check_drop_last()
+        return batch
+
+
+class EmptyIterator:
+    """The shard of a process that has no image to evaluate: epochs of 0 steps."""
+
+    step = 0
+
+    def __init__(self, data_set):
+        self.data_set_size = data_set.size
+        self.classes = data_set.classes
+
+    def __len__(self):
+        return 0
+
+    def __iter__(self):
+        return iter(())
+
+    def reset(self):
+        pass
+
+
+class SyntheticIterator(_Steps):
+    """The same random images and labels every step, in device memory: measures the program without a loader.
+
+    Args:
+        args: flags.
+        images: images an epoch on this process.
+        mode: with Mode.TRAIN the last partial batch is dropped.
+        conditions, state: as for ShardIterator and build_dataloader.
+    """
+
+    classes = ()
+
+    def __init__(self, args, images, mode, conditions, state=None):
+        self.batch_size = args.batch_size
+        self.data_set_size = conditions["number of images"]
+        self.classes = list(map(str, range(args.num_of_class)))
+        self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
+        if self.images == 0:
+            raise UsageError(
+                f"--batch-size {args.batch_size} is larger than the {images} synthetic images a process: give less"
+            )
+        random = np.random.RandomState(args.dali_random_seed + processes.rank())
+        channels, height, width = args.image_shape
+        shape = (channels, height, width) if args.data_layout == "NCHW" else (height, width, channels)
+        images = random.standard_normal((args.batch_size, *shape))
+        images = images.astype("float16" if args.dali_output_fp16 else "float32")
+        labels = random.randint(0, args.num_of_class, (args.batch_size, 1)).astype("int64")
+        self._place = processes.place(args)
+        self._host = {"data": images, "label": labels}
+        self._full = {name: self._tensor(array) for name, array in self._host.items()}
+        self._conditions = conditions
+        self._left = self.images - (state["step"] if state else 0) * self.batch_size
+
+    def state(self):
+        return {"conditions": self._conditions, "step": self.step}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._left == 0:
+            raise StopIteration
+        n = min(self._left, self.batch_size)
+        self._left -= n
+        if n == self.batch_size:
+            return [self._full]
+        return [{name: self._tensor(array[:n]) for name, array in self._host.items()}]
+
+    def reset(self):
+        self._left = self.images
+
+    def _tensor(self, array):
+        tensor = paddle.framework.core.LoDTensor()
+        tensor.set(np.ascontiguousarray(array), self._place)
+        return tensor

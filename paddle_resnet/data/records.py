@@ -1,0 +1,469 @@
+"""Container files record by record: where the records lie (index files), and what one record holds.
+
+DALI reads the containers; it needs an index of each TFRecord shard, RecordIO file and (to start at once) tar shard.
+This module makes and checks those, and reads single records, for checks before step 1 and for the data-set tools. It
+needs neither DALI nor Paddle, so that the tools' worker processes start quickly.
+
+The forms of the index files are those of DALI: TFRecord `offset size` a line; RecordIO `key offset`; WebDataset
+`v1.1 COUNT`, then `extension offset size` for each file of a sample, one sample a line.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import struct
+import tarfile
+from dataclasses import dataclass
+
+import numpy as np
+
+from utils import cache, logger
+from utils.errors import UsageError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
+RECORDIO_MAGIC = 0xCED7230A
+RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of labels (0: the next one), label, two numbers
+TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
+# What a conversion is, beside the shards that it writes: tools/convert.py.
+MANIFEST = "convert.json"
+
+
+@dataclass
+class Index:
+    """An index file and what it says about its container.
+
+    Attributes:
+        path: the index file.
+        images: int64 [n, 2], offset and size in bytes of what holds the image of each record: the whole record, or with
+            "webdataset" the image file. RecordIO's index tells no sizes, they are 0.
+        labels: int64 [n, 2], the same of the label; with "webdataset" of the .cls file.
+    """
+
+    path: str
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self):
+        return len(self.images)
+
+
+def check_complete(image_root):
+    """Raise UsageError if a conversion into this folder was begun and not finished."""
+    path = os.path.join(image_root, MANIFEST)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            if not json.load(f)["complete"]:
+                raise UsageError(
+                    f"--image-root {image_root} is a conversion that was interrupted: run the same "
+                    "`python -m paddle_resnet.dataset convert` again, it goes on"
+                )
+
+
+def open_index(shard, kind, skip=frozenset()):
+    """The index of a container file; made now if there is none.
+
+    It lies beside the shard, or under the user's cache folder if that place cannot be written to.
+
+    Args:
+        shard: path of the container file.
+        kind: "tfrecord", "recordio" or "webdataset".
+        skip: offsets of images to leave out, by an index of its own in the cache folder.
+    Returns:
+        Index.
+    Raises:
+        UsageError: a damaged shard, an index that does not fit it, no place for a new one.
+    """
+    index = _open_whole_index(shard, kind)
+    return _without(index, shard, kind, skip) if skip else index
+
+
+def _open_whole_index(shard, kind):
+    beside, cached = index_path(shard), _cached_index_path(shard)
+    for path in (beside, cached):
+        if os.path.exists(path):
+            return check_index(shard, path, kind)
+    text = scan(shard, kind)
+    try:
+        write_file(beside, text)
+    except OSError as e:
+        try:
+            write_file(cached, text)
+        except OSError as e2:
+            raise UsageError(
+                f"{shard} has no index and neither {beside} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
+                "written: make one of the folders writable"
+            ) from e2
+        logger.info(f"index of {shard}: {cached} ({os.path.dirname(beside)} cannot be written)")
+        return check_index(shard, cached, kind)
+    return check_index(shard, beside, kind)
+
+
+def _without(index, shard, kind, skip):
+    """An index without the images at some offsets, in the cache folder."""
+    starts = index.images[:, 0]
+    unknown = sorted(skip.difference(starts.tolist()))
+    if unknown:
+        raise UsageError(f"{shard} has no record at byte {unknown[0]}: remove {os.path.basename(shard)}@{unknown[0]}")
+    kept = ~np.isin(starts, list(skip))
+    if kind == "webdataset":
+        with open(index.path, encoding="utf-8") as f:
+            version = f.readline().split()[0]
+            lines = [line for line, keep in zip(f, kept, strict=True) if keep]
+        lines.insert(0, f"{version} {len(lines)}\n")
+    elif kind == "tfrecord":
+        lines = [f"{offset} {size}\n" for offset, size in index.images[kept].tolist()]
+    else:
+        lines = [f"{i}\t{offset}\n" for i, offset in enumerate(starts[kept].tolist())]
+    path = _cached_index_path(shard, skip)
+    try:
+        write_file(path, "".join(lines).encode())
+    except OSError as e:
+        raise UsageError(f"the index {path} of what is not skipped cannot be written ({e.strerror}): make it so") from e
+    return Index(path, index.images[kept], index.labels[kept])
+
+
+def index_path(shard):
+    """The place of an index: `train.rec` has `train.idx`, `train-000000.tar` has `train-000000.idx`, and
+    `train-00000-of-00008` (with or without .tfrecord) has that name with `.idx` added.
+    """
+    root, extension = os.path.splitext(shard)
+    return f"{root}.idx" if extension in (".rec", ".tar") else f"{shard}.idx"
+
+
+def _cached_index_path(shard, skip=frozenset()):
+    # A shard that was written anew has another size or time, and so another name here.
+    shard, state = os.path.realpath(shard), os.stat(shard)
+    key = f"{shard} {state.st_size} {state.st_mtime_ns} {sorted(skip)}"
+    key = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
+    return os.path.join(cache.folder(), "indexes", f"{os.path.basename(shard)}-{key}.idx")
+
+
+def write_file(path, data):
+    """Write a file of bytes that appears under its name only when complete, whoever else writes it at the same time;
+    its folder, too, if need be."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def scan(shard, kind):
+    """Walk through a container file; returns the bytes of its index file.
+
+    Raises:
+        UsageError: a damaged or empty shard, a sample without an image or a class.
+    """
+    lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
+    if not lines:
+        raise UsageError(f"{shard} holds no records: remove it or write it again")
+    if kind == "webdataset":
+        lines.insert(0, f"v1.1 {len(lines)}\n")
+    return "".join(lines).encode()
+
+
+def _scan_tfrecord(shard):
+    import crc32c
+
+    lines = []
+    size, offset = os.path.getsize(shard), 0
+    with open(shard, "rb") as f:
+        while offset < size:
+            f.seek(offset)
+            head = f.read(12)
+            end = offset + 16 + struct.unpack_from("<Q", head)[0] if len(head) == 12 else size + 1
+            if end > size or struct.unpack_from("<I", head, 8)[0] != _masked(crc32c.crc32c(head[:8])):
+                raise UsageError(f"{shard} is damaged at byte {offset}: write or copy it again")
+            lines.append(f"{offset} {end - offset}\n")
+            offset = end
+    return lines
+
+
+def _masked(crc):
+    """TFRecord's masked checksum: rotated by 15 bits and moved by a constant."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _scan_recordio(shard):
+    lines = []
+    size, offset = os.path.getsize(shard), 0
+    with open(shard, "rb") as f:
+        while offset < size:
+            lines.append(f"{len(lines)}\t{offset}\n")
+            try:
+                offset = recordio_end(f, offset, size)
+            except ValueError as e:
+                raise UsageError(f"{shard} is damaged at byte {offset}: write or copy it again") from e
+    return lines
+
+
+def recordio_end(f, offset, size):
+    """Where a record ends. It is one part (flag 0), or a first (1), any number of middle (2) and a last part (3).
+
+    Args:
+        f: the open RecordIO file.
+        offset: where the record starts, in bytes.
+        size: length of the file in bytes.
+    Raises:
+        ValueError: no complete record starts there.
+    """
+    while True:
+        f.seek(offset)
+        head = f.read(8)
+        magic, length = struct.unpack("<II", head) if len(head) == 8 else (0, 0)
+        flag, length = length >> 29, length & (1 << 29) - 1
+        offset += 8 + length + -length % 4
+        if magic != RECORDIO_MAGIC or offset > size:
+            raise ValueError
+        if flag in (0, 3):
+            return offset
+
+
+def _scan_webdataset(shard):
+    samples, last_key = [], None
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                base, _, extension = name.partition(".")
+                if member.isreg() and base:
+                    if (folder, base) != last_key:
+                        samples.append([])
+                        last_key = (folder, base)
+                    samples[-1].append((extension, member.offset_data, member.size))
+                tar.members = []  # else tarfile keeps them all
+            # tarfile takes the end of a file for the end of the archive, which is a block of zeros.
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("its end is missing")
+    except tarfile.TarError as e:
+        raise UsageError(f"{shard} is damaged ({e}): write or copy it again") from e
+    return [" ".join(f"{extension} {offset} {size}" for extension, offset, size in sample) + "\n" for sample in samples]
+
+
+def check_index(shard, path, kind):
+    """Read an index and compare it with its shard.
+
+    Returns:
+        Index.
+    Raises:
+        UsageError: it does not fit.
+    """
+    try:
+        with open(path, "rb") as f:
+            data = f.read()
+        shard_size = os.path.getsize(shard)
+        if kind == "webdataset":
+            images, labels = _webdataset_records(shard, data)
+        else:
+            images = np.array(data.split(), dtype=np.int64).reshape(-1, 2)
+            if kind == "tfrecord":
+                end = int(images[-1].sum())
+            else:
+                # DALI sorts the offsets, whatever their keys.
+                images = np.stack([np.sort(images[:, 1]), np.zeros(len(images), np.int64)], axis=1)
+                with open(shard, "rb") as f:
+                    end = recordio_end(f, int(images[-1, 0]), shard_size)
+            if end != shard_size:
+                raise ValueError
+            labels = images
+    except UsageError:
+        raise
+    except OSError as e:
+        raise UsageError(f"{e.filename} cannot be read ({e.strerror}): make it readable") from e
+    except (ValueError, IndexError, KeyError, tarfile.TarError) as e:
+        raise UsageError(
+            f"the index {path} does not fit {shard}: remove it and run `python -m paddle_resnet.dataset index`"
+        ) from e
+    return Index(path, images, labels)
+
+
+def _webdataset_records(shard, data):
+    head, *lines = data.decode().splitlines()
+    version, count = head.split()
+    step = {"v1.1": 3, "v1.2": 4}[version]
+    if len(lines) != int(count):
+        raise ValueError
+    places = np.empty((2, len(lines), 2), np.int64)
+    for i, line in enumerate(lines):
+        words = line.split()
+        extensions = [word.lower() for word in words[::step]]
+        image = next((k for k, extension in enumerate(extensions) if extension in IMAGE_EXTENSIONS), None)
+        if "cls" not in extensions or image is None:
+            raise UsageError(
+                f"{shard}: the sample at byte {words[1]} has {' and '.join(extensions)}, not an image "
+                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls: leave it out"
+            )
+        for place, k in zip(places[:, i], (image, extensions.index("cls")), strict=True):
+            place[:] = int(words[step * k + 1]), int(words[step * k + 2])
+    offset, size = places[1, -1].tolist()
+    if offset < tarfile.BLOCKSIZE:
+        raise ValueError
+    with open(shard, "rb") as f:
+        f.seek(offset - tarfile.BLOCKSIZE)
+        header = tarfile.TarInfo.frombuf(f.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
+    if header.size != size:
+        raise ValueError
+    return places
+
+
+def read(image):
+    """One image of a data set.
+
+    Args:
+        image: listing.Image.
+    Returns:
+        (bytes of its file as it was stored, its label, a number of any size)
+    Raises:
+        UsageError: the record is not an image with one label.
+        OSError: the file cannot be read.
+    """
+    if image.kind is None:
+        with open(image.path, "rb") as f:
+            return f.read(), image.label
+    if image.kind == "lmdb":
+        return _read_datum(image.path, image.place)
+    offset, size, label_offset, label_size = image.place
+    if image.kind != "webdataset":
+        return _read_record(image.path, image.kind, offset, size)
+    with open(image.path, "rb") as f:
+        f.seek(offset)
+        return f.read(size), read_label(image.path, image.kind, label_offset, label_size)
+
+
+def read_label(shard, kind, offset, size):
+    """The label of one record of a container file; `read` has the errors."""
+    if kind != "webdataset":
+        return _read_record(shard, kind, offset, size)[1]
+    with open(shard, "rb") as f:
+        f.seek(offset)
+        try:
+            return int(f.read(size).decode().strip())
+        except ValueError as e:
+            raise _no_label(shard, offset, e) from e
+
+
+def _read_record(shard, kind, offset, size):
+    with open(shard, "rb") as f:
+        f.seek(offset)
+        try:
+            if kind == "tfrecord":
+                return _read_example(f.read(size)[12:-4])
+            data = _read_recordio(f)
+            flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
+            if flag != 0:
+                raise ValueError("it has several labels")
+            return data[RECORDIO_HEAD.size :], label
+        except (ValueError, struct.error) as e:
+            raise _no_label(shard, offset, e) from e
+
+
+def _no_label(shard, offset, reason):
+    reason = " ".join(str(reason).split())
+    return UsageError(f"{shard}: the record at byte {offset} has no label ({reason}): write it again")
+
+
+def _read_recordio(f):
+    """The payload of a record, whose parts are put together again; see recordio_end."""
+    parts = []
+    while True:
+        magic, length = struct.unpack("<II", f.read(8))
+        if magic != RECORDIO_MAGIC:
+            raise ValueError("no record starts there")
+        flag, length = length >> 29, length & (1 << 29) - 1
+        parts.append(f.read(length))
+        f.seek(-length % 4, os.SEEK_CUR)
+        if flag in (0, 3):
+            return magic.to_bytes(4, "little").join(parts)
+
+
+def _read_example(example):
+    from google.protobuf.message import DecodeError
+    from tfrecord import example_pb2
+
+    try:
+        features = example_pb2.Example.FromString(example).features.feature
+    except DecodeError as e:
+        raise ValueError("no tf.train.Example") from e
+    images, labels = features[TFRECORD_IMAGE].bytes_list.value, features[TFRECORD_LABEL].int64_list.value
+    if not images or len(labels) != 1:
+        raise ValueError(f"the features {TFRECORD_IMAGE} and {TFRECORD_LABEL} are not one image and one number")
+    return images[0], labels[0]
+
+
+@functools.cache
+def datum_class():
+    """The protobuf message in a Caffe LMDB; the fields are those of caffe.proto that an encoded image uses."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    fields = (("data", 4, field.TYPE_BYTES), ("label", 5, field.TYPE_INT32), ("encoded", 7, field.TYPE_BOOL))
+    file = descriptor_pb2.FileDescriptorProto(name="paddle_resnet/datum.proto", package="caffe", syntax="proto2")
+    message = file.message_type.add(name="Datum")
+    for name, number, kind in fields:
+        message.field.add(name=name, number=number, type=kind, label=field.LABEL_OPTIONAL)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("caffe.Datum"))
+
+
+@contextlib.contextmanager
+def _lmdb_transaction(folder):
+    import lmdb
+    from google.protobuf.message import DecodeError
+
+    try:
+        with _lmdb_environment(os.path.realpath(folder)).begin() as transaction:
+            yield transaction
+    except (lmdb.Error, DecodeError) as e:
+        raise UsageError(f"{folder} is no Caffe LMDB ({e}): write or copy it again") from e
+
+
+@functools.cache
+def _lmdb_environment(folder):
+    import lmdb
+
+    return lmdb.open(folder, readonly=True, lock=False)  # once: a process must not open one twice
+
+
+def lmdb_keys(folder):
+    """Keys of all records of an LMDB, in order.
+
+    Raises:
+        UsageError: no LMDB.
+    """
+    with _lmdb_transaction(folder) as transaction:
+        return list(transaction.cursor().iternext(keys=True, values=False))
+
+
+def lmdb_labels(folder, count):
+    """Number of records of a Caffe LMDB, and the labels of `count` of them or a few more, evenly spread.
+
+    Raises:
+        UsageError: no LMDB, or its records are no encoded images with a label.
+    """
+    keys = lmdb_keys(folder)
+    every = max(1, len(keys) // count)
+    spread = keys[::every] + (keys[-1:] if (len(keys) - 1) % every else [])
+    return len(keys), [_read_datum(folder, key)[1] for key in spread]
+
+
+def _read_datum(folder, key):
+    with _lmdb_transaction(folder) as transaction:
+        record = datum_class().FromString(transaction.get(key))
+        if not (record.encoded and record.HasField("label")):
+            raise UsageError(
+                f"{folder}: record {key.decode(errors='replace')} is no encoded image with a label: write the images "
+                "encoded"
+            )
+        return record.data, record.label

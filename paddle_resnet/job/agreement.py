@@ -1,0 +1,86 @@
+"""What all processes of a job have to have in common, compared before step 1."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import nvidia.dali
+import paddle
+
+import config
+from paddle_resnet.job import exchange
+from paddle_resnet.job.watch import ranks
+from utils.errors import UsageError
+
+# Flags that may differ from machine to machine: where things are, and how fast they are read.
+LOCAL_FLAGS = (
+    *("image_root", "skip_list", "report_file", "show_config", "enable_cpu_affinity"),
+    *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
+)
+
+
+def check_start(args):
+    """Compare flags and versions.
+
+    Raises:
+        UsageError: on every rank, naming what differs and where.
+    """
+    facts = {config.flag(name): v for name, v in config.as_dict(args).items() if name not in LOCAL_FLAGS}
+    # As settled: the same command may have found a compiler on one machine and none on another.
+    facts["--kernels (auto follows the machine, paddle runs on all)"] = facts.pop("--kernels")
+    facts["the version of Paddle"] = paddle.__version__
+    facts["the version of DALI"] = nvidia.dali.__version__
+    facts["this program (hash of its sources)"] = _hash(_sources())
+    _compare(facts)
+
+
+def check_work(train_loader, eval_loader, program):
+    """Compare the data sets and the network, as check_start.
+
+    Args:
+        train_loader, eval_loader: results of dali.build_dataloader, or None.
+        program: training program, or evaluation program if nothing is trained.
+    """
+    facts = {}
+    if train_loader is not None:
+        facts["the number of steps an epoch"] = len(train_loader)
+    for name, loader in (("training", train_loader), ("validation", eval_loader)):
+        if loader is not None:
+            facts[f"the number of {name} images"] = loader.data_set_size
+            facts[f"the list of classes of the {name} images (hash)"] = _hash(list(loader.classes))
+    shapes = {p.name: [*p.shape, str(p.dtype)] for p in program.global_block().all_parameters()}
+    facts["the number of parameters"] = len(shapes)
+    facts["the shapes of the parameters (hash)"] = _hash(shapes)
+    _compare(facts)
+
+
+def _compare(facts):
+    everyone = exchange.gather(json.dumps(facts).encode())
+    exchange.from_rank_0(lambda: _refuse_differences([json.loads(data) for data in everyone]))
+
+
+def _refuse_differences(everyone):
+    """Raise UsageError for the facts that are not the same on all ranks, [{name: value} of each rank]."""
+    differences = []
+    for name in dict.fromkeys(name for facts in everyone for name in facts):
+        values = {}
+        for rank, facts in enumerate(everyone):
+            values.setdefault(str(facts.get(name)), []).append(rank)
+        if len(values) > 1:
+            differences.append(f"{name} is " + " and ".join(f"{v} on {ranks(who)}" for v, who in values.items()))
+    if differences:
+        raise UsageError(
+            f"the processes of the job do not agree: {'; '.join(differences)}: start each with the same command, "
+            "program and data"
+        )
+
+
+def _sources():
+    root = Path(config.__file__).parent
+    paths = [*root.glob("*.py"), *root.glob("utils/*.py")]
+    paths += [path for end in ("py", "cc", "h", "cu", "cuh") for path in root.glob(f"paddle_resnet/**/*.{end}")]
+    return {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
+
+
+def _hash(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]

@@ -1,0 +1,82 @@
+"""The all-reduces of a data-parallel program: what Fleet writes, mended; their count; BN statistics averaged."""
+
+import paddle
+from paddle import static
+
+from paddle_resnet.job import fleet, processes
+
+_NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
+
+
+def adapt_communication(args, main_prog, startup_prog):
+    """Mend what Fleet has written into the programs of a job of several processes."""
+    if processes.world_size() == 1:
+        return
+    _order_fused_all_reduces(main_prog.global_block())
+    if fleet.reduces_at_the_end(args):
+        for op in main_prog.global_block().ops:
+            if op.type == "c_allreduce_sum":
+                op._set_attr("use_calc_stream", True)
+    if args.device == "cpu":
+        for program in (main_prog, startup_prog):
+            _leave_out_nccl(program.global_block())
+
+
+def _order_fused_all_reduces(block):
+    """Let every fused all-reduce wait for all gradients in its buffer.
+
+    It reads the buffer by the buffer's own name, so that the Executor sees no dependency on operators that write a
+    gradient inside. It guesses them, and misses the BN gradients once BN and ReLU are fused under AMP: those
+    stay each process's own, and the processes drift apart.
+    """
+    gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
+    for i in reversed(range(len(block.ops))):
+        op = block.ops[i]
+        if op.type == "c_allreduce_sum" and op.input("X")[0] in gradients:
+            buffer = op.input("X")[0]
+            block._insert_op_without_sync(
+                i,
+                type="depend",
+                inputs={"X": block.var(buffer), "Dep": [block.var(name) for name in gradients[buffer]]},
+                outputs={"Out": block.var(buffer)},
+                attrs={"op_role": op.attr("op_role")},
+            )
+    block._sync_with_cpp()
+
+
+def _leave_out_nccl(block):
+    """Remove what only NCCL needs, so that the all-reduces run on CPUs over Gloo."""
+    for i in reversed(range(len(block.ops))):
+        if block.ops[i].type in _NCCL_OPERATORS:
+            block._remove_op(i)
+    block._sync_with_cpp()
+
+
+def count_gradient_all_reduces(train_prog):
+    """How many all-reduces a training step makes for its gradients, after they were fused."""
+    backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
+    ops = train_prog.global_block().ops
+    return sum(op.type == "c_allreduce_sum" and bool(op.attr("op_role") & backward) for op in ops)
+
+
+def build_bn_average(train_prog):
+    """A program that replaces the BN statistics of a training program by their mean over the processes.
+
+    Each process follows the statistics of its own images. Run before an evaluation or a checkpoint, this lets all
+    of them score with the same network, the one that is saved.
+    """
+    average_prog = static.Program()
+    block = average_prog.global_block()
+    with static.program_guard(average_prog):
+        for name in bn_statistics(train_prog):
+            source = train_prog.global_block().var(name)
+            value = block.create_var(name=name, shape=source.shape, dtype=source.dtype, persistable=True)
+            paddle.distributed.all_reduce(value)
+            paddle.assign(paddle.scale(value, 1 / processes.world_size()), output=value)
+    return average_prog
+
+
+def bn_statistics(train_prog):
+    """Names of the running means and variances of a training program."""
+    ops = [op for op in train_prog.global_block().ops if "MeanOut" in op.output_names]
+    return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]

@@ -1,0 +1,72 @@
+"""Paddle's operators that update the parameters, mended where they are not right."""
+
+import paddle
+from paddle.utils import unique_name
+
+OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
+
+
+def mend_updates(args, main_prog):
+    """Change what Paddle has written into a training program to update its parameters, where that is not right and
+    fusion.fuse does not replace it."""
+    if args.kernels == "native":
+        return
+    if args.amp and args.amp_dtype == "bfloat16":
+        _update_masters_in_float32(main_prog.global_block())
+    if args.use_dynamic_loss_scaling:
+        _keep_parameters_on_overflow(main_prog.global_block())
+
+
+def _update_masters_in_float32(block):
+    """Let momentum change the float32 master of each bfloat16 parameter, and copy that one: Paddle has no momentum
+    kernel for bfloat16, not even for one that reads and writes masters."""
+    for i in reversed(range(len(block.ops))):
+        op = block.ops[i]
+        if op.type != "momentum" or block.var(op.input("Param")[0]).dtype != paddle.bfloat16:
+            continue
+        param, grad, master = (block.var(op.input(name)[0]) for name in ("Param", "Grad", "MasterParam"))
+        grad_fp32 = block.create_var(
+            name=unique_name.generate(f"{grad.name}_fp32"), shape=grad.shape, dtype=paddle.float32
+        )
+        for name, variable in (("Param", master), ("Grad", grad_fp32)):
+            op.desc.set_input(name, [variable.name])
+        op.desc.set_input("MasterParam", [])
+        op.desc.set_output("ParamOut", [master.name])
+        op.desc.set_output("MasterParamOut", [])
+        op._set_attr("multi_precision", False)
+        _insert_update(block, i + 1, "cast", {"X": master}, param, _cast(master, param))
+        _insert_update(block, i, "cast", {"X": grad}, grad_fp32, _cast(grad, grad_fp32))
+    block._sync_with_cpp()
+
+
+def _keep_parameters_on_overflow(block):
+    """Make the learning rate 0 in a step that dynamic loss scaling skips.
+
+    Paddle skips it by setting the gradients to 0: momentum and weight decay would still move the parameters. What is
+    left of that is that momentum decays as for a gradient of 0, in one of thousands of steps; to keep it, too, would
+    take one more operator a parameter in every step.
+    """
+    scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
+    updates = [i for i, op in enumerate(block.ops) if op.type == "momentum"]
+    overflow = block.var(scaling.input("FoundInfinite")[0])
+    rate = block.var(block.ops[updates[0]].input("LearningRate")[0])
+    overflows, proceeds, effective_rate = (
+        block.create_var(name=unique_name.generate(name), shape=[1], dtype=paddle.float32)
+        for name in ("overflows", "proceeds", f"{rate.name}_unless_overflow")
+    )
+    for i in updates:
+        block.ops[i]._rename_input(rate.name, effective_rate.name)
+    at = updates[0]
+    _insert_update(block, at, "elementwise_mul", {"X": rate, "Y": proceeds}, effective_rate, {"axis": -1})
+    _insert_update(block, at, "scale", {"X": overflows}, proceeds, {"scale": -1.0, "bias": 1.0})
+    _insert_update(block, at, "cast", {"X": overflow}, overflows, _cast(overflow, overflows))
+    block._sync_with_cpp()
+
+
+def _insert_update(block, i, op_type, inputs, output, attrs):
+    role = {"op_role": int(OpRole.Optimize)}
+    block._insert_op_without_sync(i, type=op_type, inputs=inputs, outputs={"Out": output}, attrs=attrs | role)
+
+
+def _cast(source, target):
+    return {"in_dtype": source.dtype, "out_dtype": target.dtype}

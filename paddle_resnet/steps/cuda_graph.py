@@ -1,0 +1,208 @@
+"""A step recorded once, as a CUDA graph: from then on one call of the host launches it instead of a thousand.
+
+Kernels of a graph read and write the addresses that they had when it was recorded. So the batch and the metrics are
+copied into tensors that stay, and what changes from step to step comes from outside: the learning rate ahead of the
+graph, the metrics on their way to the host behind it (posting.py).
+
+Paddle's own operators for the finite check and the loss scale cannot be repeated like this: they copy tables from host
+memory that is gone by then. Hence --kernels native only.
+"""
+
+import contextlib
+import functools
+import gc
+import itertools
+import re
+import warnings
+
+import numpy as np
+import paddle
+from paddle import static
+from paddle.device.cuda.graphs import CUDAGraph
+
+from paddle_resnet.job import exchange, processes
+from utils.errors import RunError, UsageError
+
+# The first steps choose algorithms and make the state of cuDNN: they are launched operator by operator.
+STEPS_BEFORE = 2
+# The executor insists on the second one with the first.
+CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
+# What draws random numbers has not been tried in a graph, which may draw the same ones in each step.
+RANDOM_OPERATORS = (
+    *("bernoulli", "dropout", "dropout_nd", "gaussian_random", "multinomial", "randint", "randperm"),
+    *("truncated_gaussian_random", "uniform_random"),
+)
+_numbers = itertools.count()
+
+
+def recorder(args, exe, program, variables, post):
+    """How to run a step of a compiled program, which keeps its Recorder, so that one recording does for all epochs.
+
+    Returns:
+        function of `feed`.
+    """
+    if not hasattr(program, "recorder"):
+        program.recorder = Recorder(args, program, variables, post)
+    program.recorder.check()
+    return functools.partial(program.recorder, functools.partial(exe.run, program, fetch_list=[]))
+
+
+def inputs(args, program):
+    """The tensors that a recorded step reads, {name: tensor}: a loader that writes there saves a copy. Nothing, {}, if
+    the program's steps are not recorded, or the loader is not where they run: writing would move a tensor there.
+    """
+    is_there = args.dali_device == args.device and hasattr(program, "recorder")
+    return program.recorder.inputs if is_there else {}
+
+
+class Recorder:
+    """Runs the steps of a program: the first ones as they are, then one that it records, and launches of that one.
+
+    Batches of another size than the first one's, such as the last one of an evaluation, are run as they are.
+
+    Args:
+        args: flags.
+        program: result of program.compile_prog.
+        variables: the metrics that the program posts.
+        post: posting.post.
+    Raises:
+        UsageError: the program has operators that cannot be repeated.
+    """
+
+    def __init__(self, args, program, variables, post):
+        self._place = processes.place(args)
+        # An Executor drops what it has prepared for a program that it ran long ago, and gives the memory away. This one
+        # never has more than two programs.
+        self._exe = static.Executor(self._place)
+        self.inputs, self._posting, self._program = _split(program, variables, post)
+        self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
+        self._shape, self._steps, self._graph, self._recorded_at = None, 0, None, None
+
+    def __call__(self, run_with_feed, feed):
+        """Run a step, or give its feed to run_with_feed if the batch is of another size."""
+        shape = feed["data"].shape()
+        self._shape = self._shape or shape
+        if shape != self._shape:
+            run_with_feed(feed=feed)
+            return
+        for name, value in feed.items():
+            if value is not self.inputs[name]:  # the loader may have written it there
+                self.inputs[name]._copy_from(value, self._place)
+        if self._graph is None and self._steps >= STEPS_BEFORE:
+            self._record()
+        if self._graph is None:
+            self._exe.run(self._program, fetch_list=[])
+        else:
+            self._set_learning_rate()
+            self._graph.replay()
+        self._steps += 1
+        self._exe.run(self._posting, fetch_list=[])
+
+    def check(self):
+        """Drop the recording if a tensor has got other memory since, from a program in between that writes it.
+
+        All processes do or none: NCCL wants an all-reduce to be recorded everywhere or nowhere.
+        """
+        has_moved = self._graph is not None and self._addresses() != self._recorded_at
+        if exchange.all_gather([has_moved]).any():
+            if self._graph is not None:
+                self._graph.reset()
+            self._graph, self._steps = None, 0
+
+    def _set_learning_rate(self):
+        if self._lr_scheduler is None:
+            return
+        lr = paddle.base.core.LoDTensor()
+        lr.set(np.array([self._lr_scheduler()], "float32"), paddle.CPUPlace())
+        static.global_scope().find_var(self._lr_scheduler._var_name).get_tensor()._copy_from(lr, self._place)
+
+    def _record(self):
+        paddle.device.cuda.synchronize(self._place)
+        paddle.device.cuda.empty_cache()  # what the steps so far have used: the graph has memory of its own
+        graph = CUDAGraph(self._place)
+        try:
+            with _recording():
+                graph.capture_begin()
+                try:
+                    self._exe.run(self._program, fetch_list=[])
+                except BaseException:
+                    with contextlib.suppress(Exception):  # what went wrong before is what to tell of
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except Exception as e:
+            reason = _reason(e)
+            raise RunError(f"the step cannot be recorded as a CUDA graph ({reason}): give --cuda-graph false") from e
+        self._graph, self._recorded_at = graph, self._addresses()
+
+    def _addresses(self):
+        """Where the tensors are that outlive a step."""
+        scope = static.global_scope()
+        names = [variable.name for variable in self._program._program.list_vars() if variable.persistable]
+        found = [scope.find_var(name) for name in names]
+        return {
+            name: variable.get_tensor()._ptr()
+            for name, variable in zip(names, found, strict=True)
+            if variable is not None and variable.get_tensor()._is_initialized()
+        }
+
+
+@contextlib.contextmanager
+def _recording():
+    """What Paddle needs to record, and no garbage collection: GPU memory that it would free ends a recording."""
+    before = paddle.get_flags(list(CAPTURE_FLAGS))
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    paddle.set_flags(CAPTURE_FLAGS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the learning rate is not recorded
+            yield
+    finally:
+        paddle.set_flags(before)
+        if collects:
+            gc.enable()
+
+
+def _reason(error):
+    """The line of an error of Paddle's that says what happened; the operator's name and hints follow it."""
+    text = str(error).strip() or repr(error)
+    found = re.findall(r"^ *(\w*Error:\s+\S.*)", text, re.MULTILINE) or text.splitlines()
+    return " ".join(found[-1].split()).rstrip(".")
+
+
+def _split(program, variables, post):
+    """What a recording needs of a compiled program.
+
+    Returns:
+        its inputs, as tensors that stay; the program that posts its metrics; a copy of it that does not, with inputs
+        and copies of the metrics that the Executor keeps, compiled.
+    """
+    copy = program._program.clone()
+    block = copy.global_block()
+    for op in block.ops:
+        if op.type in RANDOM_OPERATORS and not (op.has_attr("is_test") and op.attr("is_test")):
+            raise UsageError(
+                f"--cuda-graph: the network draws random numbers (operator {op.type}), which has not been tried in a "
+                "graph: give --cuda-graph false"
+            )
+    block._remove_op(next(i for i, op in enumerate(block.ops) if op.type == "native_post"))
+    # Variables that are kept and have one name are one tensor in all programs: these are to be this program's own.
+    number = next(_numbers)
+    names = {name: f"{name}@recorded_{number}" for name in ("data", "label", *(v.name for v in variables))}
+    for name in ("data", "label"):
+        block._rename_var(name, names[name])
+        block.var(names[name]).persistable = True
+    posts = static.Program()
+    for v in variables:
+        # The project's own operators give a result memory of its own each time, which would be the graph's while it is
+        # recorded, and would outlive it in a variable that is kept. Paddle's copy writes where the variable is.
+        for target in (block, posts.global_block()):
+            target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
+        block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})
+    with static.program_guard(posts):
+        post(posts.global_block().var(names[v.name]) for v in variables)
+    scope = static.global_scope()
+    inputs = {name: scope.var(names[name]).get_tensor() for name in ("data", "label")}
+    return inputs, posts, static.CompiledProgram(copy, build_strategy=program._build_strategy)

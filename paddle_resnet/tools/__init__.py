@@ -1,0 +1,1 @@
+"""Data-set tools that training never needs."""

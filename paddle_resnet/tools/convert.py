@@ -1,0 +1,325 @@
+"""Conversion of data sets into container formats, and the `index` of existing containers.
+
+Apart from dataset.py, the command line, because worker processes import this module: it needs neither DALI nor Paddle.
+
+An interrupted conversion is begun again by the same command. Shards (TFRecord, WebDataset) are written one a worker and
+get their names when complete; those are kept. RecordIO and LMDB are one file a split, which workers prepare the images
+for and one process writes in order; the images that it holds already are kept.
+"""
+
+import ctypes
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import signal
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from functools import partial
+
+import numpy as np
+
+from paddle_resnet.data import listing, records
+from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
+from utils import signals
+from utils.errors import UsageError
+from utils.mode import Mode
+
+FORMATS = (*SHARDED, *SINGLE_FILE)
+IMAGES_PER_SHARD = 2000
+# Training images are written in a random order, the same in every conversion, so that a buffer suffices for shuffling.
+ORDER_SEED = 0
+INDEXED = ("recordio", "tfrecord", "webdataset")
+# First bytes of the images that are not JPEG.
+MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
+BLOCK = 64  # images that a worker prepares, and that become durable, at once in a single file
+
+
+def convert(
+    source, output, to, shards=None, resize_short=None, quality=95, workers=None, progress=None, skip_list=None
+):
+    """Write a data set in another format, both splits if there are both.
+
+    Labels stay as training numbers them; the class names go to output/classes.txt. Training images are put into a
+    random order, validation images keep theirs.
+
+    Args:
+        source: folder of a data set in any format (--image-root).
+        output: folder to make; usable as --image-root.
+        to: a key of FORMATS.
+        shards: number of training shards, default one for IMAGES_PER_SHARD images; validation shards are as large.
+        resize_short: shrink images whose shorter side is longer than this many pixels to it, and store them as RGB
+            JPEG, turned upright. All others keep their bytes.
+        quality: JPEG quality of those, 1 to 100.
+        workers: number of processes, default the number of cores.
+        progress: called with (images done, images in all).
+        skip_list: file with the images to leave out (--skip-list).
+    Returns:
+        {split: number of images}.
+    Raises:
+        UsageError: an unusable source or image, an output that is something else, shards that cannot be.
+    """
+    splits, classes = _list_source(source, skip_list)
+    if to in SINGLE_FILE and shards is not None:
+        raise UsageError(f"--shards {shards}: {to} has one file a split, leave --shards out")
+    counts = {split: len(images) for split, images in splits.items()}
+    largest = counts.get("train", counts.get("val"))
+    if shards is not None and shards > largest:
+        raise UsageError(f"--shards {shards} is more than the {largest} images of {source}: give less")
+    if os.path.realpath(output) == os.path.realpath(source):
+        raise UsageError(f"--output {output} is --from: name another folder")
+
+    def shard_count(count):
+        if to in SINGLE_FILE:
+            return 1
+        return -(-count * shards // largest) if shards else -(-count // IMAGES_PER_SHARD)
+
+    manifest = {
+        "format": to,
+        "shards": {split: shard_count(count) for split, count in counts.items()},
+        "resize_short": resize_short,
+        "quality": quality if resize_short else None,
+        "splits": {split: {"images": len(images), "sha256": _digest(images)} for split, images in splits.items()},
+    }
+    complete = _begin(output, manifest)
+    if complete:
+        return counts
+    if classes is not None:
+        records.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
+    total = sum(counts.values())
+    with _Workers(workers or len(os.sched_getaffinity(0)), resize_short, quality) as pool:
+        done = 0
+        for split, images in splits.items():
+            report = partial(_report, progress, done, total)
+            if to in SINGLE_FILE:
+                _write_single_file(to, output, split, images, pool, report)
+            else:
+                _write_shards(to, output, split, images, manifest["shards"][split], pool, report)
+            done += len(images)
+    for name in _partial(output):
+        os.unlink(os.path.join(output, name))
+    records.write_file(os.path.join(output, records.MANIFEST), _json({**manifest, "complete": True}))
+    return counts
+
+
+def build_indexes(image_root):
+    """Make the index files that the TFRecord, RecordIO and WebDataset files of a folder lack, beside them.
+
+    Returns:
+        (number of index files made, number that were there).
+    Raises:
+        UsageError: no such files, a damaged one, an index that does not fit.
+    """
+    if not os.path.isdir(image_root):
+        raise UsageError(f"{image_root} is no folder: name the one that holds the shards")
+    made, there = 0, 0
+    for kind in INDEXED:
+        for mode in Mode:
+            for shard in listing.find_shards(image_root, kind, mode):
+                path = records.index_path(shard)
+                there += os.path.exists(path)
+                if not os.path.exists(path):
+                    records.write_file(path, records.scan(shard, kind))
+                    made += 1
+                records.check_index(shard, path, kind)
+    if made + there == 0:
+        raise UsageError(f"{image_root} holds no RecordIO file, TFRecord or tar shard: name their folder")
+    return made, there
+
+
+def _list_source(source, skip_list):
+    """({split: [listing.Image]}, class names or None), training images in random order."""
+    skip = listing.read_skip_list(skip_list, source) if skip_list is not None else frozenset()
+    splits, classes = {}, None
+    for mode in listing.splits(source):
+        _, names, images = listing.images(source, mode)
+        classes = classes or names
+        images = [image for image in images if os.path.normpath(image.name) not in skip]
+        if not images:
+            raise UsageError(f"{source} has no image of {mode.value} to convert: add some, or skip fewer")
+        if mode is Mode.TRAIN:
+            images = [images[i] for i in np.random.RandomState(ORDER_SEED).permutation(len(images)).tolist()]
+        splits[mode.value] = images
+    return splits, classes
+
+
+def _digest(images):
+    digest = hashlib.sha256()
+    for image in images:
+        digest.update(f"{image.name}\0{image.label}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _json(manifest):
+    return (json.dumps(manifest, indent=1) + "\n").encode()
+
+
+def _begin(output, manifest):
+    """Make the output folder, or find that it holds this conversion; returns whether that is complete."""
+    path = os.path.join(output, records.MANIFEST)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            found = json.load(f)
+        complete = found.pop("complete")
+        for key, value in manifest.items():
+            if found.get(key) != value:
+                what = "other images" if key == "splits" else f"{key} {found.get(key)}"
+                raise UsageError(
+                    f"--output {output} holds a conversion with {what}: remove it, name another folder or repeat its "
+                    "command"
+                )
+        return complete
+    if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
+        raise UsageError(f"--output {output} exists and is no conversion: remove it or name another folder")
+    os.makedirs(output, exist_ok=True)
+    records.write_file(path, _json({**manifest, "complete": False}))
+    return False
+
+
+def _partial(output):
+    """Names of the files that a killed conversion has left half written."""
+    return [name for name in os.listdir(output) if name.endswith(".partial")]
+
+
+def _report(progress, before, total, done):
+    if progress is not None:
+        progress(before + done, total)
+
+
+class _Workers:
+    """A pool of processes that prepare images or write shards, stopped at once when the conversion is."""
+
+    def __init__(self, count, resize_short, quality):
+        # Not forked: the parent has DALI's threads.
+        context = multiprocessing.get_context("spawn")
+        self.count = count
+        self.images = context.Value(ctypes.c_int64)
+        self._stop = context.Event()
+        arguments = (os.getpid(), self.images, self._stop, resize_short, quality)
+        self.pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=arguments)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is not None:
+            self._stop.set()
+        self.pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(parent, images, stop, resize_short, quality):
+    global _images, _stop, _resize_short, _quality
+    _images, _stop, _resize_short, _quality = images, stop, resize_short, quality
+    signals.die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C goes to every process; the parent tells the workers
+
+
+def _prepare(image):
+    """(bytes to store, extension without dot, label) of a listing.Image."""
+    from PIL import Image, ImageOps
+
+    if _stop.is_set():
+        raise InterruptedError
+    try:
+        data, label = records.read(image)
+    except OSError as e:
+        raise UsageError(f"{image.path} cannot be read ({e.strerror}): mend it or leave it out") from e
+    if label != int(label):
+        raise UsageError(f"{image.name} has the label {label:g}, which is no class: leave it out with --skip-list")
+    label = int(label)
+    if _resize_short is None:
+        return data, _extension(image, data), label
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            short = min(picture.size)
+            if short <= _resize_short:
+                return data, _extension(image, data), label
+            size = [max(1, round(side * _resize_short / short)) for side in picture.size]
+            # Pixels first, orientation after: the tag that turns the image is lost with its file.
+            picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
+            out = io.BytesIO()
+            picture.save(out, "JPEG", quality=_quality)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+        raise UsageError(f"{image.name} cannot be decoded ({e}): mend it or leave it out with --skip-list") from e
+    return out.getvalue(), "jpg", label
+
+
+def _in_rgb(picture):
+    """As DALI decodes it: 16 bits are scaled to 8, where Pillow would cut off what is above 255."""
+    from PIL import Image
+
+    if picture.mode.startswith("I") or picture.mode == "F":
+        values = np.asarray(picture)
+        if picture.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise ValueError("it has more than 16 bits a channel")
+        scaled = Image.fromarray(np.rint(values / 257).astype(np.uint8))
+        scaled.info = picture.info
+        picture = scaled
+    return picture.convert("RGB")
+
+
+def _extension(image, data):
+    """The extension for a name in a tar file: the file's own, if it is one of an image's, or that which the first bytes
+    show."""
+    own = os.path.splitext(image.path)[1][1:].lower()
+    if image.kind is None and own in records.IMAGE_EXTENSIONS:
+        return own
+    return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
+
+
+def _write_shards(to, output, split, images, count, pool, report):
+    pending, kept, start = set(), 0, pool.images.value
+    for k in range(count):
+        first, end = len(images) * k // count, len(images) * (k + 1) // count
+        name = {"tfrecord": f"{split}-{k:05d}-of-{count:05d}", "webdataset": f"{split}-{k:06d}.tar"}[to]
+        path = os.path.join(output, name)
+        if os.path.exists(path):
+            kept += end - first
+        else:
+            pending.add(pool.pool.submit(_write_shard, to, path, first, images[first:end]))
+    while pending:
+        finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+        for future in finished:
+            future.result()
+        report(kept + pool.images.value - start)
+    report(len(images))
+
+
+def _write_shard(to, path, first, images):
+    """Write one shard and its index; the shard gets its name last."""
+    partial_path = f"{path}.partial"
+    with SHARDED[to](partial_path) as write:
+        for number, image in enumerate(images, first):
+            write(number, *_prepare(image))
+            with _images.get_lock():
+                _images.value += 1
+    with open(partial_path, "rb") as f:
+        os.fsync(f.fileno())
+    records.write_file(records.index_path(path), records.scan(partial_path, to))
+    os.replace(partial_path, path)
+
+
+def _write_single_file(to, output, split, images, pool, report):
+    with SINGLE_FILE[to](output, split) as writer:
+        done = len(writer)
+        report(done)
+        todo = iter(range(done, len(images), BLOCK))
+        blocks = deque()
+
+        def submit(count):
+            for _, i in zip(range(count), todo, strict=False):
+                blocks.append(pool.pool.submit(_prepare_block, images[i : i + BLOCK]))
+
+        # A few blocks ahead: enough to keep the workers busy, without filling the memory with a data set.
+        submit(2 * pool.count)
+        while blocks:
+            writer.write(blocks.popleft().result())
+            submit(1)
+            report(len(writer))
+        writer.finish()
+
+
+def _prepare_block(images):
+    prepared = [_prepare(image) for image in images]
+    return [(data, label) for data, _, label in prepared]

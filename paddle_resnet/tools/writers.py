@@ -1,0 +1,173 @@
+"""Writers of the container formats, for tools/convert.py.
+
+The formats' own libraries write TFRecord, LMDB and WebDataset; RecordIO has none that is kept up, so that its writer is
+here.
+"""
+
+import contextlib
+import os
+import struct
+
+from paddle_resnet.data import records
+from utils.errors import UsageError
+
+
+@contextlib.contextmanager
+def _tfrecord_writer(path):
+    from tfrecord import TFRecordWriter
+
+    def write(number, image, extension, label):
+        writer.write({records.TFRECORD_IMAGE: (image, "byte"), records.TFRECORD_LABEL: (label, "int")})
+
+    writer = TFRecordWriter(path)
+    with contextlib.closing(writer):
+        yield write
+
+
+@contextlib.contextmanager
+def _webdataset_writer(path):
+    from webdataset import TarWriter
+
+    def write(number, image, extension, label):
+        writer.write({"__key__": f"{number:08d}", extension: image, "cls": str(label).encode()})
+
+    with open(path, "wb") as f, TarWriter(f, encoder=False, mtime=0) as writer:
+        yield write
+
+
+class _RecordIOWriter:
+    """Appends to SPLIT.rec.partial and SPLIT.idx.partial, or finds SPLIT.rec complete.
+
+    What the index names is on the disk: records are synced before their index lines are written.
+    """
+
+    def __init__(self, output, split):
+        self._paths = [os.path.join(output, split + extension) for extension in (".idx", ".rec")]
+
+    def __enter__(self):
+        self._complete = os.path.exists(self._paths[1])
+        if self._complete:
+            self._count = _count_lines(self._paths[0])
+            return self
+        self._index, self._records = (open(f"{path}.partial", "a+b") for path in self._paths)  # noqa: SIM115
+        self._index.seek(0)
+        lines = [line for line in self._index if line.endswith(b"\n")]
+        end = 0
+        if lines:
+            size = os.path.getsize(self._records.name)
+            try:
+                end = records.recordio_end(self._records, int(lines[-1].split()[1]), size)
+            except ValueError as e:
+                raise UsageError(f"{self._records.name} is damaged: remove the folder and convert again") from e
+        self._index.truncate(sum(map(len, lines)))
+        self._records.truncate(end)
+        self._count, self._end = len(lines), end
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if not self._complete:
+            self._index.close()
+            self._records.close()
+
+    def __len__(self):
+        return self._count
+
+    def write(self, images):
+        lines = []
+        for image, label in images:
+            lines.append(f"{self._count}\t{self._end}\n")
+            # No flag, one label, a number, no second number.
+            record = recordio_record(records.RECORDIO_HEAD.pack(0, label, self._count, 0) + image)
+            self._records.write(record)
+            self._count += 1
+            self._end += len(record)
+        _sync(self._records)
+        self._index.write("".join(lines).encode())
+        _sync(self._index)
+
+    def finish(self):
+        if not self._complete:
+            for path in self._paths:
+                os.replace(f"{path}.partial", path)
+
+
+def recordio_record(payload):
+    """A RecordIO record: magic, length and flag, payload, padding to 4 bytes.
+
+    Where the payload itself has the magic at a multiple of 4 bytes the record is divided there, so that a reader that
+    looks for the magic does not take it for a record's start.
+
+    Args:
+        payload: bytes, less than 2**29.
+    """
+    magic = struct.pack("<I", records.RECORDIO_MAGIC)
+    cuts, i = [], payload.find(magic)
+    while i >= 0:
+        if i % 4 == 0:
+            cuts.append(i)
+        i = payload.find(magic, i + (4 if i % 4 == 0 else 1))
+    starts, ends = [0, *(i + 4 for i in cuts)], [*cuts, len(payload)]
+    flags = [0] if not cuts else [1, *[2] * (len(cuts) - 1), 3]
+    parts = []
+    for flag, start, end in zip(flags, starts, ends, strict=True):
+        parts += [magic, struct.pack("<I", flag << 29 | end - start), payload[start:end], bytes(-(end - start) % 4)]
+    return b"".join(parts)
+
+
+class _LMDBWriter:
+    """Appends to SPLIT_lmdb.partial, a transaction at a time, or finds SPLIT_lmdb complete."""
+
+    def __init__(self, output, split):
+        self._path = os.path.join(output, f"{split}_lmdb")
+
+    def __enter__(self):
+        import lmdb
+
+        self._complete = os.path.exists(self._path)
+        path = self._path if self._complete else f"{self._path}.partial"
+        # 64 MB of address space at first, twice as much whenever it does not suffice.
+        self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
+        self._count = self._environment.stat()["entries"]
+        return self
+
+    def __exit__(self, kind, value, trace):
+        self._environment.close()
+
+    def __len__(self):
+        return self._count
+
+    def write(self, images):
+        import lmdb
+
+        message = records.datum_class()
+        values = [message(data=image, label=label, encoded=True).SerializeToString() for image, label in images]
+        while True:
+            try:
+                with self._environment.begin(write=True) as transaction:
+                    for number, value in enumerate(values, self._count):
+                        transaction.put(f"{number:08d}".encode(), value, append=True)
+                break
+            except lmdb.MapFullError:
+                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+        self._count += len(values)
+
+    def finish(self):
+        if not self._complete:
+            self._environment.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(f"{self._path}.partial", "lock.mdb"))
+            os.replace(f"{self._path}.partial", self._path)
+
+
+def _sync(f):
+    f.flush()
+    os.fsync(f.fileno())
+
+
+def _count_lines(path):
+    with open(path, "rb") as f:
+        return sum(1 for _ in f)
+
+
+SHARDED = {"tfrecord": _tfrecord_writer, "webdataset": _webdataset_writer}
+SINGLE_FILE = {"recordio": _RecordIOWriter, "lmdb": _LMDBWriter}

@@ -1,0 +1,224 @@
+"""Folders of checkpoints without any network: what is whole, what a kill leaves behind, what is found and deleted."""
+
+import errno
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from conftest import ROOT
+from paddle_resnet.checkpoints import folders
+
+
+def write(root, name, text="abc", sequence=0, **meta):
+    files = {"a.pdparams": lambda f: f.write(text.encode()), "a.pdopt": lambda f: f.write(b"x" * 100)}
+    return folders.commit(root, name, files, {"sequence": sequence, "epoch": 0, **meta})
+
+
+def names(root):
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_commit_names_every_file_with_size_and_digest(tmp_path):
+    folder = write(tmp_path, "3_40", best={"top1": 0.5}, rate=0.1)
+    assert names(folder) == ["a.pdopt", "a.pdparams", "meta.json"]
+    meta = folders.verify(folder)
+    assert meta["best"] == {"top1": 0.5}
+    assert meta["rate"] == 0.1
+    # printf abc | sha256sum
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert meta["files"]["a.pdparams"] == {"size": 3, "sha256": expected}
+    assert names(tmp_path) == ["3_40"]
+
+
+def test_a_folder_of_the_same_name_is_replaced(tmp_path):
+    write(tmp_path, "3", "old")
+    folder = write(tmp_path, "3", "newer")
+    assert (folder / "a.pdparams").read_text() == "newer"
+    folders.verify(folder)
+    assert names(tmp_path) == ["3"]
+
+
+def flip_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def lengthen(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+@pytest.mark.parametrize("file", ["a.pdparams", "a.pdopt", "meta.json"])
+@pytest.mark.parametrize("damage", [flip_bit, truncate, lengthen, lambda path: path.write_bytes(b""), os.remove])
+def test_damage_is_found_and_the_file_named(tmp_path, file, damage):
+    folder = write(tmp_path, "3")
+    damage(folder / file)
+    with pytest.raises(folders.DamagedError, match=file):
+        folders.verify(folder)
+
+
+def test_every_flipped_bit_of_meta_json_is_found_or_changes_nothing(tmp_path):
+    folder = write(tmp_path, "3", rate=0.125)
+    data = (folder / "meta.json").read_bytes()
+    meta, harmless = folders.verify(folder), 0
+    for i in range(0, 8 * len(data), 3):
+        flipped = bytearray(data)
+        flipped[i // 8] ^= 1 << i % 8
+        (folder / "meta.json").write_bytes(flipped)
+        try:
+            assert folders.verify(folder) == meta
+            harmless += 1
+        except folders.DamagedError:
+            pass
+    assert harmless < len(data) / 12  # white space that turned into other white space
+
+
+def test_meta_of_another_format_is_refused(tmp_path):
+    folder = write(tmp_path, "3")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"format": 99}))
+    with pytest.raises(folders.DamagedError, match="format 99 and this version reads 2"):
+        folders.verify(folder)
+
+
+def test_folders_are_those_with_the_name_of_a_checkpoint(tmp_path):
+    for name in ("10", "9", "9_20", "9_3", ".9.partial", "x", "9_", "_9", "9_1_2", "-1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "8").write_text("a file")
+    assert [p.name for p in folders.below(tmp_path)] == ["9_3", "9_20", "9", "10"]
+    assert folders.below(tmp_path / "nowhere") == []
+
+
+def test_newest_is_the_one_written_last(tmp_path):
+    write(tmp_path, "89", sequence=4)
+    write(tmp_path, "0", sequence=6)
+    write(tmp_path, "0_20", sequence=5)
+    (write(tmp_path, "1", sequence=7) / "meta.json").unlink()
+    whole, damaged = folders.newest_first(tmp_path)
+    assert [folder.name for folder, _ in whole] == ["0", "0_20", "89"]
+    assert [(folder.name, "meta.json" in problem) for folder, problem in damaged] == [("1", True)]
+
+
+def test_mark_changes_over(tmp_path):
+    for name in ("1", "2"):
+        write(tmp_path, name)
+        folders.mark(tmp_path, "latest", name)
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+    assert names(tmp_path) == ["1", "2", "latest"]
+
+
+def test_failing_deletion_is_a_warning_and_leaves_nothing_that_looks_whole(tmp_path, capsys, monkeypatch):
+    folder = write(tmp_path, "3")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(folders.Path, "rename", refuse)
+    folders.delete(folder)
+    assert "3 cannot be deleted (Permission denied)" in capsys.readouterr().err
+    assert folders.newest_first(tmp_path)[0] == []
+    monkeypatch.undo()
+    folder = write(tmp_path, "4")
+    monkeypatch.setattr(folders, "_remove", lambda path: None)  # killed after the first step
+    folders.delete(folder)
+    assert folders.newest_first(tmp_path)[0] == []
+
+
+# Commits checkpoint 2 beside 1, over an older 2, and deletes 1; killed before the n-th change to the file system.
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from paddle_resnet.checkpoints import folders
+
+    root, fatal = Path(sys.argv[1]), int(sys.argv[2])
+    changes = 0
+
+    def audit(event, args):
+        global changes
+        writes = event == "open" and isinstance(args[1], str) and "w" in args[1]
+        if writes or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink"):
+            if str(root) in str(args[0]) or str(root) in str(args[1]):
+                if changes == fatal:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                changes += 1
+
+    sys.addaudithook(audit)
+    files = {"a.pdparams": lambda f: f.write(b"new"), "a.pdopt": lambda f: f.write(b"x" * 100)}
+    folders.commit(root, "2", files, {"sequence": 2, "epoch": 0})
+    folders.mark(root, "latest", "2")
+    folders.delete(root / "1")
+    print(changes)
+"""
+
+
+def test_kill_before_any_change_leaves_whole_checkpoints_alone(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    results = set()
+    for fatal in range(100):
+        root = tmp_path / str(fatal)
+        root.mkdir()
+        write(root, "1", "one", sequence=1)
+        write(root, "2", "old", sequence=0)
+        folders.mark(root, "latest", "1")
+        command = [sys.executable, "-c", textwrap.dedent(KILLED), str(root), str(fatal)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        folders.clean(root)
+        whole, damaged = folders.newest_first(root)
+        content = {folder.name: (folder / "a.pdparams").read_text() for folder, _ in whole}
+        for folder, _ in whole:
+            folders.verify(folder)
+        newest = whole[0][0].name
+        results.add((newest, content[newest], "1" in content))
+        assert content[newest] == {"1": "one", "2": "new"}[newest]
+        assert content["2"] == ("new" if newest == "2" else "old")  # put back, if it had made way already
+        # A deletion that was cut short is the only thing that may stand there without being whole.
+        assert [folder.name for folder, _ in damaged] in ([], ["1"])
+        assert not [name for name in names(root) if name.startswith(".")]
+        if done.returncode == 0:
+            assert int(done.stdout) == fatal > 10
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert results == {("1", "one", True), ("2", "new", True), ("2", "new", False)}
+
+
+HOLDER = """
+    import sys, time
+    from paddle_resnet.checkpoints import folders
+    lock = folders.lock(sys.argv[1])
+    print("locked", flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_another_process_is_kept_out_until_the_first_has_ended(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        for _ in range(2):
+            with pytest.raises(BlockingIOError) as error:
+                folders.lock(tmp_path)
+            assert error.value.strerror == f"process {holder.pid} on {platform.node()}"
+        holder.kill()
+        holder.wait()
+        folders.lock(tmp_path).close()
+        folders.lock(tmp_path).close()
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folders.fcntl, "lockf", no_locks)
+    folders.lock(tmp_path).close()
+    assert f"{tmp_path} is on a file system without locks (No locks available)" in capsys.readouterr().err

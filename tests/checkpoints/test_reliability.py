@@ -1,0 +1,290 @@
+"""Faults of real processes: killed, asked to stop, out of disk. The table of docs/reliability.md names these tests."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import ROOT, TINY, assert_one_sentence, losses, read_report
+from paddle_resnet.checkpoints import folders
+
+FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]
+
+
+class Runs:
+    """Processes of train.py with the tiny network in one output folder."""
+
+    def __init__(self, photos, folder):
+        self.photos, self.folder = photos, folder
+        self.root = folder / "output" / "Tiny"
+        self.losses = {}
+
+    def start(self, *flags, processes=1, **options):
+        self.report = self.folder / "report.json"
+        self.report.unlink(missing_ok=True)
+        places = ["--image-root", self.photos, "--output-dir", self.folder / "output", "--report-file", self.report]
+        launcher = []
+        if processes > 1:
+            launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes]
+            launcher += ["--log_dir", self.folder / "log"]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("environment", {})}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
+
+    def finish(self, process, timeout=200):
+        """(exit code, output); what the run has reported is added to .losses."""
+        output, _ = process.communicate(timeout=timeout)
+        for key, value in losses(read_report(self.report)).items():
+            assert self.losses.setdefault(key, value) == value, f"loss of {key} changed after a resume"
+        return process.returncode, output
+
+    def run(self, *flags, **options):
+        return self.finish(self.start(*flags, **options))
+
+    def wait_for(self, process, text):
+        """Read the report until a line has a text."""
+        end = time.monotonic() + 120
+        while not (self.report.exists() and text in self.report.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < end, f"no {text} in {self.report}"
+            time.sleep(0.005)
+
+    def check(self):
+        """What is visible is whole; nothing else that a program could take for a checkpoint."""
+        whole, damaged = folders.newest_first(self.root)
+        for folder, _ in whole:
+            folders.verify(folder)
+        return [folder.name for folder, _ in whole], [folder.name for folder, _ in damaged]
+
+
+@pytest.fixture
+def runs(photos, tmp_path):
+    return Runs(photos, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def expected(photos, tmp_path_factory):
+    """Losses of an uninterrupted run in a process of its own."""
+    runs = Runs(photos, tmp_path_factory.mktemp("whole"))
+    code, output = runs.run(*FLAGS)
+    assert code == 0, output
+    return runs.losses
+
+
+def no_process_is_left(runs):
+    """No process has the folder of these runs on its command line."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline") as f:
+                if str(runs.folder) in f.read() and int(pid) != os.getpid():
+                    found.append(pid)
+        except OSError:
+            pass
+    return not found
+
+
+def killed_then_resumed(runs, fatal):
+    """A run that is killed before its n-th change to the output folder, and the same command again."""
+    environment = {"FATAL_CHANGE": str(fatal), "FATAL_ROOT": str(runs.root)}
+    code, output = runs.run(*FLAGS, environment=environment)
+    if code == 0:
+        return False
+    assert code == -signal.SIGKILL, output
+    runs.check()
+    code, output = runs.run(*FLAGS)
+    assert code == 0, output
+    assert [path.name for path in runs.root.glob(".*")] == [".lock"]
+    return True
+
+
+# Of the 60 or so changes: in the first checkpoint, in the second one, in a deletion.
+@pytest.mark.parametrize("fatal", [4, 13, 31])
+def test_killed_in_a_commit(runs, expected, fatal):
+    assert killed_then_resumed(runs, fatal)
+    assert runs.losses == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_killed_before_every_change_to_the_output_folder(photos, tmp_path, expected):
+    for fatal in range(1000):
+        runs = Runs(photos, tmp_path / str(fatal))
+        runs.folder.mkdir()
+        if not killed_then_resumed(runs, fatal):
+            break
+        assert runs.losses == expected, fatal
+        shutil.rmtree(runs.folder)
+    assert fatal > 40
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_killed_at_random_times(photos, tmp_path, expected):
+    generator = random.Random(0)
+    for i in range(50):
+        runs = Runs(photos, tmp_path / str(i))
+        runs.folder.mkdir()
+        process = runs.start(*FLAGS, environment={"SLOW_STEP": "0.05"})
+        time.sleep(generator.uniform(0, 8))
+        process.kill()
+        runs.finish(process)
+        runs.check()
+        code, output = runs.run(*FLAGS)
+        assert code == 0, output
+        assert runs.losses == expected, i
+        shutil.rmtree(runs.folder)
+
+
+def stop(runs, process, *, times=3, number=signal.SIGTERM):
+    """The launcher's way: up to three signals, 0.2 s apart."""
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.2)
+        if process.poll() is not None:
+            break
+    return runs.finish(process)
+
+
+WHEN = {
+    "training": ('"step": [1, 0]', {"SLOW_STEP": "1.5"}),
+    "evaluation": ('"step": [1], "data": {"train.loss"', {"SLOW_EVALUATION": "2"}),
+    "compilation": ("", {}),  # the file is there
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_three_sigterms(runs, expected, when):
+    text, environment = WHEN[when]
+    flags = ["--epochs", "3", "--print-interval", "1", "--resume"]
+    process = runs.start(*flags, environment=environment)
+    runs.wait_for(process, text)
+    code, output = stop(runs, process)
+    assert code == 75, output
+    assert "stopped by SIGTERM; the same command with --resume goes on" in output
+    if when == "compilation":
+        assert not runs.losses  # nothing has been trained: nothing to save
+    else:
+        newest = runs.check()[0][0]
+        assert newest.startswith("1_")
+        assert (newest == "1_3") == (when == "evaluation")
+    code, output = runs.run(*flags)
+    assert code == 0, output
+    assert runs.losses == expected
+
+
+def test_train_py_itself_stops(tmp_path):
+    """It imports Paddle, which takes over SIGTERM, after it has begun to listen."""
+    report, output = tmp_path / "report.json", tmp_path / "output"
+    flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
+    places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
+    command = list(map(str, [sys.executable, "train.py", *TINY, *flags, *places]))
+    for wait_for in ("", '"step": [0, 2]'):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        while not (report.exists() and wait_for in report.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, said
+        report.unlink()
+    assert folders.newest_first(output / "ResNet18")[0]
+
+
+def test_second_sigint_ends_the_run_at_once(runs):
+    process = runs.start(*FLAGS, environment={"SLOW_STEP": "30"})
+    runs.wait_for(process, "PARAMETER")
+    time.sleep(4)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    code, output = runs.finish(process, timeout=25)
+    assert code == 130, output
+
+
+@pytest.mark.parametrize("more", [[], ["--resume", "--dry-run"]], ids=["anew", "resume"])
+def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos, more):
+    """Which would delete and replace the first one's checkpoints and report. The first one goes on."""
+    process = runs.start(*FLAGS, environment={"SLOW_STEP": "1"})
+    runs.wait_for(process, '"step": [0, 1]')
+    places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
+    flags = [*(flag for flag in FLAGS if flag != "--resume"), *more]
+    (runs.root / ".9.partial").mkdir()  # as if the first one were writing it
+    command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    second = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert second.returncode == 2
+    assert_one_sentence(
+        second.stderr,
+        [f"--output-dir {runs.folder / 'output'}: another run (process {process.pid} on ", "or name another folder"],
+    )
+    assert (runs.root / ".9.partial").exists()
+    code, output = runs.finish(process)
+    assert code == 0, output
+    assert runs.losses == expected
+    assert runs.check()[0][0] == "2"
+
+
+@pytest.mark.parametrize("fault", ["full disk", "file in the way"])
+def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
+    """RLIMIT_FSIZE lets every write beyond a size fail, as on a full disk. A file where a folder shall be stands for
+    a folder that became read-only, because a superuser may write into those."""
+    process = runs.start(*FLAGS, environment={"SLOW_STEP": "1.5"})
+    runs.wait_for(process, '"step": [1, 0]')
+    if fault == "full disk":
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    else:
+        (runs.root / ".1_2.partial").write_text("in the way")
+    code, output = runs.finish(process)
+    assert code == 1, output
+    says = {"full disk": "File too large", "file in the way": "File exists"}[fault]
+    assert f"output/Tiny/1_2 cannot be written ({says}): make room" in output
+    assert "Traceback" not in output
+    assert runs.check() == (["0", "0_2"], [])
+    code, output = runs.run(*FLAGS)
+    assert code == 0, output
+    assert [path.name for path in runs.root.glob(".*")] == [".lock"]
+    assert runs.losses == expected
+
+
+def test_two_processes_stop_together_and_go_on_bit_for_bit(runs, photos, tmp_path_factory):
+    flags = ["--epochs", "3", "--batch-size", "2", "--print-interval", "1", "--resume"]
+    whole = Runs(photos, tmp_path_factory.mktemp("whole"))
+    code, output = whole.run(*flags, processes=2)
+    assert code == 0, output
+    process = runs.start(*flags, processes=2, environment={"SLOW_STEP": "0.1"})
+    runs.wait_for(process, '"step": [0, 2]')
+    code, output = stop(runs, process, times=1)
+    assert code == signal.SIGTERM, output  # the launcher's own exit code; its workers' is 75
+    assert no_process_is_left(runs)
+    log = "".join(path.read_text() for path in sorted((runs.folder / "log").glob("workerlog.*")))
+    assert "stopped by SIGTERM; the same command with --resume goes on" in log
+    assert folders.position(runs.check()[0][0])[1]  # inside an epoch
+    code, output = runs.run(*flags, processes=2)
+    assert code == 0, output
+    assert runs.losses == whole.losses
+
+
+def test_one_of_two_processes_is_killed(runs):
+    flags = ["--epochs", "6", "--batch-size", "2", "--print-interval", "1", "--resume"]
+    process = runs.start(*flags, processes=2)
+    runs.wait_for(process, '"step": [2, 0]')
+    while not (runs.root / "1").exists():  # written in the background
+        time.sleep(0.01)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    start = time.monotonic()
+    code, output = runs.finish(process)
+    assert time.monotonic() - start < 60
+    assert code != 0
+    assert no_process_is_left(runs)
+    assert runs.check()[0][0] in ("1", "2", "3", "4")
+    code, output = runs.run(*flags, processes=2)
+    assert code == 0, output  # and the losses that both runs have are the same

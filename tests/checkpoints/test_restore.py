@@ -1,0 +1,236 @@
+import json
+import random
+import shutil
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.checkpoints import saver as saver_module
+from paddle_resnet.checkpoints.saver import Saver
+from paddle_resnet.job import exchange, processes
+from test_program import build, random_batches, variable
+from utils.errors import RunError, UsageError
+
+PLACE = paddle.CPUPlace()
+
+
+class Loader:
+    classes = ("a", "b", "c")
+    step = 2
+
+    def __len__(self):
+        return 10
+
+    def state(self):
+        return {"step": self.step}
+
+
+@pytest.fixture
+def args(parse, tmp_path):
+    return parse("--output-dir", tmp_path, "--lr", "0.01", "--epochs", "3")
+
+
+@pytest.fixture
+def run(args):
+    """A run after two steps; returns (saver, lr_scheduler, fetchs)."""
+    compiled, exe, fetchs, lr_scheduler, main = build(args)
+    for images, labels in random_batches(2):
+        loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
+        fetchs["loss"][1].update(loss, 8)
+        lr_scheduler.step()
+    return Saver(args, main, lr_scheduler, Loader(), fetchs), lr_scheduler, fetchs
+
+
+@pytest.fixture
+def saved(run):
+    saver, _, _ = run
+    saver.save(4)
+    saver.finish()
+    return saver.folder
+
+
+def find(args, folder, epoch=None):
+    args.from_checkpoint, args.last_epoch_of_checkpoint = str(folder), epoch
+    return restore.find(args)
+
+
+def test_layout(args, saved, tmp_path):
+    assert saved == tmp_path / "Tiny" / "4"
+    assert sorted(p.name for p in saved.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
+    assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == [".lock", "4", "latest"]
+    meta = folders.verify(saved)
+    assert (meta["epoch"], meta["step"], meta["world_size"]) == (4, None, 1)
+    assert meta["classes"] == ["a", "b", "c"]
+    assert meta["arguments"]["lr"] == 0.01
+    assert meta["lr_scheduler"]["last_epoch"] == 2
+    assert meta["ranks"][0]["loader"] == {"step": 2}
+    assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
+    assert len((saved / "meta.json").read_text().splitlines()) < 200  # a person can read it
+
+
+def test_position_inside_an_epoch(args, run):
+    saver, lr_scheduler, fetchs = run
+    random.seed(3)
+    saver.save(4, 2)
+    saver.finish()
+    expected = random.random(), np.random.rand()
+    assert saver.folder.name == "4_2"
+    found = find(args, saver.folder.parent, "auto")
+    assert (found.epoch, found.step, found.trained, found.loader_state) == (4, 2, None, {"step": 2})
+    _, _, fresh, schedule, _ = build(args)
+    restore.restore(args, found, schedule, Loader(), fresh, PLACE)
+    assert fresh["loss"][1].state() == fetchs["loss"][1].state()
+    assert (random.random(), np.random.rand()) == expected
+    assert schedule.last_epoch == 42
+
+
+def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_those_of_rank_0(args, run, monkeypatch):
+    saver, _, _ = run
+    own = {"batch_norm_3.w_1": np.float32([1, 2, 3, 4, 5, 6, 7, 8])}
+    state = {"loader": {"step": 2}, "meters": {}}
+    monkeypatch.setattr(exchange, "gather", lambda data: [data, saver_module._pack(state, own)])
+    saver.save(4, 2)
+    saver.finish()
+    monkeypatch.setattr(processes, "rank", lambda: 1)
+    found = find(args, saver.folder.parent, "auto")
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args, is_train=False)
+        variables.load(args, found.folder, main, PLACE)
+        assert not np.array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
+    with static.scope_guard(static.Scope()):
+        _, _, fetchs, schedule, main = build(args)
+        variables.load(args, found.folder, main, PLACE)
+        restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
+        np.testing.assert_array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
+
+
+def test_position_between_training_and_evaluation(args, run):
+    saver, _, _ = run
+    saver.save(4, 10, trained={"loss": 1.5})
+    saver.finish()
+    found = find(args, saver.folder.parent, "auto")
+    assert (found.epoch, found.step, found.trained) == (4, 10, {"loss": 1.5})
+
+
+def test_schedule_goes_on_exactly(args, run):
+    saver, lr_scheduler, _ = run
+    saver.save(0, 2)
+    saver.finish()
+    _, _, fetchs, schedule, _ = build(args)
+    restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
+    assert schedule.state_dict() == lr_scheduler.state_dict()
+
+
+def test_another_number_of_processes_is_another_rate_and_said(args, run, monkeypatch, capsys):
+    saver, _, _ = run
+    saver.save(0)
+    saver.finish()
+    _, _, fetchs, schedule, _ = build(args)
+    found = find(args, saver.folder.parent, "auto")
+    restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
+    assert "schedule of" not in capsys.readouterr().out
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
+    assert "the learning rate goes on by the schedule of number of processes 2 (was 1)" in capsys.readouterr().out
+
+
+def test_the_same_position_is_saved_once(args, run, tmp_path):
+    saver, _, _ = run
+    saver.save(0, 0)  # nothing has been trained
+    saver.save(1)
+    saver.save(2, 0)  # the end of epoch 1
+    saver.finish()
+    assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
+
+
+def test_error_of_the_writer_ends_the_run_at_the_next_save(args, run, tmp_path):
+    saver, _, _ = run
+    saver.save(0)
+    saver.finish()
+    (tmp_path / "Tiny" / ".1.partial").write_text("a file where the folder shall be")
+    saver.save(1)
+    with pytest.raises(RunError, match="Tiny/1 cannot be written .*: make room"):
+        saver.save(2)
+    assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
+
+
+def test_writing_goes_on_while_the_run_does(args, run, monkeypatch):
+    saver, _, _ = run
+    import threading
+
+    may_write = threading.Event()
+    real = folders.commit
+    monkeypatch.setattr(folders, "commit", lambda *a: may_write.wait(10) and real(*a))
+    saver.save(0)
+    assert not (saver.folder / "meta.json").exists()
+    may_write.set()
+    saver.finish()
+    assert (saver.folder / "meta.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("below", "epoch", "start"),
+    [("", "auto", 11), ("", 4, 5), ("", 10, 11), ("4", None, 0), ("4", 4, 5), ("4", "auto", 5), ("latest", "auto", 11)],
+)
+def test_find(args, run, tmp_path, below, epoch, start):
+    saver, _, _ = run
+    for number in (4, 10):
+        saver.save(number)
+    saver.finish()
+    (tmp_path / "Tiny" / "11").mkdir()  # no files: not a checkpoint
+    found = find(args, tmp_path / "Tiny" / below, epoch)
+    assert found.epoch == start
+    assert found.folder == str(tmp_path / "Tiny" / (below or str(start - 1)))
+
+
+@pytest.mark.parametrize(
+    ("below", "epoch", "message"),
+    [
+        ("nowhere", None, "--from-checkpoint .*nowhere does not exist: name"),
+        ("Tiny", None, r"has no tiny.pdparams; it holds 4: add --last-epoch-of-checkpoint"),
+        ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .* give one of \[4\]"),
+        ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
+        ("", "auto", "--last-epoch-of-checkpoint auto"),
+    ],
+)
+def test_missing_checkpoint_is_refused(args, saved, tmp_path, below, epoch, message):
+    with pytest.raises(UsageError, match=message):
+        find(args, tmp_path / below, epoch)
+
+
+def test_other_prefix_is_named(args, saved):
+    args.model_prefix = "other"
+    with pytest.raises(UsageError, match="other.pdparams.*--model-prefix"):
+        find(args, saved.parent, "auto")
+
+
+@pytest.mark.parametrize("epoch", [4, None])
+@pytest.mark.parametrize("file", ["tiny.pdparams", "tiny.pdopt", "meta.json"])
+def test_damaged_checkpoint_that_was_asked_for_is_refused(args, saved, file, epoch):
+    data = (saved / file).read_bytes()
+    (saved / file).write_bytes(data[:-1] + b"\x01")
+    with pytest.raises(UsageError, match=f"Tiny/4 is damaged: {file}"):
+        find(args, saved if epoch is None else saved.parent, epoch)
+
+
+def test_old_folder_needs_an_epoch_for_a_name(args, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "mine")
+    (tmp_path / "mine/meta.json").unlink()
+    with pytest.raises(UsageError, match="mine has no meta.json and no epoch for a name: give"):
+        find(args, tmp_path / "mine", "auto")
+    assert find(args, tmp_path / "mine").epoch == 0
+
+
+def test_start_cleans_up_after_a_killed_run(args, tmp_path):
+    (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
+    Saver(args, None, None, None, {})
+    assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
+
+
+def test_meta_json_says_what_the_run_was(args, saved):
+    meta = json.loads((saved / "meta.json").read_text())
+    assert meta["arguments"]["model_arch_name"] == "Tiny"
+    assert meta["arguments"]["run_scope"] == "train_eval"

@@ -1,0 +1,373 @@
+"""A resumed run against one that was never interrupted: the same losses, bit for bit."""
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from paddle import static
+
+from conftest import assert_one_sentence, losses, phase, read_report
+from paddle_resnet.checkpoints import restore
+from paddle_resnet.job import processes
+
+STEPS = 3  # of an epoch: 30 images, batch 8, the last partial one dropped
+FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
+
+
+@pytest.fixture
+def whole(run_train):
+    """Losses of an uninterrupted run with given flags; its output is gone."""
+
+    def whole(tmp_path, *flags):
+        code, report = run_train(*FLAGS, *flags)
+        assert code == 0
+        shutil.rmtree(tmp_path / "output")
+        return losses(report)
+
+    return whole
+
+
+STOPS = [
+    ({"train_step": 0}, None),
+    ({"train_step": 1}, "0_1"),
+    ({"train_step": 4}, "1_1"),
+    ({"train_step": 6}, "1"),  # between two epochs: nothing to add to what is saved
+    ({"eval_step": 1}, "1_3"),  # one poll of the three batches of an evaluation: the second epoch's
+    ({"train_step": 8}, "2_2"),
+]
+
+
+@pytest.mark.parametrize(("stop", "newest"), STOPS, ids=[str(stop) for stop, _ in STOPS])
+def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, whole, stop_before, tmp_path, stop, newest):
+    expected = whole(tmp_path)
+    assert len(expected) == 3 * (STEPS + 2)
+    stop_before(**stop)
+    code, report = run_train(*FLAGS, "--resume")
+    assert code == 75
+    assert (tmp_path / "output/Tiny/latest").is_symlink() == (newest is not None)
+    if newest:
+        assert (tmp_path / "output/Tiny/latest").resolve().name == newest
+    first = losses(report)
+    stop_before()
+    code, report = run_train(*FLAGS, "--resume")
+    assert code == 0
+    second = losses(report)
+    assert not set(first) & set(second)  # nothing was done twice
+    assert first | second == expected
+
+
+@pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
+def test_every_format_goes_on_inside_an_epoch(run_train, stop_before, converted, tmp_path, data_format):
+    root = converted[data_format]
+    code, report = run_train(*FLAGS, image_root=root)
+    assert code == 0
+    expected = losses(report)
+    assert len(expected) == 3 * (STEPS + 2)
+    shutil.rmtree(tmp_path / "output")
+    found = {}
+    for train_step, code in ((1, 75), (4, 75), (None, 0)):  # in the first epoch, in the third, not at all
+        stop_before(train_step=train_step)
+        found_code, report = run_train(*FLAGS, "--resume", image_root=root)
+        assert found_code == code
+        assert not set(found) & set(losses(report))
+        found |= losses(report)
+    assert found == expected
+
+
+@pytest.mark.parametrize("data_format", ["folder", "synthetic"])
+def test_a_run_stopped_again_and_again_gets_there(run_train, whole, stop_before, tmp_path, monkeypatch, data_format):
+    monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+    flags = ["--data-format", data_format]
+    expected = whole(tmp_path, *flags)
+    found, runs = {}, 0
+    while True:
+        stop_before(train_step=1 if data_format == "folder" else 2)
+        code, report = run_train(*FLAGS, *flags, "--resume")
+        found |= losses(report)
+        runs += 1
+        if code == 0:
+            break
+        assert code == 75
+    assert runs == (9 if data_format == "folder" else 5)
+    assert found == expected
+
+
+def _modes():
+    from utils.mode import Mode
+
+    return list(Mode)
+
+
+def test_sparse_training_goes_on_with_its_masks(run_train, whole, stop_before, tmp_path):
+    flags = ["--asp", "--prune-model"]
+    expected = whole(tmp_path, *flags)
+    stop_before(train_step=4)
+    first = losses(run_train(*FLAGS, *flags, "--resume")[1])
+    params = pickle.loads((tmp_path / "output/Tiny/1_1/tiny.pdparams").read_bytes())
+    masks = {name: array for name, array in params.items() if name.endswith(".asp_mask")}
+    stop_before()
+    code, report = run_train(*FLAGS, *flags, "--resume")
+    assert code == 0
+    assert first | losses(report) == expected
+    params = pickle.loads((tmp_path / "output/Tiny/2/tiny.pdparams").read_bytes())
+    assert len(masks) > 10
+    for name, mask in masks.items():
+        np.testing.assert_array_equal(params[name], mask)
+
+
+def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path):
+    expected = whole(tmp_path)
+    code, report = run_train(*FLAGS, "--save-interval-steps", "2", "--keep-checkpoints", "9")
+    assert code == 0
+    assert losses(report) == expected
+    found = sorted(p.name for p in (tmp_path / "output/Tiny").iterdir())
+    assert found == [".lock", "0", "0_2", "1", "1_2", "2", "2_2", "best", "latest"]
+    for name in ("1", "1_2"):
+        flags = ["--from-checkpoint", tmp_path / "output/Tiny" / name, "--last-epoch-of-checkpoint", "auto"]
+        code, report = run_train(*FLAGS, *flags, "--output-dir", tmp_path / "again")
+        assert code == 0
+        resumed = losses(report)
+        assert resumed == {key: expected[key] for key in resumed}
+        assert len(resumed) == (STEPS + 2) * (1 if name == "1" else 2) - (0 if name == "1" else 2)
+
+
+def test_other_batch_size_starts_the_epoch_again_and_says_so(run_train, stop_before, tmp_path, capsys):
+    stop_before(train_step=4)
+    assert run_train(*FLAGS)[0] == 75
+    stop_before()
+    capsys.readouterr()
+    code, report = run_train(*FLAGS, "--resume", "--batch-size", "6")
+    assert code == 0
+    said = capsys.readouterr()
+    assert "--batch-size is 6 and was 8" in said.err
+    assert "epoch 1 starts again at its beginning" in said.err
+    assert "schedule of --batch-size 6 (was 8)" in said.out
+    steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.loss" in e["data"]]
+    assert steps == [[epoch, step] for epoch in (1, 2) for step in range(5)]
+    rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
+    assert rates == [0.05]  # the peak, right after one epoch of warm-up
+
+
+def test_other_batch_size_in_the_first_epoch_is_the_same_run(run_train, stop_before, tmp_path, capsys):
+    stop_before(train_step=1)
+    assert run_train(*FLAGS)[0] == 75
+    stop_before()
+    assert run_train(*FLAGS, "--resume", "--batch-size", "6", "--keep-checkpoints", "1")[0] == 0
+    assert "schedule of --batch-size 6 (was 8)" in capsys.readouterr().out
+    assert not (tmp_path / "output/Tiny/0_1").exists()
+
+
+def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys):
+    flags = ["--print-interval", "1", "--resume"]
+    assert run_train("--epochs", "1", *flags)[0] == 0
+    assert "schedule of" not in capsys.readouterr().out
+    code, report = run_train("--epochs", "2", *flags)
+    assert code == 0
+    assert "schedule of --epochs 2 (was 1)" in capsys.readouterr().out
+    rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
+    assert rates == [pytest.approx(0.025)]
+
+
+def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path, capsys):
+    expected = whole(tmp_path)
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    image = root / "val/class2/20.jpg"
+    data = image.read_bytes()
+    image.write_bytes(b"no image")
+    assert run_train(*FLAGS, image_root=root)[0] == 2
+    said = capsys.readouterr()
+    assert f"{image} cannot be decoded" in said.err
+    assert "epoch 0 is trained and saved: --resume goes on with its evaluation" in said.out
+    image.write_bytes(data)
+    code, report = run_train(*FLAGS, "--resume", image_root=root)
+    assert code == 0
+    resumed = losses(report)
+    assert resumed == {key: expected[key] for key in resumed}
+    assert (0, "val") in resumed and (0, 0) not in resumed and (1, 0) in resumed
+
+
+def test_command_that_is_done_can_be_repeated(run_train, capsys):
+    assert run_train("--resume")[0] == 0
+    assert run_train("--resume")[0] == 0
+    assert "all 1 epochs are done" in capsys.readouterr().out
+
+
+def test_report_of_a_stopped_run_goes_on(run_train, whole, stop_before, tmp_path):
+    """Stopped, resumed, and started once more with nothing left to do: one report of the whole run."""
+    expected = whole(tmp_path)
+    report = tmp_path / "whole.json"
+    for stop, code in ((4, 75), (None, 0), (None, 0)):
+        stop_before(train_step=stop)
+        assert run_train(*FLAGS, "--resume", "--report-file", report)[0] == code
+    entries = read_report(report)
+    assert [entry["step"] for entry in entries].count("PARAMETER") == 2
+    assert losses(entries) == expected
+    assert phase(entries, [], "val.")["images"] == 23
+
+
+def test_resume_prefers_its_own_checkpoint_to_the_start(run_train, stop_before, tmp_path, capsys):
+    assert run_train("--output-dir", tmp_path / "pretrained")[0] == 0
+    flags = [*FLAGS, "--resume", "--from-pretrained-params", tmp_path / "pretrained/Tiny/0"]
+    stop_before(train_step=4)
+    assert run_train(*flags)[0] == 75
+    stop_before()
+    capsys.readouterr()
+    assert run_train(*flags)[0] == 0
+    assert "Tiny/1_1: goes on with epoch 1 step 1" in capsys.readouterr().out
+
+
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run_train, whole, tmp_path, capsys):
+    expected = whole(tmp_path)
+    assert run_train(*FLAGS)[0] == 0
+    path = tmp_path / "output/Tiny/2/tiny.pdopt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    code, report = run_train(*FLAGS, "--resume")
+    assert code == 0
+    said = capsys.readouterr().err
+    assert "output/Tiny/2 is damaged: tiny.pdopt has another sha256" in said
+    assert losses(report) == {key: value for key, value in expected.items() if key[0] == 2}
+
+    path.write_bytes(data)
+    flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "2", "--epochs", "4"]
+    code, _ = run_train(*flags)
+    assert code == 2
+    assert_one_sentence(capsys.readouterr().err, ["output/Tiny/2 is damaged", "name another"])
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error(run_train, tmp_path, capsys):
+    assert run_train()[0] == 0
+    (tmp_path / "output/Tiny/0/meta.json").write_text("{}")
+    assert run_train("--resume")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["damaged checkpoints alone", "to start afresh"])
+
+
+def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train, tmp_path, capsys):
+    """Two files of paddle.static.save a folder, named by the epoch, and nothing else."""
+    assert run_train(*FLAGS)[0] == 0
+    old = tmp_path / "old" / "1"
+    shutil.copytree(tmp_path / "output/Tiny/1", old)
+    (old / "meta.json").unlink()
+    capsys.readouterr()
+    for number in ("auto", "1"):
+        flags = ["--from-checkpoint", tmp_path / "old", "--last-epoch-of-checkpoint", number]
+        code, report = run_train(*FLAGS, *flags)
+        assert code == 0
+        said = capsys.readouterr().err
+        assert "has no meta.json: it lacks checksums, the state of the loader and the best result" in said
+        steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.lr" in e["data"]]
+        assert steps == [[2, step] for step in range(STEPS)]
+    resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
+    _, report = run_train(*FLAGS)
+    assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
+
+
+@pytest.mark.parametrize("starts", [["5"], ["3", "5"]], ids=["one run", "resumed"])
+def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp_path, monkeypatch, starts):
+    from paddle_resnet import program
+
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.9])
+    run = program.run
+
+    def scored(*args, **kwargs):
+        return {**run(*args, **kwargs), "top1": next(scores)}
+
+    monkeypatch.setattr(program, "run", scored)
+    for epochs in starts:
+        code, report = run_train("--epochs", epochs, "--keep-checkpoints", "2", "--resume")
+        assert code == 0
+    root = tmp_path / "output/Tiny"
+    assert sorted(p.name for p in root.iterdir()) == [".lock", "1", "3", "4", "best", "latest"]
+    assert (root / "best").resolve().name == "1"
+    assert (root / "latest").resolve().name == "4"
+    assert json.loads((root / "4/meta.json").read_text())["best"]["epoch"] == 1
+    assert report[-1]["data"]["best.epoch"] == 1
+    assert run_train("--run-scope", "eval_only", "--from-checkpoint", root / "best")[0] == 0
+
+
+def test_another_model_is_refused_by_the_flag_that_was_given(run_train, capsys):
+    assert run_train("--epochs", "1")[0] == 0
+    assert run_train("--epochs", "2", "--resume", "--num-of-class", "4")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--resume: ", "is of another model", "--num-of-class"])
+
+
+@pytest.mark.parametrize("link", ["gone", "to another", "a folder"])
+def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatch, capsys, link):
+    """As after a kill between a checkpoint and its links, or after a copy of the folder that follows them."""
+    from paddle_resnet import program
+
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    run = program.run
+    monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+    flags = ["--keep-checkpoints", "2", "--resume"]
+    assert run_train("--epochs", "2", *flags)[0] == 0
+    root = tmp_path / "output/Tiny"
+    for name in ("best", "latest"):
+        (root / name).unlink()
+        if link == "to another":
+            (root / name).symlink_to("0")
+        elif link == "a folder":
+            shutil.copytree(root / "1", root / name)
+    assert run_train("--epochs", "5", *flags)[0] == 0
+    assert {"1", "3", "4"} == {p.name for p in root.iterdir() if p.name.isdigit()}
+    if link == "a folder":
+        assert "best cannot be made to lead to 1 (Is a directory): remove what is there" in capsys.readouterr().err
+    else:
+        assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
+
+
+def test_checkpoints_of_another_run_are_left_alone(run_train, tmp_path):
+    assert run_train("--epochs", "3", "--keep-checkpoints", "9")[0] == 0
+    assert run_train("--epochs", "1", "--keep-checkpoints", "1")[0] == 0
+    root = tmp_path / "output/Tiny"
+    assert sorted(p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink()) == ["0", "1", "2"]
+    assert (root / "latest").resolve().name == "0"
+    found = restore._newest(type("Args", (), {"model_prefix": "tiny"}), root)
+    assert found["epoch"] == 1  # the newest is the one written last
+
+
+def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsys):
+    assert run_train("--epochs", "1")[0] == 0
+    from paddle_resnet import program
+
+    run = program.run_and_save
+
+    def poisoned(*args, **kwargs):
+        result = run(*args, **kwargs)
+        tensor = static.global_scope().find_var("conv2d_3.w_0").get_tensor()
+        weight = np.array(tensor)
+        weight.flat[0] = np.nan
+        tensor.set(weight, processes.place(args[0]))
+        return result
+
+    monkeypatch.setattr(program, "run_and_save", poisoned)
+    code, _ = run_train("--epochs", "2", "--resume")
+    assert code == 1
+    assert_one_sentence(capsys.readouterr().err, ["output/Tiny/1 is not written", "conv2d_3.w_0", "not finite"])
+    assert [p.name for p in (tmp_path / "output/Tiny").iterdir() if p.name.isdigit()] == ["0"]
+
+
+def test_losses_that_stay_non_finite_end_the_run(run_train, tmp_path, capsys):
+    code, _ = run_train("--lr", "1e30", "--epochs", "9", "--max-bad-steps", "4")
+    assert code == 1
+    error = capsys.readouterr().err
+    assert_one_sentence(error, ["--max-bad-steps 4", "4 steps in a row", "learning rate", "lower --lr"])
+
+
+def test_other_classes_are_warned_of(run_train, photos, tmp_path, capsys):
+    assert run_train()[0] == 0
+    root = tmp_path / "renamed"
+    shutil.copytree(photos, root)
+    for split in ("train", "val"):
+        (root / split / "class1").rename(root / split / "other")
+    flags = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
+    capsys.readouterr()
+    assert run_train(*flags)[0] == 0
+    assert "trained on other classes" not in capsys.readouterr().err
+    assert run_train(*flags, image_root=root)[0] == 0
+    assert "trained on other classes: label 1 was ['class1'] and is ['class2']" in capsys.readouterr().err

@@ -1,0 +1,195 @@
+import pickle
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.checkpoints import variables
+from test_program import build, random_batches, variable
+from utils.errors import UsageError
+
+PLACE = paddle.CPUPlace()
+
+
+@pytest.fixture
+def args(parse):
+    return parse("--lr", "0.01")
+
+
+@pytest.fixture
+def saved(args, tmp_path):
+    """A checkpoint's two files after two steps; returns (folder, {variable: value})."""
+    compiled, exe, _, lr_scheduler, main = build(args)
+    for images, labels in random_batches(2):
+        exe.run(compiled, {"data": images, "label": labels})
+        lr_scheduler.step()
+    save(main, tmp_path)
+    return tmp_path, {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
+
+
+def save(program, folder):
+    params, optimizer = variables.snapshot(program)
+    (folder / "tiny.pdparams").write_bytes(pickle.dumps(params, protocol=4))
+    (folder / "tiny.pdopt").write_bytes(pickle.dumps(optimizer, protocol=4))
+
+
+def load(args, folder, *, is_train=True, seed=7):
+    """Variables of a fresh program after loading."""
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args, is_train=is_train, seed=seed)
+        assert variables.load(args, folder, main, PLACE) is False
+        return {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
+
+
+def test_everything_comes_back_bit_for_bit(args, saved):
+    folder, expected = saved
+    state = load(args, folder)
+    assert state.keys() == expected.keys()
+    assert any("velocity" in name and value.any() for name, value in expected.items())
+    for name, value in expected.items():
+        np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+def test_paddle_static_load_reads_it(args, saved):
+    folder, expected = saved
+    with static.scope_guard(static.Scope()):
+        _, exe, _, _, main = build(args, seed=7)
+        static.load(main, str(folder / "tiny"), exe)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(variable(name), value, err_msg=name)
+
+
+def test_files_of_paddle_static_save_are_read(args, saved, tmp_path):
+    _, expected = saved
+    _, _, _, _, main = build(args, seed=3)
+    for name, value in expected.items():
+        static.global_scope().find_var(name).get_tensor().set(value, PLACE)
+    static.save(main, str(tmp_path / "old" / "tiny"))
+    state = load(args, tmp_path / "old")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+def test_evaluation_program_takes_the_parameters_alone(args, saved):
+    folder, expected = saved
+    (folder / "tiny.pdopt").unlink()
+    state = load(args, folder, is_train=False)
+    assert "conv2d_0.w_0" in state
+    for name, value in state.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def test_other_model_is_refused_and_everything_listed(args, saved, capsys):
+    args.model_arch_name = "ResNet18"
+    with pytest.raises(
+        UsageError, match=r"another model: .* missing .* of another shape .* --model-arch-name \(now ResNet18"
+    ):
+        load(args, saved[0])
+    listed = capsys.readouterr().err
+    assert "missing: batch_norm_17.b_0, batch_norm_17.w_0, batch_norm_17.w_1, " in listed
+    assert "conv2d_9.w_0 is [" in listed
+
+
+def test_other_class_count_is_refused(args, saved):
+    args.num_of_class = 4
+    with pytest.raises(UsageError, match=r"linear_0.b_0 is \[3\], not \[4\]"):
+        load(args, saved[0])
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: b"not a pickle", lambda data: b""]
+)
+def test_damaged_file_is_refused(args, saved, damage):
+    path = saved[0] / "tiny.pdparams"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UsageError, match=r"tiny.pdparams is damaged"):
+        load(args, saved[0])
+
+
+def test_missing_optimizer_file_is_refused(args, saved):
+    (saved[0] / "tiny.pdopt").unlink()
+    with pytest.raises(UsageError, match=r"tiny.pdopt cannot be read"):
+        load(args, saved[0])
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "prefix"])
+def test_pretrained_parameters(args, saved, form):
+    folder, expected = saved
+    given = {"folder": folder, "file": folder / "tiny.pdparams", "prefix": folder / "tiny"}[form]
+    args.from_pretrained_params = str(given)
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args, seed=7)
+        variables.load_pretrained(args, main, PLACE)
+        np.testing.assert_array_equal(variable("conv2d_0.w_0"), expected["conv2d_0.w_0"])
+        assert not any(variable(v.name).any() for v in main.list_vars() if "velocity" in v.name)
+
+
+def test_missing_pretrained_parameters_are_refused(args, tmp_path):
+    args.from_pretrained_params = str(tmp_path / "nothing")
+    _, _, _, _, main = build(args)
+    with pytest.raises(UsageError, match="--from-pretrained-params .*nothing"):
+        variables.load_pretrained(args, main, PLACE)
+
+
+def test_fine_tuning_leaves_out_the_classifier_and_nothing_else(args, saved, capsys):
+    folder, expected = saved
+    args.from_pretrained_params, args.num_of_class = str(folder), 5
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args, seed=7)
+        with pytest.raises(UsageError, match="of another shape .*linear_0"):
+            variables.load_pretrained(args, main, PLACE)
+        args.pretrained_mismatch = "skip-classifier"
+        fresh = variable("linear_0.w_0")
+        variables.load_pretrained(args, main, PLACE)
+        assert "left out linear_0.b_0, linear_0.w_0" in capsys.readouterr().out
+        np.testing.assert_array_equal(variable("linear_0.w_0"), fresh)
+        np.testing.assert_array_equal(variable("conv2d_5.w_0"), expected["conv2d_5.w_0"])
+    args.model_arch_name = "ResNet18"
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args, seed=7)
+        with pytest.raises(UsageError, match="another model"):
+            variables.load_pretrained(args, main, PLACE)
+
+
+def test_float16_parameters_are_saved_from_their_float32_masters(args):
+    """As in a run with --use-pure-fp16, which needs a GPU: the file holds what an evaluation in float32 loads."""
+    _, _, _, _, main = build(args)
+    name = "conv2d_0.w_0"
+    master = variable(name)
+    main.global_block().create_var(name=name + "_fp32_master_0", shape=master.shape, dtype="float32", persistable=True)
+    static.global_scope().var(name + "_fp32_master_0").get_tensor().set(master, PLACE)
+    static.global_scope().find_var(name).get_tensor().set(master.astype("float16"), PLACE)
+    saved = variables.snapshot(main)[0][name]
+    assert saved.dtype == np.float32
+    np.testing.assert_array_equal(saved, master)
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_loss_scale_is_the_flags_unless_the_run_adapts_it(args, tmp_path, capsys, is_dynamic):
+    args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 128.0
+    with static.scope_guard(static.Scope()):
+        _, _, _, _, main = build(args)
+        save(main, tmp_path)
+    assert load(args, tmp_path)[variables.LOSS_SCALE] == 128
+    assert "loss scale" not in capsys.readouterr().out
+    args.scale_loss = 1024.0
+    assert load(args, tmp_path)[variables.LOSS_SCALE] == (128 if is_dynamic else 1024)
+    assert ("the loss scale is that of --scale-loss 1024 (was 128)" in capsys.readouterr().out) != is_dynamic
+
+
+def test_bfloat16_variables_get_the_nearest_values():
+    """As a GPU rounds; Paddle's CPU kernel cuts off."""
+    values = np.random.RandomState(0).standard_normal(1000).astype(np.float32)
+    values[:5] = 0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20  # ties and almost one
+    tensor = static.global_scope().var("rounded").get_tensor()
+    tensor.set(np.zeros(1000, np.uint16), paddle.CPUPlace())
+    variables.set_variable("rounded", values, paddle.CPUPlace())
+    assert tensor._dtype() == paddle.bfloat16
+    rounded, below, above = (
+        ((variables.read("rounded").astype(np.uint32) + step) << 16).astype(np.uint32).view(np.float32)
+        for step in (0, -1, 1)
+    )
+    assert rounded[:5].tolist() == [0, 1, 1 + 2**-6, -1, 1 + 2**-7]
+    error = np.abs(rounded - values)[1:]
+    assert (error <= np.abs(below - values)[1:]).all() and (error <= np.abs(above - values)[1:]).all()

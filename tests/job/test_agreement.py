@@ -1,0 +1,73 @@
+"""What is compared between processes; whole jobs that disagree are in test_distributed.py."""
+
+import pytest
+
+from paddle_resnet import dali, program
+from paddle_resnet.job import agreement
+from utils.errors import UsageError
+from utils.mode import Mode
+
+
+@pytest.fixture
+def facts(monkeypatch):
+    """What a process would compare."""
+    seen = []
+    monkeypatch.setattr(agreement, "_compare", seen.append)
+
+    def facts(function, *args):
+        function(*args)
+        return seen.pop()
+
+    return facts
+
+
+def test_agreeing_processes_pass():
+    agreement._refuse_differences([{"--lr": 0.1}] * 3)
+
+
+def test_every_difference_is_named_with_its_ranks():
+    with pytest.raises(UsageError) as e:
+        agreement._refuse_differences([{"--lr": 1, "--asp": True}, {"--lr": 2, "--asp": True}, {"--lr": 1}])
+    assert "--lr is 1 on ranks 0, 2 and 2 on rank 1; --asp is True on ranks 0, 1 and None on rank 2: start" in str(
+        e.value
+    )
+
+
+def test_flags_of_paths_and_speed_may_differ(facts, parse):
+    first = facts(agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b"))
+    assert first == facts(agreement.check_start, parse())
+    other = facts(agreement.check_start, parse("--dali-random-seed", "7"))
+    assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
+
+
+def test_kernels_that_one_machine_lacks_are_named_with_a_remedy(facts, parse):
+    everyone = [facts(agreement.check_start, parse("--kernels", kernels)) for kernels in ("native", "paddle")]
+    with pytest.raises(UsageError, match="paddle runs on all. is native on rank 0 and paddle on rank 1: start"):
+        agreement._refuse_differences(everyone)
+
+
+def test_sources_are_part_of_it(facts, parse, monkeypatch):
+    first = facts(agreement.check_start, parse())
+    sources = agreement._sources()
+    assert {"train.py", "config.py", "paddle_resnet/models/resnet.py", "utils/meters.py"} <= set(sources)
+    monkeypatch.setattr(agreement, "_sources", lambda: {**sources, "train.py": sources["train.py"] + "\n"})
+    other = facts(agreement.check_start, parse())
+    assert {name for name in first if first[name] != other[name]} == {"this program (hash of its sources)"}
+
+
+def test_sizes_classes_and_shapes_are_part_of_it(facts, parse, photos):
+    from paddle import static
+
+    def work(*flags):
+        args = parse("--image-root", photos, *flags)
+        loaders = [dali.build_dataloader(args, mode) for mode in (Mode.TRAIN, Mode.EVAL)]
+        main = static.Program()
+        program.build(args, main, static.Program(), len(loaders[0]))
+        return facts(agreement.check_work, *loaders, main)
+
+    first = work()
+    assert first["the number of training images"] == 30
+    assert first["the number of validation images"] == 23
+    assert first == work()
+    other = work("--num-of-class", "4")
+    assert {name for name in first if first[name] != other[name]} == {"the shapes of the parameters (hash)"}

@@ -1,0 +1,110 @@
+"""Host numbers between ranks; several ranks in one process, over a store in memory."""
+
+import contextlib
+import socket
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_resnet.job import exchange, processes
+
+
+def test_all_gather_of_one_process():
+    np.testing.assert_array_equal(exchange.all_gather([1, 0.1]), [[1, 0.1]])
+
+
+def test_exchanges_of_one_process():
+    assert exchange.gather(b"abc") == [b"abc"]
+    assert exchange.from_rank_0(lambda: {"a": 1}) == {"a": 1}
+    with exchange.leaving_together():
+        pass
+
+
+class Store:
+    """Paddle's TCP store in memory, for several ranks in one process."""
+
+    def __init__(self):
+        self.values, self.counts = {}, {}
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def add(self, key, amount):
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+def test_the_store_keeps_only_the_last_bytes_that_rank_0_has_collected(monkeypatch):
+    store, gathered = Store(), []
+    monkeypatch.setattr(exchange, "_store", lambda: store)
+    monkeypatch.setattr(processes, "world_size", lambda: 3)
+    for number in range(1, 5):
+        for rank in (2, 1, 0):
+            monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(exchange, "_exchanges", number)
+            monkeypatch.setattr(exchange, "_last_gather", f"paddle_resnet/{number}" if number > 1 else None)
+            gathered.append(exchange.gather(bytes([number, rank]) * 500))
+        assert gathered[-3:] == [None, None, [bytes([number, rank]) * 500 for rank in range(3)]]
+        assert sum(len(value) for value in store.values.values()) == 2 * 2 * 1000
+
+
+def test_what_rank_0_has_not_taken_is_not_written_over(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(exchange, "_store", lambda: store)
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    monkeypatch.setattr(processes, "rank", lambda: 1)
+    for name, value in (("_exchanges", 1), ("_last_gather", None)):
+        monkeypatch.setattr(exchange, name, value)
+    assert exchange.gather(b"first") is None
+    with pytest.raises(KeyError, match="taken"):  # where the real store waits
+        exchange.gather(b"second")
+    assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
+
+
+def test_only_the_stores_connection_sends_at_once(monkeypatch):
+    """Beside connections of other kinds, such as an unnamed UNIX socket, which some programs give a job for stdin."""
+    monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", lambda: "store")
+    with contextlib.ExitStack() as stack:
+        for end in socket.socketpair():
+            stack.enter_context(end)
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        clients = [stack.enter_context(socket.create_connection(server.getsockname())) for server in servers]
+        monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{servers[0].getsockname()[1]}")
+        assert exchange._store.__wrapped__() == "store"
+        assert [bool(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for c in clients] == [True, False]
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2])
+@pytest.mark.parametrize("asked", [[0], [1], [0, 1], []])
+def test_all_ranks_stop_before_the_same_step(monkeypatch, asked, lead):
+    """Rank 1 is up to two steps ahead, as far as it can get; whoever is asked is asked at any of its steps."""
+    store = Store()
+    monkeypatch.setattr(exchange, "_store", lambda: store)
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    for moment in range(9):
+        store.__init__()
+        states = {0: (0, None, False), 1: (0, None, False)}
+        stopped, step = {}, {0: 0, 1: 0}
+        for tick in range(60):
+            for rank in (1, 0):
+                if rank in stopped or (rank == 0 and step[0] + lead > tick):
+                    continue
+                exchange._polls, exchange._stop_at, exchange._has_proposed = states[rank]
+                signal = "SIGTERM" if rank in asked and step[rank] >= moment else None
+                monkeypatch.setattr(exchange.signals, "received", lambda signal=signal: signal)
+                if exchange.stop_agreed():
+                    stopped[rank] = step[rank]
+                step[rank] += 1
+                states[rank] = (exchange._polls, exchange._stop_at, exchange._has_proposed)
+        if asked:
+            assert stopped[0] == stopped[1]
+            assert moment < stopped[0] <= moment + 12
+        else:
+            assert not stopped
+    monkeypatch.setattr(exchange, "_polls", 0)
+    monkeypatch.setattr(exchange, "_stop_at", None)
+    monkeypatch.setattr(exchange, "_has_proposed", False)

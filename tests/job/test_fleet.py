@@ -1,0 +1,42 @@
+"""The start of a job over Gloo."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT, wait_until
+from paddle_resnet.job import fleet
+from utils.errors import RunError
+
+
+def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):
+    """Paddle would wait in C code for a server that could not start."""
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
+        with pytest.raises(RunError, match=f"port {port}, which the launcher has chosen, is taken .*: start again"):
+            fleet._prepare_for_gloo()
+
+
+@pytest.mark.parametrize("delay_s", [0, 1], ids=["at work", "just forked"])
+def test_processes_that_paddle_forks_die_with_their_parent(delay_s):
+    """The parent is killed at once; the child has asked to die with it by then, or has not got to it."""
+    program = (
+        f"import os, multiprocessing, time; os.register_at_fork(after_in_child=lambda: time.sleep({delay_s})); "
+        "from paddle_resnet.job import fleet; fleet._prepare_for_gloo(); "
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)); "
+        "child.start(); print(child.pid, flush=True); time.sleep(1000)"
+    )
+    environment = {**os.environ, "PADDLE_TRAINER_ID": "1"}
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+    stat = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+    assert stat.exists()
+    parent.kill()
+    parent.stdout.close()
+    parent.wait()
+    wait_until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", 30)

@@ -1,0 +1,308 @@
+"""Two and three processes on the CPU, started by Paddle's launcher as on GPUs."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from conftest import (
+    MASK_ALGORITHMS,
+    NHWC,
+    ROOT,
+    TINY,
+    assert_one_sentence,
+    assert_sparse,
+    losses,
+    phase,
+    read_report,
+    wait_until,
+)
+from paddle_resnet.checkpoints import folders
+from paddle_resnet.native import build as native
+
+KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
+
+
+@pytest.fixture
+def launch(photos, tmp_path):
+    """Run a job; returns (report entries, [parameters of each rank]), or (exit code, [log of each rank]) if it is to
+    fail."""
+
+    def launch(processes, *flags, succeeds=True, environment=None):
+        name = f"job{len(list(tmp_path.glob('job*')))}"
+        folder = tmp_path / name
+        folder.mkdir()
+        places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", folder / "report.json"]
+        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes, "--log_dir", folder / "log"]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder), **(environment or {})}
+        done = subprocess.run(
+            list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        )
+        parameters = [np.load(path) for path in sorted(folder.glob("rank*.npz"))]
+        if not succeeds:
+            assert done.returncode != 0
+            return done.returncode, [(folder / f"log/workerlog.{r}").read_text() for r in range(processes)]
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return read_report(folder / "report.json"), parameters
+
+    return launch
+
+
+def test_fused_all_reduces_reach_every_gradient(launch, tmp_path):
+    """NHWC fuses the all-reduces on a CPU as on a GPU: gradients lie in buffers that are reduced as a whole. A gradient
+    that is not in its buffer in time leaves the ranks different, or unlike those that reduce each gradient alone."""
+    flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
+    single, (reference, _) = launch(2, *flags, environment={"SHARES": "1", "UNFUSED": "1"})
+    for job, kernels in enumerate(KERNELS, start=1):
+        report, (first, second) = launch(2, *flags, "--kernels", kernels, environment={"SHARES": "1"})
+        assert "2 gradient all-reduces a step" in (tmp_path / f"job{job}/log/workerlog.0").read_text()  # of 53
+        assert losses(report) == pytest.approx(losses(single), rel=1e-3)
+        for name in reference.files:
+            np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+            if name.startswith("batch_norm") and name.endswith(("w_0", "b_0")):
+                initial = float(name.endswith("w_0"))
+                changes, expected = first[name] - initial, reference[name] - initial
+                assert np.abs(expected).max() > 1e-5, name
+                np.testing.assert_allclose(changes, expected, rtol=0, atol=0.02 * np.abs(expected).max(), err_msg=name)
+
+
+def test_ranks_agree_bit_for_bit_and_evaluate_like_one_process(launch, run_train, tmp_path):
+    report, parameters = launch(2, "--epochs", "2", "--batch-size", "4", "--print-interval", "1")
+    assert len(parameters) == 2
+    assert parameters[0].files == parameters[1].files
+    assert len(parameters[0].files) > 20
+    for name in parameters[0].files:
+        np.testing.assert_array_equal(parameters[0][name], parameters[1][name], err_msg=name)
+    trained, evaluated = phase(report, [1], "train."), phase(report, [1], "val.")
+    assert trained["images"] == 2 * (30 // 2 // 4) * 4
+    assert evaluated["images"] == 23
+    # The figures of a step are the job's, as those of the epoch are.
+    steps = [phase(report, [1, step], "train.") for step in range(3)]
+    assert sum(step["loss"] for step in steps) / 3 == pytest.approx(trained["loss"], rel=1e-12)
+    assert sum(step["top1"] for step in steps) / 3 == pytest.approx(trained["top1"], rel=1e-12)
+    # Two processes: twice the learning rate.
+    assert max(e["data"]["train.lr"] for e in report if "train.lr" in e["data"]) == pytest.approx(0.1)
+
+    _, alone = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")
+    for count, batch_size in ((2, 5), (3, 8)):
+        flags = ["--from-checkpoint", tmp_path / "output/Tiny/1", "--batch-size", batch_size]
+        together, _ = launch(count, "--run-scope", "eval_only", *flags)
+        for result in (phase(together, [], "val."), evaluated):
+            assert result["images"] == 23
+            assert result["top1"] == phase(alone, [], "val.")["top1"]
+            assert result["top5"] == phase(alone, [], "val.")["top5"]
+            assert result["loss"] == phase(alone, [], "val.")["loss"]
+
+
+def states(folder, processes, epochs):
+    """Everything that each rank has trained at the end of each epoch, which has to be the same on all ranks."""
+    found = []
+    for epoch in range(epochs):
+        first, *others = (np.load(folder / f"epoch{epoch}_rank{rank}.npz") for rank in range(processes))
+        for other in others:
+            assert other.files == first.files
+            for name in first.files:
+                np.testing.assert_array_equal(first[name], other[name], err_msg=f"{name} in epoch {epoch}")
+        found.append(first)
+    return found
+
+
+SHARES = ["--data-format", "synthetic", "--epochs", "2", "--model-arch-name", "Plain"]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_n_processes_train_like_one_with_n_times_the_batch(launch, tmp_path, processes):
+    """Without batch normalisation, whose statistics are those of a process's own images."""
+    environment = {"SHARES": "1"}
+    launch(1, *SHARES, "--batch-size", 4 * processes, "--lr", 0.001 * processes, environment=environment)
+    launch(processes, *SHARES, "--batch-size", "4", "--lr", "0.001", environment=environment)
+    ones, manys = states(tmp_path / "job0", 1, 2), states(tmp_path / "job1", processes, 2)
+    for one, many in zip(ones, manys, strict=True):
+        assert one.files == many.files
+        for name in one.files:
+            error = np.abs(one[name] - many[name]).max()
+            assert error <= 1e-5 * np.abs(one[name]).max(), name
+    # The comparison would see a gradient that is off: the parameters have moved.
+    moved = np.abs(ones[0]["conv2d_3.w_0"] - ones[1]["conv2d_3.w_0"]).max()
+    assert moved > 1e-3 * np.abs(ones[0]["conv2d_3.w_0"]).max()
+
+
+@pytest.mark.parametrize("algorithm", MASK_ALGORITHMS)
+def test_masks_are_the_same_on_all_ranks_and_keep(launch, tmp_path, algorithm):
+    launch(2, "--batch-size", "4", "--epochs", "2", "--asp", "--prune-model", "--mask-algo", algorithm)
+    for state in states(tmp_path / "job0", 2, 2):
+        assert_sparse(state, algorithm)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_overflow_on_one_rank_skips_the_step_on_all(launch, tmp_path, kernels):
+    """Two of the four steps of an epoch: skipped, each halves the loss scale, and the other two are done."""
+    environment = {"SHARES": "1", "SCALING": "1", "OVERFLOW": "1 2 3"}
+    flags = ["--batch-size", "4", "--lr", "0.001", *(NHWC if kernels == "native" else []), "--kernels", kernels]
+    report, _ = launch(3, *SHARES, *flags, environment=environment)
+    scales = [phase(report, [epoch], "train.")["loss_scale"] for epoch in range(2)]
+    assert scales == [256, 64]
+    overflowed = states(tmp_path / "job0", 3, 2)
+    assert [float(state["loss_scaling_0"].item()) for state in overflowed] == scales
+    assert all(np.isfinite(state[name]).all() for state in overflowed for name in state.files)
+
+
+def test_more_processes_than_validation_images(launch, run_train, photos, tmp_path):
+    root = tmp_path / "two"
+    for i in (0, 1):
+        (root / "val" / f"class{i}").mkdir(parents=True)
+        shutil.copy(photos / "val" / f"class{i}" / f"0{i}.jpg", root / "val" / f"class{i}")
+    assert run_train("--run-scope", "train_only")[0] == 0
+    flags = ["--image-root", root, "--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
+    _, alone = run_train(*flags)
+    together, _ = launch(3, *flags)
+    result, expected = (phase(report, [], "val.") for report in (together, alone))
+    assert result["images"] == 2
+    assert result["steps"] == 1
+    for name in ("loss", "top1", "top5"):
+        assert result[name] == expected[name]
+    for name in ("report.confusion.csv", "report.classes.csv"):
+        assert (tmp_path / "job0" / name).read_text() == (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("val/class0/00.jpg", 0), ("val/class2/20.jpg", 1)])
+def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    (root / name).write_bytes(b"no image")
+    start = monotonic()
+    flags = ["--image-root", root, "--batch-size", "2", "--dali-prefetch", "1", "--epochs", "2"]
+    code, logs = launch(2, *flags, succeeds=False)
+    assert monotonic() - start < 120
+    assert code == 2
+    says = f"{root}/{name} cannot be decoded (rank {rank})"
+    assert_one_sentence(logs[rank], [f"error: {says}"])
+    assert_one_sentence(logs[1 - rank], [f"rank {rank} failed first: {says}"])
+
+
+FAULTS = [
+    ("1 4 raises", "rank 1 failed first: ZeroDivisionError of the test"),
+    ("0 4 raises", "rank 0 failed first: ZeroDivisionError of the test"),
+    ("1 4 killed", "rank 1 failed first: its process ended without a word"),
+    ("0 4 killed", "rank 0 failed first: its process ended without a word"),
+    ("0 4 stopped", "--comm-timeout-s 15: no progress for that long: rank 0 last seen in"),
+    ("1 4 stopped", "--comm-timeout-s 15: no progress for that long: rank 1 last seen in"),
+    (
+        "1 4 hangs",
+        "--comm-timeout-s 15: no progress for that long: rank 1 last seen in epoch 1 train, step 0, others wait",
+    ),
+    ("1 4 locks", "--comm-timeout-s 15: no progress for that long: rank 1 last seen in"),
+]
+
+
+@pytest.mark.parametrize(("fault", "says"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, says):
+    """In the second epoch, whose first one has left a checkpoint."""
+    rank, _, kind = fault.split()
+    start = monotonic()
+    code, logs = launch(
+        *(2, "--batch-size", "4", "--epochs", "3", "--comm-timeout-s", "15"),
+        succeeds=False,
+        environment={"FAULT": fault, "FAULT_AFTER": str(tmp_path / "output/Tiny/latest")},
+    )
+    assert monotonic() - start < 120
+    assert code != 0
+    assert_one_sentence(logs[1 - int(rank)], [says])
+    assert "Traceback" not in logs[1 - int(rank)]
+    assert ("Traceback" in logs[int(rank)]) == (kind == "raises")
+    wait_until(lambda: not processes_with(tmp_path), 10)  # a watch ends just after its rank
+    assert (tmp_path / "output/Tiny/latest").resolve().name == "0"
+    folders.verify(tmp_path / "output/Tiny/0")
+
+
+def test_a_rank_whose_python_cannot_run_says_why_the_job_ends(launch, tmp_path):
+    """As in a call of CUDA that waits for the GPU with Python's lock: neither threads nor signals get through."""
+    environment = {"FAULT": "0 4 locks,1 4 killed_later"}
+    code, logs = launch(2, "--batch-size", "4", "--epochs", "3", succeeds=False, environment=environment)
+    assert code != 0
+    assert_one_sentence(logs[0], ["rank 1 failed first: its process ended without a word in epoch"])
+    wait_until(lambda: not processes_with(tmp_path), 10)  # a watch ends just after its rank
+
+
+DISAGREEMENTS = [
+    ("1 --lr 0.2 --epochs 3", ["--lr is 0.05 on ranks 0, 2 and 0.2 on rank 1", "--epochs is 1 on ranks 0, 2 and 3 on"]),
+    ("2 version", ["the version of Paddle is 2.6.2 on ranks 0, 1 and 9.9.9 on rank 2"]),
+    ("1 --image-root other", ["the number of validation images is 23 on ranks 0, 2 and 22 on rank 1"]),
+    ("2 --image-root nowhere", ["rank 2 failed first: --image-root nowhere is no folder"]),
+]
+
+
+@pytest.mark.parametrize(("differs", "says"), DISAGREEMENTS, ids=[differs for differs, _ in DISAGREEMENTS])
+def test_disagreements_are_found_before_step_1(launch, photos, tmp_path, differs, says):
+    shutil.copytree(photos, tmp_path / "other")
+    (tmp_path / "other/val/class0/00.jpg").unlink()
+    code, logs = launch(3, succeeds=False, environment={"DIFFERS": differs.replace("other", f"{tmp_path}/other")})
+    assert code == 2
+    for log in logs:
+        words = [words.removeprefix("rank 2 failed first: ") if log is logs[2] else words for words in says]
+        assert_one_sentence(log, words)
+        assert "epoch 0" not in log
+
+
+def test_processes_outlive_no_launcher(photos, tmp_path):
+    """They stop as after a SIGTERM, with a checkpoint."""
+    places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
+    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
+    flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]
+    command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLOW_STEP": "0.1", "PARAMETERS": str(tmp_path)}
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: '"step": [0, 2]' in (tmp_path / "report.json").read_text(), 60)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not processes_with(tmp_path), 60)
+    log = (tmp_path / "log/workerlog.0").read_text()
+    assert "stopped by SIGTERM; the same command with --resume goes on" in log
+    folders.verify((tmp_path / "output/Tiny/latest").resolve())
+
+
+def test_two_nodes_train_like_one_with_two_processes(launch, launch_nodes):
+    flags = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
+    nodes, folder = launch_nodes(*flags)
+    assert [node.wait(120) for node in nodes] == [0, 0]
+    report, parameters = launch(2, *flags)
+    assert losses(read_report(folder / "report.json")) == losses(report)
+    for rank, expected in enumerate(parameters):
+        found = np.load(folder / f"rank{rank}.npz")
+        for name in expected.files:
+            np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_ends_the_other(launch_nodes, lost):
+    """Its launcher and its process at once, so that nobody is left there to tell."""
+    flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
+    nodes, folder = launch_nodes(*flags, environment={"SLOW_STEP": "0.1"})
+    wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
+    children = subprocess.run(["pgrep", "-P", str(nodes[lost].pid)], capture_output=True, text=True, check=True)
+    for pid in (nodes[lost].pid, *map(int, children.stdout.split())):
+        os.kill(pid, signal.SIGKILL)
+    assert nodes[1 - lost].wait(60) != 0
+    log = (folder / f"log{1 - lost}/workerlog.0").read_text()
+    assert_one_sentence(log, [f"rank {lost} failed first: its process ended without a word"])
+
+
+def processes_with(folder):
+    """Processes other than this one with a folder on their command line or in their environment."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "environ"):
+            with contextlib.suppress(OSError):
+                if bytes(folder) in (path / name).read_bytes() and int(path.name) != os.getpid():
+                    found.add(path.name)
+    return found

@@ -1,0 +1,569 @@
+"""The operators against their formulas in float64, on the CPU, on a GPU that the CPU plays (emulation/driver.cc) and,
+marked gpu, in every type on a GPU."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+from paddle.base import core
+from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
+
+from conftest import ROOT
+from paddle_resnet.native import build as native
+from paddle_resnet.steps import host_metrics
+from utils.errors import UsageError
+
+EMULATION = ROOT / "tests/emulation"
+PREFIX = ""  # of the operators' names
+EPSILON = 1e-5
+SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
+# Rows for more blocks than add up their sums in one step.
+EMULATED_SHAPE = (2, 25, 25, 96)
+GPU_SHAPES = [*SHAPES, (16, 7, 7, 2048), (32, 28, 28, 128)]
+# Half a unit in the last place of a result of size 1 to 16, and some for the sums.
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # in the last place, of a value of size 1
+IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
+IN_FLOAT32 += [("emulated", "float32", EMULATED_SHAPE)]
+IN_FLOAT32 += [pytest.param("gpu", "float32", shape, marks=pytest.mark.gpu) for shape in GPU_SHAPES]
+CASES = IN_FLOAT32 + [("emulated", "bfloat16", shape) for shape in SHAPES]
+CASES += [
+    pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
+    for dtype in ("float16", "bfloat16")
+    for shape in GPU_SHAPES
+]
+
+NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def emulated_library(tmp_path_factory):
+    """The operators' library with the GPU that the CPU plays."""
+    if paddle.is_compiled_with_cuda():
+        pytest.skip("the emulated driver would take the place of CUDA's")
+    folder = tmp_path_factory.mktemp("emulated")
+    (folder / "kernels.cu").write_text(native._kernel_source())
+    driver, library = folder / "libcuda.so.1", folder / "operators.so"
+    options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O2", "-fPIC", "-shared"]
+    subprocess.run(
+        [*native._compiler(), *options, f"-Wl,-soname,{driver.name}", EMULATION / "driver.cc", "-o", driver], check=True
+    )
+    native._compile_operators(library, EMULATION / "operators.cc")
+    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # what the operators ask for by name is then there
+    load_op_meta_info_and_register_op(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.paddle_resnet_set_image(b"emulated", ctypes.c_size_t(8))
+    return loaded
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    """Eager mode on the CPU or the GPU, with the operators loaded."""
+    where = request.node.callspec.params["where"]
+    if where == "emulated":
+        request.getfixturevalue("emulated_library")
+        monkeypatch.setattr(sys.modules[__name__], "PREFIX", "emulated_")
+    is_gpu = where == "gpu"
+    capability = paddle.device.cuda.get_device_capability(0) if is_gpu else None
+    if native.missing(capability) is not None:
+        pytest.skip(native.missing(capability))
+    native.load(capability)
+    with paddle.base.dygraph.guard(paddle.CUDAPlace(0) if is_gpu else paddle.CPUPlace()):
+        yield
+
+
+class Random:
+    def __init__(self, dtype):
+        self._state, self._dtype = np.random.RandomState(0), dtype
+
+    def images(self, shape, offset=0):
+        return paddle.to_tensor((self._state.randn(*shape) + offset).astype("float32")).astype(self._dtype)
+
+    def channels(self, count):
+        return paddle.to_tensor(self._state.uniform(0.5, 1.5, count).astype("float32"))
+
+
+def wide(tensor):
+    return tensor.astype("float32").numpy().astype(np.float64)
+
+
+def close(actual, expected, dtype, size=1.0):
+    """`size`: of the values that the result is a difference of, if they are larger."""
+    tolerance = TOLERANCE[dtype] * max(size, np.abs(expected).max())
+    np.testing.assert_allclose(wide(actual), expected, rtol=0, atol=tolerance)
+
+
+def same(left, right):
+    return all(np.array_equal(wide(a), wide(b)) for a, b in zip(left, right, strict=True))
+
+
+def run(name, *args):
+    result = core.eager._run_custom_op(PREFIX + name, *args)
+    return result if isinstance(result, list | tuple) else [result]
+
+
+def normalise(x, scale, bias):
+    """Returns output, mean, biased variance, normalised input."""
+    mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    normalised = (x - mean) / np.sqrt(variance + EPSILON)
+    return normalised * scale + bias, mean, variance, normalised
+
+
+def gradients(dy, normalised, variance, scale):
+    """Ioffe and Szegedy, arXiv:1502.03167, section 3. Returns those of input, scale and bias."""
+    dscale, dbias, rows = (dy * normalised).sum((0, 1, 2)), dy.sum((0, 1, 2)), dy[..., 0].size
+    dx = scale / np.sqrt(variance + EPSILON) * (dy - dbias / rows - normalised * dscale / rows)
+    return dx, dscale, dbias
+
+
+def check_gradients(results, g, normalised, variance, scale, dtype):
+    """`g`: the gradient behind the ReLU as the kernels have it, so that the sums are those of float32 in every type."""
+    dx, dscale, dbias = gradients(g, normalised, variance, scale)
+    close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
+    rows = g[..., 0].size
+    close(results[-2], dscale, "float32", size=rows**0.5 * 5)
+    close(results[-1], dbias, "float32", size=rows**0.5 * 5)
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_bn_act(device, where, dtype, shape, relu):
+    random, channels = Random(dtype), shape[-1]
+    x, dy = random.images(shape, offset=np.arange(channels) % 7 - 3), random.images(shape)
+    scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
+    old_mean, old_variance = wide(mean), wide(variance)
+    y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, relu)[:2]
+    expected, batch_mean, batch_variance, normalised = normalise(wide(x), wide(scale), wide(bias))
+    rows = x.size // channels
+    # A single row has variance 0: its two large summands cancel.
+    close(y, np.maximum(expected, 0) if relu else expected, dtype, size=1 / EPSILON**0.5 if rows == 1 else 1)
+    close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
+    close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
+    assert same([y, coefficients], run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, relu)[:2])
+    results = run("native_bn_act_backward", x, dy, coefficients, None, relu)
+    g = wide(dy) * (wide(y) > 0) if relu else wide(dy)
+    check_gradients(results, g, normalised, batch_variance, wide(scale), dtype)
+    assert same(results, run("native_bn_act_backward", x, dy, coefficients, None, relu))
+
+
+@pytest.mark.parametrize("summands", [1, 2])
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_bn_add_relu(device, where, dtype, shape, summands):
+    random, channels = Random(dtype), shape[-1]
+    x, z, *dy = (random.images(shape) for _ in range(2 + summands))
+    scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
+    y, coefficients, mask = run("native_bn_add_relu", x, z, scale, bias, mean, variance, 0.9, EPSILON)[:3]
+    expected, _, batch_variance, normalised = normalise(wide(x), wide(scale), wide(bias))
+    close(y, np.maximum(expected + wide(z), 0), dtype, size=1 / EPSILON**0.5 if x.size == channels else 1)
+    results = run("native_bn_add_relu_backward", x, dy, coefficients, mask, None)
+    close(results[1], sum(wide(d) for d in dy) * (wide(y) > 0), dtype)
+    check_gradients(results, wide(results[1]), normalised, batch_variance, wide(scale), dtype)
+    assert same(results, run("native_bn_add_relu_backward", x, dy, coefficients, mask, None))
+
+
+@pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
+def test_a_channel_far_from_zero_keeps_its_variance(device, where, dtype, shape):
+    """Mean 1000 standard deviations from zero, where the difference of float32 means of squares would be noise."""
+    random, channels = Random(dtype), shape[-1]
+    x = random.images(shape, offset=1000)
+    scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
+    y = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, False)[0]
+    size = wide(scale).max() / np.sqrt(wide(x).var((0, 1, 2)).min() + EPSILON)
+    np.testing.assert_allclose(wide(y), normalise(wide(x), wide(scale), wide(bias))[0], atol=2e-3 * max(1, size))
+
+
+@pytest.mark.parametrize("far", [30, 300])
+@pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
+def test_one_pixel_far_from_the_others_costs_no_digits(device, where, dtype, shape, far):
+    """The last one, and the others' variance is that of their distances to some pixel or pixels."""
+    x = Random(dtype).images(shape).numpy()
+    x[-1, -1, -1] = far
+    x = paddle.to_tensor(x)
+    scale, bias, mean, variance = (Random(dtype).channels(shape[-1]) for _ in range(4))
+    coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, False)[1]
+    expected = 1 / np.sqrt(wide(x).var((0, 1, 2)) + EPSILON)
+    np.testing.assert_allclose(wide(coefficients)[3], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_gradients_of_parameters_go_into_given_memory(device, where):
+    random, shape = Random("float32"), (4, 7, 7, 64)
+    x, z, dy = (random.images(shape) for _ in range(3))
+    channels = [random.channels(64) for _ in range(4)]
+    _, plain, *_ = run("native_bn_act", x, *channels, 0.9, EPSILON, True)
+    _, added, mask, *_ = run("native_bn_add_relu", x, z, *channels, 0.9, EPSILON)
+    for name, inputs, attrs in (
+        ("native_bn_act_backward", [x, dy, plain], [True]),
+        ("native_bn_add_relu_backward", [x, [dy], added, mask], []),
+    ):
+        given = [paddle.zeros([64]), paddle.zeros([64])]
+        expected = run(name, *inputs, None, *attrs)[-2:]
+        run(name, *inputs, given, *attrs)
+        assert same(given, expected)
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_posts(device, request, where):
+    """test_posting.py has them in programs."""
+    library = request.getfixturevalue("emulated_library") if where == "emulated" else native.register()
+    values = [paddle.arange(5, dtype="float32"), paddle.to_tensor([7], "int64")]
+    run("native_post", values)
+    library.paddle_resnet_posts.restype = ctypes.c_uint64
+    number = library.paddle_resnet_posts() - 1
+    for i, value in enumerate(values):
+        posted = host_metrics.Posted(library, number, i, SimpleNamespace(dtype=value.dtype, shape=value.shape))
+        assert np.array_equal(np.asarray(posted), value.numpy())
+
+
+@pytest.mark.parametrize("relu, with_addition", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("where, dtype, shape", CASES)
+def test_bn_inference(device, where, dtype, shape, relu, with_addition):
+    random = Random(dtype)
+    x, z = random.images(shape), random.images(shape) if with_addition else None
+    scale, bias, mean, variance = (random.channels(shape[-1]) for _ in range(4))
+    y = run("native_bn_inference", x, scale, bias, mean, variance, z, EPSILON, relu)[0]
+    expected = (wide(x) - wide(mean)) / np.sqrt(wide(variance) + EPSILON) * wide(scale) + wide(bias)
+    expected = expected + wide(z) if with_addition else expected
+    close(y, np.maximum(expected, 0) if relu else expected, dtype)
+
+
+@pytest.mark.parametrize("summands", [1, 2])
+@pytest.mark.parametrize("kernel, stride, padding", [(3, 2, 1), (2, 2, 0), (3, 1, 1), (5, 3, 2)])
+@pytest.mark.parametrize(
+    "where, dtype, shape",
+    [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 16, 40))]
+    + [pytest.param("gpu", dtype, (3, 17, 16, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE],
+)
+def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
+    """Against Paddle's own in float32; the values are distinct but for the zeros, of which the first one counts."""
+    random = Random(dtype)
+    plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
+    x = plain.astype(dtype)
+    plain.stop_gradient = False
+    expected = paddle.nn.functional.max_pool2d(plain, kernel, stride, padding, data_format="NHWC")
+    y, positions = run("native_max_pool", x, kernel, stride, padding)
+    assert np.array_equal(wide(y), wide(expected))
+    dy = [random.images(y.shape) for _ in range(summands)]
+    (dx,) = run("native_max_pool_backward", dy, positions, kernel, stride, padding, *shape[1:3])
+    close(dx, max_pool_gradient(wide(plain), sum(wide(d) for d in dy), kernel, stride, padding), dtype)
+
+
+def max_pool_gradient(x, dy, kernel, stride, padding):
+    dx = np.zeros_like(x)
+    for n, row, column, channel in np.ndindex(*dy.shape):
+        top, left = row * stride - padding, column * stride - padding
+        window = x[n, max(0, top) : top + kernel, max(0, left) : left + kernel, channel]
+        i, j = np.unravel_index(window.argmax(), window.shape)
+        dx[n, max(0, top) + i, max(0, left) + j, channel] += dy[n, row, column, channel]
+    return dx
+
+
+# Tensors that are no whole vectors, single elements, more than fit into one launch, and one for many blocks.
+SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
+UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
+
+
+@pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_momentum(device, where, dtype, unscale):
+    """Against float64; a factor of 0 leaves everything as it is."""
+    random, mu, rate = np.random.RandomState(0), 0.875, paddle.to_tensor([0.25])
+    decays = [0.01 * (i % 3) for i in range(len(SIZES))]
+    exact, velocities, gradients = (
+        [paddle.to_tensor(random.randn(size).astype("float32")) for size in SIZES] for _ in range(3)
+    )
+    gradients = [(g / (unscale or 1)).astype(dtype) for g in gradients]
+    has_masters = dtype != "float32"
+    parameters = [p.astype(dtype) for p in exact] if has_masters else exact
+    masters = [exact] if has_masters else []
+    before = [[wide(t) for t in tensors] for tensors in (exact, gradients, velocities)]
+    factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
+    name = "native_momentum_masters" if has_masters else "native_momentum"
+    run(name, parameters, gradients, velocities, *masters, rate, factor, mu, decays)
+    for i, (p, g, v) in enumerate(zip(*before, strict=True)):
+        if unscale != 0:
+            v = mu * v + g * (unscale or 1) + decays[i] * p
+            p = p - 0.25 * v
+        close(velocities[i], v, "float32")
+        close(exact[i], p, "float32")
+        np.testing.assert_allclose(wide(parameters[i]), wide(exact[i]), rtol=UNIT[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_check_of_gradients_follows_the_loss_scale(device, where, dtype, bad):
+    """A value that is not finite at the end of any tensor, whole or of another type, lowers the scale."""
+    for spoilt in range(len(SIZES)) if where == "cpu" or bad is None else (0, 1, 2, 4, 100, len(SIZES) - 1):
+        gradients = [np.full(size, 65504 if dtype == "float16" else 3e38, "float32") for size in SIZES]
+        if bad is not None:
+            gradients[spoilt][-1] = bad
+        gradients = [paddle.to_tensor(g).astype("float32" if i % 5 == 4 else dtype) for i, g in enumerate(gradients)]
+        scale, good, bad_steps = (paddle.to_tensor(v) for v in (np.float32([8]), np.int32([3]), np.int32([1])))
+        found = run("native_check_gradients", gradients, scale, good, bad_steps, 4, 2, 2.0, 0.25)[0]
+        state = [t.item() for t in (found, scale, good, bad_steps)]
+        assert state == ([1 / 8, 16, 0, 0] if bad is None else [0, 2, 0, 0]), spoilt
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_loss_scale_is_that_of_paddle(device, where):
+    """Steps with and without an overflow, from scales near both ends."""
+    random = np.random.RandomState(1)
+    for start in (1.0, 1.5, 1024.0, 3e38):
+        ours, theirs = (
+            [paddle.to_tensor(v) for v in (np.float32([start]), np.int32([0]), np.int32([0]))] for _ in "ab"
+        )
+        for _ in range(40):
+            overflows = random.rand() < 0.4
+            gradient = paddle.full([8], np.inf if overflows else 1.0)
+            run("native_check_gradients", [gradient], *ours, 3, 2, 2.0, 0.5)
+            paddle._C_ops.update_loss_scaling_(
+                [gradient], paddle.to_tensor([overflows]), *theirs, 3, 2, 2.0, 0.5, False
+            )
+            assert same(ours, theirs)
+
+
+EVERYWHERE = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+def cross_entropy(x, labels, smoothing):
+    """Szegedy et al., arXiv:1512.00567, section 7. Returns the loss of each row and the gradient of their mean."""
+    shifted = x - x.max(1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    target = np.full(x.shape, smoothing / x.shape[1])
+    target[np.arange(len(x)), labels] += 1 - smoothing
+    return -(target * log_softmax).sum(1), (np.exp(log_softmax) - target) / len(x)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("rows, classes, k", [(256, 1000, 5), (3, 2, 2), (1, 1, 1), (300, 257, 5), (5, 256, 3)])
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_loss(device, where, rows, classes, k, smoothing):
+    random = np.random.RandomState(rows)
+    x = random.randn(rows, classes) * 5 + 300  # far from zero: the largest is taken off first
+    x = np.round(x * 8) / 8  # with equals
+    labels = random.randint(0, classes, rows)
+    logits, given = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
+    losses, gradient = cross_entropy(x, labels, smoothing)
+    order = np.argsort(-x, axis=1, kind="stable")  # the lower of two equals first
+    for mean in (True, False):
+        loss, top1, topk, of_softmax, pairs = run("native_loss", logits, given, smoothing, k, mean)
+        assert loss.shape == ([] if mean else [rows, 1])
+        np.testing.assert_allclose(wide(loss).reshape(-1), losses.mean() if mean else losses, rtol=1e-5, atol=2e-5)
+        assert top1.item() == np.float32((order[:, 0] == labels).mean())
+        assert topk.item() == np.float32((order[:, :k] == labels[:, None]).any(1).mean())
+        np.testing.assert_array_equal(pairs.numpy(), np.stack([labels, order[:, 0]], 1))
+    dlogits = run("native_loss_backward", logits, given, of_softmax, paddle.to_tensor(64.0), smoothing)[0]
+    np.testing.assert_allclose(wide(dlogits), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_loss_of_what_is_no_number(device, where):
+    """Such an image has no class and hits none, the loss says so, and its neighbours are what they are. A label that is
+    no class is told from that by an impossible top1."""
+    x = np.random.RandomState(0).randn(4, 9).astype("float32")
+    x[1, 8], x[2, 3] = np.nan, -np.inf
+    labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9])  # the last one is no class
+    top1 = run("native_loss", paddle.to_tensor(x[:3]), paddle.to_tensor(labels[:3, None]), 0.0, 5, False)[1]
+    assert top1.item() == np.float32(2 / 3)
+    loss, top1, top5, _, pairs = run(
+        "native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False
+    )
+    np.testing.assert_array_equal(np.isnan(wide(loss)[:, 0]), [False, True, False, True])
+    assert (top1.item(), top5.item()) == (-1, 0.5)
+    np.testing.assert_array_equal(pairs.numpy()[:, 1], [x[0].argmax(), -1, x[2].argmax(), x[3].argmax()])
+    of_softmax = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False)[3]
+    gradient = run(
+        "native_loss_backward", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), of_softmax, paddle.ones([]), 0.0
+    )[0]
+    np.testing.assert_array_equal(np.isnan(wide(gradient)).all(1), [False, True, False, True])
+    assert np.isfinite(wide(gradient)[[0, 2]]).all()
+    smoothed = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.1, 5, True)[0]
+    assert np.isnan(smoothed.item())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
+def test_what_is_not_finite_goes_through(device, where, dtype, value):
+    """A loss that is not finite must be seen: no ReLU, pooling or variance may swallow it."""
+    x = np.random.RandomState(0).randn(1, 4, 4, 8).astype("float32")
+    x[0, 1, 1, 0] = value
+    x = paddle.to_tensor(x).astype(dtype)
+
+    def channels():
+        return paddle.ones([8]), paddle.zeros([8]), paddle.zeros([8]), paddle.ones([8])
+
+    y = run("native_bn_inference", x, *channels(), None, EPSILON, True)[0]
+    assert (~np.isfinite(wide(y))).sum() == 1
+    assert (~np.isfinite(wide(run("native_max_pool", x, 2, 2, 0)[0]))).sum() == 1
+    for name, addend, relu in (("native_bn_act", [], [True]), ("native_bn_add_relu", [x], [])):
+        scale, bias, mean, variance = channels()
+        y = run(name, x, *addend, scale, bias, mean, variance, 0.9, EPSILON, *relu)[0]
+        # A channel whose mean is not finite has no finite output.
+        assert np.isnan(wide(y)[..., 0]).all()
+        assert np.isfinite(wide(y)[..., 1:]).all()
+        assert np.isnan(wide(variance)[0]) and np.isfinite(wide(variance)[1:]).all()
+
+
+@pytest.fixture
+def empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "paddle_resnet"
+
+
+def flags(**changes):
+    defaults = {"kernels": "auto", "device": "cpu", "data_layout": "NHWC", "cuda_graph": True, "profile_steps": None}
+    return SimpleNamespace(**(defaults | changes))
+
+
+def test_what_is_missing_is_named(empty_cache, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler -x")
+    assert native.missing() == "no C++ compiler (no-such-compiler)"
+    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.: mend that, or give "):
+        native.resolve(flags(kernels="native"))
+    monkeypatch.setattr(native, "_nvrtc", lambda: None)
+    monkeypatch.setenv("CXX", "true")
+    assert native.missing((9, 0)) == "no NVRTC library (libnvrtc.so)"
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
+    assert chosen_on_a_gpu() == ("paddle", False)
+    assert "since ours are not to be had: no NVRTC library (libnvrtc.so)" in capsys.readouterr().out
+
+
+def chosen_on_a_gpu(**changes):
+    args = flags(device="gpu", **changes)
+    native.resolve(args)
+    return args.kernels, args.cuda_graph
+
+
+FAULTS = [
+    *("compiler", "library", "cache folder", "cache folder that cannot be looked into", "home folder", "old NVRTC"),
+    "GPU unknown to NVRTC",
+]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "native"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, fault):
+    """auto goes on with Paddle's and says why; native ends the run with a sentence."""
+    capability, says = (9, 0), ""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "register", native.register.__wrapped__)
+    if fault in ("compiler", "library"):  # of the operators: the kernels are built beside them
+        monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
+    if fault == "compiler":
+        monkeypatch.setenv("CXX", "false")
+        says = "false failed: "
+    elif fault == "library":
+        monkeypatch.setattr(native, "_compile_operators", lambda target: target.write_bytes(b"no library"))
+        says = f"Paddle cannot load {native._operators_file()} ({native._operators_file()}: file too short)"
+    elif fault == "cache folder":
+        (tmp_path / "paddle_resnet").write_text("in the way")
+        says = f"{tmp_path}/paddle_resnet cannot be used (File exists; XDG_CACHE_HOME"
+    elif fault == "cache folder that cannot be looked into":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))
+        says = f"{native.cache_folder()} cannot be used (File name too long; XDG_CACHE_HOME"
+    elif fault == "old NVRTC":
+        monkeypatch.setattr(native, "register", lambda: None)
+        monkeypatch.setattr(native, "_nvrtc", lambda: SimpleNamespace())
+        says = "NVRTC is too old: it has no nvrtcCreateProgram"
+    elif fault == "home folder":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+        says = "there is no home folder"
+    else:
+        if native._nvrtc() is None:
+            pytest.skip("no NVRTC library")
+        monkeypatch.setattr(native, "register", lambda: None)
+        capability, says = (1, 2), "NVRTC failed: "
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: capability)
+    if kernels == "native":
+        with pytest.raises(UsageError, match=re.escape(f"--kernels native: {says}") + ".*--kernels paddle"):
+            native.resolve(flags(device="gpu", kernels="native"))
+    else:
+        assert chosen_on_a_gpu() == ("paddle", False)
+        assert f"since ours are not to be had: {says}" in capsys.readouterr().out
+    left = {path.suffix for path in tmp_path.glob("paddle_resnet/*")} - {".lock"}
+    assert left == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault, set())
+
+
+def test_both_compilers_work_at_the_same_time(empty_cache, monkeypatch):
+    both, images = threading.Barrier(2, timeout=20), []
+
+    def compile_beside_the_other(*args):
+        both.wait()
+        args[-1].write_bytes(b"built")
+
+    def register():
+        native._build(native._operators_file(), native._compile_operators)
+        return SimpleNamespace(paddle_resnet_set_image=lambda image, size: images.append((image, size.value)))
+
+    for name in ("_compile_kernels", "_compile_operators"):
+        monkeypatch.setattr(native, name, compile_beside_the_other)
+    monkeypatch.setattr(native, "register", register)
+    monkeypatch.setattr(native, "missing", lambda capability: None)
+    native.load((9, 0))
+    assert images == [(b"built", 5)]
+
+
+def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
+    built = tmp_path / "operators.so"
+    built.write_bytes(b"")
+    monkeypatch.setattr(native.fcntl, "flock", lambda *args: pytest.fail("locked"))
+    assert native._build(built, lambda target: pytest.fail("compiled again")) == built
+
+
+def test_choice_of_the_kernels(monkeypatch):
+    for changes in ({}, {"data_layout": "NCHW"}, {"kernels": "paddle"}):
+        args = flags(**changes)
+        native.resolve(args)
+        assert (args.kernels, args.cuda_graph) == ("paddle", False)
+    # On GPUs that have all that is needed.
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr(native, "missing", lambda capability: None)
+    monkeypatch.setattr(native, "load", lambda capability: None)
+    assert chosen_on_a_gpu() == ("native", True)
+    for changes in ({"cuda_graph": False}, {"profile_steps": (3, 5)}):
+        assert chosen_on_a_gpu(**changes) == ("native", False)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    for local_size, is_recorded in (("2", True), ("1", False)):
+        monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
+        assert chosen_on_a_gpu() == ("native", is_recorded)
+    with pytest.raises(UsageError, match="--kernels native knows NHWC only"):
+        native.resolve(flags(kernels="native", data_layout="NCHW"))
+
+
+LINEAR_OR_FUSED = ["", "_relu", "_add_relu"]
+
+
+def test_kernels_compile_without_a_gpu(tmp_path):
+    """For the oldest GPU that Paddle 2.6 knows tensor cores on, and for newer ones."""
+    if native._nvrtc() is None:
+        pytest.skip("no NVRTC library")
+    for capability in ((7, 5), (8, 0), (9, 0)):
+        native._compile_kernels(capability, tmp_path / "kernels")
+        image = (tmp_path / "kernels").read_bytes()
+        assert image.startswith(b"\x7fELF")
+        kinds = {"apply": LINEAR_OR_FUSED, "infer": LINEAR_OR_FUSED, "reduce": [*LINEAR_OR_FUSED, "_add_relu_two"]}
+        names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
+        names += ["bn_statistics", "bn_gradient", "bn_gradient_relu", "max_pool", "max_pool_gradient"]
+        names += ["check_gradients", "momentum", "momentum_masters"]
+        for name in names:
+            for dtype in ("f32", "f16", "bf16"):
+                assert f"\0{name}_{dtype}\0".encode() in image, name
+
+
+def test_error_of_the_kernel_compiler_is_passed_on(tmp_path, monkeypatch):
+    if native._nvrtc() is None:
+        pytest.skip("no NVRTC library")
+    (tmp_path / "broken.cu").write_text("not CUDA;")
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    monkeypatch.setattr(native, "KERNEL_FILES", ("broken.cu",))
+    with pytest.raises(native.Unavailable, match="NVRTC failed: .*error"):
+        native._compile_kernels((9, 0), tmp_path / "kernels")

@@ -1,0 +1,55 @@
+"""The rewriting alone; whole jobs are in job/test_jobs.py."""
+
+from types import SimpleNamespace
+
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.passes import all_reduces
+
+
+def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
+    """The rewriting alone; that it is needed and suffices is seen on two GPUs in test_gpu.py."""
+    main = static.Program()
+    block = main.global_block()
+    with static.program_guard(main):
+        for name in ("a", "b", "a@GRAD", "b@GRAD", "fused"):
+            block.create_var(name=name, shape=[2], dtype="float32")
+    fused = {"Input": ["a", "b"]}, {"Output": ["a@GRAD", "b@GRAD"], "FusedOutput": ["fused"]}
+    block.append_op(type="coalesce_tensor", inputs=fused[0], outputs=fused[1], attrs={"dtype": block.var("a").dtype})
+    reduce = {"type": "c_allreduce_sum", "attrs": {"ring_id": 0, "op_role": 1}}
+    block.append_op(inputs={"X": "fused"}, outputs={"Out": "fused"}, **reduce)
+    block.append_op(inputs={"X": "a@GRAD"}, outputs={"Out": "a@GRAD"}, **reduce)
+    all_reduces._order_fused_all_reduces(block)
+    assert [op.type for op in block.ops] == ["coalesce_tensor", "depend", "c_allreduce_sum", "c_allreduce_sum"]
+    depend = block.ops[1]
+    assert depend.input("X") == depend.output("Out") == ["fused"]
+    assert depend.input("Dep") == ["a@GRAD", "b@GRAD"]
+
+
+@pytest.mark.parametrize(
+    ("device", "local_size", "expected"), [("gpu", "2", True), ("gpu", "1", False), ("cpu", "2", False)]
+)
+def test_gradients_travel_on_the_computations_stream_within_a_host(monkeypatch, device, local_size, expected):
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
+    main = static.Program()
+    with static.program_guard(main):
+        main.global_block().create_var(name="g", shape=[2], dtype="float32")
+    main.global_block().append_op(
+        type="c_allreduce_sum", inputs={"X": "g"}, outputs={"Out": "g"}, attrs={"ring_id": 0, "op_role": 1}
+    )
+    all_reduces.adapt_communication(SimpleNamespace(device=device), main, static.Program())
+    assert main.global_block().ops[0].attr("use_calc_stream") == expected
+
+
+def test_all_reduces_of_gradients_are_counted():
+    main = static.Program()
+    backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
+    with static.program_guard(main):
+        main.global_block().create_var(name="g", shape=[2], dtype="float32")
+        for role in (backward, backward, 0):  # the last one is no gradient's
+            places = {"inputs": {"X": "g"}, "outputs": {"Out": "g"}}
+            main.global_block().append_op(type="c_allreduce_sum", **places, attrs={"ring_id": 0, "op_role": role})
+    assert all_reduces.count_gradient_all_reduces(main) == 2

@@ -1,0 +1,51 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from paddle import static
+
+from paddle_resnet.checkpoints import variables
+from paddle_resnet.passes import folding
+from test_program import build, random_batches
+
+
+@pytest.mark.parametrize("flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"]], ids=["NCHW", "NHWC"])
+def test_folded_program_computes_the_same(parse, flags):
+    """In float32 on the CPU, where nothing but the order of the sums differs; statistics and scales are random."""
+    args = parse(*flags)
+    random = np.random.RandomState(1)
+    _, exe, fetchs, _, program = build(args, is_train=False)
+    names = [v.name for v in program.list_vars() if v.persistable and v.name.startswith("batch_norm")]
+
+    def randomise():
+        for name in names:
+            array = variables.read(name)
+            variables.set_variable(name, random.uniform(0.5, 2, array.shape).astype("float32"), exe.place)
+
+    def losses(program):
+        return [exe.run(program, dict(zip(("data", "label"), b, strict=True)), [loss])[0] for b in batches]
+
+    loss, batches = fetchs["loss"][0], random_batches(2, (32, 32, 4) if flags else (3, 32, 32))
+    randomise()
+    plain = program.clone()
+    expected = losses(plain)
+    refold = folding.fold_batch_norms(
+        SimpleNamespace(amp=True, kernels="paddle", data_layout=args.data_layout), program, exe
+    )
+    assert not any(op.type == "batch_norm" for op in program.global_block().ops)
+    np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
+    # New parameters are seen from the next refold on.
+    randomise()
+    changed = losses(plain)
+    assert np.abs(np.subtract(changed, expected)).max() > 1e-3
+    np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
+    refold()
+    np.testing.assert_allclose(losses(program), changed, rtol=2e-5, atol=1e-4)
+
+
+def test_float32_is_left_alone(parse):
+    _, exe, _, _, program = build(parse(), is_train=False)
+    before = [op.type for op in program.global_block().ops]
+    folding.fold_batch_norms(parse(), program, exe)()
+    assert [op.type for op in program.global_block().ops] == before
+    assert static.global_scope().find_var("conv2d_0.w_0.folded") is None

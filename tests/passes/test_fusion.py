@@ -1,0 +1,386 @@
+"""Programs with the project's own operators compute what Paddle's own compute. On the CPU, in float32; test_gpu.py has
+the GPU's types, test_native.py the operators alone."""
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import nn, static
+
+from conftest import NHWC, assert_one_sentence, losses, phase
+from paddle_resnet import models, program
+from paddle_resnet.checkpoints import variables
+from paddle_resnet.job import processes
+from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
+from paddle_resnet.native import build as native
+from paddle_resnet.passes import all_reduces, fusion
+from test_program import random_batches
+from utils.mode import Mode
+
+# What Paddle makes of the logits.
+LOSS_HEAD = ("one_hot_v2", "label_smooth", "softmax_with_cross_entropy", "softmax_with_cross_entropy_grad")
+LOSS_HEAD += ("reduce_mean", "reduce_mean_grad", "top_k_v2", "accuracy", "concat")
+BLOCKS = {
+    "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
+    "basic": partial(ResNet, BasicBlock, (2, 1, 1, 1), width=8),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    native.load()
+
+
+def types(prog):
+    return Counter(op.type for op in prog.global_block().ops)
+
+
+def train(args, batches, fuse):
+    """Losses of some steps and all persistable variables after them, by name."""
+    paddle.seed(0)
+    main, startup = static.Program(), static.Program()
+    with static.scope_guard(static.Scope()):
+        fetchs, *_ = program.build(args, main, startup, 10)
+        exe = static.Executor(paddle.CPUPlace())
+        exe.run(startup)
+        if fuse:
+            fusion.fuse(main)
+        found = [exe.run(main, {"data": x, "label": y}, [fetchs["loss"][0]])[0].item() for x, y in batches]
+        names = [v.name for v in main.list_vars() if v.persistable and static.global_scope().find_var(v.name)]
+        return found, {name: variables.read(name) for name in names if name.startswith(("conv", "batch", "linear"))}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_training_is_the_same(parse, monkeypatch, block):
+    """Losses, parameters, velocities and running means. Paddle's running variance is the biased one on the CPU and that
+    of a sample on a GPU, where the fused operators take its place: n / (n - 1) of the CPU's."""
+    monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
+    args = parse(*NHWC)
+    batches = random_batches(2, (32, 32, 4))
+    expected, plain = train(args, batches, fuse=False)
+    found, fused = train(args, batches, fuse=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert plain.keys() == fused.keys()
+    for name, value in plain.items():
+        tolerance = 0.07 if name.endswith(".w_2") else 1e-4
+        np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
+
+
+def test_every_operator_of_a_residual_network_is_replaced(parse):
+    main, startup = static.Program(), static.Program()
+    program.build(parse(*NHWC), main, startup, 10)
+    before = types(main)
+    removed = fusion.fuse(main)
+    after = types(main)
+    # The last BN of the four units adds the shortcut; the four projections have no ReLU.
+    assert after["native_bn_act"] == after["native_bn_act_backward"] == 13
+    assert after["native_bn_add_relu"] == after["native_bn_add_relu_backward"] == 4
+    assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
+    assert after["native_momentum"] == after["native_loss"] == after["native_loss_backward"] == 1
+    gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum", *LOSS_HEAD)
+    assert not any(after[name] for name in gone)
+    assert sum(before.values()) - removed + 39 == sum(after.values())
+    assert fusion.fuse(main) == 0
+    assert len(all_reduces.bn_statistics(main)) == 34
+
+
+def test_evaluation_is_the_same(parse):
+    args = parse(*NHWC)
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(args, main, startup, 0, is_train=False)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    random = np.random.RandomState(1)
+    for name in [v.name for v in main.list_vars() if v.persistable and v.name.startswith("batch_norm")]:
+        shape = variables.read(name).shape
+        variables.set_variable(name, random.uniform(0.5, 2, shape).astype("float32"), exe.place)
+    plain = main.clone()
+    assert fusion.fuse(main) == 17 + 13 + 4 + 1 + 7  # BN, ReLU, additions, the pooling, loss and accuracies
+    assert types(main)["native_bn_inference"] == 17
+    assert types(main)["native_loss"] == 1
+    for x, y in random_batches(2, (32, 32, 4)):
+        expected, found = (
+            exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
+        )
+        assert [value.shape for value in found] == [value.shape for value in expected]
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+        for ours, theirs in zip(found[1:], expected[1:], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def run_twice(build, classes=7):
+    """Run what `build(logits, labels)` makes as Paddle's operators and fused; returns the fused program, how many
+    operators went, and the values of the variables that `build` returns, before and after."""
+    main = static.Program()
+    random = np.random.RandomState(0)
+    feed = {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
+    with static.program_guard(main):
+        logits = static.data("x", [None, classes])
+        logits.stop_gradient = False
+        wanted = build(logits, static.data("y", [None, 1], "int64"))
+    exe = static.Executor(paddle.CPUPlace())
+    expected = exe.run(main, feed, wanted)
+    removed = fusion.fuse(main)
+    return main, removed, expected, exe.run(main, feed, wanted)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 5, 7])
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+def test_loss_head_is_the_same(classes, smoothing):
+    def build(logits, label):
+        fetchs = program.create_fetchs(logits, {"label": label}, classes, smoothing, Mode.TRAIN)
+        loss, *others = (variable for variable, _ in fetchs.values())
+        return [loss, *others, *static.gradients(loss * loss, logits)]  # not of the loss, whose own gradient is 1
+
+    main, removed, expected, found = run_twice(build, classes)
+    assert removed == 8 + 3 * bool(smoothing)
+    assert types(main)["native_loss"] == types(main)["native_loss_backward"] == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def accuracies(logits, label):
+    return [static.accuracy(logits, label, k=k) for k in (1, 5)]
+
+
+def with_gradient(loss_of):
+    def build(logits, label):
+        loss, *others = loss_of(logits, label)
+        return [loss, *others, *accuracies(logits, label), *static.gradients(loss, logits)]
+
+    return build
+
+
+def evaluated(others_of):
+    def build(logits, label):
+        loss = F.cross_entropy(logits, label, reduction="none")
+        return [loss, *accuracies(logits, label), *others_of(logits, label)]
+
+    return build
+
+
+def pair(logits, *before):
+    return paddle.concat([*before, paddle.topk(logits, k=1)[1]], axis=1)
+
+
+def soft_targets(logits, label):
+    target = F.softmax(paddle.cast(label, "float32") * logits)
+    return [F.cross_entropy(logits, target, soft_label=True), *accuracies(logits, label)]
+
+
+def mean_of_rows(logits, label):
+    loss = F.cross_entropy(logits, label, reduction="none")
+    return [paddle.mean(loss, axis=1), *accuracies(logits, label)]
+
+
+def prior(label):
+    targets = F.one_hot(paddle.reshape(label, [-1]), 7)
+    return F.label_smooth(targets, paddle.assign(np.float32([[0.4, *[0.1] * 6]])), epsilon=0.3)
+
+
+def read_targets(logits, label):
+    targets = F.one_hot(paddle.reshape(label, [-1]), 7)
+    loss = F.cross_entropy(logits, F.label_smooth(targets, epsilon=0.1), soft_label=True)
+    return [loss, paddle.sum(targets * logits)]
+
+
+def read_softmax(logits, label):
+    loss, softmax = F.softmax_with_cross_entropy(logits, label, return_softmax=True)
+    return [paddle.mean(loss), paddle.sum(softmax)]
+
+
+def two_readers(logits, label):
+    loss = F.cross_entropy(logits, label, reduction="none")
+    return [paddle.mean(loss) + paddle.max(loss)]
+
+
+OTHER_LOSSES = {
+    "accuracies against other labels": lambda x, y: [F.cross_entropy(x, y), *accuracies(x, y * 0)],
+    "soft targets": soft_targets,
+    "no accuracy": lambda x, y: [F.cross_entropy(x, y)],
+    "mean of rows": mean_of_rows,
+    "sum": with_gradient(lambda x, y: [F.cross_entropy(x, y, reduction="sum")]),
+    "two readers": with_gradient(two_readers),
+    "softmax is read": with_gradient(read_softmax),
+    "targets are read": with_gradient(read_targets),
+    "prior": with_gradient(lambda x, y: [F.cross_entropy(x, prior(y), soft_label=True)]),
+    "ignored class": with_gradient(lambda x, y: [F.cross_entropy(x, y, ignore_index=2)]),
+    "no softmax": with_gradient(lambda x, y: [F.cross_entropy(F.sigmoid(x), y, use_softmax=False)]),
+    "two pairs": evaluated(lambda x, y: [pair(x, y), pair(x, y)]),
+}
+
+
+@pytest.mark.parametrize("build", OTHER_LOSSES.values(), ids=OTHER_LOSSES)
+def test_loss_of_another_kind_stays_paddles(build):
+    main, _, expected, found = run_twice(build)
+    assert not types(main)["native_loss"]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+FUSED_IN_PART = {
+    "two losses": with_gradient(lambda x, y: [F.cross_entropy(x, y), F.cross_entropy(x, y)]),
+    "three columns": evaluated(lambda x, y: [pair(x, y, y + 1)]),
+    "another accuracy": with_gradient(lambda x, y: [F.cross_entropy(x, y), static.accuracy(x, y * 0)]),
+}
+
+
+@pytest.mark.parametrize("build", FUSED_IN_PART.values(), ids=FUSED_IN_PART)
+def test_what_is_beside_the_loss_stays_paddles(build):
+    main, _, expected, found = run_twice(build)
+    assert types(main)["native_loss"] == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
+    main, startup = static.Program(), static.Program()
+    program.build(parse(), main, startup, 10)
+    assert fusion.fuse(main) == 53 + 11  # momentum and the loss, which have no layout
+    assert {name for name in types(main) if name.startswith("native_")} == {
+        *("native_momentum", "native_loss", "native_loss_backward")
+    }
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
+    main, startup = static.Program(), static.Program()
+    program.build(parse(*NHWC), main, startup, 10)
+    fusion.fuse(main)
+    # 6 channels are no whole vector of four; 12, 24 and 48 are.
+    assert types(main)["batch_norm"] == 3
+    assert types(main)["native_bn_act"] + types(main)["native_bn_add_relu"] == 9
+
+
+def small_program(build):
+    """(program, loss, executor) of a function that makes a loss of images [N, 6, 6, 8]; parameters are made."""
+    paddle.seed(0)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        loss = paddle.mean(build(static.data("data", [None, 6, 6, 8])) ** 2)
+        paddle.optimizer.SGD(0.1).minimize(loss)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    return main, loss, exe
+
+
+def bn(**flags):
+    return nn.BatchNorm2D(8, data_format="NHWC", **flags)
+
+
+def fixed_bn(**flags):
+    layer = bn(**flags)
+    layer.eval()
+    return layer
+
+
+def frozen():
+    return {name: paddle.ParamAttr(trainable=False) for name in ("weight_attr", "bias_attr")}
+
+
+def conv(x):
+    return nn.Conv2D(8, 8, 1, data_format="NHWC")(x)
+
+
+def no_gradient(x):
+    x.stop_gradient = True
+    return x
+
+
+def max_pool(x, kernel):
+    return F.max_pool2d(x, kernel, 1, kernel // 2, data_format="NHWC")
+
+
+ODD = {
+    "global statistics": (lambda x: F.relu(bn(use_global_stats=True)(conv(x))), 0),
+    "evaluation's statistics": (lambda x: F.relu(fixed_bn()(conv(x)) + conv(x)), 0),
+    "evaluation's statistics below all that trains": (lambda x: conv(F.relu(fixed_bn(**frozen())(x))), 1),
+    "the batch's statistics in evaluation": (lambda x: conv(F.relu(fixed_bn(use_global_stats=False)(x))), 0),
+    "frozen scale and bias": (lambda x: F.relu(bn(**frozen())(conv(x))), 0),
+    "frozen below all that trains": (lambda x: conv(F.relu(bn(**frozen())(x))), 0),
+    "on the images": (lambda x: F.relu(bn()(x)), 0),
+    "addend without a gradient": (lambda x: F.relu(bn()(conv(x)) + no_gradient(x * 2)), 0),
+    "added to itself": (lambda x: (lambda y: F.relu(y + y))(bn()(conv(x))), 1),
+    "several readers": (lambda x: (lambda y: F.relu(y) + y)(bn()(conv(x))), 1),
+    "second summand": (lambda x: (lambda y: F.relu(y + bn()(conv(y))))(conv(x)), 1),
+    "small pool": (lambda x: max_pool(conv(x), 3), 2),
+    "large pool": (lambda x: max_pool(conv(x), 17), 0),
+    "pool with windows of padding": (lambda x: F.max_pool2d(conv(x), 2, 1, 2, data_format="NHWC"), 0),
+    "pool of any size": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_the_kernels_do_not_know_stays_paddles(case):
+    """And what they do know computes the same in surroundings that are not a residual network's."""
+    build, operators = ODD[case]
+    found = []
+    for fuse in (False, True):
+        with static.scope_guard(static.Scope()):
+            main, loss, exe = small_program(build)
+            if fuse:
+                fusion.fuse(main)
+                ours = [name for name in types(main).elements() if name.startswith("native_")]
+                assert len([name for name in ours if "backward" not in name or "pool" in name]) == operators, ours
+            images = [np.random.RandomState(i).randn(4, 6, 6, 8).astype("float32") for i in range(3)]
+            found.append([exe.run(main, {"data": x}, [loss])[0].item() for x in images])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("made_before, left_to_paddle", [("relu_grad", 0), ("batch_norm_grad", 1)])
+def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, left_to_paddle, place):
+    """Paddle puts the gradients of several parameters into one piece of memory; an operator that made its own would
+    leave stale ones there, and one that ran before there is that memory would fail."""
+    if place == "gpu":
+        native.load(paddle.device.cuda.get_device_capability(0))
+    args = parse(*NHWC, "--device", place)
+    main, startup = static.Program(), static.Program()
+    program.build(args, main, startup, 10)
+    block = main.global_block()
+    grads = [block.var(f"batch_norm_{i}.{part}@GRAD") for i in range(17) for part in ("w_0", "b_0")]
+    names = [grad.name.removesuffix("@GRAD") for grad in grads]
+    buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
+    block._insert_op_without_sync(
+        next(i for i, op in enumerate(block.ops) if op.type == made_before),
+        type="coalesce_tensor",
+        inputs={"Input": [block.var(name) for name in names]},
+        outputs={"Output": grads, "FusedOutput": buffer},
+        attrs={"set_constant": True, "constant": 0.0, "use_align": True, "dtype": paddle.float32, "op_role": 1},
+    )
+    block._sync_with_cpp()
+    fusion.fuse(main)
+    assert types(main)["batch_norm_grad"] == left_to_paddle
+    exe = static.Executor(processes.place(args))
+    exe.run(startup)
+    ((x, y),) = random_batches(1, (32, 32, 4))
+    values = exe.run(main, {"data": x, "label": y}, [buffer, *grads])
+    joined = np.sort(np.abs(values[0]))
+    apart = np.sort(np.abs(np.concatenate([value.ravel() for value in values[1:]])))
+    assert apart.min() >= 0 and np.count_nonzero(apart) > 100
+    np.testing.assert_array_equal(joined[joined > 0], apart[apart > 0])
+
+
+def test_a_run_trains_evaluates_and_goes_on(run_train, losses_with_a_stop, tmp_path, capsys):
+    flags = [*NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--resume"]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert "13 native_bn_act, 13 native_bn_act_backward" in capsys.readouterr().out
+    expected, evaluation = losses(report), phase(report, [1], "val.")
+    assert losses_with_a_stop(4, *flags) == expected
+    checkpoint = tmp_path / "output/Tiny/1"
+    for kernels in ("native", "paddle"):
+        choice = ["--kernels", kernels, "--run-scope", "eval_only", "--from-checkpoint", checkpoint]
+        code, report = run_train(*NHWC, *choice)
+        assert code == 0
+        found = phase(report, [], "val.")
+        assert found["top1"] == evaluation["top1"]
+        assert found["loss"] == pytest.approx(evaluation["loss"], rel=1e-5)
+
+
+def test_layout_that_the_kernels_do_not_know_is_refused(run_train, capsys):
+    assert run_train("--kernels", "native")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--kernels native", "NHWC", "--kernels paddle"])

@@ -1,0 +1,95 @@
+"""Values that a step leaves on the host are those that the Executor's fetch would have brought."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from conftest import NHWC, losses, phase
+from paddle_resnet import program
+from paddle_resnet.native import build as native
+from paddle_resnet.steps import host_metrics
+from test_program import random_batches
+
+NATIVE = [*NHWC, "--kernels", "native", "--cuda-graph", "false"]
+
+
+@pytest.fixture(autouse=True)
+def operators():
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    native.load()
+
+
+def build(args, is_train):
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(args, main, startup, 10, is_train)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    return program.compile_prog(args, main, is_train=is_train), exe, [variable for variable, _ in fetchs.values()]
+
+
+@pytest.mark.parametrize("is_train", [True, False], ids=["train", "eval"])
+def test_posted_values_are_the_fetched_ones(parse, is_train):
+    """Every dtype and shape that there is, the batches of different sizes, three steps late."""
+    args = parse(*NATIVE, "--lr", "0")
+    compiled, exe, variables = build(args, is_train)
+    dispatch = host_metrics.dispatcher(args, exe, compiled, variables)
+    feeds = [
+        dict(zip(("data", "label"), random_batches(1, (32, 32, 4), size)[0], strict=True)) for size in (8, 3, 5, 8)
+    ]
+    handles = [dispatch(feed) for feed in feeds]
+    found = [[np.asarray(handle) for handle in step] for step in handles]
+    for step, feed in zip(found, feeds, strict=True):
+        expected = exe.run(compiled, feed, variables)
+        for value, wanted in zip(step, expected, strict=True):
+            assert value.dtype == wanted.dtype
+            np.testing.assert_array_equal(value, wanted)
+
+
+def test_a_step_fetches_nothing(parse):
+    """So that the Executor has no reason to stop the host."""
+
+    args = parse(*NATIVE)
+    compiled, exe, variables = build(args, is_train=True)
+    calls, run = [], exe.run
+    exe.run = lambda program, feed, fetch_list: calls.append(fetch_list) or run(program, feed, fetch_list)
+    x, y = random_batches(1, (32, 32, 4))[0]
+    host_metrics.dispatcher(args, exe, compiled, variables)({"data": x, "label": y})
+    assert calls == [[]]
+
+
+def test_values_that_are_not_there_are_an_error(parse):
+    args = parse(*NATIVE)
+    compiled, exe, variables = build(args, is_train=True)
+    dispatch = host_metrics.dispatcher(args, exe, compiled, variables)
+    x, y = random_batches(1, (32, 32, 4))[0]
+    late, *_ = [dispatch({"data": x, "label": y}) for _ in range(5)]
+    with pytest.raises(RuntimeError, match="more than three steps late"):
+        np.asarray(late[0])
+    other, exe, variables = build(parse(*NHWC), is_train=True)
+    with pytest.raises(RuntimeError, match="posts no metrics: it was built for other --kernels"):
+        host_metrics.dispatcher(args, exe, other, variables)({"data": x, "label": y})
+
+
+def test_failure_on_the_gpu_is_an_error():
+    class Library:
+        def paddle_resnet_wait(self, *key):
+            return 700
+
+    variable = static.data("value", [1], "float32")
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        np.asarray(host_metrics.Posted(Library(), 0, 0, variable))
+
+
+def test_logged_figures_are_those_of_each_step(run_train):
+    """The same run with Paddle's operators and its fetch."""
+    reports = {}
+    for kernels in ("native", "paddle"):
+        code, reports[kernels] = run_train(*NHWC, "--kernels", kernels, "--print-interval", "1")
+        assert code == 0
+    native_losses, paddle_losses = losses(reports["native"]), losses(reports["paddle"])
+    assert native_losses.keys() == paddle_losses.keys()
+    for step in ((0, 0), (0, 1), (0, 2), (0, "train")):
+        assert native_losses[step] == pytest.approx(paddle_losses[step], rel=1e-3)
+    assert phase(reports["native"], [0], "val.")["images"] == phase(reports["paddle"], [0], "val.")["images"]

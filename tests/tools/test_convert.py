@@ -1,0 +1,305 @@
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from conftest import ROOT
+from paddle_resnet import dataset
+from paddle_resnet.data import listing, records
+from paddle_resnet.tools import convert
+from utils.errors import UsageError
+from utils.mode import Mode
+
+
+def contents(root, mode=Mode.EVAL):
+    """[(bytes of the image, label)] of a split, in stored order."""
+    return [records.read(image) for image in listing.images(str(root), mode)[2]]
+
+
+def tree(root):
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_bytes_labels_and_class_names_are_kept(photos, converted, to):
+    for mode in Mode:
+        expected, found = contents(photos, mode), contents(converted[to], mode)
+        if mode is Mode.TRAIN:
+            assert found != expected  # in random order
+            expected, found = sorted(expected), sorted(found)
+        assert found == expected
+    assert (converted[to] / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
+
+
+@pytest.mark.parametrize("to", convert.FORMATS)
+@pytest.mark.parametrize("source", convert.FORMATS)
+def test_containers_can_be_converted_too(converted, tmp_path, source, to):
+    assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
+    assert contents(tmp_path / "x") == contents(converted[source])
+    assert (tmp_path / "x" / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
+
+
+def test_file_list_names_no_classes(converted, tmp_path):
+    convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1)
+    assert not (tmp_path / "x" / "classes.txt").exists()
+    assert contents(tmp_path / "x") == contents(converted["filelist"])
+
+
+@pytest.mark.parametrize(("to", "names"), [("tfrecord", "train-*-of-00007"), ("webdataset", "train-??????.tar")])
+def test_shards_are_as_many_as_asked_and_of_equal_size(photos, tmp_path, to, names):
+    convert.convert(photos, tmp_path / "x", to, shards=7, workers=2)
+    shards = sorted(path for path in (tmp_path / "x").glob(names))
+    assert len(shards) == 7
+    sizes = [len(records.open_index(str(shard), to)) for shard in shards]
+    assert sum(sizes) == 30
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_large_images_shrink_upright_and_small_ones_keep_their_bytes(tmp_path):
+    folder = tmp_path / "source" / "val" / "a"
+    folder.mkdir(parents=True)
+    pixels = np.zeros((100, 200, 3), np.uint8)
+    pixels[:, 100:] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    Image.fromarray(pixels).save(folder / "0.jpg", exif=exif, quality=95)
+    Image.fromarray(pixels[:40, :80]).save(folder / "1.png")
+    Image.fromarray(pixels).convert("CMYK").save(folder / "2.tif")
+    for to in convert.FORMATS:
+        output = tmp_path / to
+        convert.convert(tmp_path / "source", output, to, resize_short=50, quality=90, workers=1)
+        first, second, third = (data for data, _ in contents(output))
+        with Image.open(io.BytesIO(first)) as image:
+            assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (50, 100))
+            found = np.asarray(image.convert("L"))
+            assert found[:45].max() < 30
+            assert found[55:].min() > 225
+        assert second == (folder / "1.png").read_bytes()
+        with Image.open(io.BytesIO(third)) as image:
+            assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+def test_16_bits_are_scaled_when_an_image_shrinks(tmp_path, suffix):
+    """As DALI scales them, and not cut off at 255."""
+    folder = tmp_path / "source" / "val" / "a"
+    folder.mkdir(parents=True)
+    values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))
+    Image.fromarray(values).save(folder / f"0{suffix}")
+    convert.convert(tmp_path / "source", tmp_path / "x", "lmdb", resize_short=50, quality=95, workers=1)
+    [(data, _)] = contents(tmp_path / "x")
+    with Image.open(io.BytesIO(data)) as image:
+        np.testing.assert_allclose(np.asarray(image.convert("L"))[25], np.linspace(1, 254, 50), atol=4)
+
+
+def test_images_of_a_file_list_need_no_usual_suffix(photos, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("a.jfif", "b"):
+        shutil.copy(photos / "val/class0/00.jpg", source / name)
+    (source / "val.txt").write_text("a.jfif 0\nb 1\n")
+    convert.convert(source, tmp_path / "x", "webdataset", workers=1)
+    assert contents(tmp_path / "x") == contents(source)
+
+
+def test_skipped_images_are_left_out(photos, tmp_path):
+    (tmp_path / "bad.txt").write_text("val/class0/00.jpg\ntrain/class1/01.jpg\n")
+    counts = convert.convert(photos, tmp_path / "x", "lmdb", workers=1, skip_list=str(tmp_path / "bad.txt"))
+    assert counts == {"train": 29, "val": 22}
+    assert contents(tmp_path / "x") == contents(photos)[1:]
+
+
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, tmp_path, to):
+    """Kills the command whenever a file has appeared that was not there before."""
+    output = tmp_path / "x"
+    command = [sys.executable, "-m", "paddle_resnet.dataset", "convert", "--from", photos, "--to", to]
+    command += ["--output", output, "--workers", "1", *(["--shards", "3"] if to in convert.SHARDED else [])]
+    seen = set()
+    for _ in range(8):
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            there = (name for _, folders, files in os.walk(output) for name in (*folders, *files))
+            now = {re.sub(r"\d+\.partial", "partial", name) for name in there}
+            if now - seen:
+                seen |= now
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True).returncode == 0
+    assert json.loads((output / "convert.json").read_text())["complete"]
+    assert not list(output.glob("*.partial"))
+    assert sorted(tree(output)) == sorted(tree(converted[to]))
+    for mode in Mode:
+        assert contents(output, mode) == contents(converted[to], mode)
+
+
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_what_is_there_already_is_not_written_again(photos, tmp_path, to):
+    output = tmp_path / "x"
+    shards = 3 if to in convert.SHARDED else None
+    convert.convert(photos, output, to, shards=shards, workers=1)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    convert.convert(photos, output, to, shards=shards, workers=1)
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
+    # Unfinished, with nothing missing but the last word.
+    manifest = json.loads((output / "convert.json").read_text())
+    (output / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
+    done = []
+    convert.convert(photos, output, to, shards=shards, workers=1, progress=lambda n, total: done.append((n, total)))
+    after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    written = {path.name for path in after if after[path] != before[path]}
+    assert written == {"convert.json", "classes.txt"}
+    assert done[-1] == (53, 53)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"to": "webdataset"}, "holds a conversion with format tfrecord"),
+        ({"shards": 4}, "holds a conversion with shards"),
+        ({"resize_short": 30}, "holds a conversion with resize_short None"),
+    ],
+)
+def test_another_conversion_into_the_same_folder_is_refused(photos, tmp_path, options, says):
+    convert.convert(photos, tmp_path / "x", "tfrecord", shards=3, workers=1)
+    before = tree(tmp_path / "x")
+    with pytest.raises(UsageError, match=says):
+        convert.convert(photos, tmp_path / "x", **{"to": "tfrecord", "shards": 3, "workers": 1, **options})
+    assert tree(tmp_path / "x") == before
+
+
+def test_other_images_are_refused(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
+    (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
+    with pytest.raises(UsageError, match="holds a conversion with other images"):
+        convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file a split"),
+        (["--to", "tfrecord", "--shards", "31"], "--shards 31 is more than the 30 images"),
+        (["--to", "tfrecord", "--quality", "101"], "101 is no JPEG quality"),
+        (["--to", "tfrecord", "--shards", "0"], "'0' is not a whole number"),
+        (["--to", "jpeg"], "invalid choice: 'jpeg'"),
+    ],
+)
+def test_bad_flags_are_refused(photos, tmp_path, capsys, flags, says):
+    try:
+        code = dataset.main(["convert", "--from", str(photos), "--output", str(tmp_path / "x"), *flags])
+    except SystemExit as e:
+        code = e.code
+    assert code == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_source_and_output_are_checked(photos, tmp_path, capsys):
+    convert_to = ["convert", "--to", "tfrecord", "--from"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for words, says in (
+        ([str(photos), "--output", str(photos)], "is --from"),
+        ([str(photos), "--output", str(tmp_path / "full")], "exists and is no conversion"),
+        ([str(tmp_path), "--output", str(tmp_path / "x")], "has neither train/ nor val/"),
+        ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "is no folder"),
+    ):
+        assert dataset.main([*convert_to, *words]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_image_that_cannot_be_shrunk_is_named(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"no image")
+    for to in ("tfrecord", "lmdb"):
+        with pytest.raises(UsageError, match=r"train/class0/00.jpg cannot be decoded"):
+            convert.convert(tmp_path / "photos", tmp_path / to, to, resize_short=30, workers=1)
+
+
+def test_payload_with_the_magic_number_survives(tmp_path):
+    """Records are split where the number of their start occurs in the image, and put together again."""
+    magic = struct.pack("<I", records.RECORDIO_MAGIC)
+    images = [magic, b"abcd" + magic + b"efgh" + magic, b"ab" + magic, 3 * magic + b"x", b"", b"1234567"]
+    (tmp_path / "source" / "val" / "a").mkdir(parents=True)
+    for i, image in enumerate(images):
+        (tmp_path / "source" / "val" / "a" / f"{i}.jpg").write_bytes(image)
+    convert.convert(tmp_path / "source", tmp_path / "x", "recordio", workers=1)
+    assert contents(tmp_path / "x") == [(image, 0) for image in images]
+    # Magic numbers at multiples of 4 bytes are record starts, all of them.
+    data = (tmp_path / "x" / "val.rec").read_bytes()
+    places = [i for i in range(0, len(data), 4) if data[i : i + 4] == magic]
+    assert all(struct.unpack_from("<I", data, i + 4)[0] & (1 << 29) - 1 <= len(data) for i in places)
+
+
+def test_index_makes_what_is_missing(converted, tmp_path, capsys):
+    for name in ("recordio", "tfrecord", "webdataset"):
+        root = tmp_path / name
+        shutil.copytree(converted[name], root)
+        kept = sorted(root.glob("*.idx"))
+        expected = {path: path.read_bytes() for path in kept}
+        for path in kept[1:]:
+            path.unlink()
+        assert dataset.main(["index", str(root)]) == 0
+        assert f"{root}: {len(kept) - 1} index files made, 1 were there" in capsys.readouterr().out
+        assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
+    assert dataset.main(["index", str(converted["folder"])]) == 2
+    assert "holds no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
+
+
+# Converts in blocks of four images and is killed when some are written; says before who its workers are.
+KILLED = """
+import multiprocessing, os, signal, sys
+from paddle_resnet import convert
+
+def progress(done, total):
+    if done >= 9:
+        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+convert.BLOCK = 4
+convert.convert(*sys.argv[1:], workers=2, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("to", convert.SINGLE_FILE)
+def test_killed_conversion_takes_its_workers_along_and_keeps_its_images(photos, converted, tmp_path, to):
+    output = tmp_path / "x"
+    said = tmp_path / "said"  # not a pipe, which workers that live on would keep open
+    with open(said, "w") as f:
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(photos), str(output), to], cwd=ROOT, stdout=f)
+    assert killed.returncode == -signal.SIGKILL
+    workers = said.read_text().split()
+    assert workers
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
+    done = []
+    convert.convert(photos, output, to, workers=1, progress=lambda n, total: done.append(n))
+    assert done[0] >= 8
+    assert tree(output).keys() == tree(converted[to]).keys()
+    for mode in Mode:
+        assert contents(output, mode) == contents(converted[to], mode)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"  # ended, and nobody has asked how
+    except OSError:
+        return False

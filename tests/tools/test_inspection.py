@@ -1,0 +1,131 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import config
+from conftest import TINY
+from paddle_resnet import dataset
+from paddle_resnet.tools import inspection
+from utils.errors import UsageError
+
+
+@pytest.fixture
+def colours(tmp_path):
+    """Ten training images, each of one colour and in a class of its own."""
+    for i in range(10):
+        folder = tmp_path / "colours" / "train" / f"c{i}"
+        folder.mkdir(parents=True)
+        Image.new("RGB", (40 + i, 30), (20 * i, 0, 255)).save(folder / "x.png")
+    return tmp_path / "colours"
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"], ["--normalize-mean", "0,0,1"]]
+)
+def test_preview_shows_what_the_network_gets(colours, flags):
+    pictures, classes = inspection.first_images(colours, 25, [*TINY, "--num-of-class", "10", *flags])
+    assert len(pictures) == len(classes) == 25
+    assert len(set(classes)) > 7
+    for picture, name in zip(pictures, classes, strict=True):
+        assert picture.shape == (32, 32, 3)
+        assert (picture == (20 * int(name[1:]), 0, 255)).all()
+
+
+def test_preview_takes_augmentation_flags_and_writes_a_png(photos, tmp_path, capsys):
+    flags = ["--color-jitter", "0.5", "--rotate-degrees", "30"]
+    plain, _ = inspection.first_images(photos, 4, TINY)
+    augmented, _ = inspection.first_images(photos, 4, [*TINY, *flags])
+    assert not np.array_equal(plain, augmented)
+    output = tmp_path / "preview.png"
+    assert dataset.main(["preview", str(photos), "--output", str(output), "--images", "5", *TINY, *flags]) == 0
+    with Image.open(output) as image:
+        assert image.format == "PNG"
+        assert len(np.unique(np.asarray(image.convert("L")))) > 50
+    assert f"{output}: 5 training images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
+def test_info_of_every_format_is_that_of_the_folder(photos, converted, data_format):
+    expected, found = inspection.info(photos), inspection.info(converted[data_format])
+    assert found.keys() == expected.keys() == {"train", "val"}
+    for split in expected:
+        assert list(found[split]["classes"].values()) == list(expected[split]["classes"].values())
+        assert sorted(found[split]["sizes"].tolist()) == sorted(expected[split]["sizes"].tolist())
+
+
+@pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset"])
+def test_preview_of_every_format_names_the_classes(converted, data_format):
+    pictures, classes = inspection.first_images(converted[data_format], 12, TINY)
+    for picture, name in zip(pictures, classes, strict=True):  # class k has a ramp in colour k
+        assert np.argmax(picture.mean(axis=(0, 1))) == int(name.removeprefix("class"))
+
+
+def test_info_counts_and_measures(colours, tmp_path, capsys):
+    (colours / "train" / "c0" / "broken.jpg").write_bytes(b"no image")
+    (colours / "val" / "c0").mkdir(parents=True)
+    assert dataset.main(["info", str(colours), "--output", str(tmp_path / "info.png")]) == 0
+    with Image.open(tmp_path / "info.png") as image:
+        assert image.size[0] > 400
+    assert "2 (c0)" in capsys.readouterr().out
+    found = inspection.info(colours)
+    assert found["train"]["classes"] == {"c0": 2, **{f"c{i}": 1 for i in range(1, 10)}}
+    assert sorted(found["train"]["sizes"].tolist()) == [[40 + i, 30] for i in range(10)]
+    assert found["val"]["classes"] == {f"c{i}": 0 for i in range(10)}
+    assert found["val"]["sizes"].shape == (0, 2)
+
+
+def test_info_of_classes_of_one_name(colours):
+    """As ImageNet has."""
+    (colours / "classes.txt").write_text("crane\ncrane\nwren\n")
+    (colours / "train.txt").write_text("train/c0/x.png 0\ntrain/c1/x.png 1\ntrain/c2/x.png 1\ntrain/c3/x.png 2\n")
+    (colours / "train").rename(colours / "images")
+    text = (colours / "train.txt").read_text().replace("train/", "images/")
+    (colours / "train.txt").write_text(text)
+    assert inspection.info(colours)["train"]["classes"] == {"crane (0)": 1, "crane (1)": 2, "wren": 1}
+
+
+def test_speed_measures_each_setting(photos, capsys):
+    rows = inspection.speed(photos, [1, 2], [0.5, 0.9], batches=2, repeats=2, words=TINY)
+    assert [row[:3] for row in rows] == [("cpu", 1, None), ("cpu", 2, None)]
+    assert all(len(rates) == 2 and min(rates) > 0 for *_, rates in rows)
+    flags = ["--threads", "2", "--batches", "1", "--repeats", "1"]
+    assert dataset.main(["speed", str(photos), *flags, *TINY]) == 0
+    assert "images/s" in capsys.readouterr().out
+
+
+def test_speed_on_a_gpu_measures_its_decoders_with_the_share_of_the_cpu(monkeypatch):
+    def open_loader(root, words):
+        args = config.parse_args(words)
+        opened.append((args.dali_device, args.cpu_decoder_load, args.hw_decoder_load))
+        return iter(range(2)), args
+
+    opened = []
+    monkeypatch.setattr(inspection, "_parse", lambda root, words: SimpleNamespace(dali_device="gpu"))
+    monkeypatch.setattr(inspection, "open_loader", open_loader)
+    inspection.speed("", [1], [0.5, 0.7], batches=1, repeats=1, words=["--cpu-decoder-load", "0.4"])
+    assert opened == [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere is no folder"),
+        (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png cannot be written"),
+        (["preview", "{photos}", "--output", "x.png", "--colour-jitter", "1"], "did you mean --color-jitter?"),
+        (["info", "{photos}/train"], "neither train/ nor val/"),
+        (["info", "{photos}", "--output", "/proc/no.png"], "--output /proc/no.png cannot be written"),
+        (["info", "{photos}", "--batch-size", "3"], "unknown flag --batch-size"),
+    ],
+)
+def test_bad_words_are_refused_in_one_sentence(photos, capsys, words, says):
+    assert dataset.main([word.format(photos=photos) for word in words]) == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert len(message.splitlines()) == 1
+
+
+def test_refused_before_anything_is_read(photos):
+    with pytest.raises(UsageError, match="--rotate-degrees"):
+        inspection.first_images(photos, 1, [*TINY, "--rotate-degrees", "200"])

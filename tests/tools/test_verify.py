@@ -1,0 +1,214 @@
+import io
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paddle_resnet import dali, dataset
+from paddle_resnet.data import listing
+from paddle_resnet.tools import convert, verify
+from utils.errors import DataError, UsageError
+from utils.mode import Mode
+
+PIXELS = np.random.RandomState(0).randint(0, 255, (48, 40, 3), dtype=np.uint8)
+
+
+def encoded(mode="RGB", kind="JPEG", **options):
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def rotated():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(exif=exif)
+
+
+def several():
+    buffer, frame = io.BytesIO(), Image.fromarray(PIXELS)
+    frame.save(buffer, "TIFF", save_all=True, append_images=[frame])
+    return buffer.getvalue()
+
+
+def deep():
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS[:, :, 0].astype(np.uint16) * 257).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+JPEG = encoded()
+# name: (bytes, whether training would fail, kinds of oddities)
+FILES = {
+    "good.jpg": (JPEG, False, []),
+    "progressive.jpg": (encoded(progressive=True), False, []),
+    "good.png": (encoded(kind="PNG"), False, []),
+    "good.webp": (encoded(kind="WEBP"), False, []),
+    "empty.jpg": (b"", True, ["0 bytes"]),
+    "text.jpg": (b"this is no image" * 9, True, ["unknown to Pillow"]),
+    "half.jpg": (JPEG[: len(JPEG) // 2], True, ["truncated"]),
+    "header.jpg": (JPEG[:20], True, ["unknown to Pillow"]),
+    "half.png": (encoded(kind="PNG")[:3000], True, ["unknown to Pillow"]),
+    "cmyk.jpg": (encoded("CMYK"), False, ["CMYK"]),
+    "gray.jpg": (encoded("L"), False, ["grayscale"]),
+    "exif.jpg": (rotated(), False, ["EXIF-rotated"]),
+    "png.jpg": (encoded(kind="PNG"), False, ["png under another name"]),
+    "alpha.png": (encoded("RGBA", "PNG"), False, ["transparent"]),
+    "deep.png": (deep(), False, ["16 bits a channel", "grayscale"]),
+    "several.tif": (several(), False, ["several pictures"]),
+    "gif.jpg": (encoded("P", "GIF"), True, []),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_is_judged_as_training_does_and_its_oddities_are_seen(parse, tmp_path, name):
+    data, fails, odd = FILES[name]
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / name).write_bytes(data)
+    failure, oddities, _ = verify.check((listing.Image(name, str(tmp_path / "train" / "a" / name), 0), None))
+    assert (failure is not None) == fails
+    assert sorted(oddities) == sorted(odd)
+    for mode in Mode:
+        try:
+            [batch] = dali.build_dataloader(parse("--image-root", tmp_path, "--batch-size", "1"), mode)
+        except DataError as e:
+            assert fails
+            assert f"{name} cannot be decoded" in str(e)
+        else:
+            assert not fails
+            assert np.isfinite(np.array(batch[0]["data"])).all()
+
+
+def test_exif_rotation_is_undone_in_training_and_evaluation(parse, tmp_path):
+    ramp = np.linspace(0, 250, 32)
+    picture = Image.fromarray(np.stack(np.meshgrid(ramp, ramp / 2, ramp[:1]), axis=-1)[:, :, 0].astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        picture.save(tmp_path / split / "a" / "x.jpg", quality=100, subsampling=0, exif=exif)
+    flags = ["--batch-size", "1", "--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1", "--data-layout", "NHWC"]
+    flags += ["--resize-short", "32", "--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1"]
+    upright = np.rot90(np.asarray(picture).astype(float), -1)  # orientation 6: turn clockwise to look at it
+    assert np.abs(upright - np.asarray(picture)).mean() > 20
+    for mode in Mode:
+        image = np.array(next(dali.build_dataloader(parse("--image-root", tmp_path, *flags), mode))[0]["data"])[0]
+        assert min(np.abs(found - upright).mean() for found in (image, image[:, ::-1])) < 2
+
+
+@pytest.fixture
+def odd(photos, tmp_path):
+    """The photos, with one of each odd file in train/class0 and more that is odd about the folders."""
+    root = tmp_path / "odd"
+    shutil.copytree(photos, root)
+    for name, (data, _, _) in FILES.items():
+        (root / "train" / "class0" / name).write_bytes(data)
+    shutil.copy(root / "train" / "class1" / "01.jpg", root / "val" / "class1" / "copy.jpg")
+    (root / "train" / "class3").mkdir()
+    (root / "val" / "class2" / "notes.txt").write_text("ignored")
+    return root
+
+
+def test_report_on_a_whole_folder(odd, tmp_path, capsys):
+    assert dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")]) == 1
+    failing = [f"train/class0/{name}" for name, (_, fails, _) in FILES.items() if fails]
+    assert sorted((tmp_path / "bad.txt").read_text().splitlines()) == sorted(failing)
+    printed = capsys.readouterr().out
+    for word in ("CMYK", "EXIF-rotated", "class in train alone", "the same file in train and val", "would fail"):
+        assert word in printed
+    report = verify.verify(odd)
+    assert report.images == 53 + len(FILES) + 1
+    assert sorted(report.failing) == sorted(failing)
+    assert report.odd["class in train alone"] == ["class3"]
+    assert report.odd["class folder without an image"] == ["train/class3"]
+    assert report.odd["file that is ignored for its name"] == ["val/class2/notes.txt"]
+    assert "train/class1/01.jpg = val/class1/copy.jpg" in report.odd["the same file in train and val"]
+
+
+def test_training_runs_with_the_fix_list_as_skip_list(odd, run_train, tmp_path):
+    assert run_train("--num-of-class", "4", image_root=odd)[0] == 2
+    dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")])
+    assert run_train("--num-of-class", "4", "--skip-list", tmp_path / "bad.txt", image_root=odd)[0] == 0
+
+
+@pytest.fixture
+def odd_containers(odd, tmp_path):
+    """The odd folder in other formats: {format: root}."""
+    roots = {"filelist": tmp_path / "filelist"}
+    roots["filelist"].mkdir()
+    for mode in Mode:
+        images = listing.images(str(odd), mode)[2]
+        lines = "".join(f"{odd}/{image.name} {image.label}\n" for image in images)
+        (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
+    for name in convert.FORMATS:
+        roots[name] = tmp_path / name
+        convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=2)
+    return roots
+
+
+def test_every_format_is_verified_and_trains_without_what_fails(odd_containers, odd, run_train, tmp_path, capsys):
+    expected = verify.verify(odd)
+    bad = tmp_path / "bad.txt"
+    flags = ["--num-of-class", "4", "--batch-size", "4"]
+    for data_format, root in odd_containers.items():
+        report = verify.verify(root)
+        assert report.images == expected.images
+        assert sorted(report.failing.values()) == sorted(expected.failing.values())
+        for kind in ("CMYK", "EXIF-rotated", "grayscale", "truncated", "0 bytes", "the same file in train and val"):
+            assert len(report.odd[kind]) == len(expected.odd[kind]) > 0
+
+        capsys.readouterr()
+        assert run_train(*flags, image_root=root)[0] == 2
+        message = capsys.readouterr().err
+        [named] = re.findall(r"error: (\S+) cannot be decoded \(rank 0\)", message)
+        names = [os.path.join(root, name) for name in report.failing]
+        assert named in names
+        assert dataset.main(["verify", str(root), "--fix-list", str(bad)]) == 1
+        if data_format == "lmdb":
+            assert "and convert the data set with --skip-list" in message
+            words = ["convert", "--from", root, "--to", "lmdb", "--output", tmp_path / "again", "--skip-list", bad]
+            assert dataset.main(list(map(str, words))) == 0
+            assert run_train(*flags, image_root=tmp_path / "again")[0] == 0
+        else:
+            assert run_train(*flags, "--skip-list", bad, image_root=root)[0] == 0
+
+
+def test_label_without_a_class_fails(converted, tmp_path):
+    shutil.copytree(converted["tfrecord"], tmp_path / "x")
+    (tmp_path / "x" / "classes.txt").write_text("a\nb\n")
+    report = verify.verify(tmp_path / "x")
+    assert "has the label 2" in report.errors[0]
+    assert len(report.failing) == 10 + 7
+    assert set(report.failing.values()) == {"has the label 2 and there are 2 classes"}
+
+
+def test_good_folder_passes(photos, tmp_path):
+    assert dataset.main(["verify", str(photos), "--fix-list", str(tmp_path / "bad.txt")]) == 0
+    assert (tmp_path / "bad.txt").read_text() == ""
+
+
+def test_fix_list_that_cannot_be_written_is_refused_at_once(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "verify", lambda root: pytest.fail("hours of work for nothing"))
+    path = tmp_path / "missing/bad.txt"
+    assert dataset.main(["verify", str(photos), "--fix-list", str(path)]) == 2
+    assert f"--fix-list {path} cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
+def test_class_in_val_alone_fails(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "root")
+    shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
+    report = verify.verify(tmp_path / "root")
+    assert report.odd["class in val alone"] == ["class9"]
+    assert "val/class9 has no train/class9" in report.errors[0]
+    assert report.training_would_fail
+
+
+def test_folder_without_splits_is_refused(tmp_path, capsys):
+    with pytest.raises(UsageError, match="neither train/ nor val/"):
+        verify.verify(tmp_path)
+    assert dataset.main(["verify", str(tmp_path)]) == 2
+    assert "neither train/ nor val/" in capsys.readouterr().err
