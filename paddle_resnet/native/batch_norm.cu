@@ -1,17 +1,17 @@
-// Batch normalisation of [rows, channels] = [N * H * W, C], fused with ReLU and the residual addition.
+// Kernels of batch normalisation of [rows, channels] = [N * H * W, C], fused with the ReLU and the residual addition.
 //
-// Forward reads the input twice and backward reads input and gradient twice: once for sums over the rows, once to
-// apply them. The second pass goes through the rows backwards, so that what the first one read last is still in the
-// L2 cache. Sums are made in a fixed order, so that a run can be repeated bit for bit.
+// The forward pass reads the input twice: once for the sums over the rows, once to apply them. The backward pass does
+// the same with input and gradient. The second reading goes through the rows in reverse, because the rows that the
+// first one read last are still in the L2 cache. The order of summation is fixed, so that runs repeat bit for bit.
 //
 // Block (lanes, height): a thread keeps one vector of channels, threadIdx.x, and walks over rows. Grid (channel groups,
 // row groups).
 
 #include "vector.cuh"
 
-constexpr int kBranch = 16;  // blocks whose sums one block adds
+constexpr int kBranch = 16;  // blocks whose sums one block adds up
 
-// Where a thread stands; kUnroll rows, one tile, are in flight at a time, as many as registers allow.
+// A thread's channels and rows. A tile is the kUnroll rows that a thread loads at a time, as many as registers allow.
 template <class T, int kUnroll = 1>
 struct Position {
   static constexpr int V = T::kLanes;
@@ -23,12 +23,12 @@ struct Position {
   __device__ int tiles(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
   __device__ int row(int tile, int step) const { return tile * tile_rows + step * blockDim.y + threadIdx.y; }
   __device__ size_t at(int row) const { return static_cast<size_t>(row) * vectors + vector; }
-  // Rows past the end are read as the last one, without a branch between the loads, and then not counted or written.
+  // Loads of rows past the end read the last row, which needs no branch between the loads; callers drop the values.
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 
-// Add up `count` vectors of `sums` floats, `stride` vectors apart, into shared memory: the threads form groups, each
-// adds every n-th vector, four sums a thread, then one thread a sum adds the groups.
+// Adds up `count` vectors of `sums` floats, `stride` vectors apart, into shared memory. The threads form groups. Each
+// group adds every n-th vector, four sums per thread. Then one thread per sum adds the groups' results.
 __device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int fours = sums / 4, groups = max(1, threads / fours);
@@ -52,8 +52,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
   __syncthreads();
 }
 
-// Whether this block is the last of `count` to come here; the counter is 0 again afterwards. What the others wrote
-// before is then visible.
+// Whether this block is the last of `count` to arrive. The last one sees what the others wrote before they arrived, and
+// the counter is 0 again.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();
@@ -64,9 +64,9 @@ __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   return is_last;
 }
 
-// Sum `values` over all threads of a channel in the grid. Returns true in the one block of the channel group that was
-// last to finish: there `total`, in shared memory, holds [2 V, lanes] sums. A tree of two levels, since one block takes
-// microseconds to read what hundreds have written.
+// Sums `values` over all threads of a channel in the grid. Returns true in one block per channel group, the last to
+// finish: there `total`, in shared memory, holds the sums [2 V, lanes]. The sum is a tree of two levels, because one
+// block takes microseconds to read the sums of hundreds of blocks.
 template <class T>
 __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *partial, unsigned *arrivals, float *&total) {
   constexpr int kValues = 2 * T::kLanes;
@@ -96,8 +96,8 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
   return true;
 }
 
-// What the sums for a variance are sums of differences to, so that a channel far from zero keeps its digits: the mean
-// of some rows, since one alone may be far from all the others. Every thread of a channel gets the same.
+// The origin of a channel: the variance sums differences to it, so that a channel far from zero keeps its digits. It is
+// the mean of kRows rows, since a single row may be an outlier. Every thread of a channel gets the same origin.
 template <class T>
 __device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
   constexpr int V = T::kLanes, kRows = 8;
@@ -118,7 +118,8 @@ __device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, f
   }
 }
 
-// coefficients [4, C]: a and b of y = a x + b, mean, 1 / standard deviation.
+// Computes the coefficients [4, C], which are a and b of y = a x + b, mean, 1 / standard deviation. Updates the running
+// mean and the running unbiased variance.
 template <class T>
 __device__ void statistics(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean,
                            float *running_variance, float momentum, float epsilon, float *coefficients, float *partial,
@@ -155,7 +156,7 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
     for (int j = 0; j < V; ++j) offset = j == element ? origins[j] : offset;
     const float shifted = total[element * lanes + lane] / rows;
     float variance = total[(V + element) * lanes + lane] / rows - shifted * shifted;
-    variance = variance < 0.f ? 0.f : variance;  // by rounding; NaN stays
+    variance = variance < 0.f ? 0.f : variance;  // negative by rounding; NaN stays
     const float mean = offset + shifted, inverse = 1.f / sqrtf(variance + epsilon), a = scale[channel] * inverse;
     coefficients[channel] = a;
     coefficients[channels + channel] = bias[channel] - mean * a;
@@ -167,7 +168,8 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
   }
 }
 
-// y = a x + b [+ z], then ReLU; `mask` gets one byte a vector, a bit set where the ReLU let the value through.
+// y = a x + b [+ z], then ReLU. `mask` may be null; it gets one byte per vector, whose bit i says that element i passed
+// the ReLU.
 template <class T, bool kAdd, bool kRelu>
 __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)[T::kLanes],
                       const float (&b)[T::kLanes], uint4 *y, unsigned char *mask) {
@@ -193,7 +195,7 @@ __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)
         if (kAdd) value += added[i];
         if (kRelu) {
           bits |= (value > 0.f ? 1u : 0u) << i;
-          value = value < 0.f ? 0.f : value;  // lets NaN through, as fmaxf would not
+          value = value < 0.f ? 0.f : value;  // passes NaN, which fmaxf would drop
         }
         values[i] = value;
       }
@@ -233,9 +235,9 @@ __device__ void apply_inference(const uint4 *x, const uint4 *z, int rows, const 
   apply<T, kAdd, kRelu>(x, z, rows, a, b, y, nullptr);
 }
 
-// Gradients of scale and bias, and the two coefficients [2, C] of dx = a g + c x + d, where g is the gradient that the
-// ReLU lets through. With kSummands > 0, BN was followed by the residual addition: g is the masked sum of one or two
-// gradients and is written to dz, since the shortcut needs it.
+// Computes the gradients of scale and bias, and `applied` [2, C], which are c and d of dx = a g + c x + d. g is the
+// gradient behind the ReLU. kSummands > 0 means that the residual addition followed BN: g is then the masked sum of one
+// or two gradients, and the kernel writes it to dz, the gradient of the shortcut.
 template <class T, int kSummands, bool kRelu>
 __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows,
                                  const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied,
@@ -275,7 +277,7 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
         for (int i = 0; i < V; ++i) g[i] = bits[step] >> i & 1 ? g[i] : 0.f;
         const uint4 rounded = pack16<T>(g);
         if (row < rows) dz[at.at(row)] = rounded;
-        unpack16<T>(rounded, g);  // the sums are those of what the second pass will read
+        unpack16<T>(rounded, g);  // sum the rounded values, which the second pass reads
       }
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -302,7 +304,7 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
   }
 }
 
-// dx = a g + c x + d.
+// dx = a g + c x + d; with kRelu, g is dy where a x + b > 0, otherwise dy.
 template <class T, bool kRelu>
 __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const float *coefficients,
                                 const float *applied, uint4 *dx) {

@@ -28,8 +28,9 @@ from utils import cache, logger
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-OPERATOR_FILES = ("operators.cc", "common.h", "gpu.h", "loss.h", "posts.h", "tensors.h", "updates.h")
-KERNEL_FILES = ("common.h", "vector.cuh", "batch_norm.cu", "max_pool.cu", "update.cu", "loss.cu")
+# Patterns, so that a new file is in the cache's keys. NVRTC compiles the kernels' files as one text in this order.
+OPERATOR_FILES = ("operators.cc", "**/*.h")
+KERNEL_FILES = ("common.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 
@@ -143,8 +144,12 @@ def _kernels_file(capability):
     return cache_folder() / f"kernels-sm_{capability[0]}{capability[1]}-{_key(KERNEL_FILES)}.cubin"
 
 
-def _key(names, *others):
-    contents = [(SOURCES / name).read_bytes() for name in names] + [other.encode() for other in others]
+def _sources(patterns):
+    return [path for pattern in patterns for path in sorted(SOURCES.glob(pattern))]
+
+
+def _key(patterns, *others):
+    contents = [path.read_bytes() for path in _sources(patterns)] + [other.encode() for other in others]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
 
 
@@ -167,7 +172,7 @@ def _compiler():
     return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
-def _compile_operators(target, source=SOURCES / OPERATOR_FILES[0]):
+def _compile_operators(target, source=SOURCES / "operators.cc"):
     include, libraries = Path(paddle.sysconfig.get_include()), Path(paddle.base.__file__).parent
     words = [*_compiler(), *COMPILER_FLAGS, str(source), "-o", str(target)]
     words += [f"-I{include}", f"-I{include / 'third_party'}", f"-L{libraries}", "-l:libpaddle.so", "-ldl"]
@@ -192,7 +197,7 @@ def _nvrtc():
 
 def _kernel_source():
     """All kernels as one text, which includes nothing."""
-    text = "\n".join((SOURCES / name).read_text() for name in KERNEL_FILES)
+    text = "\n".join(path.read_text() for path in _sources(KERNEL_FILES))
     return re.sub(r'^#include ".*"$|^#pragma once$', "", text, flags=re.MULTILINE)
 
 

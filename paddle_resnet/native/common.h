@@ -1,18 +1,18 @@
-// What the operators and the kernels have to agree on.
+// What host code and kernels share: launch constants and the structs that kernels take as arguments.
 
 #pragma once
 
-constexpr int kVectorBytes = 16;                           // what a thread reads and writes at once
-constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // of BN
+constexpr int kVectorBytes = 16;                           // what a thread loads or stores at once
+constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
 
-// Of a pooling; `vectors` of channels.
+// Geometry of a pooling, in pixels. `vectors`: 16-byte vectors that hold the channels of one pixel.
 struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };
 
-// The tensors that one launch updates: as many as fit into the 4 KB of a kernel's arguments.
+// The tensors that one launch updates: as many as fit into the 4 KB of a kernel's arguments. `size` counts elements.
 constexpr int kTableTensors = 96;
 struct Updates {
   void *gradient[kTableTensors], *parameter[kTableTensors];  // of the kernel's type
@@ -28,7 +28,7 @@ struct Updates {
 #define ON_BOTH
 #endif
 
-// Dynamic loss scaling, as Paddle's update_loss_scaling does it.
+// Dynamic loss scaling with the rule of Paddle's update_loss_scaling.
 struct LossScaling {
   int raise_after_steps, lower_after_steps;
   float raise_by, lower_by;

@@ -1,10 +1,11 @@
-// The GPU as the operators see it: the driver, looked up when the first kernel is launched, the kernels that NVRTC has
-// made, and the memory in which their blocks meet. Needs neither CUDA's headers nor its compiler.
+// The GPU behind the operators: the CUDA driver, the kernels' module, and the scratch memory of their reductions. The
+// driver is loaded with dlopen at the first launch, so that building needs neither CUDA's headers nor its compiler.
 
 #pragma once
 
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <map>
 #include <string>
 #include <vector>
@@ -16,12 +17,15 @@ using paddle::Tensor;
 
 namespace {
 
-constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;  // of a block's and of a grid's channels
+// Limits of a BN launch: 16-byte vectors of channels in a block, channel groups in a grid.
+constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
-// Paddle declares Tensor::stream() only where CUDA's headers are; it is not there at all in a Paddle for the CPU.
+// paddle::Tensor::stream() const by its mangled name: Paddle declares it only in builds against CUDA's headers. The
+// symbol is weak, since Paddle's CPU build lacks it.
 struct CUstream_st;
 extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
 
+// A function of the CUDA driver. Throws if the driver is missing or lacks it.
 template <class Function>
 Function driver(const char *name) {
   static void *library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -30,6 +34,7 @@ Function driver(const char *name) {
   return reinterpret_cast<Function>(symbol);
 }
 
+// Throws the driver's message for an error code, led by `what`.
 void check(int result, const std::string &what) {
   if (result == 0) return;
   const char *text = nullptr;
@@ -37,10 +42,11 @@ void check(int result, const std::string &what) {
   PD_THROW(what, ": ", text ? text : "unknown CUDA error");
 }
 
-// The kernels and the memory in which blocks meet. For one GPU a process, and one stream and thread that launch on it,
-// as the Executor does: kernels that ran side by side would meet in the same memory.
+// The process's GPU: its kernels and their scratch memory. All launches must come from one thread and go to one stream,
+// as the Executor's do, because concurrent kernels would share the scratch memory.
 class Gpu {
  public:
+  // The cubin with all kernels; set it before the first get().
   static std::vector<char> &image() {
     static std::vector<char> bytes;
     return bytes;
@@ -50,11 +56,12 @@ class Gpu {
     return gpu;
   }
 
-  void *partial() { return partial_; }
-  void *arrivals() { return arrivals_; }
-  void *overflow() { return overflow_; }
-  int blocks() const { return blocks_; }
+  void *partial() { return partial_; }    // float sums of BN's blocks
+  void *arrivals() { return arrivals_; }  // unsigned counters of finished blocks; 0 between launches
+  void *overflow() { return overflow_; }  // an int; 0 between optimizer steps
+  int blocks() const { return blocks_; }  // that fill the GPU at kBlocksPerProcessor
 
+  // Launches on the stream of tensor `on`. `grid` and `block`: {x, y}. `arguments`: the address of each argument.
   void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
               std::vector<void *> arguments) {
     using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
@@ -91,7 +98,8 @@ class Gpu {
   void allocate(void **memory, size_t bytes) {
     check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
     check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
-    check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");  // Paddle's stream does not wait for this one
+    // Paddle's stream does not wait for the null stream.
+    check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");
   }
 
   void *module_ = nullptr, *partial_ = nullptr, *arrivals_ = nullptr, *overflow_ = nullptr;

@@ -1,6 +1,6 @@
-// The end of the network: softmax cross entropy with label smoothing, whether the label is among the first classes, the
-// class that comes first, and the gradient. Logits [rows, classes] in float32, labels as 64-bit integers; a block a
-// row, sums in a fixed order.
+// Kernels of the loss: softmax cross entropy with label smoothing, top-1 and top-k hits, the predicted class, and the
+// gradient. Logits are float32 [rows, classes], labels 64-bit integers. One block handles one row; the order of
+// summation is fixed.
 
 #include "common.h"
 
@@ -9,7 +9,7 @@ struct Largest {
   int at;
 };
 
-// The first of equals; what is no number is larger than all numbers, so that it is not overlooked.
+// Of equal values the first wins. NaN is larger than any number, so that it cannot go unnoticed.
 struct FirstLargest {
   __device__ Largest operator()(const Largest &a, const Largest &b) const {
     const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;
@@ -21,7 +21,7 @@ struct FirstLargest {
 
 struct RowSums {
   float exponentials, differences;
-  int ahead;  // classes that come before the label's
+  int ahead;  // classes that rank before the label's
 };
 
 struct AddRowSums {
@@ -32,7 +32,7 @@ struct AddRowSums {
 
 struct BatchSums {
   float loss;
-  int first, among, strangers;
+  int first, among, strangers;  // images: top-1 hits, top-k hits, labels out of range
 };
 
 struct AddBatchSums {
@@ -41,7 +41,8 @@ struct AddBatchSums {
   }
 };
 
-// Every thread gets what `join` makes of the values of all kLossThreads threads. Each call needs memory of its own.
+// Reduces the values of all kLossThreads threads with `join`; every thread gets the result. `shared`: kLossThreads
+// values, which no other call uses.
 template <class Value, class Join>
 __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   const int thread = threadIdx.x;
@@ -54,11 +55,12 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   return shared[0];
 }
 
-// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x); of_softmax[row] =
-// {largest x, log(sum(exp(x - largest)))}: softmax(x) = exp(x - largest - log(sum)).
-// hits[row]: bit 0 if the label's logit is the largest, bit 1 if it is among the k largest; the lower class comes
-// first; bit 2 if the label is no class. pairs[row] = {label, class of the largest logit, or -1 if a logit is no
-// number}.
+// For each row, with the row's logits x:
+// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), NaN if the label is out of range.
+// of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, hence softmax(x) = exp(x - largest - log(sum)).
+// hits[row]: bit 0 if the label's logit is the largest, bit 1 if it is among the k largest, bit 2 if the label is out
+// of range. Of equal logits, the lower class ranks first.
+// pairs[row] = {label, class of the largest logit, or -1 if a logit is NaN}.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_rows(const float *logits, const long long *labels, int classes, float smoothing, int k, float *losses,
               float *of_softmax, unsigned char *hits, long long *pairs) {
@@ -85,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
 
   const float log_sum = logf(sums.exponentials);
   float loss = log_sum - (1 - smoothing) * (own - largest.value);
-  if (smoothing != 0) loss -= smoothing / classes * sums.differences;  // a logit of minus infinity is fine without
+  // Without smoothing, a logit of -inf would make this 0 times infinity.
+  if (smoothing != 0) loss -= smoothing / classes * sums.differences;
   const bool is_number = largest.value == largest.value && own == own;
   losses[row] = loss;
   of_softmax[2 * row] = largest.value;
@@ -95,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   pairs[2 * row + 1] = largest.value == largest.value ? largest.at : -1;
 }
 
-// Over the batch, by one block: the mean of the losses, if `loss` is given, and the shares of the hits; -1 for top1 if
-// a label is no class.
+// One block reduces the batch: the mean loss, unless `loss` is null, and the shares of top-1 and top-k hits. top1 is -1
+// if a label is out of range.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_means(const float *losses, const unsigned char *hits, int rows, float *loss, float *top1, float *topk) {
   __shared__ BatchSums sums_of[kLossThreads];
@@ -111,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   *topk = static_cast<float>(sums.among) / rows;
 }
 
-// Of the mean of the losses, whose own gradient is *dloss. A row whose label is no class has no number for a gradient,
-// as for a loss.
+// Gradient of the mean loss, whose own gradient is *dloss. A row whose label is out of range gets NaN, as in its loss.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_gradient(const float *logits, const long long *labels, const float *of_softmax, const float *dloss,
                   int classes, float smoothing, float *dlogits) {

@@ -1,8 +1,10 @@
-// Max pooling of [N, H, W, C] that keeps, for each output, which position of its window was the largest (a byte, the
-// first one of equals), so that the backward pass reads neither input nor output.
+// Kernels of max pooling of [N, H, W, C]. The forward pass stores each output's position in its window as one byte; of
+// equal values the first counts. The backward pass then reads neither input nor output. One thread handles one 16-byte
+// vector.
 
 #include "vector.cuh"
 
+// Where vector `index` of a [N, H, W, vectors] array lies.
 struct Pixel {
   int vector, column, row, image;
   __device__ Pixel(unsigned index, int vectors, int height, int width) {
@@ -46,6 +48,7 @@ __device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, u
   }
 }
 
+// Each input vector sums the gradients of the windows that chose it. `dy2` may be null; otherwise it is added to dy.
 template <class T>
 __device__ void max_pool_gradient(const uint4 *dy, const uint4 *dy2, const unsigned *positions, unsigned inputs,
                                   Window w, uint4 *dx) {

@@ -1,18 +1,19 @@
-// Metrics on their way to the host.
+// The operator that copies metrics to the host without blocking it, and the queue from which Python reads them.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "gpu.h"
+#include "tensors.h"
 
 namespace {
 
-// What steps leave for the host: values copied to pinned memory behind the step's kernels, and an event behind the
-// copies. The Executor's own fetch would stop the host, in the middle of a step, until the GPU is there.
+// A ring of the last kSlots posts. A post is a step's values: copied to pinned memory on the step's stream, with an
+// event recorded after the copies. The Executor's own fetch would block the host inside the step until the GPU catches
+// up.
 class Posts {
  public:
   static constexpr int kSlots = 4;
@@ -21,7 +22,8 @@ class Posts {
     return posts;
   }
 
-  void add(const std::vector<Tensor> &values) {
+  // Enqueues the copies of a new post, which overwrites the oldest.
+  void add(const Tensors &values) {
     Slot &slot = slots_[count_ % kSlots];
     size_t size = 0;
     slot.parts.clear();
@@ -43,10 +45,11 @@ class Posts {
     ++count_;
   }
 
+  // Posts so far; the latest has number count() - 1.
   uint64_t count() const { return count_; }
 
-  // Wait for a post; returns where its value i is. CUDA's error code, 0 for none, -1 if this is not one of the last
-  // kSlots posts.
+  // Blocks until a post has arrived, then points `memory` at its value i. Returns 0, the driver's error code, or -1 if
+  // the post is not one of the last kSlots.
   int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
     if (number >= count_ || count_ - number > kSlots) return -1;
     const Slot &slot = slots_[number % kSlots];
@@ -61,11 +64,11 @@ class Posts {
 
  private:
   struct Part {
-    size_t start, bytes;
+    size_t start, bytes;  // of a value in its slot's memory; starts are multiples of kVectorBytes
   };
   struct Slot {
     std::vector<Part> parts;
-    char *memory = nullptr;  // one of the next two
+    char *memory = nullptr;  // `pinned` or `on_cpu`
     char *pinned = nullptr;
     std::vector<char> on_cpu;
     size_t pinned_size = 0;
@@ -73,11 +76,11 @@ class Posts {
     void *event = nullptr;
   };
 
-  void copy_from_gpu(Slot &slot, const std::vector<Tensor> &values, size_t size) {
+  void copy_from_gpu(Slot &slot, const Tensors &values, size_t size) {
     static const auto copy = driver<int (*)(void *, uintptr_t, size_t, CUstream_st *)>("cuMemcpyDtoHAsync_v2");
     static const auto record = driver<int (*)(void *, CUstream_st *)>("cuEventRecord");
     if (slot.event == nullptr) {
-      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps while it waits
+      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps instead of spinning
       check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
       check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming),
             "an event");
@@ -98,7 +101,12 @@ class Posts {
 
   Slot slots_[kSlots];
   uint64_t count_ = 0;
-  void *context_ = nullptr;
+  void *context_ = nullptr;  // of the thread that posts; Python may wait in another
 };
+
+std::vector<Tensor> Post(const Tensors &values) {
+  Posts::get().add(values);
+  return {paddle::empty({1}, DataType::INT32, values[0].place())};  // Paddle requires an output
+}
 
 }  // namespace

@@ -1,9 +1,11 @@
-// What follows the backward pass, over all parameters at once: are the gradients finite, the loss scale, and momentum.
+// Kernels that follow the backward pass, over many parameters per launch: the check of the gradients, the loss scale,
+// and momentum.
 
 #include "vector.cuh"
 
-constexpr int kBlocksApart = 41;
+constexpr int kBlocksApart = 41;  // between the first blocks of consecutive tensors
 
+// `count` elements from element i on: a whole vector, or the end of an array.
 template <class T>
 __device__ __forceinline__ void load(const void *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return unpack16<T>(static_cast<const uint4 *>(from)[i / T::kLanes], values);
@@ -18,7 +20,7 @@ __device__ __forceinline__ void store(const float (&values)[T::kLanes], void *to
   for (int k = 0; k < count; ++k) store_one(T(), values[k], to, i + k);
 }
 
-// As many floats as T has lanes.
+// The same for a float32 array that goes with an array of T.
 template <class T>
 __device__ __forceinline__ void load_some(const float *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return load_floats<T>(from + i, values);
@@ -30,12 +32,12 @@ __device__ __forceinline__ void store_some(const float (&values)[T::kLanes], flo
   for (int k = 0; k < count; ++k) to[i + k] = values[k];
 }
 
-// Calls each(tensor, i, count) for the elements that are this thread's, a vector at a time; `count` of it are there.
+// Calls each(tensor, i, count) for this thread's vectors: `count` elements from element i on.
 template <class T, class Each>
 __device__ __forceinline__ void for_each_vector(const Updates &updates, const Each &each) {
   const int step = gridDim.x * kMaxThreads * T::kLanes;
   for (int t = 0; t < updates.count; ++t) {
-    // Most tensors are small, and keep a few blocks busy: each time other ones.
+    // Most tensors are small and occupy a few blocks only; the shift gives each tensor different ones.
     const int block = (blockIdx.x + t * kBlocksApart) % gridDim.x, size = updates.size[t];
     for (int i = (block * kMaxThreads + threadIdx.x) * T::kLanes; i < size; i += step) {
       each(t, i, min(T::kLanes, size - i));
@@ -43,6 +45,7 @@ __device__ __forceinline__ void for_each_vector(const Updates &updates, const Ea
   }
 }
 
+// Sets *overflow to 1 if an element is not finite, and leaves it otherwise.
 template <class T>
 __device__ void check_gradients(const Updates &updates, int *overflow) {
   constexpr unsigned kExponent = 0x7f800000u;
@@ -56,7 +59,8 @@ __device__ void check_gradients(const Updates &updates, int *overflow) {
   if (!is_finite) *overflow = 1;
 }
 
-// v = mu v + g + decay p, p -= rate v; g is the gradient times `unscale`, which is 0 where the step is to be left out.
+// v = mu v + g + decay p, p -= rate v, where g = unscale * gradient. `unscale` may be null, which means 1; 0 skips the
+// step. With masters, p is the float32 master, and the parameter becomes its rounded copy.
 template <class T, bool kHasMasters>
 __device__ void momentum(const Updates &updates, const float *rate, const float *unscale, float mu) {
   const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
@@ -96,7 +100,7 @@ UPDATE_KERNELS(f32)
 UPDATE_KERNELS(f16)
 UPDATE_KERNELS(bf16)
 
-// By one thread, behind the checks.
+// One thread, launched after the checks, updates the loss scale and its counters, and clears *overflow.
 extern "C" __global__ void follow_loss_scale(int *overflow, LossScaling rule, float *scale, int *good, int *bad,
                                              float *unscale) {
   *unscale = *overflow ? 0.f : 1.f / *scale;

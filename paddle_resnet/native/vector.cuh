@@ -1,8 +1,9 @@
-// Sixteen bytes of consecutive channels, the unit in which every kernel reads and writes memory, as float32 in
-// registers. No headers: NVRTC then needs nothing but this folder.
+// Loads and stores of 16-byte vectors of consecutive channels, the unit in which every kernel accesses memory; in
+// registers they are float32. The kernels include no header of CUDA, so that NVRTC needs nothing but this folder.
 
 #include "common.h"
 
+// Data types; kLanes is the number of elements of a vector.
 struct f32 {
   static constexpr int kLanes = kVectorBytes / 4;
 };
@@ -13,6 +14,7 @@ struct bf16 {
   static constexpr int kLanes = kVectorBytes / 2;
 };
 
+// Between a 32-bit word and its elements: one f32, or two of 16 bits, the first in the lower half.
 __device__ __forceinline__ void unpack(f32, unsigned bits, float *values) { values[0] = __uint_as_float(bits); }
 __device__ __forceinline__ unsigned pack(f32, const float *values) { return __float_as_uint(values[0]); }
 
@@ -42,6 +44,7 @@ __device__ __forceinline__ unsigned pack(bf16, const float *values) {
   return round_to_bf16(values[0]) | round_to_bf16(values[1]) << 16;
 }
 
+// Between 16 bytes and T::kLanes floats.
 template <class T>
 __device__ __forceinline__ void unpack16(uint4 raw, float (&values)[T::kLanes]) {
   constexpr int kWord = T::kLanes / 4;
@@ -58,6 +61,7 @@ __device__ __forceinline__ uint4 pack16(const float (&values)[T::kLanes]) {
                     pack(T(), values + 3 * kWord));
 }
 
+// T::kLanes floats of a float32 array; the address must be a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ void load_floats(const float *source, float (&values)[T::kLanes]) {
 #pragma unroll
@@ -74,7 +78,7 @@ __device__ __forceinline__ void store_floats(const float (&values)[T::kLanes], f
   }
 }
 
-// Single elements, for what is not a whole vector.
+// Element i alone, for the end of an array that is not a whole vector.
 __device__ __forceinline__ float load_one(f32, const void *from, int i) { return static_cast<const float *>(from)[i]; }
 __device__ __forceinline__ void store_one(f32, float value, void *to, int i) { static_cast<float *>(to)[i] = value; }
 template <class T>

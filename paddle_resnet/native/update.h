@@ -1,20 +1,21 @@
-// The update of all parameters, in one launch for up to kTableTensors of them.
+// Operators that follow the backward pass: the check of all gradients with the loss scale, and momentum. They take the
+// tensors of all parameters at once, launch the kernels of update.cu for up to kTableTensors of them at a time, or call
+// the reference on the CPU.
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "gpu.h"
+#include "reference/update.h"
 #include "tensors.h"
 
 namespace {
 
-// Calls launch(updates) for tensors of one kind, a table at a time.
+// The arguments of one kernel's launches: tensors of one data type, divided into tables.
 class Tables {
  public:
   void add(const Tensor &gradient, const Tensor *parameter, const Tensor *velocity, const Tensor *master, float decay) {
@@ -28,6 +29,8 @@ class Tables {
     table.size[t] = static_cast<int>(gradient.numel());
     table.decay[t] = decay;
   }
+
+  // Calls launch(updates) for each table.
   template <class Launch>
   void launch(const Launch &launch) {
     for (Updates &table : tables_) launch(table);
@@ -54,12 +57,14 @@ class Tables {
 std::vector<unsigned> update_grid() { return {static_cast<unsigned>(Gpu::get().blocks()), 1}; }
 std::vector<unsigned> update_block() { return {kMaxThreads, 1}; }
 
-// Whether all gradients are finite; the loss scale follows. Returns 1 / the scale of these gradients, 0 if some are
-// not.
-Tensor check(const Tensors &gradients, Tensor &scale, Tensor &good, Tensor &bad, LossScaling rule) {
+// Checks that all gradients are finite, then updates the loss scale and its counters in place. Returns [1]: 1 / the
+// scale that these gradients have, 0 if some are not finite.
+std::vector<Tensor> CheckGradients(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
+                                   int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
+  LossScaling rule = {raise_after_steps, lower_after_steps, raise_by, lower_by};
   Tensor unscale = paddle::empty({1}, DataType::FLOAT32, scale.place());
   float *s = scale.data<float>(), *u = unscale.data<float>();
-  int *g = good.data<int>(), *b = bad.data<int>();
+  int *good = good_steps.data<int>(), *bad = bad_steps.data<int>();
   if (scale.is_gpu()) {
     std::map<std::string, Tables> by_type;
     for (const Tensor &gradient : gradients) by_type[suffix(gradient)].add(gradient, nullptr, nullptr, nullptr, 0);
@@ -70,23 +75,23 @@ Tensor check(const Tensors &gradients, Tensor &scale, Tensor &good, Tensor &bad,
         Gpu::get().launch(name, scale, update_grid(), update_block(), {&updates, &overflow});
       });
     }
-    Gpu::get().launch("follow_loss_scale", scale, {1, 1}, {1, 1}, {&overflow, &rule, &s, &g, &b, &u});
-    return unscale;
+    Gpu::get().launch("follow_loss_scale", scale, {1, 1}, {1, 1}, {&overflow, &rule, &s, &good, &bad, &u});
+    return {unscale};
   }
   bool is_finite = true;
   for (const Tensor &gradient : gradients) {
     require_float32(gradient);
-    const float *values = data<float>(gradient);
-    is_finite &= std::all_of(values, values + gradient.numel(), [](float value) { return std::isfinite(value); });
+    is_finite &= reference::is_finite(data<float>(gradient), gradient.numel());
   }
   *u = is_finite ? 1 / *s : 0;
-  rule.follow(!is_finite, s, g, b);
-  return unscale;
+  rule.follow(!is_finite, s, good, bad);
+  return {unscale};
 }
 
-// Momentum without Nesterov's change. `masters`: float32 parameters that those of another type are copies of.
-void update(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
-            const paddle::optional<Tensor> &unscale, float mu, const std::vector<float> &decays) {
+// Momentum without Nesterov's variant, in place. `masters`: the float32 parameters, of which `parameters` are copies
+// in a narrower type; null where the parameters themselves are float32. `unscale` is what CheckGradients returned.
+void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
+              const paddle::optional<Tensor> &unscale, float mu, const std::vector<float> &decays) {
   if (gradients.size() != parameters.size() || velocities.size() != parameters.size() ||
       decays.size() != parameters.size() || (masters && masters->size() != parameters.size()))
     PD_THROW("an update needs a gradient, a velocity and a decay for each parameter");
@@ -107,17 +112,23 @@ void update(Tensors &parameters, const Tensors &gradients, Tensors &velocities, 
     }
     return;
   }
-  if (factor && *factor == 0) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     require_float32(gradients[i]);
-    float *p = parameters[i].data<float>(), *v = velocities[i].data<float>();
-    const float *g = data<float>(gradients[i]);
-    for (int64_t k = 0; k < parameters[i].numel(); ++k) {
-      v[k] = mu * v[k] + (g[k] * (factor ? *factor : 1) + decays[i] * p[k]);
-      p[k] -= *lr * v[k];
-      if (masters) masters->at(i).data<float>()[k] = p[k];
-    }
+    reference::momentum(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, mu, decays[i],
+                        velocities[i].data<float>(), parameters[i].data<float>(),
+                        masters ? masters->at(i).data<float>() : nullptr);
   }
+}
+
+void Momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, const Tensor &rate,
+              const paddle::optional<Tensor> &unscale, float mu, const std::vector<float> &decays) {
+  momentum(parameters, gradients, velocities, nullptr, rate, unscale, mu, decays);
+}
+
+void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors &masters,
+                     const Tensor &rate, const paddle::optional<Tensor> &unscale, float mu,
+                     const std::vector<float> &decays) {
+  momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, decays);
 }
 
 }  // namespace

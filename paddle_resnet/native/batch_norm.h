@@ -1,0 +1,169 @@
+// Operators of batch normalisation, fused with the ReLU and the residual addition behind it. They check and allocate,
+// then launch the kernels of batch_norm.cu, or call the reference on the CPU. That kernel file describes the method,
+// reference/batch_norm.h the layouts of coefficients and mask.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gpu.h"
+#include "reference/batch_norm.h"
+#include "tensors.h"
+
+namespace {
+
+// The part of a kernel's name that says what is fused behind BN: the ReLU, or in the backward pass also the residual
+// addition with one or two gradients to add up.
+std::string fused(int summands, bool relu) {
+  if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
+  return relu ? "_relu" : "";
+}
+
+// A grid that fills the GPU: each block has a group of channels and walks over rows.
+struct RowGrid {
+  std::vector<unsigned> grid, block;
+  RowGrid(const Tensor &x, const Shape &shape) {
+    const int vectors = shape.channels / vector_lanes(x);
+    int lanes = std::min(vectors, kMaxLanes);
+    while (vectors % lanes != 0) --lanes;
+    const int groups = vectors / lanes, height = kMaxThreads / lanes;
+    if (groups > kMaxChannelGroups) PD_THROW("too many channels for the fused operators: ", shape.channels);
+    const int row_groups = std::max(1, Gpu::get().blocks() / groups);
+    block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height)};
+    grid = {static_cast<unsigned>(groups),
+            static_cast<unsigned>(std::min(row_groups, (shape.rows + height - 1) / height))};
+  }
+};
+
+// A training step's y = BN(x) [+ z], then ReLU. Updates the running `mean` and `variance` in place. Allocates
+// `coefficients`, and `mask` where it is not null.
+Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
+                Tensor &variance, float momentum, float epsilon, bool relu, Tensor &coefficients, Tensor *mask) {
+  const Shape shape(x);
+  if (z) require_like(x, *z, "addend");
+  coefficients = empty_floats({4, shape.channels}, x);
+  Tensor y = empty_as(x);
+  if (mask) {
+    auto mask_shape = x.shape();
+    mask_shape.back() /= vector_lanes(x);
+    *mask = paddle::empty(mask_shape, DataType::UINT8, x.place());
+  }
+  float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
+  float *c = data<float>(coefficients);
+  if (x.is_gpu()) {
+    const RowGrid grid(x, shape);
+    void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y), *bits = mask ? raw(*mask) : nullptr;
+    void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
+    int rows = shape.rows;
+    Gpu::get().launch("bn_statistics" + suffix(x), x, grid.grid, grid.block,
+                      {&in, &rows, &s, &b, &m, &v, &momentum, &epsilon, &c, &partial, &arrivals});
+    Gpu::get().launch("bn_apply" + fused(z ? 1 : 0, relu) + suffix(x), x, grid.grid, grid.block,
+                      {&in, &added, &rows, &c, &out, &bits});
+    return y;
+  }
+  require_float32(x);
+  reference::bn_statistics(data<float>(x), shape.rows, shape.channels, s, b, m, v, momentum, epsilon, c);
+  reference::bn_apply(data<float>(x), z ? data<float>(*z) : nullptr, shape.rows, shape.channels, c, c + shape.channels,
+                      relu, data<float>(y), mask ? data<uint8_t>(*mask) : nullptr);
+  return y;
+}
+
+std::vector<Tensor> BnAct(const Tensor &x, const Tensor &scale, const Tensor &bias, Tensor &mean, Tensor &variance,
+                          float momentum, float epsilon, bool relu) {
+  Tensor coefficients;
+  Tensor y = bn_train(x, nullptr, scale, bias, mean, variance, momentum, epsilon, relu, coefficients, nullptr);
+  return {y, coefficients};
+}
+
+std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &scale, const Tensor &bias, Tensor &mean,
+                              Tensor &variance, float momentum, float epsilon) {
+  Tensor coefficients, mask;
+  Tensor y = bn_train(x, &z, scale, bias, mean, variance, momentum, epsilon, true, coefficients, &mask);
+  return {y, coefficients, mask};
+}
+
+// Returns dx. `gradients`: one, or two to add up. `mask` and `dz` are given with the residual addition, null without
+// it. Allocates `dz`. Writes the gradients of scale and bias to `dscale` and `dbias`, which the caller allocates.
+Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask, bool relu,
+                   Tensor *dz, Tensor &dscale, Tensor &dbias) {
+  const Shape shape(x);
+  Tensor dx = empty_as(x);
+  if (dz) *dz = empty_as(x);
+  if (gradients.empty() || gradients.size() > (dz ? 2 : 1))
+    PD_THROW("a fused gradient takes one gradient, or two to add");
+  for (const Tensor &gradient : gradients) require_like(x, gradient, "gradient");
+  if (mask && mask->numel() != x.numel() / vector_lanes(x)) PD_THROW("a fused gradient's mask is of another size");
+  float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias);
+  const bool has_two = gradients.size() > 1;
+  if (x.is_gpu()) {
+    const RowGrid grid(x, shape);
+    Tensor applied = empty_floats({2, shape.channels}, x);
+    void *in = raw(x), *first = raw(gradients[0]), *second = has_two ? raw(gradients[1]) : nullptr;
+    void *bits = mask ? raw(*mask) : nullptr, *masked = dz ? raw(*dz) : nullptr, *out = raw(dx);
+    void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
+    float *ap = data<float>(applied);
+    int rows = shape.rows;
+    const int summands = dz ? gradients.size() : 0;
+    Gpu::get().launch("bn_reduce" + fused(summands, relu) + suffix(x), x, grid.grid, grid.block,
+                      {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
+    Gpu::get().launch("bn_gradient" + fused(0, relu && !dz) + suffix(x), x, grid.grid, grid.block,
+                      {&in, dz ? &masked : &first, &rows, &c, &ap, &out});
+    return dx;
+  }
+  require_float32(x);
+  reference::bn_gradient(data<float>(x), data<float>(gradients[0]), has_two ? data<float>(gradients[1]) : nullptr,
+                         mask ? data<uint8_t>(*mask) : nullptr, relu, shape.rows, shape.channels, c,
+                         dz ? data<float>(*dz) : nullptr, ds, db, data<float>(dx));
+  return dx;
+}
+
+// The tensors for the gradients of scale and bias: `into`, if given, which lie in a buffer that one all-reduce sums.
+void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coefficients, Tensor &dscale,
+                      Tensor &dbias) {
+  const int64_t channels = coefficients.shape().back();
+  dscale = into ? into->at(0) : empty_floats({channels}, coefficients);
+  dbias = into ? into->at(1) : empty_floats({channels}, coefficients);
+}
+
+std::vector<Tensor> BnActBackward(const Tensor &x, const Tensor &dy, const Tensor &coefficients,
+                                  const paddle::optional<Tensors> &into, bool relu) {
+  Tensor dscale, dbias;
+  gradient_targets(into, coefficients, dscale, dbias);
+  Tensor dx = bn_backward(x, {dy}, coefficients, nullptr, relu, nullptr, dscale, dbias);
+  return {dx, dscale, dbias};
+}
+
+std::vector<Tensor> BnAddReluBackward(const Tensor &x, const Tensors &dy, const Tensor &coefficients,
+                                      const Tensor &mask, const paddle::optional<Tensors> &into) {
+  Tensor dz, dscale, dbias;
+  gradient_targets(into, coefficients, dscale, dbias);
+  Tensor dx = bn_backward(x, dy, coefficients, &mask, true, &dz, dscale, dbias);
+  return {dx, dz, dscale, dbias};
+}
+
+// y = BN(x) [+ z], then ReLU, with the running statistics.
+std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
+                                const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon, bool relu) {
+  const Shape shape(x);
+  if (z && !relu) PD_THROW("the residual addition is fused with a ReLU behind it only");
+  if (z) require_like(x, *z, "addend");
+  Tensor y = empty_as(x);
+  float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
+  if (x.is_gpu()) {
+    const RowGrid grid(x, shape);
+    void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y);
+    int rows = shape.rows;
+    Gpu::get().launch("bn_infer" + fused(z ? 1 : 0, relu) + suffix(x), x, grid.grid, grid.block,
+                      {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
+    return {y};
+  }
+  require_float32(x);
+  reference::bn_infer(data<float>(x), z ? data<float>(*z) : nullptr, shape.rows, shape.channels, s, b, m, v, epsilon,
+                      relu, data<float>(y));
+  return {y};
+}
+
+}  // namespace

@@ -1,0 +1,73 @@
+// Operators of max pooling and its gradient. They check and allocate, then launch the kernels of max_pool.cu, or call
+// the reference on the CPU.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gpu.h"
+#include "reference/max_pool.h"
+#include "tensors.h"
+
+namespace {
+
+Window window_of(int height, int width, int kernel, int stride, int padding, int vectors) {
+  const auto positions = [&](int size) { return (size + 2 * padding - kernel) / stride + 1; };
+  return {height, width, positions(height), positions(width), kernel, stride, padding, vectors};
+}
+
+// The number of threads for a tensor of so many elements: one for each 16-byte vector.
+unsigned pool_threads(const Tensor &x) {
+  const int64_t vectors = x.numel() / vector_lanes(x);
+  if (vectors > INT32_MAX) PD_THROW("the fused max pooling takes less than 2^31 vectors of 16 bytes");
+  return static_cast<unsigned>(vectors);
+}
+
+std::vector<unsigned> pool_grid(unsigned threads) { return {(threads + kPoolThreads - 1) / kPoolThreads, 1}; }
+const std::vector<unsigned> kPoolBlock = {kPoolThreads, 1};
+
+// Returns y and positions [N, H, W, C]: in which position of its window each output lay, one byte each.
+std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
+  const int batch = x.shape()[0], channels = Shape(x).channels, vectors = channels / vector_lanes(x);
+  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, vectors);
+  if (padding >= kernel) PD_THROW("the fused max pooling's padding, ", padding, ", leaves windows without an element");
+  const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
+  Tensor y = paddle::empty(shape, x.dtype(), x.place()), positions = paddle::empty(shape, DataType::UINT8, x.place());
+  if (x.is_gpu()) {
+    pool_threads(x);
+    unsigned outputs = pool_threads(y);
+    void *in = raw(x), *out = raw(y), *found = raw(positions);
+    Gpu::get().launch("max_pool" + suffix(x), x, pool_grid(outputs), kPoolBlock,
+                      {&in, &outputs, &window, &out, &found});
+    return {y, positions};
+  }
+  require_float32(x);
+  reference::max_pool(data<float>(x), batch, channels, window, data<float>(y), data<uint8_t>(positions));
+  return {y, positions};
+}
+
+// Returns dx [N, height, width, C]. `dy`: one gradient, or two to add up.
+std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, int kernel, int stride, int padding,
+                                    int height, int width) {
+  const int batch = dy[0].shape()[0], channels = Shape(dy[0]).channels, vectors = channels / vector_lanes(dy[0]);
+  Window window = window_of(height, width, kernel, stride, padding, vectors);
+  Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
+  if (dy.size() > 2) PD_THROW("a fused gradient takes one gradient, or two to add");
+  const bool has_two = dy.size() > 1;
+  if (has_two) require_like(dy[0], dy[1], "second gradient");
+  if (positions.numel() != dy[0].numel()) PD_THROW("a fused gradient's positions are of another size");
+  if (dx.is_gpu()) {
+    unsigned inputs = pool_threads(dx);
+    void *first = raw(dy[0]), *second = has_two ? raw(dy[1]) : nullptr, *found = raw(positions), *out = raw(dx);
+    Gpu::get().launch("max_pool_gradient" + suffix(dx), dx, pool_grid(inputs), kPoolBlock,
+                      {&first, &second, &found, &inputs, &window, &out});
+    return {dx};
+  }
+  require_float32(dx);
+  reference::max_pool_gradient(data<float>(dy[0]), has_two ? data<float>(dy[1]) : nullptr, data<uint8_t>(positions),
+                               batch, channels, window, data<float>(dx));
+  return {dx};
+}
+
+}  // namespace

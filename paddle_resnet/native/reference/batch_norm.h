@@ -1,0 +1,102 @@
+// Batch normalisation with ReLU and residual addition in plain loops over float32, summed in float64. The operators
+// call them on the CPU.
+//
+// Activations are [rows, channels] = [N * H * W, C], channels contiguous. The coefficients of a training step are [4,
+// C]: a and b of y = a x + b, mean, 1 / standard deviation. A mask has one byte for each 16-byte vector of 4 channels;
+// bit i is set where channel i passed the ReLU.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "../common.h"
+
+namespace reference {
+
+constexpr int kMaskLanes = kVectorBytes / sizeof(float);  // channels of a mask's byte
+
+// The batch's coefficients; updates the running statistics, whose variance is the unbiased one.
+inline void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias,
+                          float *running_mean, float *running_variance, float momentum, float epsilon,
+                          float *coefficients) {
+  for (int channel = 0; channel < channels; ++channel) {
+    double sum = 0, square = 0;
+    for (int64_t row = 0; row < rows; ++row) sum += x[row * channels + channel];
+    const double mean = sum / rows;
+    for (int64_t row = 0; row < rows; ++row) {
+      const double difference = x[row * channels + channel] - mean;
+      square += difference * difference;
+    }
+    const double biased = square / rows, inverse = 1 / std::sqrt(biased + epsilon);
+    const double a = scale[channel] * inverse;
+    coefficients[channel] = a;
+    coefficients[channels + channel] = bias[channel] - mean * a;
+    coefficients[2 * channels + channel] = mean;
+    coefficients[3 * channels + channel] = inverse;
+    running_mean[channel] = momentum * running_mean[channel] + (1 - momentum) * mean;
+    running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * square / std::max(1, rows - 1);
+  }
+}
+
+// y = a x + b [+ z], then the ReLU. `z` and `mask` may be null.
+inline void bn_apply(const float *x, const float *z, int rows, int channels, const float *a, const float *b, bool relu,
+                     float *y, uint8_t *mask) {
+  for (int64_t i = 0; i < static_cast<int64_t>(rows) * channels; ++i) {
+    const int channel = i % channels;
+    float value = std::fma(a[channel], x[i], b[channel]) + (z ? z[i] : 0);
+    if (mask) {
+      uint8_t &byte = mask[i / kMaskLanes];
+      if (i % kMaskLanes == 0) byte = 0;
+      byte |= (value > 0) << i % kMaskLanes;
+    }
+    y[i] = relu && value < 0 ? 0 : value;  // passes NaN
+  }
+}
+
+// bn_apply with the running statistics.
+inline void bn_infer(const float *x, const float *z, int rows, int channels, const float *scale, const float *bias,
+                     const float *mean, const float *variance, float epsilon, bool relu, float *y) {
+  std::vector<float> a(channels), b(channels);
+  for (int channel = 0; channel < channels; ++channel) {
+    a[channel] = scale[channel] / std::sqrt(variance[channel] + epsilon);
+    b[channel] = bias[channel] - mean[channel] * a[channel];
+  }
+  bn_apply(x, z, rows, channels, a.data(), b.data(), relu, y, nullptr);
+}
+
+// Ioffe and Szegedy, arXiv:1502.03167, section 3. The output's gradient is dy [+ dy2]. The ReLU's decisions come from
+// `mask` where there is one, otherwise, with `relu`, from y = a x + b again. `dy2`, `mask` and `dz` may be null; dz
+// gets the gradient behind the ReLU.
+inline void bn_gradient(const float *x, const float *dy, const float *dy2, const uint8_t *mask, bool relu, int rows,
+                        int channels, const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {
+  const float *a = coefficients, *b = a + channels, *mean = b + channels, *inverses = mean + channels;
+  const int64_t size = static_cast<int64_t>(rows) * channels;
+  std::vector<float> g(size);
+  std::vector<double> sum(channels), product(channels);
+  for (int64_t i = 0; i < size; ++i) {
+    const int channel = i % channels;
+    g[i] += dy[i];
+    if (dy2) g[i] += dy2[i];
+    const bool passes =
+        mask ? mask[i / kMaskLanes] >> i % kMaskLanes & 1 : !relu || std::fma(a[channel], x[i], b[channel]) > 0;
+    if (!passes) g[i] = 0;
+    sum[channel] += g[i];
+    product[channel] += static_cast<double>(g[i]) * (x[i] - mean[channel]);
+  }
+  for (int channel = 0; channel < channels; ++channel) {
+    const double inverse = inverses[channel];
+    dscale[channel] = product[channel] * inverse;
+    dbias[channel] = sum[channel];
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    const int channel = i % channels;
+    const double inverse = inverses[channel], difference = x[i] - mean[channel];
+    dx[i] = a[channel] * (g[i] - sum[channel] / rows - difference * inverse * inverse * product[channel] / rows);
+  }
+  if (dz) std::copy(g.begin(), g.end(), dz);
+}
+
+}  // namespace reference

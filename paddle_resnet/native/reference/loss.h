@@ -1,0 +1,63 @@
+// Softmax cross entropy, accuracies and gradient in plain loops over float32, summed in float64. The operators call
+// them on the CPU. Logits are [rows, classes], classes contiguous.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace reference {
+
+// Each row's losses, of_softmax [rows, 2] and pairs [rows, 2], as loss_rows in loss.cu defines them. Over the batch:
+// the mean loss, unless `loss` is null, and the accuracies; top1 is -1 if a label is out of range.
+inline void loss(const float *logits, const int64_t *labels, int rows, int classes, float smoothing, int k,
+                 float *losses, float *of_softmax, int64_t *pairs, float *loss, float *top1, float *topk) {
+  double total = 0;
+  int hits = 0, hits_k = 0, out_of_range = 0;
+  for (int row = 0; row < rows; ++row) {
+    const float *x = logits + static_cast<int64_t>(row) * classes;
+    const int64_t label = labels[row];
+    const bool is_class = label >= 0 && label < classes;
+    const float own = is_class ? x[label] : std::numeric_limits<float>::quiet_NaN();
+    const bool has_nan = std::any_of(x, x + classes, [](float value) { return std::isnan(value); });
+    const float largest = has_nan ? std::numeric_limits<float>::quiet_NaN() : *std::max_element(x, x + classes);
+    double exponentials = 0, differences = 0;
+    int ahead = 0;  // classes that rank before the label's; of equal logits the lower class does
+    for (int i = 0; i < classes; ++i) {
+      exponentials += std::exp(static_cast<double>(x[i]) - largest);
+      differences += static_cast<double>(x[i]) - largest;
+      ahead += x[i] > own || (x[i] == own && i < label);
+    }
+    double value = std::log(exponentials) - (1 - smoothing) * (static_cast<double>(own) - largest);
+    if (smoothing != 0) value -= smoothing / classes * differences;
+    losses[row] = value;
+    total += value;
+    of_softmax[2 * row] = largest;
+    of_softmax[2 * row + 1] = std::log(exponentials);
+    const bool is_number = !has_nan && is_class;
+    hits += is_number && ahead < 1;
+    hits_k += is_number && ahead < k;
+    out_of_range += !is_class;
+    pairs[2 * row] = label;
+    pairs[2 * row + 1] = has_nan ? -1 : std::max_element(x, x + classes) - x;
+  }
+  if (loss) *loss = total / rows;
+  *top1 = out_of_range ? -1 : static_cast<float>(hits) / rows;
+  *topk = static_cast<float>(hits_k) / rows;
+}
+
+// Gradient of the mean loss, times `dloss`; NaN in the rows whose label is out of range.
+inline void loss_gradient(const float *logits, const int64_t *labels, const float *of_softmax, float dloss, int rows,
+                          int classes, float smoothing, float *dlogits) {
+  for (int64_t i = 0; i < static_cast<int64_t>(rows) * classes; ++i) {
+    const int64_t row = i / classes, label = labels[row];
+    const double factor = label >= 0 && label < classes ? dloss / rows : NAN;
+    const double target = smoothing / classes + (i % classes == label ? 1 - smoothing : 0);
+    dlogits[i] =
+        (std::exp(static_cast<double>(logits[i]) - of_softmax[2 * row] - of_softmax[2 * row + 1]) - target) * factor;
+  }
+}
+
+}  // namespace reference

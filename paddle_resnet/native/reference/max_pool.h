@@ -1,0 +1,53 @@
+// Max pooling of [N, H, W, C] and its gradient in plain loops over float32, which the operators call on the CPU.
+//
+// Position p of a window is its pixel (p / kernel, p % kernel), counted from the top left, padding included.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "../common.h"
+
+namespace reference {
+
+// y and positions: [batch, out_height, out_width, channels]. The first of equal values counts; NaN wins.
+inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
+  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
+  for (int64_t i = 0; i < outputs; ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    bool is_first = true;
+    for (int position = 0; position < window.kernel * window.kernel; ++position) {
+      const int h = row * window.stride - window.padding + position / window.kernel;
+      const int w = column * window.stride - window.padding + position % window.kernel;
+      if (h < 0 || h >= window.height || w < 0 || w >= window.width) continue;
+      const float value = x[((image * window.height + h) * window.width + w) * channels + channel];
+      if (!is_first && !(value > y[i]) && !std::isnan(value)) continue;
+      is_first = false;
+      y[i] = value;
+      positions[i] = position;
+    }
+  }
+}
+
+// The output's gradient is dy [+ dy2]; `dy2` may be null. dx: [batch, height, width, channels].
+inline void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *positions, int batch, int channels,
+                              const Window &window, float *dx) {
+  std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);
+  const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
+  for (int64_t i = 0; i < outputs; ++i) {
+    const int channel = i % channels, column = i / channels % window.out_width;
+    const int row = i / channels / window.out_width % window.out_height;
+    const int64_t image = i / channels / window.out_width / window.out_height;
+    const int h = row * window.stride - window.padding + positions[i] / window.kernel;
+    const int w = column * window.stride - window.padding + positions[i] % window.kernel;
+    float &sum = dx[((image * window.height + h) * window.width + w) * channels + channel];
+    sum += dy[i];
+    if (dy2) sum += dy2[i];
+  }
+}
+
+}  // namespace reference
