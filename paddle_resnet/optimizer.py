@@ -7,13 +7,9 @@ from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 from paddle.static.amp import fp16_utils
 
 from paddle_resnet.job import processes
+from paddle_resnet.models import loss_head
 from utils import logger
 from utils.errors import UsageError
-
-# The operators that program.create_fetchs makes.
-LOSS_HEAD = ("one_hot_v2", "label_smooth", "softmax_with_cross_entropy", "reduce_mean", "top_k_v2", "accuracy")
-
-LOSS_HEAD += ("native_post",)  # it hands them to the host as they are
 
 
 def build_lr_scheduler(args, step_each_epoch):
@@ -56,12 +52,12 @@ def build_optimizer(args, lr_scheduler):
 
 
 def _amp_lists(args, program):
-    """Paddle's lists of what runs in --amp-dtype, with loss and accuracy kept in float32.
+    """Paddle's lists of what runs in --amp-dtype, with the loss head kept in float32.
 
-    Level O2 ignores Paddle's own black list and would round the loss and the share of right answers to 11 bits or 8.
-    Its operators are named by their outputs, which is the one exception that every level respects.
+    Level O2 ignores Paddle's black list of operators. It respects one exception, as every level does: operators that
+    are named by their outputs.
     """
-    head = [op for op in program.global_block().ops if op.type in LOSS_HEAD]
+    head = [op for op in program.global_block().ops if loss_head.contains(op)]
     names = {name for op in head for name in op.output_arg_names}
     return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=args.amp_dtype)
 

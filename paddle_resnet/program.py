@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
 from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
@@ -14,7 +13,7 @@ from paddle.incubate import asp
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
-from paddle_resnet.models import build_model
+from paddle_resnet.models import build_model, loss_head
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
 from paddle_resnet.passes import all_reduces, fusion
 from paddle_resnet.passes.updates import mend_updates
@@ -59,26 +58,15 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         {"loss", "top1", "top5": (variable, AverageMeter)}; top5 is top-C where there are C < 5 classes. With
         Mode.EVAL also "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
     """
-    label = feeds["label"]
-    if mode is Mode.EVAL:
-        loss = F.cross_entropy(out, label, reduction="none")
-    elif label_smoothing:
-        soft_label = F.label_smooth(F.one_hot(paddle.reshape(label, [-1]), class_num), epsilon=label_smoothing)
-        loss = F.cross_entropy(out, soft_label, soft_label=True)
-    else:
-        loss = F.cross_entropy(out, label)
-    top1 = static.accuracy(out, label, k=1)
-    top5 = static.accuracy(out, label, k=min(5, class_num))
-    fetchs = {
-        "loss": (loss, AverageMeter("loss")),
-        "top1": (top1, AverageMeter("top1", is_ratio=True)),
-        "top5": (top5, AverageMeter("top5", is_ratio=True)),
-    }
-    if mode is Mode.EVAL:
-        # The operator that the accuracy uses, so that both agree on which of two equal logits comes first.
-        _, prediction = paddle.topk(out, k=1)
-        fetchs["confusion"] = (paddle.concat([label, prediction], axis=1), ConfusionMeter(class_num))
-    return fetchs
+    head = loss_head.add_paddle(out, feeds["label"], class_num, label_smoothing, mode is Mode.TRAIN)
+    return _with_meters(head, class_num)
+
+
+def _with_meters(head, class_num):
+    meters = {name: AverageMeter(name, is_ratio=name != "loss") for name in head if name != "confusion"}
+    if "confusion" in head:
+        meters["confusion"] = ConfusionMeter(class_num)
+    return {name: (variable, meters[name]) for name, variable in head.items()}
 
 
 def create_strategy(args, is_train=True):
@@ -147,8 +135,9 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
             images = images.astype("float32")  # AMP casts it on to bfloat16: Paddle's layers check for the other two
         out = model(images)
-        mode = Mode.TRAIN if is_train else Mode.EVAL
-        fetchs = create_fetchs(out, feeds, args.num_of_class, args.label_smoothing, mode)
+        add_head = loss_head.add_native if args.kernels == "native" else loss_head.add_paddle
+        head = add_head(out, feeds["label"], args.num_of_class, args.label_smoothing, is_train)
+        fetchs = _with_meters(head, args.num_of_class)
         if is_train:
             lr_scheduler = build_lr_scheduler(args, step_each_epoch)
             optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
@@ -159,7 +148,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             mend_updates(args, main_prog)
             all_reduces.adapt_communication(args, main_prog, startup_prog)
         if args.kernels == "native":
-            host_metrics.post(variable for variable, _ in fetchs.values())
+            with loss_head.scope():  # the metrics reach the host in the precision that they have
+                host_metrics.post(head.values())
     return fetchs, lr_scheduler, feeds, optimizer
 
 
@@ -174,9 +164,10 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     Returns:
         static.CompiledProgram.
     """
+    program = program.clone()  # the one that was built stays as it is
     if args.device == "cpu" and args.data_layout == "NCHW":
-        # oneDNN's convolutions take half the time of Paddle's own. Not in NHWC, where the gradient of the filters
-        # comes out wrong, and only these operators: the gradient of the mean, for one, fails on the loss.
+        # oneDNN's convolutions take half the time of Paddle's own. Not in NHWC, where its filter gradients are wrong,
+        # and only these operators: its gradient of a mean, for one, fails on the scalar loss.
         for op in program.global_block().ops:
             if op.type in ("conv2d", "conv2d_grad"):
                 op._set_attr("use_mkldnn", True)

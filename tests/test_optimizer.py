@@ -8,6 +8,7 @@ from paddle import static
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four
 from paddle_resnet import optimizer, program
 from paddle_resnet.job import processes
+from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion, updates
 from test_program import build, random_batches, variable
@@ -94,12 +95,16 @@ def gpu_lists(monkeypatch):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("is_train", [True, False])
+@pytest.mark.parametrize("kernels", ["paddle", *(["native"] if native.missing() is None else [])])
 def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
-    parse, monkeypatch, gpu_lists, level, dtype, is_train
+    parse, monkeypatch, gpu_lists, level, dtype, is_train, kernels
 ):
     """How the program is rewritten; a GPU runs it in test_gpu.py."""
     half = getattr(paddle, dtype)
     args = parse("--dali-output-fp16", "--data-layout", "NHWC")
+    if kernels == "native":
+        native.load()
+        args.kernels = "native"
     args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # refused on a CPU
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
@@ -122,16 +127,18 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
 
     for op in by_type["conv2d"]:
         assert dtypes(op, op.input("Input") + op.input("Filter") + op.output("Output")) == {half}
-    for op_type in optimizer.LOSS_HEAD:
-        for op in by_type.get(op_type, []):
-            assert dtypes(op, op.input_arg_names + op.output_arg_names) == {paddle.float32}, op_type
+    head = [op for op in block.ops if loss_head.contains(op) and op.type != "cast"]
+    assert ("native_loss" in by_type) == (kernels == "native")
+    assert len(head) >= 2
+    for op in head:  # what it has beside integers
+        assert dtypes(op, op.input_arg_names + op.output_arg_names) <= {paddle.float32}, op.type
     assert {variable.dtype for name, (variable, _) in fetchs.items() if name != "confusion"} == {paddle.float32}
     weights = {p.name for p in main.all_parameters() if "batch_norm" not in p.name and "mask" not in p.name}
     assert {block.var(name).dtype for name in weights} == {half if level == "O2" else paddle.float32}
     assert {p.dtype for p in main.all_parameters() if "batch_norm" in p.name} == {paddle.float32}
     if level == "O2" and not is_train:
         assert cast == [weights]
-    for op in by_type.get("momentum", []):  # its kernels
+    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # Paddle's kernels of it
         allowed = {paddle.float32} if dtype == "bfloat16" else {paddle.float32, paddle.float16}
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
 

@@ -61,11 +61,11 @@ std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, float smoot
 }
 
 // Returns the gradient [N, C] of the mean loss, whose own gradient is `dloss` (one element).
-std::vector<Tensor> LossBackward(const Tensor &logits, const Tensor &labels, const Tensor &of_softmax,
-                                 const Tensor &dloss, float smoothing) {
+std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels, const Tensor &of_softmax,
+                                 const Tensor &dloss, float smoothing, int, bool mean) {
   LogitsShape shape(logits, labels);
-  if (of_softmax.numel() != 2 * shape.rows || dloss.numel() != 1)
-    PD_THROW("the fused loss's gradient is that of a mean");
+  if (!mean || of_softmax.numel() != 2 * shape.rows || dloss.numel() != 1)
+    PD_THROW("the fused loss has a gradient only where it is a mean");
   Tensor dlogits = empty_as(logits);
   float *norms = data<float>(of_softmax), *above = data<float>(dloss), *out = data<float>(dlogits);
   if (logits.is_gpu()) {

@@ -148,15 +148,11 @@ PD_BUILD_OP(native_loss)
     .SetInferShapeFn(PD_INFER_SHAPE(LossShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(LossType));
 
-Shapes LossBackwardShape(const Dims &logits, const Dims &, const Dims &, const Dims &, float) { return {logits}; }
-Types LossBackwardType(DataType logits, DataType, DataType, DataType) { return {logits}; }
-PD_BUILD_OP(native_loss_backward)
-    .Inputs({"Logits", "Labels", "OfSoftmax", "DLoss"})
-    .Outputs({"DLogits"})
-    .Attrs({"smoothing: float"})
-    .SetKernelFn(PD_KERNEL(LossBackward))
-    .SetInferShapeFn(PD_INFER_SHAPE(LossBackwardShape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(LossBackwardType));
+PD_BUILD_GRAD_OP(native_loss)
+    .Inputs({"Logits", "Labels", "OfSoftmax", paddle::Grad("Loss")})
+    .Outputs({paddle::Grad("Logits")})
+    .Attrs({"smoothing: float", "k: int", "mean: bool"})
+    .SetKernelFn(PD_KERNEL(LossGradient));
 
 // Loss scale and momentum, update.h. An operator that has only in-place outputs needs no shapes.
 

@@ -1,5 +1,5 @@
 """Programs rewritten to the project's own operators (native/): in NHWC BN with the ReLU and the residual addition after
-it, and max pooling; loss and accuracies; the update of all parameters, with the check of their gradients and the loss
+it, and max pooling; the update of all parameters, with the check of their gradients and the loss
 scale.
 
 This comes after all that Paddle writes into a program (precision, gradients, all-reduces), so that parameters,
@@ -12,8 +12,6 @@ import paddle
 
 VECTOR_BYTES = 16  # what a thread of the kernels reads at once
 TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
-
-MAIN_OUTPUT = {"batch_norm": "Y", "softmax_with_cross_entropy": "Loss"}
 
 # The operators between a BN and the tensor that all the rest of the program reads, and what is added on the way.
 Tail = namedtuple("Tail", "ops out relu addend")
@@ -37,7 +35,6 @@ def fuse(program):
                 _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.has_whole_vectors(op):
             _fuse_max_pool(graph, op)
-    _fuse_loss(graph)
     _fuse_updates(graph)
     return graph.finish()
 
@@ -70,25 +67,15 @@ class _Graph:
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type == op_type else None
 
-    def main_output(self, op):
-        return op.output(MAIN_OUTPUT.get(op.type, "Out"))[0]
-
     def gradient(self, op):
         """The operator that computes the gradients of another one, all of them; None if some are not wanted."""
-        out = self.main_output(op)
+        out = op.output("Y" if op.type == "batch_norm" else "Out")[0]
         found = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         return found[0] if found and all(found[0].output(name) for name in found[0].output_names) else None
 
     def has_gradient(self, ops):
         """Whether the backward pass goes through one of the operators."""
         return any(f"{name}@GRAD" in self.readers for op in ops for name in op.output_arg_names)
-
-    def are_read_elsewhere(self, ops, kept):
-        """Whether operators that are to stay read what these make, apart from the names in `kept`; or whether one of
-        these has been replaced already."""
-        made = {name for op in ops for name in op.output_arg_names} - kept
-        readers = [reader for name in made for reader in self.readers.get(name, [])]
-        return any(reader not in ops for reader in readers) or any(op in self.replaced for op in ops)
 
     def is_before(self, first, second):
         return self.block.ops.index(first) < self.block.ops.index(second)
@@ -203,81 +190,6 @@ def _fuse_max_pool(graph, pool):
         dx = graph.variables(gradient, "X@GRAD")["X@GRAD"]
         inputs = {"DY@VECTOR": summands, "Positions": positions}
         graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)
-
-
-def _fuse_loss(graph):
-    """One operator for what program.create_fetchs makes of float32 logits (loss, accuracies, predictions), and one for
-    the gradient of a mean loss. Losses of another kind stay Paddle's."""
-    block = graph.block
-    for loss in [op for op in block.ops if op.type == "softmax_with_cross_entropy"]:
-        logits = graph.variables(loss, "Logits")["Logits"]
-        label, smoothing, smooths = _target(graph, loss)
-        mean = graph.only_reader(loss.output("Loss")[0], "reduce_mean")
-        if label is None or logits.dtype != paddle.float32 or len(logits.shape) != 2:
-            continue
-        if mean is not None and not mean.attr("reduce_all"):
-            continue
-        gradients = [] if mean is None else [graph.gradient(mean), graph.gradient(loss)]
-        gradients = [op for op in gradients if op is not None]
-        accuracies = _read_top_classes(graph, "accuracy", "Indices", logits, ("Label", label))
-        pairs = _read_top_classes(graph, "concat", "X", logits, ("X", label))
-        pairs = [(top, op) for top, op in pairs if top.attr("k") == 1 and op.attr("axis") == 1]
-        if len(accuracies) != 2 or accuracies[0][0].attr("k") != 1 or len(pairs) > 1 or len(gradients) == 1:
-            continue
-        whole = loss if mean is None else mean
-        (_, top1), (top_k, topk) = accuracies
-        made = {"Loss": block.var(graph.main_output(whole))}
-        made |= {name: graph.variables(op, "Accuracy")["Accuracy"] for name, op in (("Top1", top1), ("TopK", topk))}
-        if pairs:
-            made["Pairs"] = graph.variables(pairs[0][1], "Out")["Out"]
-        wanted = {"DLogits": graph.variables(gradients[1], "Logits@GRAD")["Logits@GRAD"]} if gradients else {}
-        ops = [*smooths, *dict.fromkeys((loss, whole)), *(op for pair in (*accuracies, *pairs) for op in pair)]
-        if graph.are_read_elsewhere([*ops, *gradients], {v.name for v in (*made.values(), *wanted.values())}):
-            continue
-        for name, output, dtype in (("OfSoftmax", "of_softmax", paddle.float32), ("Pairs", "pairs", paddle.int64)):
-            if name not in made:
-                made[name] = block.create_var(name=f"{logits.name}.{output}", dtype=dtype, stop_gradient=True)
-        known, attrs = {"Logits": logits, "Labels": label}, {"smoothing": smoothing}
-        among = {"k": top_k.attr("k"), "mean": mean is not None}
-        graph.replace(ops, loss, "native_loss", known, made, attrs | among)
-        if gradients:
-            known |= {"OfSoftmax": made["OfSoftmax"], "DLoss": block.var(f"{made['Loss'].name}@GRAD")}
-            graph.replace(gradients, gradients[1], "native_loss_backward", known, wanted, attrs)
-
-
-def _target(graph, loss):
-    """The labels [N, 1] that a loss compares with, how far they are smoothed, and the operators that do it; no labels
-    if it is a loss of another kind."""
-    unknown = None, 0.0, []
-    if loss.attr("axis") not in (-1, 1) or not loss.attr("use_softmax"):
-        return unknown
-    name = loss.input("Label")[0]
-    if not loss.attr("soft_label"):
-        return (graph.block.var(name), 0.0, []) if loss.attr("ignore_index") < 0 else unknown
-    smoothing, ops = 0.0, []
-    for op_type in ("label_smooth", "one_hot_v2", "reshape2"):
-        maker = graph.makers.get(name)
-        if maker is not None and maker.type == op_type and not maker.input_arg_names[1:]:
-            smoothing = maker.attr("epsilon") if op_type == "label_smooth" else smoothing
-            ops.append(maker)
-            name = maker.input("X")[0]
-        elif op_type == "one_hot_v2":
-            return unknown
-    return graph.block.var(name), smoothing, ops
-
-
-def _read_top_classes(graph, op_type, input_name, logits, known):
-    """[(top_k_v2, reader)]: operators of a type whose last `input_name` are the first classes of these logits and whose
-    first input of the name `known[0]` is the variable `known[1]`; a concat of anything more is left out."""
-    readers = [op for op in graph.block.ops if op.type == op_type and op.input(known[0])[0] == known[1].name]
-    readers = [op for op in readers if len(op.input(input_name)) == 1 + (input_name == known[0])]
-    found = [(graph.makers.get(op.input(input_name)[-1]), op) for op in readers]
-    found = [(top, op) for top, op in found if top is not None and top.type == "top_k_v2"]
-    return [
-        (top, op)
-        for top, op in found
-        if top.input_arg_names == [logits.name] and top.attr("largest") and top.attr("axis") in (-1, 1)
-    ]
 
 
 def _fuse_updates(graph):

@@ -355,14 +355,15 @@ def test_loss(device, where, rows, classes, k, smoothing):
     losses, gradient = cross_entropy(x, labels, smoothing)
     order = np.argsort(-x, axis=1, kind="stable")  # the lower of two equals first
     for mean in (True, False):
-        loss, top1, topk, of_softmax, pairs = run("native_loss", logits, given, smoothing, k, mean)
+        loss, top1, topk, _, pairs = run("native_loss", logits, given, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
         np.testing.assert_allclose(wide(loss).reshape(-1), losses.mean() if mean else losses, rtol=1e-5, atol=2e-5)
         assert top1.item() == np.float32((order[:, 0] == labels).mean())
         assert topk.item() == np.float32((order[:, :k] == labels[:, None]).any(1).mean())
         np.testing.assert_array_equal(pairs.numpy(), np.stack([labels, order[:, 0]], 1))
-    dlogits = run("native_loss_backward", logits, given, of_softmax, paddle.to_tensor(64.0), smoothing)[0]
-    np.testing.assert_allclose(wide(dlogits), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
+    logits.stop_gradient = False
+    (run("native_loss", logits, given, smoothing, k, True)[0] * 64).backward()
+    np.testing.assert_allclose(wide(logits.grad), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
@@ -380,10 +381,9 @@ def test_loss_of_what_is_no_number(device, where):
     np.testing.assert_array_equal(np.isnan(wide(loss)[:, 0]), [False, True, False, True])
     assert (top1.item(), top5.item()) == (-1, 0.5)
     np.testing.assert_array_equal(pairs.numpy()[:, 1], [x[0].argmax(), -1, x[2].argmax(), x[3].argmax()])
-    of_softmax = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False)[3]
-    gradient = run(
-        "native_loss_backward", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), of_softmax, paddle.ones([]), 0.0
-    )[0]
+    logits = paddle.to_tensor(x, stop_gradient=False)
+    run("native_loss", logits, paddle.to_tensor(labels[:, None]), 0.0, 5, True)[0].backward()
+    gradient = logits.grad
     np.testing.assert_array_equal(np.isnan(wide(gradient)).all(1), [False, True, False, True])
     assert np.isfinite(wide(gradient)[[0, 2]]).all()
     smoothed = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.1, 5, True)[0]

@@ -18,11 +18,8 @@ from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
 from test_program import random_batches
-from utils.mode import Mode
 
 # What Paddle makes of the logits.
-LOSS_HEAD = ("one_hot_v2", "label_smooth", "softmax_with_cross_entropy", "softmax_with_cross_entropy_grad")
-LOSS_HEAD += ("reduce_mean", "reduce_mean_grad", "top_k_v2", "accuracy", "concat")
 BLOCKS = {
     "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
     "basic": partial(ResNet, BasicBlock, (2, 1, 1, 1), width=8),
@@ -81,10 +78,10 @@ def test_every_operator_of_a_residual_network_is_replaced(parse):
     assert after["native_bn_act"] == after["native_bn_act_backward"] == 13
     assert after["native_bn_add_relu"] == after["native_bn_add_relu_backward"] == 4
     assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
-    assert after["native_momentum"] == after["native_loss"] == after["native_loss_backward"] == 1
-    gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum", *LOSS_HEAD)
+    assert after["native_momentum"] == 1
+    gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum")
     assert not any(after[name] for name in gone)
-    assert sum(before.values()) - removed + 39 == sum(after.values())
+    assert sum(before.values()) - removed + 37 == sum(after.values())
     assert fusion.fuse(main) == 0
     assert len(all_reduces.bn_statistics(main)) == 34
 
@@ -100,9 +97,8 @@ def test_evaluation_is_the_same(parse):
         shape = variables.read(name).shape
         variables.set_variable(name, random.uniform(0.5, 2, shape).astype("float32"), exe.place)
     plain = main.clone()
-    assert fusion.fuse(main) == 17 + 13 + 4 + 1 + 7  # BN, ReLU, additions, the pooling, loss and accuracies
+    assert fusion.fuse(main) == 17 + 13 + 4 + 1  # BN, ReLU, additions, the pooling
     assert types(main)["native_bn_inference"] == 17
-    assert types(main)["native_loss"] == 1
     for x, y in random_batches(2, (32, 32, 4)):
         expected, found = (
             exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
@@ -113,139 +109,11 @@ def test_evaluation_is_the_same(parse):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def run_twice(build, classes=7):
-    """Run what `build(logits, labels)` makes as Paddle's operators and fused; returns the fused program, how many
-    operators went, and the values of the variables that `build` returns, before and after."""
-    main = static.Program()
-    random = np.random.RandomState(0)
-    feed = {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
-    with static.program_guard(main):
-        logits = static.data("x", [None, classes])
-        logits.stop_gradient = False
-        wanted = build(logits, static.data("y", [None, 1], "int64"))
-    exe = static.Executor(paddle.CPUPlace())
-    expected = exe.run(main, feed, wanted)
-    removed = fusion.fuse(main)
-    return main, removed, expected, exe.run(main, feed, wanted)
-
-
-@pytest.mark.parametrize("classes", [1, 2, 5, 7])
-@pytest.mark.parametrize("smoothing", [0, 0.1])
-def test_loss_head_is_the_same(classes, smoothing):
-    def build(logits, label):
-        fetchs = program.create_fetchs(logits, {"label": label}, classes, smoothing, Mode.TRAIN)
-        loss, *others = (variable for variable, _ in fetchs.values())
-        return [loss, *others, *static.gradients(loss * loss, logits)]  # not of the loss, whose own gradient is 1
-
-    main, removed, expected, found = run_twice(build, classes)
-    assert removed == 8 + 3 * bool(smoothing)
-    assert types(main)["native_loss"] == types(main)["native_loss_backward"] == 1
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def accuracies(logits, label):
-    return [static.accuracy(logits, label, k=k) for k in (1, 5)]
-
-
-def with_gradient(loss_of):
-    def build(logits, label):
-        loss, *others = loss_of(logits, label)
-        return [loss, *others, *accuracies(logits, label), *static.gradients(loss, logits)]
-
-    return build
-
-
-def evaluated(others_of):
-    def build(logits, label):
-        loss = F.cross_entropy(logits, label, reduction="none")
-        return [loss, *accuracies(logits, label), *others_of(logits, label)]
-
-    return build
-
-
-def pair(logits, *before):
-    return paddle.concat([*before, paddle.topk(logits, k=1)[1]], axis=1)
-
-
-def soft_targets(logits, label):
-    target = F.softmax(paddle.cast(label, "float32") * logits)
-    return [F.cross_entropy(logits, target, soft_label=True), *accuracies(logits, label)]
-
-
-def mean_of_rows(logits, label):
-    loss = F.cross_entropy(logits, label, reduction="none")
-    return [paddle.mean(loss, axis=1), *accuracies(logits, label)]
-
-
-def prior(label):
-    targets = F.one_hot(paddle.reshape(label, [-1]), 7)
-    return F.label_smooth(targets, paddle.assign(np.float32([[0.4, *[0.1] * 6]])), epsilon=0.3)
-
-
-def read_targets(logits, label):
-    targets = F.one_hot(paddle.reshape(label, [-1]), 7)
-    loss = F.cross_entropy(logits, F.label_smooth(targets, epsilon=0.1), soft_label=True)
-    return [loss, paddle.sum(targets * logits)]
-
-
-def read_softmax(logits, label):
-    loss, softmax = F.softmax_with_cross_entropy(logits, label, return_softmax=True)
-    return [paddle.mean(loss), paddle.sum(softmax)]
-
-
-def two_readers(logits, label):
-    loss = F.cross_entropy(logits, label, reduction="none")
-    return [paddle.mean(loss) + paddle.max(loss)]
-
-
-OTHER_LOSSES = {
-    "accuracies against other labels": lambda x, y: [F.cross_entropy(x, y), *accuracies(x, y * 0)],
-    "soft targets": soft_targets,
-    "no accuracy": lambda x, y: [F.cross_entropy(x, y)],
-    "mean of rows": mean_of_rows,
-    "sum": with_gradient(lambda x, y: [F.cross_entropy(x, y, reduction="sum")]),
-    "two readers": with_gradient(two_readers),
-    "softmax is read": with_gradient(read_softmax),
-    "targets are read": with_gradient(read_targets),
-    "prior": with_gradient(lambda x, y: [F.cross_entropy(x, prior(y), soft_label=True)]),
-    "ignored class": with_gradient(lambda x, y: [F.cross_entropy(x, y, ignore_index=2)]),
-    "no softmax": with_gradient(lambda x, y: [F.cross_entropy(F.sigmoid(x), y, use_softmax=False)]),
-    "two pairs": evaluated(lambda x, y: [pair(x, y), pair(x, y)]),
-}
-
-
-@pytest.mark.parametrize("build", OTHER_LOSSES.values(), ids=OTHER_LOSSES)
-def test_loss_of_another_kind_stays_paddles(build):
-    main, _, expected, found = run_twice(build)
-    assert not types(main)["native_loss"]
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-FUSED_IN_PART = {
-    "two losses": with_gradient(lambda x, y: [F.cross_entropy(x, y), F.cross_entropy(x, y)]),
-    "three columns": evaluated(lambda x, y: [pair(x, y, y + 1)]),
-    "another accuracy": with_gradient(lambda x, y: [F.cross_entropy(x, y), static.accuracy(x, y * 0)]),
-}
-
-
-@pytest.mark.parametrize("build", FUSED_IN_PART.values(), ids=FUSED_IN_PART)
-def test_what_is_beside_the_loss_stays_paddles(build):
-    main, _, expected, found = run_twice(build)
-    assert types(main)["native_loss"] == 1
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
     main, startup = static.Program(), static.Program()
     program.build(parse(), main, startup, 10)
-    assert fusion.fuse(main) == 53 + 11  # momentum and the loss, which have no layout
-    assert {name for name in types(main) if name.startswith("native_")} == {
-        *("native_momentum", "native_loss", "native_loss_backward")
-    }
+    assert fusion.fuse(main) == 53  # momentum, which has no layout
+    assert {name for name in types(main) if name.startswith("native_")} == {"native_momentum"}
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()
     program.build(parse(*NHWC), main, startup, 10)

@@ -1,0 +1,55 @@
+"""The project's own loss head beside Paddle's."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.models import loss_head
+from paddle_resnet.native import build as native
+
+CLASSES = [1, 2, 5, 7]
+
+
+def run(add_head, classes, smoothing, is_train):
+    """[value of each metric, gradient of the squared loss by the logits if the loss is a mean], and the program."""
+    main = static.Program()
+    random = np.random.RandomState(0)
+    feed = {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
+    with static.program_guard(main):
+        logits = static.data("x", [None, classes])
+        logits.stop_gradient = False
+        head = add_head(logits, static.data("y", [None, 1], "int64"), classes, smoothing, is_train)
+        wanted = list(head.values())
+        if is_train:
+            wanted += static.gradients(head["loss"] * head["loss"], logits)  # not of the loss, whose own gradient is 1
+    exe = static.Executor(paddle.CPUPlace())
+    return dict(zip([*head, "gradient"], exe.run(main, feed, wanted), strict=False)), main
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("is_train", [True, False])
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+def test_both_heads_are_the_same(classes, smoothing, is_train):
+    native.load()
+    expected, _ = run(loss_head.add_paddle, classes, smoothing, is_train)
+    found, main = run(loss_head.add_native, classes, smoothing, is_train)
+    assert list(found) == list(expected) == ["loss", "top1", "top5", "gradient" if is_train else "confusion"]
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, name
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert next(op.type for op in main.global_block().ops if loss_head.contains(op)) == "native_loss"
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+def test_the_head_is_all_that_its_scope_contains(is_train):
+    main = static.Program()
+    with static.program_guard(main):
+        logits = paddle.mean(static.data("x", [None, 4, 3]), axis=1)
+        loss_head.add_paddle(logits, static.data("y", [None, 1], "int64"), 3, 0.1, is_train)
+        paddle.scale(logits, 2.0)
+    first, *head, last = main.global_block().ops
+    assert all(loss_head.contains(op) for op in head)
+    assert not loss_head.contains(first) and not loss_head.contains(last)
+    assert (first.type, last.type) == ("reduce_mean", "scale")
