@@ -345,6 +345,8 @@ def _check(args):
         raise UsageError(
             "--asp keeps pruned weights pruned and there are none: add --prune-model or --from-checkpoint DIR"
         )
+    if args.mask_algo != "mask_1d" and not args.prune_model:
+        raise UsageError(f"--mask-algo {args.mask_algo} is how --prune-model prunes: add it, or drop the flag")
     if args.prune_model and not args.asp:
         raise UsageError("--prune-model prunes for sparse training and needs --asp: add it, or drop the flag")
 
@@ -359,6 +361,8 @@ def _check_amp(args):
     args.amp_level = level or ("O2" if args.use_pure_fp16 else "O1")
     if args.use_dynamic_loss_scaling and not args.amp:
         raise UsageError("--use-dynamic-loss-scaling scales the loss of --amp only: add it, or drop the flag")
+    if args.scale_loss != 1 and not args.amp:
+        raise UsageError(f"--scale-loss {args.scale_loss:g} scales the loss of --amp only: add it, or drop the flag")
     if args.amp_level == "O2" and not args.amp:
         raise UsageError("--amp-level O2 is a level of mixed precision and needs --amp: add it, or drop the flag")
     if args.amp_dtype == "float16":

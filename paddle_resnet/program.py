@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections import Counter
+from collections import Counter, namedtuple
 
 import numpy as np
 import paddle
@@ -26,7 +26,6 @@ from utils.signals import Preempted
 
 # What BuildStrategy can fuse in a training step on a GPU; which of them exist depends on the Paddle version.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
-EVAL_STOP_POLL_STEPS = 4
 
 
 def create_feeds(image_shape):
@@ -225,98 +224,163 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
 @trace.dropped()
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save):
     """As run, and calls `save(epoch, step)` before a step every --save-interval-steps."""
-    names, meters = list(fetchs), [meter for _, meter in fetchs.values()]
-    dispatch = host_metrics.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
-    dataloader.targets = cuda_graph.inputs(args, program)
-    first_step = args.benchmark_warmup_steps if args.benchmark else 0
-    last_step = first_step + args.benchmark_steps if args.benchmark else len(dataloader)
-    clock = StepClock()
-    step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
-    first_step_s = in_flight = None  # in flight: (step, images, learning rate, handles) of metrics still to be read
-
-    def read():
-        nonlocal in_flight, first_step_s
-        if in_flight is None:
-            return
-        step, images, lr, handles = in_flight
-        in_flight = None
-        for meter, handle in zip(meters, handles, strict=True):
-            meter.update(np.asarray(handle), images)
-        first_step_s = first_step_s or logger.elapsed_s()
-        if mode is Mode.TRAIN:
-            _refuse_bad_losses(args, fetchs, epoch, step, lr)
-        if step % args.print_interval == 0 and step >= first_step:
-            metrics = {name: meter.value for name, meter in zip(names, meters, strict=True) if name != "confusion"}
-            metrics.update(clock.since_last_log())
-            step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
-
-    def drain():
-        read()
-        if args.device == "gpu":
-            paddle.device.cuda.synchronize(processes.place(args))  # the metrics are there before the step ends
-
-    watchdog.phase(f"epoch {epoch} {mode.value}")
-    batches = iter(dataloader)
-    start, stopped = 0 if args.benchmark else dataloader.step, False
-    tracer = trace.start(args, mode, start, last_step)
-    for step in range(start, last_step):
-        if mode is Mode.TRAIN and exchange.stop_agreed():
-            read()
-            step_log.finish()
-            raise Preempted
-        if mode is Mode.EVAL and step % EVAL_STOP_POLL_STEPS == 0 and exchange.stop_asked():
-            stopped = True
+    this = _Pass(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler)
+    for step in range(this.first_step, this.end_step):
+        if this.is_stopped(step):
             break
-        if save is not None and args.save_interval_steps and step > start and step % args.save_interval_steps == 0:
-            drain()
-            clock.close_step()
-            save(epoch, step)
-            watchdog.phase(f"epoch {epoch} {mode.value}")
-            clock.resume()
-        if tracer is not None:
-            tracer.before(step, drain, clock)
-        if step == first_step:
-            drain()
-            for meter in meters:
+        if save is not None and this.is_save_due(step):
+            this.save(step, save)
+        this.prepare(step)
+        feed = this.next_batch(step)
+        this.run_step(step, feed)
+    return this.finish()
+
+
+# Metrics of a step that are still to be read.
+_InFlight = namedtuple("_InFlight", "step images lr handles")
+
+
+class _Pass:
+    """One pass over a loader: an epoch, what is left of one, or a benchmark.
+
+    The host runs one step ahead: it dispatches step n, then reads the metrics of step n-1. Nothing else waits for the
+    device.
+    """
+
+    def __init__(self, args, loader, exe, program, fetchs, epoch, mode, lr_scheduler):
+        self._args, self._loader, self._epoch, self._mode = args, loader, epoch, mode
+        self._lr_scheduler = lr_scheduler
+        self._meters = {name: meter for name, (_, meter) in fetchs.items()}
+        self._dispatch = host_metrics.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
+        loader.write_into(cuda_graph.inputs(args, program))
+        self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
+        self.first_step = 0 if args.benchmark else loader.step
+        self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else len(loader)
+        self._clock = StepClock()
+        self._step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
+        self._in_flight = self._first_step_s = None
+        self._is_stopped = False
+        self._enter_phase()
+        self._batches = iter(loader)
+        self._trace = trace.start(args, mode, self.first_step, self.end_step)
+
+    def is_stopped(self, step):
+        """Whether the job has been asked to stop.
+
+        Raises:
+            Preempted: in training, at the same step on every rank. Ranks evaluate at their own pace: there they end the
+                pass and agree in finish().
+        """
+        if self._mode is Mode.TRAIN:
+            if exchange.stop_agreed():
+                self._read()
+                self._step_log.finish()
+                raise Preempted
+        elif step % exchange.STOP_POLL_STEPS == 0:
+            self._is_stopped = exchange.stop_asked()
+        return self._is_stopped
+
+    def is_save_due(self, step):
+        interval = self._args.save_interval_steps
+        return interval > 0 and step > self.first_step and step % interval == 0
+
+    def save(self, step, save):
+        """Save between two steps; the clock leaves it out."""
+        self._drain()
+        self._clock.close_step()
+        save(self._epoch, step)
+        self._enter_phase()
+        self._clock.resume()
+
+    def prepare(self, step):
+        """Start the trace and the measurement where they are due."""
+        if self._trace is not None:
+            self._trace.before(step, self._drain, self._clock)
+        # An epoch forgets the epoch before, a benchmark its warm-up. A pass that continues inside an epoch starts after
+        # this step, so its meters keep the sums that the checkpoint has restored.
+        if step == self._measured_from:
+            self._drain()
+            for meter in self._meters.values():
                 meter.reset()
-            clock.restart()
+            self._clock.restart()
+
+    def next_batch(self, step):
+        """{"data", "label"} of the next batch. A benchmark restarts the loader as often as needed and leaves the time
+        out."""
         watchdog.step(step, waits=True)
-        batch = next(batches, None)
+        batch = next(self._batches, None)
         if batch is None:
-            if not args.benchmark:
-                raise RuntimeError(f"the loader ended at step {step} of {last_step}")
-            drain()
-            clock.close_step()
-            dataloader.reset()
-            batches = iter(dataloader)
-            batch = next(batches)
-            clock.resume()
-        clock.data_ready()
+            if not self._args.benchmark:
+                raise RuntimeError(f"the loader ended at step {step} of {self.end_step}")
+            self._drain()
+            self._clock.close_step()
+            self._loader.reset()
+            self._batches = iter(self._loader)
+            batch = next(self._batches)
+            self._clock.resume()
+        self._clock.data_ready()
         watchdog.step(step)
-        images = batch[0]["label"].shape()[0]
-        handles = dispatch(batch[0])
-        dispatched = (step, images, lr_scheduler.last_lr if lr_scheduler else None, handles)
-        if lr_scheduler is not None:
-            lr_scheduler.step()
-        read()
-        in_flight = dispatched
-        clock.step_done(images)
-    drain()
-    clock.close_step()
-    step_log.finish()
-    if tracer is not None:
-        tracer.before(last_step, drain, clock)
-    if not args.benchmark and not stopped:
-        _finish_epoch(dataloader, batches)
-    averages = {name: meter for name, meter in zip(names, meters, strict=True) if name != "confusion"}
-    result = _over_all_processes(averages, clock, stopped)
-    if mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
-        result["loss_scale"] = _loss_scale()
-    if "confusion" in fetchs:
-        result.update(_confusion_over_all_processes(fetchs["confusion"][1]))
-    if args.benchmark:
-        result.update(latency_percentiles(clock.batch_times), first_step_s=first_step_s)
-    return result
+        return batch[0]
+
+    def run_step(self, step, feed):
+        """Dispatch a step, then read the metrics of the one before."""
+        images = feed["label"].shape()[0]
+        handles = self._dispatch(feed)
+        lr = None
+        if self._lr_scheduler is not None:
+            lr = self._lr_scheduler.last_lr
+            self._lr_scheduler.step()
+        self._read()
+        self._in_flight = _InFlight(step, images, lr, handles)
+        self._clock.step_done(images)
+
+    def finish(self):
+        """Read the last metrics, end the loader's epoch and reduce over all processes; returns what run returns."""
+        args = self._args
+        self._drain()
+        self._clock.close_step()
+        self._step_log.finish()
+        if self._trace is not None:
+            self._trace.before(self.end_step, self._drain, self._clock)
+        if not args.benchmark and not self._is_stopped:
+            if next(self._batches, None) is not None:
+                raise RuntimeError(f"the loader has more than the {self.end_step} batches it announced")
+            self._loader.reset()
+        result = _over_all_processes(self._averages(), self._clock, self._is_stopped)
+        if self._mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
+            result["loss_scale"] = _loss_scale()
+        if "confusion" in self._meters:
+            result.update(_confusion_over_all_processes(self._meters["confusion"]))
+        if args.benchmark:
+            result.update(latency_percentiles(self._clock.batch_times), first_step_s=self._first_step_s)
+        return result
+
+    def _averages(self):
+        return {name: meter for name, meter in self._meters.items() if name != "confusion"}
+
+    def _enter_phase(self):
+        watchdog.phase(f"epoch {self._epoch} {self._mode.value}")
+
+    def _read(self):
+        """Wait for the metrics of the step in flight, if there is one, and log them where that is due."""
+        if self._in_flight is None:
+            return
+        (step, images, lr, handles), self._in_flight = self._in_flight, None
+        for meter, handle in zip(self._meters.values(), handles, strict=True):
+            meter.update(np.asarray(handle), images)
+        self._first_step_s = self._first_step_s or logger.elapsed_s()
+        if self._mode is Mode.TRAIN:
+            _refuse_bad_losses(self._args, self._meters["loss"], self._epoch, step, lr)
+        if step % self._args.print_interval == 0 and step >= self._measured_from:
+            metrics = {name: meter.value for name, meter in self._averages().items()}
+            metrics.update(self._clock.since_last_log())
+            self._step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
+
+    def _drain(self):
+        """Wait until all dispatched steps are done: their metrics are there before they end."""
+        self._read()
+        if self._args.device == "gpu":
+            paddle.device.cuda.synchronize(processes.place(self._args))
 
 
 def log_info(step, metrics, mode):
@@ -332,19 +396,18 @@ def log_info(step, metrics, mode):
     logger.log(step, {f"{mode.value}.{name}": value for name, value in numbers.items()})
 
 
-def _refuse_bad_losses(args, fetchs, epoch, step, lr):
-    """End a run whose loss stays infinite or not a number.
+def _refuse_bad_losses(args, loss, epoch, step, lr):
+    """End a run whose loss stays infinite or NaN.
 
     Dynamic loss scaling skips such a step, whose gradients are not finite either. It does not count as long as a lower
-    scale can help: Paddle lowers it down to 1. The scale is read only here, so that a healthy step costs nothing.
+    scale can help: Paddle lowers it down to 1. The scale is read only here, so a healthy step costs nothing.
     """
-    loss = fetchs["loss"][1]
-    if loss.bad_updates and args.use_dynamic_loss_scaling:
-        loss.bad_updates -= _loss_scale() > 1
+    if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
+        loss.excuse_update()
     if loss.bad_updates >= args.max_bad_steps:
         raise RunError(
             f"--max-bad-steps {args.max_bad_steps}: the loss was not finite in {loss.bad_updates} steps in a row, up "
-            f"to step {step} of epoch {epoch} with learning rate {lr}: go on from the last checkpoint with a lower "
+            f"to step {step} of epoch {epoch} with learning rate {lr}: resume from the last checkpoint with a lower "
             "--lr, or check the images"
         )
 
@@ -391,12 +454,6 @@ def _confusion_over_all_processes(meter):
     images = confusion.sum(axis=1)
     class_top1 = np.divide(confusion.diagonal(), images, out=np.full(len(images), np.nan), where=images > 0)
     return {"confusion": confusion, "class_top1": class_top1}
-
-
-def _finish_epoch(dataloader, batches):
-    if next(batches, None) is not None:
-        raise RuntimeError(f"the loader has more than the {len(dataloader)} batches it announced")
-    dataloader.reset()
 
 
 @contextlib.contextmanager

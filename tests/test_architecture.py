@@ -11,6 +11,7 @@ from conftest import ROOT
 FLOORS = [
     ["train"],
     ["paddle_resnet.dataset", "paddle_resnet.export"],
+    ["paddle_resnet.phases"],
     ["paddle_resnet.program"],
     ["paddle_resnet.checkpoints"],
     ["paddle_resnet.tools"],
@@ -93,3 +94,11 @@ def test_the_check_sees_an_import_that_runs_up(tmp_path):
     path.write_text("def f():\n    from paddle_resnet import program\n    from paddle_resnet.job import exchange\n")
     assert imports(path, set(modules())) == {"paddle_resnet.program", "paddle_resnet.job.exchange"}
     assert floor("paddle_resnet.program") < floor("paddle_resnet.job.exchange")
+
+
+@pytest.mark.parametrize("name", ["train.py", "paddle_resnet/phases.py", "paddle_resnet/program.py"])
+def test_functions_of_the_spine_fit_a_screen(name):
+    tree = ast.parse((ROOT / name).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert not [f.name for f in functions if f.end_lineno - f.lineno >= 60]
+    assert name != "train.py" or len((ROOT / name).read_text().splitlines()) <= 150

@@ -136,7 +136,8 @@ def test_loader_writes_full_batches_to_its_targets(parse, photos, mode):
     args = parse("--image-root", photos)
     expected = take(dali.build_dataloader(args, mode), 6)
     loader = dali.build_dataloader(args, mode)
-    loader.targets = {name: paddle.framework.core.LoDTensor() for name in ("data", "label")}
+    targets = {name: paddle.framework.core.LoDTensor() for name in ("data", "label")}
+    loader.write_into(targets)
     found, overwritten = [], 0
     while len(found) < 6:
         batch = next(loader, None)
@@ -144,7 +145,7 @@ def test_loader_writes_full_batches_to_its_targets(parse, photos, mode):
             loader.reset()
             continue
         found.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
-        overwritten += all(batch[0][name] is tensor for name, tensor in loader.targets.items())
+        overwritten += all(batch[0][name] is tensor for name, tensor in targets.items())
     assert overwritten == sum(len(labels) == args.batch_size for _, labels in expected)
     for left, right in zip(found, expected, strict=True):
         for a, b in zip(left, right, strict=True):

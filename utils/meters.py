@@ -65,9 +65,9 @@ class AverageMeter:
         self.value, self.sum, self.count = state["value"], state["sum"], state["count"]
         self.not_finite = state.get("not_finite", 0)  # which older checkpoints do not have
 
-    @property
-    def avg(self):
-        return self.sum / self.count if self.count else float("nan")
+    def excuse_update(self):
+        """Do not count the last update as a bad one."""
+        self.bad_updates -= 1
 
 
 class ConfusionMeter:

@@ -4,7 +4,8 @@ from enum import Enum
 
 
 class Mode(Enum):
-    """The phase a program or an epoch belongs to; the value is its prefix in logs and reports."""
+    """Training or evaluation. The value is the split's name in a data set (train/, val.txt) and its prefix in logs and
+    reports (val.loss)."""
 
     TRAIN = "train"
     EVAL = "val"

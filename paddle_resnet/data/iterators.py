@@ -58,7 +58,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self._image_root = image_root
         self._conditions = conditions
         self._left = images - step * pipeline.max_batch_size
-        self.targets = {}
+        self._targets = {}
         super().__init__(
             [pipeline],
             ["data", "label"],
@@ -69,6 +69,10 @@ class ShardIterator(_Steps, DALIGenericIterator):
         )
         with self._naming_bad_images():
             self._schedule_runs(False)  # decoding starts now, while the program is being built
+
+    def write_into(self, targets):
+        """Write full batches into these tensors from now on, {"data", "label": tensor}; no copy is made then."""
+        self._targets = targets
 
     def state(self):
         """Where a training loader stands, as plain data for build_dataloader."""
@@ -120,7 +124,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         batch = {}
         for name, output in zip(self.output_map, outputs, strict=True):
             source = output.as_tensor()
-            tensor = batch[name] = self.targets.get(name) or paddle.framework.core.LoDTensor()
+            tensor = batch[name] = self._targets.get(name) or paddle.framework.core.LoDTensor()
             tensor._set_dims(source.shape())
             feed_ndarray(source, tensor._mutable_data(place, to_paddle_type(source)), stream)
         self._schedule_runs()
@@ -136,6 +140,9 @@ class EmptyIterator:
     def __init__(self, data_set):
         self.data_set_size = data_set.size
         self.classes = data_set.classes
+
+    def write_into(self, targets):
+        """No batch, nothing to write."""
 
     def __len__(self):
         return 0
@@ -179,6 +186,9 @@ class SyntheticIterator(_Steps):
         self._full = {name: self._tensor(array) for name, array in self._host.items()}
         self._conditions = conditions
         self._left = self.images - (state["step"] if state else 0) * self.batch_size
+
+    def write_into(self, targets):
+        """The one batch stays where it is."""
 
     def state(self):
         return {"conditions": self._conditions, "step": self.step}

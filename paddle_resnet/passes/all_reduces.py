@@ -59,12 +59,19 @@ def count_gradient_all_reduces(train_prog):
     return sum(op.type == "c_allreduce_sum" and bool(op.attr("op_role") & backward) for op in ops)
 
 
-def build_bn_average(train_prog):
-    """A program that replaces the BN statistics of a training program by their mean over the processes.
+def bn_averager(exe, train_prog):
+    """A function without arguments that replaces the BN statistics of a training program by their mean over the
+    processes.
 
-    Each process follows the statistics of its own images. Run before an evaluation or a checkpoint, this lets all
-    of them score with the same network, the one that is saved.
+    Each process follows the statistics of its own images. Averaged before an evaluation or a checkpoint, they let all
+    processes score with the same network, the one that is saved.
+
+    Args:
+        exe: static.Executor.
+        train_prog: training Program; its variables are in the global scope.
     """
+    if processes.world_size() == 1:
+        return lambda: None
     average_prog = static.Program()
     block = average_prog.global_block()
     with static.program_guard(average_prog):
@@ -73,7 +80,7 @@ def build_bn_average(train_prog):
             value = block.create_var(name=name, shape=source.shape, dtype=source.dtype, persistable=True)
             paddle.distributed.all_reduce(value)
             paddle.assign(paddle.scale(value, 1 / processes.world_size()), output=value)
-    return average_prog
+    return lambda: exe.run(average_prog)
 
 
 def bn_statistics(train_prog):

@@ -2,7 +2,7 @@
 
 Kernels of a graph read and write the addresses that they had when it was recorded. So the batch and the metrics are
 copied into tensors that stay, and what changes from step to step comes from outside: the learning rate ahead of the
-graph, the metrics on their way to the host behind it (posting.py).
+graph, the metrics on their way to the host behind it (host_metrics.py).
 
 Paddle's own operators for the finite check and the loss scale cannot be repeated like this: they copy tables from host
 memory that is gone by then. Hence --kernels native only.
@@ -14,6 +14,7 @@ import gc
 import itertools
 import re
 import warnings
+import weakref
 
 import numpy as np
 import paddle
@@ -27,32 +28,45 @@ from utils.errors import RunError, UsageError
 STEPS_BEFORE = 2
 # The executor insists on the second one with the first.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
-# What draws random numbers has not been tried in a graph, which may draw the same ones in each step.
-RANDOM_OPERATORS = (
-    *("bernoulli", "dropout", "dropout_nd", "gaussian_random", "multinomial", "randint", "randperm"),
-    *("truncated_gaussian_random", "uniform_random"),
-)
+# Paddle's operators that were seen to repeat in a graph; the project's own (native_...) all do. Others are refused:
+# one that draws random numbers, for example, may draw the same ones in each step.
+REPEATABLE = {
+    *("assign", "cast", "fill_constant", "scale", "reciprocal"),
+    *("conv2d", "conv2d_grad", "pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
+    *("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "grad_add"),
+    *("elementwise_add", "elementwise_add_grad", "elementwise_mul", "elementwise_mul_grad"),
+    *("flatten_contiguous_range", "flatten_contiguous_range_grad"),
+    *("c_allreduce_sum", "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
+}
 _numbers = itertools.count()
+_recorders = weakref.WeakKeyDictionary()  # {compiled program: its Recorder}: one recording serves all epochs
 
 
 def recorder(args, exe, program, variables, post):
-    """How to run a step of a compiled program, which keeps its Recorder, so that one recording does for all epochs.
+    """How to run a step of a compiled program.
 
+    Args:
+        args: flags.
+        exe: static.Executor, for batches of another size.
+        program: result of program.compile_prog.
+        variables: the metrics that the program posts.
+        post: host_metrics.post.
     Returns:
         function of `feed`.
     """
-    if not hasattr(program, "recorder"):
-        program.recorder = Recorder(args, program, variables, post)
-    program.recorder.check()
-    return functools.partial(program.recorder, functools.partial(exe.run, program, fetch_list=[]))
+    if program not in _recorders:
+        _recorders[program] = Recorder(args, program, variables, post)
+    _recorders[program].check()
+    return functools.partial(_recorders[program], functools.partial(exe.run, program, fetch_list=[]))
 
 
 def inputs(args, program):
-    """The tensors that a recorded step reads, {name: tensor}: a loader that writes there saves a copy. Nothing, {}, if
-    the program's steps are not recorded, or the loader is not where they run: writing would move a tensor there.
+    """The tensors that a recorded step reads, {name: tensor}; a loader that writes there saves a copy.
+
+    Empty if steps are not recorded or the loader is on another device: writing would move a tensor there.
     """
-    is_there = args.dali_device == args.device and hasattr(program, "recorder")
-    return program.recorder.inputs if is_there else {}
+    is_there = args.dali_device == args.device and program in _recorders
+    return _recorders[program].inputs if is_there else {}
 
 
 class Recorder:
@@ -64,9 +78,9 @@ class Recorder:
         args: flags.
         program: result of program.compile_prog.
         variables: the metrics that the program posts.
-        post: posting.post.
+        post: host_metrics.post.
     Raises:
-        UsageError: the program has operators that cannot be repeated.
+        UsageError: the program has an operator that is not known to repeat.
     """
 
     def __init__(self, args, program, variables, post):
@@ -182,10 +196,10 @@ def _split(program, variables, post):
     copy = program._program.clone()
     block = copy.global_block()
     for op in block.ops:
-        if op.type in RANDOM_OPERATORS and not (op.has_attr("is_test") and op.attr("is_test")):
+        if op.type not in REPEATABLE and not op.type.startswith("native_"):
             raise UsageError(
-                f"--cuda-graph: the network draws random numbers (operator {op.type}), which has not been tried in a "
-                "graph: give --cuda-graph false"
+                f"--cuda-graph: the network has the operator {op.type}, which has not been tried in a graph: give "
+                "--cuda-graph false"
             )
     block._remove_op(next(i for i, op in enumerate(block.ops) if op.type == "native_post"))
     # Variables that are kept and have one name are one tensor in all programs: these are to be this program's own.

@@ -1,0 +1,108 @@
+"""The phases of a run before its first step, in the order in which train.py goes through them."""
+
+from collections import namedtuple
+
+import paddle
+import yaml
+from paddle import static
+
+import config
+from paddle_resnet import dali, optimizer, program, report
+from paddle_resnet.checkpoints import restore, saver, variables
+from paddle_resnet.job import agreement, processes
+from paddle_resnet.native import build as native
+from paddle_resnet.passes import all_reduces, folding
+from paddle_resnet.steps import trace
+from utils import logger
+from utils.affinity import bind_to_gpu
+from utils.mode import Mode
+
+# Training or evaluation: a loader and the program that it feeds. Only training has an lr_scheduler and an optimizer.
+# Only evaluation has `refold`, to be called before each pass (passes/folding.py).
+Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled refold", defaults=[None] * 4)
+
+
+def start(args):
+    """Settle devices and kernels, and see that the report can be written."""
+    logger.setup(args.report_file, processes.rank())
+    processes.resolve_devices(args)
+    native.resolve(args)
+    if args.enable_cpu_affinity and args.device == "gpu":
+        bind_to_gpu(processes.local_gpu())
+    if args.show_config:
+        logger.info(yaml.safe_dump(config.as_dict(args), sort_keys=False, default_flow_style=None).rstrip())
+    paddle.enable_static()
+
+
+def open_data(args, found):
+    """The loaders that the run needs.
+
+    Args:
+        args: flags.
+        found: restore.Found or None.
+    Returns:
+        (training loader, evaluation loader); None for one that is not needed.
+    """
+    trains = args.run_scope.trains
+    evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
+    train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
+    eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
+    restore.compare_classes(found, train_loader or eval_loader)
+    trace.check(args, train_loader or eval_loader)
+    return train_loader, eval_loader
+
+
+def build_programs(args, exe, train_loader, eval_loader):
+    """The programs with initial parameters. An evaluation beside training uses those of training.
+
+    Returns:
+        (training, evaluation), each a Work or None.
+    """
+    training = evaluation = None
+    train_prog, eval_prog, startup_prog, eval_startup_prog = (static.Program() for _ in range(4))
+    paddle.seed(args.seed)
+    if train_loader is not None:
+        fetchs, lr_scheduler, _, optimizer = program.build(args, train_prog, startup_prog, len(train_loader))
+        training = Work(train_loader, train_prog, fetchs, lr_scheduler, optimizer)
+    if eval_loader is not None:
+        fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
+        evaluation = Work(eval_loader, eval_prog, fetchs)
+    exe.run(startup_prog if training else eval_startup_prog)
+    return training, evaluation
+
+
+def set_weights(args, found, training, evaluation):
+    """Load what the run starts from, restore the state of training, prune, cast."""
+    place = processes.place(args)
+    is_sparse = variables.load_start(args, found, (training or evaluation).program, place)
+    if training:
+        if found is not None:
+            restore.restore(args, found, training.lr_scheduler, training.loader, training.fetchs, place)
+        if args.amp:
+            training.optimizer.amp_init(place, scope=static.global_scope())
+        if args.prune_model and not is_sparse:
+            optimizer.prune(args, training.program, place)
+    if evaluation:
+        optimizer.cast_evaluation_program(args, evaluation.program, place)
+
+
+def compile_programs(args, exe, training, evaluation):
+    """(training, evaluation) with their compiled programs."""
+    if training:
+        training = training._replace(compiled=program.compile_prog(args, training.program))
+    if evaluation:
+        refold = folding.fold_batch_norms(args, evaluation.program, exe)
+        compiled = program.compile_prog(args, evaluation.program, is_train=False)
+        evaluation = evaluation._replace(compiled=compiled, refold=refold)
+    return training, evaluation
+
+
+def check_and_describe(args, training, evaluation):
+    """Compare data and networks of all processes, print the start line, and refuse an output folder that cannot be
+    written."""
+    loaders = [work and work.loader for work in (training, evaluation)]
+    main = training or evaluation
+    agreement.check_work(*loaders, main.program)
+    fused = program.fused_operators(args, main.compiled)
+    logger.info(report.start_line(args, *loaders, fused, all_reduces.count_gradient_all_reduces(main.program)))
+    saver.check_folder(args)
