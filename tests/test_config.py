@@ -379,6 +379,8 @@ def test_list_with_a_part_of_the_wrong_kind_is_refused(flag, value, part):
         ("--run-scope eval_only", ["--run-scope eval_only", "--from-checkpoint", "--from-pretrained-params"]),
         ("--use-pure-fp16", ["--use-pure-fp16", "--amp"]),
         ("--amp false --use-pure-fp16", ["--use-pure-fp16", "--amp"]),
+        ("--scale-loss 128", ["--scale-loss 128", "--amp"]),
+        ("--mask-algo mask_2d_best", ["--mask-algo mask_2d_best", "--prune-model"]),
         ("--use-dynamic-loss-scaling", ["--use-dynamic-loss-scaling", "--amp"]),
         ("--amp-level O2", ["--amp-level O2", "--amp:"]),
         ("--amp-dtype bfloat16", ["--amp-dtype bfloat16", "--amp:"]),
