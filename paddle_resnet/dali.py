@@ -151,7 +151,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         prefetch_queue_depth=args.dali_prefetch,
         # Not the dynamic executor, DALI's default, whose batches the plugin lets go of while Paddle still copies them.
         # With the older one DALI itself copies, and its stream waits for the copy before it writes there again; it is
-        # no slower (benchmarks/loss_head_h200_2026-11-22.md).
+        # no slower (benchmarks/log/loss_head_h200_2026-11-22.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,

@@ -23,7 +23,7 @@ GPU_FLAGS = {
 }
 # With Fleet's 8, a step of two H200s was 3 to 8 % longer than with 16 and more, which differed by noise. With 32, most
 # of the bytes travel beside the backward pass, and few all-reduces are left for the end. Within a host even that costs
-# more than it hides: measured for ResNet-50 with O2 on two H200s (benchmarks/multi_gpu_h200_2026-11-22.md).
+# more than it hides: measured for ResNet-50 with O2 on two H200s (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_AN_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 

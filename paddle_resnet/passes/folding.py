@@ -1,7 +1,7 @@
 """Batch normalisation folded into the convolutions before it, for evaluation on a GPU.
 
 With fixed statistics it is a scale and a shift of each channel: the scale goes into the filters, the shift remains. In
-half precision an evaluation spends more time on normalising than on convolving; see benchmarks/step_h200_2026-11-21.md.
+half precision an evaluation spends more time on normalising than on convolving: benchmarks/log/step_h200_2026-11-21.md.
 """
 
 import paddle
