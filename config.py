@@ -70,20 +70,23 @@ def _add_global(group):
         "--run-scope", default="train_eval", choices=[s.value for s in RunScope], help="what this run does"
     )
     group.add_argument("--epochs", type=_positive, default=90, help="epochs to train")
-    group.add_argument("--save-interval", type=_positive, default=1, help="epochs between checkpoints, and the last")
     group.add_argument(
-        "--eval-interval", type=_positive, default=1, help="epochs between evaluations; the last epoch always counts"
+        "--save-interval", type=_positive, default=1, help="epochs between checkpoints; the last epoch is always saved"
+    )
+    group.add_argument(
+        "--eval-interval",
+        type=_positive,
+        default=1,
+        help="epochs between evaluations; the last epoch is always evaluated",
     )
     group.add_argument("--print-interval", type=_positive, default=10, help="steps between log lines")
     group.add_argument(
-        "--report-file", default="./report.json", help="dllogger JSON lines; a start begins anew, --resume adds to them"
+        "--report-file", default="./report.json", help="metrics in dllogger's JSON lines; --resume appends to the file"
     )
     group.add_argument("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
     _add_switch(group, "--benchmark", help="measure the speed of training (or of eval_only) and stop")
-    group.add_argument("--benchmark-steps", type=_positive, default=100, help="steps that are measured")
-    group.add_argument(
-        "--benchmark-warmup-steps", type=_not_negative, default=100, help="steps before them that are not"
-    )
+    group.add_argument("--benchmark-steps", type=_positive, default=100, help="steps to measure")
+    group.add_argument("--benchmark-warmup-steps", type=_not_negative, default=100, help="steps before the measurement")
     group.add_argument(
         "--profile-steps",
         type=_steps,
@@ -100,7 +103,9 @@ def _add_global(group):
         "--keep-checkpoints", type=_positive, default=3, help="newest checkpoints of this run to keep, beside its best"
     )
     _add_switch(
-        group, "--resume", help="go on from the newest whole checkpoint in OUTPUT_DIR/ARCH/, or start if there is none"
+        group,
+        "--resume",
+        help="continue from the newest whole checkpoint in OUTPUT_DIR/ARCH/, or start if there is none",
     )
     group.add_argument(
         "--from-pretrained-params",
@@ -120,12 +125,12 @@ def _add_global(group):
         "--last-epoch-of-checkpoint",
         type=_epoch,
         metavar="{None,auto,N}",
-        help="go on after epoch N of --from-checkpoint; auto: the newest there; None: load DIR itself, count from 0",
+        help="continue after epoch N of --from-checkpoint; auto: the newest there; None: load DIR itself, count from 0",
     )
     _add_switch(group, "--show-config", default=True, help="print the flags at the start")
     _add_switch(group, "--print-config", help="print the flags as YAML and stop")
     _add_switch(
-        group, "--dry-run", help="check flags, data and output folder, build the programs, load what is asked for, stop"
+        group, "--dry-run", help="check flags, data and output folder, build the programs, load the checkpoint, stop"
     )
     _add_switch(group, "--enable-cpu-affinity", default=True, help="bind each process to the cores next to its GPU")
     group.add_argument("--seed", type=_seed, default=0, help="seed of the initial parameters")
@@ -144,11 +149,11 @@ def _add_dataset(group):
         "--data-format",
         default="auto",
         choices=["auto", "folder", "filelist", "recordio", "tfrecord", "lmdb", "webdataset", "synthetic"],
-        help="auto: seen from --image-root; synthetic: one random batch that stays in device memory",
+        help="auto: detected in --image-root; synthetic: one random batch that stays in device memory",
     )
     group.add_argument("--dali-random-seed", type=_seed, default=42, help="seed of order and augmentation")
     group.add_argument("--dali-num-threads", type=_positive, default=4, help="loader threads a process")
-    _add_switch(group, "--dali-output-fp16", help="the loader makes float16 images")
+    _add_switch(group, "--dali-output-fp16", help="the loader outputs float16 images")
     group.add_argument(
         "--dali-device",
         default="auto",
@@ -156,10 +161,16 @@ def _add_dataset(group):
         help="where images are decoded and augmented; auto: where the program runs",
     )
     group.add_argument(
-        "--hw-decoder-load", type=_ratio, default=0.9, help="share of a batch for the GPU's JPEG decoder, if it has one"
+        "--hw-decoder-load",
+        type=_ratio,
+        default=0.9,
+        help="share of each batch for the GPU's hardware JPEG decoder, if it has one",
     )
     group.add_argument(
-        "--cpu-decoder-load", type=_ratio, default=0.0, help="share of the training images for the CPU beside the GPU"
+        "--cpu-decoder-load",
+        type=_ratio,
+        default=0.0,
+        help="share of each training batch that the CPU decodes beside the GPU",
     )
     group.add_argument("--dali-prefetch", type=_positive, default=3, help="batches the loader keeps ready")
     group.add_argument(
@@ -206,7 +217,7 @@ def _add_augmentation(group):
         "--interp",
         default="linear",
         choices=["linear", "triangular", "cubic", "lanczos3"],
-        help="filter of the resize in training and evaluation; all but linear average over all pixels when shrinking",
+        help="filter of the resize in training and evaluation; all but linear antialias when shrinking",
     )
 
 
@@ -218,7 +229,7 @@ def _add_model(group):
         help="ResNet18, ResNet34, ResNet50, ResNet101 or ResNet152",
     )
     group.add_argument("--num-of-class", type=_positive, default=1000, help="number of classes")
-    _add_switch(group, "--bn-weight-decay", help="weight decay on scale and shift of batch normalisation, too")
+    _add_switch(group, "--bn-weight-decay", help="apply weight decay to scale and shift of batch normalisation")
 
 
 def _add_training(group):
@@ -231,7 +242,7 @@ def _add_training(group):
         "--lr",
         type=_not_negative_number,
         default=0.256,
-        help="peak learning rate a process: multiplied by their number",
+        help="peak learning rate of one process; multiplied by the number of processes",
     )
     group.add_argument("--warmup-epochs", type=_not_negative, default=5, help="epochs of linear warm-up")
     group.add_argument("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate of step 0")
@@ -257,29 +268,31 @@ def _add_advanced(group):
         "--max-bad-steps",
         type=_positive,
         default=10,
-        help="steps in a row with a loss that is not finite, loss-scaling skips apart, that end the run",
+        help="end the run after this many losses in a row that are not finite; skips of loss scaling do not count",
     )
     group.add_argument(
         "--comm-timeout-s",
         type=_positive,
         default=600,
-        help="seconds without progress of any one process after which a job of several processes ends",
+        help="end a job of several processes when one of them makes no progress for this many seconds",
     )
     group.add_argument(
         "--kernels",
         default="auto",
         choices=["auto", "native", "paddle"],
-        help="BN, its ReLU and addition, max pooling, the loss and momentum in NHWC by this project's own kernels or "
-        "by Paddle's; auto: native on a GPU in NHWC if they can be built",
+        help="native: custom kernels for BN, ReLU, addition, max pooling, loss and momentum, in NHWC only; paddle: "
+        "Paddle's; auto: native on a GPU in NHWC if they can be built",
     )
     _add_switch(
         group,
         "--cuda-graph",
         default=True,
-        help="record a step once, as a CUDA graph, and launch it as a whole; on GPUs of one host, with native kernels, "
+        help="record a step once as a CUDA graph and launch it by one call; on GPUs of one host, with native kernels, "
         "without --profile-steps",
     )
-    _add_switch(group, "--fuse-resunit", help="Paddle's fused residual unit; refused if it has none, as 2.6.2")
+    _add_switch(
+        group, "--fuse-resunit", help="Paddle's fused residual unit; refused where Paddle lacks it, as 2.6.2 does"
+    )
     _add_switch(group, "--asp", help="train with 2:4 sparsity")
     _add_switch(group, "--prune-model", help="prune the weights to 2:4 before training (with --asp)")
     group.add_argument(
@@ -303,7 +316,7 @@ def _check(args):
         )
     if args.resume and args.run_scope is RunScope.EVAL_ONLY:
         raise UsageError(
-            "--resume goes on training and --run-scope is eval_only: give --from-checkpoint DIR "
+            "--resume continues training and --run-scope is eval_only: give --from-checkpoint DIR "
             "--last-epoch-of-checkpoint auto instead"
         )
     if args.pretrained_mismatch != "error" and args.from_pretrained_params is None:

@@ -21,12 +21,12 @@ def build_lr_scheduler(args, step_each_epoch):
         args: flags.
         step_each_epoch: training steps an epoch.
     Raises:
-        UsageError: the warm-up starts at the peak or above it.
+        UsageError: the warm-up does not start below the peak.
     """
     peak = args.lr * processes.world_size()
     warmup_epochs = args.warmup_epochs
     if warmup_epochs > args.epochs:
-        logger.warn(f"--warmup-epochs {warmup_epochs} is cut to the {args.epochs} epochs of this run")
+        logger.warn(f"--warmup-epochs {warmup_epochs} exceeds --epochs: the warm-up takes all {args.epochs} epochs")
         warmup_epochs = args.epochs
     warmup_steps = warmup_epochs * step_each_epoch
     if warmup_steps and args.warmup_start_lr >= peak:
@@ -34,7 +34,7 @@ def build_lr_scheduler(args, step_each_epoch):
             f"--warmup-start-lr {args.warmup_start_lr:g} is not below the peak of {peak:g}, which is --lr {args.lr:g} "
             f"times {processes.world_size()} processes: give a lower one, or --warmup-epochs 0"
         )
-    # T_max 0 divides by zero where all of the run is warm-up; the cosine is not reached then.
+    # T_max 0 would divide by zero where the whole run is warm-up, although it never reaches the cosine.
     decay_steps = max(1, args.epochs * step_each_epoch - warmup_steps)
     scheduler = paddle.optimizer.lr.CosineAnnealingDecay(learning_rate=peak, T_max=decay_steps)
     if warmup_steps:
@@ -43,7 +43,7 @@ def build_lr_scheduler(args, step_each_epoch):
 
 
 def build_optimizer(args, lr_scheduler):
-    """SGD with momentum and L2 weight decay; parameters with a regularizer of their own (BN) keep that one."""
+    """SGD with momentum and L2 weight decay. A parameter's own regularizer (BN has one) replaces the weight decay."""
     return paddle.optimizer.Momentum(
         learning_rate=lr_scheduler,
         momentum=args.momentum,
@@ -63,7 +63,7 @@ def _amp_lists(args, program):
 
 
 def decorate_amp(args, optimizer):
-    """Mixed precision for the program that is being built: level O1, or O2 with float32 master weights."""
+    """Wrap an optimizer for mixed precision of the current program: level O1, or O2 with float32 master weights."""
     if not args.amp:
         return optimizer
     return static.amp.decorate(
@@ -77,11 +77,11 @@ def decorate_amp(args, optimizer):
 
 
 def cast_evaluation_program(args, program, place):
-    """Rewrite an evaluation program to the precision that the flags train in; to be called once its parameters
-    are in the scope.
+    """Rewrite an evaluation program in place to the precision of training. Call it once the parameters are in the
+    scope.
 
-    O1 casts at the inputs of each operator and leaves the float32 parameters alone. O2 casts the parameters in the
-    scope, apart from those that a training program has cast already.
+    O1 casts the inputs of each operator and leaves the parameters in float32. O2 casts the parameters in the scope,
+    except those that a training program has cast already.
     """
     if not args.amp:
         return
@@ -101,18 +101,18 @@ def cast_evaluation_program(args, program, place):
 def exclude_from_asp(main_prog, model):
     """Keep the first and the last layer dense.
 
-    The classifier decides the result with few weights. The stem has 3 real input channels, so that 2:4 along them
-    would drop colours.
+    The classifier has few weights and decides the result. The stem has 3 real input channels: 2:4 along them would drop
+    colours.
     """
     names = [model.stem.conv.weight.name, model.classifier.weight.name]
     asp.set_excluded_layers(names, main_program=main_prog)
 
 
 def prune(args, main_prog, place):
-    """Set half of every group of four weights to zero and keep it so (--prune-model).
+    """Set two of every four weights to zero, and keep them zero during training (--prune-model).
 
-    `paddle.incubate.asp.prune_model` ends the process without an exception on a Fleet program where Paddle has CUDA
-    but the machine has no GPU; the helper below takes the place as an argument.
+    Where Paddle has CUDA but the machine has no GPU, `paddle.incubate.asp.prune_model` ends the process without an
+    exception on a Fleet program. The helper below takes the place as an argument.
 
     Returns:
         {parameter name: mask}.

@@ -1,4 +1,4 @@
-"""The static-graph programs: feeds, metrics, optimizer, compilation, and the loop that runs them."""
+"""The static-graph programs: feeds, metrics, optimizer, compilation, and the loop that runs a step."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from utils.meters import AverageMeter, ConfusionMeter, StepClock, latency_percen
 from utils.mode import Mode
 from utils.signals import Preempted
 
-# What BuildStrategy can fuse in a training step on a GPU; which of them exist depends on the Paddle version.
+# What BuildStrategy can fuse in a training step on a GPU. Which of them exist depends on the Paddle version.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
 
 
@@ -32,7 +32,7 @@ def create_feeds(image_shape):
     """Declare the inputs of the current program.
 
     Args:
-        image_shape: one image in the layout that the loader makes, [C, H, W] or [H, W, C].
+        image_shape: shape of one image in the loader's layout, [C, H, W] or [H, W, C].
     Returns:
         {"data": [N, *image_shape] in Paddle's default dtype, "label": [N, 1] int64}.
     """
@@ -51,8 +51,8 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         class_num: number of classes.
         label_smoothing: share of each label spread evenly over all classes, in training only: Szegedy et al.,
             arXiv:1512.00567, section 7.
-        mode: Mode.TRAIN: the loss is the mean over the batch. Mode.EVAL: it is the loss of each image [N, 1], so
-            that the sum over the data set can be made in float64.
+        mode: Mode.TRAIN: the loss is the mean over the batch. Mode.EVAL: it is the loss of each image [N, 1], and the
+            host sums it over the data set in float64.
     Returns:
         {"loss", "top1", "top5": (variable, AverageMeter)}; top5 is top-C where there are C < 5 classes. With
         Mode.EVAL also "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
@@ -77,18 +77,18 @@ def create_strategy(args, is_train=True):
     Returns:
         (BuildStrategy, None). Executors since Paddle 2.5 take no ExecutionStrategy.
     Raises:
-        UsageError: --fuse-resunit and this Paddle has no such pass.
+        UsageError: --fuse-resunit is given and this Paddle lacks that pass.
     """
     strategy = static.BuildStrategy()
     if args.fuse_resunit:
         if not hasattr(strategy, "fuse_resunit"):
             raise UsageError(
-                f"--fuse-resunit: Paddle {paddle.__version__} has no fused residual unit: drop the flag, the other "
+                f"--fuse-resunit: Paddle {paddle.__version__} lacks the fused residual unit: drop the flag; the other "
                 "operators are fused without it"
             )
         strategy.fuse_resunit = True
     if args.device == "gpu" and is_train:
-        # Paddle's kernels of a fused addition and activation know no bfloat16; the passes that fuse BN leave it alone.
+        # Paddle's fused addition and activation has no bfloat16 kernel. The passes that fuse BN skip bfloat16.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
@@ -99,22 +99,22 @@ def create_strategy(args, is_train=True):
 def dist_optimizer(args, optimizer):
     """Wrap an optimizer for mixed precision, data parallelism and sparsity.
 
-    The order is the one that keeps all three: Fleet's own strategy flags for AMP and ASP drop the gradient
-    all-reduce or stay in float32.
+    This order keeps all three. With Fleet's own strategy flags for AMP and ASP, gradients are not reduced or the
+    program stays in float32.
     """
     optimizer = fleet.distributed_optimizer(decorate_amp(args, optimizer))
     return asp.decorate(optimizer) if args.asp else optimizer
 
 
 def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
-    """Fill a program. Parameters get the same names in every program, so that an evaluation program uses those
-    of the training program in the same scope.
+    """Fill a program. Parameters have the same names in every program, so an evaluation program shares those of the
+    training program in the same scope.
 
     Args:
         args: flags.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program that gets the initialisation; not to be run for an evaluation program whose
-            parameters a training program has made.
+        startup_prog: static.Program to fill with the initialisation. Do not run that of an evaluation program which
+            shares the parameters of a training program.
         step_each_epoch: training steps an epoch, for the learning rate.
         is_train: training program with backward pass and optimizer, or evaluation program.
     Returns:
@@ -132,7 +132,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             model.eval()
         images = feeds["data"]
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
-            images = images.astype("float32")  # AMP casts it on to bfloat16: Paddle's layers check for the other two
+            images = images.astype("float32")  # Paddle's layers refuse bfloat16 input; AMP casts to it later
         out = model(images)
         add_head = loss_head.add_native if args.kernels == "native" else loss_head.add_paddle
         head = add_head(out, feeds["label"], args.num_of_class, args.label_smoothing, is_train)
@@ -142,7 +142,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
             if args.asp:
                 exclude_from_asp(main_prog, model)
-            with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
+            with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints its optimizers' names
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
             mend_updates(args, main_prog)
             all_reduces.adapt_communication(args, main_prog, startup_prog)
@@ -153,17 +153,17 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
 
 
 def compile_prog(args, program, loss_name=None, is_train=True):
-    """What the Executor runs for a program.
+    """Rewrite a copy of a program to fused operators, and wrap it for the Executor.
 
     Args:
         args: flags.
-        program: result of build.
-        loss_name: not used by Paddle 2.5 and newer; kept for callers that pass it.
+        program: the main_prog of build; it stays as it is.
+        loss_name: ignored; Paddle 2.5 and newer do not need it.
         is_train: the program trains.
     Returns:
         static.CompiledProgram.
     """
-    program = program.clone()  # the one that was built stays as it is
+    program = program.clone()
     if args.device == "cpu" and args.data_layout == "NCHW":
         # oneDNN's convolutions take half the time of Paddle's own. Not in NHWC, where its filter gradients are wrong,
         # and only these operators: its gradient of a mean, for one, fails on the scalar loss.
@@ -182,7 +182,7 @@ def fused_operators(args, compiled):
         args: flags.
         compiled: result of compile_prog; the Executor takes what is compiled here.
     Returns:
-        {operator: count}, by name: Paddle's (fused_...) and the project's own (native_...).
+        {operator: count} by name: Paddle's (fused_...) and custom ones (native_...).
     """
     compiled._compile(static.global_scope(), processes.place(args))
     types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
@@ -204,19 +204,19 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         fetchs: result of build.
         epoch: number of the epoch, for the log.
         mode: Mode.TRAIN or Mode.EVAL.
-        lr_scheduler: advanced after each step if given.
+        lr_scheduler: if given, it advances after each step.
     Returns:
         dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
         steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
         (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
         latency_{mean,p50,p90,p95,p99}_ms and first_step_s (seconds from the start of the program until the host had the
         first step's metrics); with Mode.EVAL confusion (images by label and predicted class, int64 [C, C]) and
-        class_top1 (float64 [C], NaN for a class without any); not_finite (images whose loss was no number) if there are
-        any. In the rest of an epoch that another run has begun, steps and times are those of the rest.
+        class_top1 (float64 [C], NaN for a class without images); not_finite (images whose loss is NaN or infinite) if
+        there are any. After a resume inside an epoch, steps and times are those of the rest of the epoch.
     Raises:
-        Preempted: the run has been asked to stop and all processes have done so before the same step.
+        Preempted: the run was asked to stop, and all processes stopped before the same step.
         RunError: --max-bad-steps losses in a row were not finite.
-        UsageError: --profile-steps names steps that this pass has not.
+        UsageError: --profile-steps names steps outside this pass.
     """
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
@@ -388,8 +388,8 @@ def log_info(step, metrics, mode):
 
     Args:
         step: (epoch, step), (epoch,) or ().
-        metrics: {name: value}; the report has them as "train.NAME" or "val.NAME". Arrays are left out: report.py
-            writes those.
+        metrics: {name: value}; the report has them as "train.NAME" or "val.NAME". Arrays are left out: report.py writes
+            them.
         mode: Mode.TRAIN or Mode.EVAL.
     """
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
@@ -417,7 +417,7 @@ def _loss_scale():
 
 
 def _over_all_processes(meters, clock, stopped):
-    """Sums and times of every process, reduced on the host in float64, the same on each."""
+    """Sums and times of all processes, reduced on the host in float64; the result is the same on each."""
     watchdog.phase("the sums over all processes")
     loss = meters["loss"]
     mine = [meter.sum for meter in meters.values()] + [loss.count, loss.not_finite, clock.images, stopped]
@@ -426,7 +426,7 @@ def _over_all_processes(meters, clock, stopped):
     *sums, images, not_finite, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
     if any_stopped:
         raise Preempted
-    steps, slowest = int(everyone[:, -3].max()), everyone[:, -2].max()  # a process may have no image and no step
+    steps, slowest = int(everyone[:, -3].max()), everyone[:, -2].max()  # a process may have no images
     result = {name: value / images for name, value in zip(meters, sums, strict=True)}
     result.update(
         images=int(images),
@@ -443,7 +443,7 @@ def _over_all_processes(meters, clock, stopped):
 
 
 def _confusion_over_all_processes(meter):
-    """Every process's counts, added up; only those that are not zero travel, at most two numbers an image."""
+    """The sum of all processes' counts. Only counts above zero travel, at most two numbers an image."""
     codes, counts = meter.counts()
     longest = int(exchange.all_gather([len(codes)]).max())
     padding = (0, longest - len(codes))

@@ -1,4 +1,4 @@
-"""What a run says about itself: first and last lines, and files beside --report-file for what its lines do not hold."""
+"""What a run says about itself: its first and last lines, and the CSV files beside --report-file."""
 
 import csv
 import os
@@ -25,7 +25,7 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
     Args:
         args: flags.
-        train_loader, eval_loader: those of this run; None for the other.
+        train_loader, eval_loader: None for one that the run does not use.
         fused_operators: {operator: count} of the program that the line is about.
         gradient_all_reduces: how many a training step makes.
     """
@@ -44,20 +44,20 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
 
 def all_done(args, found):
-    """Say that there is nothing left to train.
+    """Say that all epochs are done.
 
     Raises:
-        UsageError: unless --resume was given, which is the end of a command that is repeated until it is done.
+        UsageError: --resume was not given. With it, this is how a command that is repeated until it is done ends.
     """
     if not args.resume:
-        raise UsageError(f"--epochs {args.epochs} are done in {found.folder}: give more than {found.epoch}")
+        raise UsageError(f"--epochs {args.epochs}: all are done in {found.folder}: give more than {found.epoch}")
     logger.info(f"--resume: all {args.epochs} epochs are done in {found.folder}")
 
 
 def conclude(args, argv, result, mode):
     """Log the result of a benchmark or of an evaluation without training as the summary of the run.
 
-    A benchmark's has peak memory, versions and command, too, and a table in place of the line.
+    A benchmark adds peak memory, versions and command, and prints a table instead of a line.
 
     Args:
         args: flags.
@@ -79,8 +79,8 @@ def conclude(args, argv, result, mode):
 
 
 def _peak_memory(args):
-    """What Paddle's allocator held at most, in MiB on the process that held most; nothing on a CPU, where it does not
-    count."""
+    """The most memory that Paddle's allocator held, in MiB, on the process with the highest figure. Empty on a CPU,
+    where the allocator does not count."""
     if args.device == "cpu":
         return {}
     gpu = processes.local_gpu()
@@ -103,7 +103,7 @@ def _versions(args):
 
 
 def _driver():
-    """The version of NVIDIA's driver; None where the kernel does not tell."""
+    """The version of NVIDIA's driver; None where the kernel module does not show it."""
     path = Path("/sys/module/nvidia/version")
     return path.read_text().strip() if path.is_file() else None
 
@@ -123,8 +123,8 @@ def _print_table(title, result, about):
 
 
 def summarise(args, argv, trained, evaluated, best, folder):
-    """Log the results of a training run and print the command that evaluates its last checkpoint again, with a report
-    of its own.
+    """Log the results of a training run, and print the command that evaluates its last checkpoint into a report of its
+    own.
 
     Args:
         args: flags.
@@ -152,12 +152,12 @@ def _python():
 
 
 def write_classes(args, result, classes):
-    """Write which classes an evaluation got right and what it took the others for, on rank 0; nothing in a
-    benchmark, whose images are not a data set.
+    """Write the accuracy of each class and the confusion counts beside the report, on rank 0. A benchmark writes
+    nothing: its images are no data set.
 
-    REPORT.classes.csv has a line a class: label, class, images, correct, top1. REPORT.confusion.csv has a line for each
-    pair that occurred, the most frequent first: label, predicted, images, class, predicted_class. Each evaluation
-    replaces the files of the one before.
+    REPORT.classes.csv has a line for each class: label, class, images, correct, top1. REPORT.confusion.csv has a line
+    for each pair that occurred, the most frequent first: label, predicted, images, class, predicted_class. Each
+    evaluation replaces the files of the one before.
 
     Args:
         args: flags.
@@ -173,7 +173,7 @@ def write_classes(args, result, classes):
     if "not_finite" in numbers:
         logger.warn(
             f"the loss of {numbers['not_finite']} of {numbers['images']} images is not a number: the accuracies of the "
-            "classes and the confusion leave these images out, or take them for an arbitrary class"
+            "classes and the confusion omit these images or assign an arbitrary class"
         )
     names = [*classes, *map(str, range(len(classes), len(confusion)))]
     rows = [
@@ -199,6 +199,6 @@ def _write(args, what, header, rows):
 
 
 def _beside(args, ending):
-    """The name of a file that belongs to the report."""
+    """The path of a file that belongs to the report: run.json, eval.json -> run.eval.json."""
     path = Path(args.report_file)
     return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")

@@ -10,7 +10,7 @@ from paddle.regularizer import L2Decay
 
 
 class BatchNorm(nn.BatchNorm2D):
-    """The class's name gives the parameters theirs: batch_norm_N, as in checkpoints of NVIDIA's RN50v1.5 example."""
+    """The parameters are named after the class: batch_norm_N, as in checkpoints of NVIDIA's RN50v1.5 example."""
 
 
 class ConvBN(nn.Layer):

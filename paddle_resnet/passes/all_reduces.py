@@ -1,4 +1,4 @@
-"""The all-reduces of a data-parallel program: what Fleet writes, mended; their count; BN statistics averaged."""
+"""The all-reduces of a data-parallel program: what Fleet writes, corrected; their count; BN statistics averaged."""
 
 import paddle
 from paddle import static
@@ -9,7 +9,7 @@ _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c
 
 
 def adapt_communication(args, main_prog, startup_prog):
-    """Mend what Fleet has written into the programs of a job of several processes."""
+    """Correct in place what Fleet writes into the programs of a job of several processes."""
     if processes.world_size() == 1:
         return
     _order_fused_all_reduces(main_prog.global_block())
@@ -25,9 +25,9 @@ def adapt_communication(args, main_prog, startup_prog):
 def _order_fused_all_reduces(block):
     """Let every fused all-reduce wait for all gradients in its buffer.
 
-    It reads the buffer by the buffer's own name, so that the Executor sees no dependency on operators that write a
-    gradient inside. It guesses them, and misses the BN gradients once BN and ReLU are fused under AMP: those
-    stay each process's own, and the processes drift apart.
+    The all-reduce reads the buffer by its own name, so the Executor sees no dependency on the operators that write the
+    gradients inside. It guesses them, and misses the BN gradients once BN and ReLU are fused under AMP. Those would
+    differ between the processes, whose parameters would drift apart.
     """
     gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
     for i in reversed(range(len(block.ops))):
@@ -45,7 +45,7 @@ def _order_fused_all_reduces(block):
 
 
 def _leave_out_nccl(block):
-    """Remove what only NCCL needs, so that the all-reduces run on CPUs over Gloo."""
+    """Remove the operators that only NCCL needs: the all-reduces then run on CPUs over Gloo."""
     for i in reversed(range(len(block.ops))):
         if block.ops[i].type in _NCCL_OPERATORS:
             block._remove_op(i)
@@ -53,7 +53,7 @@ def _leave_out_nccl(block):
 
 
 def count_gradient_all_reduces(train_prog):
-    """How many all-reduces a training step makes for its gradients, after they were fused."""
+    """The number of all-reduces of gradients in a training step, after fusing."""
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     ops = train_prog.global_block().ops
     return sum(op.type == "c_allreduce_sum" and bool(op.attr("op_role") & backward) for op in ops)

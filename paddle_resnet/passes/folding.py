@@ -1,7 +1,7 @@
 """Batch normalisation folded into the convolutions before it, for evaluation on a GPU.
 
-With fixed statistics it is a scale and a shift of each channel: the scale goes into the filters, the shift remains. In
-half precision an evaluation spends more time on normalising than on convolving: benchmarks/log/step_h200_2026-11-21.md.
+With fixed statistics BN is a scale and a shift of each channel. The scale goes into the filters, the shift remains. In
+half precision, evaluation spends more time on BN than on convolutions: benchmarks/log/step_h200_2026-11-21.md.
 """
 
 import paddle
@@ -9,16 +9,15 @@ from paddle import static
 
 
 def fold_batch_norms(args, program, exe):
-    """Rewrite an evaluation program that runs in half precision on a GPU; others stay as they are, float32 as the exact
-    reference.
+    """Rewrite an evaluation program in half precision in place. Float32 programs stay: they are the exact reference.
 
     Args:
         args: flags.
         program: evaluation Program after cast_evaluation_program, its parameters in the scope.
         exe: static.Executor.
     Returns:
-        function without arguments that brings the folded filters up to date with the parameters; to be called before
-        each evaluation.
+        function without arguments that recomputes the folded filters from the parameters; call it before each
+        evaluation.
     """
     if not args.amp or args.kernels == "native":
         return lambda: None
@@ -32,7 +31,7 @@ def fold_batch_norms(args, program, exe):
 
 
 def _fold(program, channel_axis):
-    """Rewrite; returns the program that computes the folded filters and shifts."""
+    """Rewrite the program; returns another one that computes the folded filters and shifts."""
     block, fold_prog = program.global_block(), static.Program()
     makers = {name: op for op in block.ops for name in op.output_arg_names}
     for bn in [op for op in block.ops if op.type == "batch_norm"]:

@@ -1,8 +1,7 @@
-"""Programs rewritten to the project's own operators (native/): in NHWC BN with the ReLU and the residual addition after
-it, and max pooling; the update of all parameters, with the check of their gradients and the loss
-scale.
+"""Programs rewritten to custom operators (native/): in NHWC BN with the ReLU and the residual addition after it, and
+max pooling; the update of all parameters, with the check of their gradients and the loss scale.
 
-This comes after all that Paddle writes into a program (precision, gradients, all-reduces), so that parameters,
+This pass runs after all that Paddle writes into a program (precision, gradients, all-reduces). So parameters,
 checkpoints and communication are the same with and without it.
 """
 
@@ -13,18 +12,18 @@ import paddle
 VECTOR_BYTES = 16  # what a thread of the kernels reads at once
 TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
 
-# The operators between a BN and the tensor that all the rest of the program reads, and what is added on the way.
+# The operators from a BN to the tensor that the rest of the program reads: the ReLU, the addition of `addend`.
 Tail = namedtuple("Tail", "ops out relu addend")
 
 
 def fuse(program):
-    """Rewrite a program in place. What the kernels do not know stays Paddle's: layouts other than NHWC, channels that
-    are not whole vectors of 16 bytes, gradients through fixed statistics, pooling of images without a fixed size.
+    """Rewrite a program in place. Paddle's operators stay where the kernels do not apply: layouts other than NHWC,
+    channels that are not whole vectors of 16 bytes, gradients through fixed statistics, pooling without a fixed size.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
     Returns:
-        number of Paddle's operators that are gone.
+        number of Paddle's operators that were replaced.
     """
     graph = _Graph(program.global_block())
     for op in list(graph.block.ops):
@@ -40,7 +39,7 @@ def fuse(program):
 
 
 class _Graph:
-    """Who makes and who reads each variable of a block, and the changes to be made to it."""
+    """The producer and the readers of each variable of a block, and the replacements to make in it."""
 
     def __init__(self, block):
         self.block = block
@@ -63,12 +62,12 @@ class _Graph:
         return x.dtype in TYPE_BYTES and x.shape[-1] * TYPE_BYTES[x.dtype] % VECTOR_BYTES == 0
 
     def only_reader(self, name, op_type):
-        """The one operator of the forward pass that reads a variable, if it is of this type."""
+        """The only forward operator that reads a variable, if it is of this type; else None."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type == op_type else None
 
     def gradient(self, op):
-        """The operator that computes the gradients of another one, all of them; None if some are not wanted."""
+        """The operator that computes all gradients of another one; None if some are not needed."""
         out = op.output("Y" if op.type == "batch_norm" else "Out")[0]
         found = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         return found[0] if found and all(found[0].output(name) for name in found[0].output_names) else None
@@ -81,7 +80,7 @@ class _Graph:
         return self.block.ops.index(first) < self.block.ops.index(second)
 
     def summands(self, name):
-        """The one or two variables whose sum a gradient is, and the operators that add them."""
+        """The one or two variables that add up to a gradient, and the operators that add them."""
         maker = self.makers[name]
         summands = maker.input_arg_names
         adds = maker.type in ("sum", "grad_add") and len(summands) == 2 and len(self.readers[name]) == 1
@@ -89,7 +88,7 @@ class _Graph:
         return [self.block.var(name) for name in names], ops
 
     def replace(self, ops, at, op_type, inputs, outputs, attrs):
-        """Put an operator before `at`; `ops` will go."""
+        """Insert an operator before `at`; finish() removes `ops`."""
         attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
         place = self.block.ops.index(at)
         self.block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
@@ -109,7 +108,7 @@ def _tail(graph, bn):
         return Tail([relu], relu.output("Out")[0], True, None)
     add = graph.only_reader(y, "elementwise_add")
     relu = add and graph.only_reader(add.output("Out")[0], "relu")
-    # Of two normalised summands the first one takes the addition.
+    # Where both summands come from a BN, the first one takes the addition.
     if relu and add.input("X")[0] == y:
         addend, normalised = graph.variables(add, "Y")["Y"], graph.block.var(y)
         if addend.name != y and addend.shape == normalised.shape and addend.dtype == normalised.dtype:
@@ -122,10 +121,10 @@ def _fuse_training(graph, bn):
     ops = [bn, *tail.ops]
     gradients = [graph.gradient(op) for op in reversed(ops)]
     if None in gradients:
-        return  # frozen in part, or not trained at all
+        return  # frozen, in part or as a whole
     buffer = graph.coalesced.get(gradients[-1].output("Scale@GRAD")[0])
     if buffer is not None and not graph.is_before(buffer, gradients[0]):
-        return  # Paddle makes the memory that the gradients go into just before its own operator
+        return  # the buffer of the gradients would be created after the fused operator
     coefficients = block.create_var(name=f"{tail.out}.coefficients", dtype=paddle.float32, stop_gradient=True)
     parameters = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
     made = {"Y": block.var(tail.out), "Coefficients": coefficients} | graph.variables(bn, "MeanOut", "VarianceOut")
@@ -135,7 +134,7 @@ def _fuse_training(graph, bn):
     dx, dscale, dbias = by_name.values()
     known = {"X": parameters["X"], "Coefficients": coefficients}
     if buffer is not None:
-        known["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # a fused all-reduce has its own memory for them
+        known["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # memory in the buffer of a fused all-reduce
     wanted = {"DX": dx, "DScale": dscale, "DBias": dbias}
     out_gradient = f"{tail.out}@GRAD"
     if tail.addend is None:
@@ -193,16 +192,16 @@ def _fuse_max_pool(graph, pool):
 
 
 def _fuse_updates(graph):
-    """One operator for all momentum operators of a kind, and one that checks the gradients and follows the loss scale.
+    """One operator for all momentum operators of a kind, and one that checks the gradients and updates the loss scale.
 
-    Gradients keep the loss scale until momentum has them in float32: divided by it in float16, as Paddle does it, small
-    ones would be lost after all. In a step that is skipped nothing changes, velocities included.
+    Gradients keep the loss scale until momentum reads them in float32. Paddle divides by it in float16, where small
+    gradients are lost. A skipped step changes nothing, velocities included.
     """
     block = graph.block
     updates = [op for op in block.ops if op.type == "momentum"]
     if not updates:
         return
-    # optimizer.build_optimizer makes them all alike.
+    # optimizer.build_optimizer gives all of them the same rate and momentum.
     [(rate, mu)] = {(op.input("LearningRate")[0], op.attr("mu")) for op in updates}
     assert not any(op.attr("use_nesterov") or op.attr("rescale_grad") != 1 for op in updates)
     unscale = _fuse_loss_scaling(graph)
@@ -226,14 +225,14 @@ def _fuse_updates(graph):
 
 
 def _fuse_loss_scaling(graph):
-    """Returns the variable that gradients are to be multiplied by, 0 in a step to skip; None if they are not scaled."""
+    """Returns the factor for the gradients as a variable, 0 in a step to skip; None without loss scaling."""
     block = graph.block
     checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
     if not checks:
         return None
     unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
     found = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # one answer from those for float32 and for the other type
+    for op in block.ops:  # operators that join the answers for float32 and for the other type
         if op.type in ("concat", "reduce_any") and found.issuperset(op.input_arg_names):
             found.update(op.output_arg_names)
             checks.append(op)

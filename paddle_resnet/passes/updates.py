@@ -1,4 +1,4 @@
-"""Paddle's operators that update the parameters, mended where they are not right."""
+"""Paddle's operators that update the parameters, corrected where their result is wrong."""
 
 import paddle
 from paddle.utils import unique_name
@@ -7,8 +7,7 @@ OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
 def mend_updates(args, main_prog):
-    """Change what Paddle has written into a training program to update its parameters, where that is not right and
-    fusion.fuse does not replace it."""
+    """Correct the update operators of a training program in place, where fusion.fuse does not replace them."""
     if args.kernels == "native":
         return
     if args.amp and args.amp_dtype == "bfloat16":
@@ -18,8 +17,8 @@ def mend_updates(args, main_prog):
 
 
 def _update_masters_in_float32(block):
-    """Let momentum change the float32 master of each bfloat16 parameter, and copy that one: Paddle has no momentum
-    kernel for bfloat16, not even for one that reads and writes masters."""
+    """Let momentum update the float32 master of each bfloat16 parameter, then cast it to the parameter. Paddle lacks a
+    momentum kernel for bfloat16, with and without masters."""
     for i in reversed(range(len(block.ops))):
         op = block.ops[i]
         if op.type != "momentum" or block.var(op.input("Param")[0]).dtype != paddle.bfloat16:
@@ -42,9 +41,9 @@ def _update_masters_in_float32(block):
 def _keep_parameters_on_overflow(block):
     """Make the learning rate 0 in a step that dynamic loss scaling skips.
 
-    Paddle skips it by setting the gradients to 0: momentum and weight decay would still move the parameters. What is
-    left of that is that momentum decays as for a gradient of 0, in one of thousands of steps; to keep it, too, would
-    take one more operator a parameter in every step.
+    Paddle skips a step by setting the gradients to 0, so momentum and weight decay would still move the parameters. One
+    effect stays: momentum decays as for a gradient of 0, in one of thousands of steps. To avoid it would take one more
+    operator for each parameter in every step.
     """
     scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
     updates = [i for i, op in enumerate(block.ops) if op.type == "momentum"]

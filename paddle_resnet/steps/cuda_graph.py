@@ -1,11 +1,11 @@
-"""A step recorded once, as a CUDA graph: from then on one call of the host launches it instead of a thousand.
+"""A step recorded once as a CUDA graph: from then on the host launches it by one call instead of a thousand.
 
-Kernels of a graph read and write the addresses that they had when it was recorded. So the batch and the metrics are
-copied into tensors that stay, and what changes from step to step comes from outside: the learning rate ahead of the
-graph, the metrics on their way to the host behind it (host_metrics.py).
+The kernels of a graph read and write the addresses at which they were recorded. So the batch and the metrics are copied
+into tensors that stay. What changes from step to step comes from outside: the learning rate before the graph, the copy
+of the metrics to the host after it (host_metrics.py).
 
-Paddle's own operators for the finite check and the loss scale cannot be repeated like this: they copy tables from host
-memory that is gone by then. Hence --kernels native only.
+Paddle's operators for the finite check and the loss scale cannot be repeated: they copy tables from host memory that no
+longer exists. Hence --kernels native only.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from paddle.device.cuda.graphs import CUDAGraph
 from paddle_resnet.job import exchange, processes
 from utils.errors import RunError, UsageError
 
-# The first steps choose algorithms and make the state of cuDNN: they are launched operator by operator.
+# The first steps choose algorithms and create cuDNN's state: they run operator by operator.
 STEPS_BEFORE = 2
-# The executor insists on the second one with the first.
+# The executor requires the second with the first.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
 # Paddle's operators that were seen to repeat in a graph; the project's own (native_...) all do. Others are refused:
 # one that draws random numbers, for example, may draw the same ones in each step.
@@ -70,9 +70,9 @@ def inputs(args, program):
 
 
 class Recorder:
-    """Runs the steps of a program: the first ones as they are, then one that it records, and launches of that one.
+    """Runs the steps of a program: the first ones operator by operator, then one that it records, then launches of it.
 
-    Batches of another size than the first one's, such as the last one of an evaluation, are run as they are.
+    A batch of another size than the first, such as the last of an evaluation, runs operator by operator.
 
     Args:
         args: flags.
@@ -85,22 +85,21 @@ class Recorder:
 
     def __init__(self, args, program, variables, post):
         self._place = processes.place(args)
-        # An Executor drops what it has prepared for a program that it ran long ago, and gives the memory away. This one
-        # never has more than two programs.
+        # An Executor forgets programs that it has not run for long, and frees their memory. This one has only two.
         self._exe = static.Executor(self._place)
         self.inputs, self._posting, self._program = _split(program, variables, post)
         self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
         self._shape, self._steps, self._graph, self._recorded_at = None, 0, None, None
 
     def __call__(self, run_with_feed, feed):
-        """Run a step, or give its feed to run_with_feed if the batch is of another size."""
+        """Run a step; a batch of another size goes to run_with_feed."""
         shape = feed["data"].shape()
         self._shape = self._shape or shape
         if shape != self._shape:
             run_with_feed(feed=feed)
             return
         for name, value in feed.items():
-            if value is not self.inputs[name]:  # the loader may have written it there
+            if value is not self.inputs[name]:  # unless the loader wrote it there
                 self.inputs[name]._copy_from(value, self._place)
         if self._graph is None and self._steps >= STEPS_BEFORE:
             self._record()
@@ -113,9 +112,9 @@ class Recorder:
         self._exe.run(self._posting, fetch_list=[])
 
     def check(self):
-        """Drop the recording if a tensor has got other memory since, from a program in between that writes it.
+        """Drop the recording if another program has moved a tensor since.
 
-        All processes do or none: NCCL wants an all-reduce to be recorded everywhere or nowhere.
+        All processes drop it or none: NCCL requires that all record an all-reduce, or none.
         """
         has_moved = self._graph is not None and self._addresses() != self._recorded_at
         if exchange.all_gather([has_moved]).any():
@@ -132,7 +131,7 @@ class Recorder:
 
     def _record(self):
         paddle.device.cuda.synchronize(self._place)
-        paddle.device.cuda.empty_cache()  # what the steps so far have used: the graph has memory of its own
+        paddle.device.cuda.empty_cache()  # the memory of the first steps: the graph has its own
         graph = CUDAGraph(self._place)
         try:
             with _recording():
@@ -140,7 +139,7 @@ class Recorder:
                 try:
                     self._exe.run(self._program, fetch_list=[])
                 except BaseException:
-                    with contextlib.suppress(Exception):  # what went wrong before is what to tell of
+                    with contextlib.suppress(Exception):  # the first error is the one to report
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -150,7 +149,7 @@ class Recorder:
         self._graph, self._recorded_at = graph, self._addresses()
 
     def _addresses(self):
-        """Where the tensors are that outlive a step."""
+        """{name: address} of the tensors that outlive a step."""
         scope = static.global_scope()
         names = [variable.name for variable in self._program._program.list_vars() if variable.persistable]
         found = [scope.find_var(name) for name in names]
@@ -163,7 +162,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def _recording():
-    """What Paddle needs to record, and no garbage collection: GPU memory that it would free ends a recording."""
+    """Set Paddle's flags for recording, without garbage collection: freeing GPU memory ends a recording."""
     before = paddle.get_flags(list(CAPTURE_FLAGS))
     collects = gc.isenabled()
     gc.collect()
@@ -171,7 +170,7 @@ def _recording():
     paddle.set_flags(CAPTURE_FLAGS)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the learning rate is not recorded
+            warnings.simplefilter("ignore")  # Paddle warns that the learning rate is not recorded
             yield
     finally:
         paddle.set_flags(before)
@@ -180,18 +179,18 @@ def _recording():
 
 
 def _reason(error):
-    """The line of an error of Paddle's that says what happened; the operator's name and hints follow it."""
+    """The line of one of Paddle's errors that says what happened, without the operator's name and hints after it."""
     text = str(error).strip() or repr(error)
     found = re.findall(r"^ *(\w*Error:\s+\S.*)", text, re.MULTILINE) or text.splitlines()
     return " ".join(found[-1].split()).rstrip(".")
 
 
 def _split(program, variables, post):
-    """What a recording needs of a compiled program.
+    """Divide a compiled program into what a graph records and what stays outside.
 
     Returns:
-        its inputs, as tensors that stay; the program that posts its metrics; a copy of it that does not, with inputs
-        and copies of the metrics that the Executor keeps, compiled.
+        (input tensors that stay; a program that posts the metrics; the compiled rest, which reads these inputs and
+        copies the metrics into variables that the Executor keeps).
     """
     copy = program._program.clone()
     block = copy.global_block()
@@ -202,7 +201,7 @@ def _split(program, variables, post):
                 "--cuda-graph false"
             )
     block._remove_op(next(i for i, op in enumerate(block.ops) if op.type == "native_post"))
-    # Variables that are kept and have one name are one tensor in all programs: these are to be this program's own.
+    # Persistable variables of one name are one tensor in all programs. These must be this program's own.
     number = next(_numbers)
     names = {name: f"{name}@recorded_{number}" for name in ("data", "label", *(v.name for v in variables))}
     for name in ("data", "label"):
@@ -210,8 +209,8 @@ def _split(program, variables, post):
         block.var(names[name]).persistable = True
     posts = static.Program()
     for v in variables:
-        # The project's own operators give a result memory of its own each time, which would be the graph's while it is
-        # recorded, and would outlive it in a variable that is kept. Paddle's copy writes where the variable is.
+        # Custom operators allocate their results. Memory that a recording allocates is the graph's, and must not
+        # outlive it in a persistable variable. Paddle's copy writes where the variable already is.
         for target in (block, posts.global_block()):
             target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
         block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})

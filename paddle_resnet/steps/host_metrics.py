@@ -1,7 +1,8 @@
-"""Metrics that a step leaves in the host's memory, so that the host reads them without stopping inside a later step.
+"""The metrics of a step, copied to host memory without a wait inside a later step.
 
-The Executor's fetch stops the host until the GPU has got to the value, and then the GPU waits for the host's next
-kernels. An operator of native/ copies the values behind the kernels that make them instead.
+The Executor's fetch blocks the host until the GPU has computed the value. The GPU then waits for the host's next
+kernels. So an operator of native/ copies the values right after the kernels that compute them, and the host reads them
+later.
 """
 
 import ctypes
@@ -17,26 +18,26 @@ from utils.errors import NO_CLASS, DataError
 
 
 def post(variables):
-    """Let every step of the current program leave these variables for dispatcher()."""
+    """Let every step of the current program copy these variables to the host, for dispatcher()."""
     block = static.default_main_program().global_block()
     done = block.create_var(name="posted", shape=[1], dtype="int32", stop_gradient=True)
     block.append_op(type="native_post", inputs={"X@VECTOR": list(variables)}, outputs={"Out": done})
 
 
 def dispatcher(args, exe, program, variables):
-    """How to run a step.
+    """A function that runs a step.
 
     Args:
         args: flags.
         exe: static.Executor.
         program: result of program.compile_prog.
-        variables: the variables that are wanted of each step; with --kernels native those that it posts.
+        variables: the metrics of each step; with --kernels native those that the program posts.
     Returns:
-        function of a feed that runs a step and returns one handle a variable: `np.asarray(handle)` waits for its value.
-        With --kernels native a handle is good for the next three steps.
+        function of a feed. It dispatches a step and returns a handle for each variable: `np.asarray(handle)` waits for
+        the value. With --kernels native a handle is valid for the next three steps.
     Raises:
-        DataError: the function does so for a label that is no class, on a CPU with Paddle's kernels. The project's own
-            tell it by the metrics (utils/meters.py).
+        DataError: by that function, for a label that is no class, on a CPU with Paddle's kernels. Custom kernels report
+            it in the metrics (utils/meters.py).
     """
     if args.kernels != "native":
         return functools.partial(_fetch, args, functools.partial(exe.run, program, fetch_list=variables))
@@ -62,14 +63,14 @@ def _fetch(args, run, feed):
         return run(feed=feed, return_numpy=False)
     except (IndexError, ValueError) as e:
         labels = feed["label"]
-        # A GPU whose kernel has failed gives nothing back.
+        # After a failed kernel nothing can be read from a GPU.
         if args.device == "cpu" and not np.isin(labels, np.arange(args.num_of_class)).all():
             raise DataError(NO_CLASS) from e
         raise
 
 
 class Posted:
-    """A value of a step that has been dispatched."""
+    """The handle of a value of a dispatched step."""
 
     def __init__(self, library, number, i, variable):
         self._wait = library.paddle_resnet_wait

@@ -15,10 +15,10 @@ _recording = None  # the Profiler that is recording
 
 
 def check(args, loader):
-    """Refuse steps that the run's first pass, over this loader, does not get to.
+    """Refuse --profile-steps that reach beyond the run's first pass over this loader.
 
     Raises:
-        UsageError: there are some.
+        UsageError: they do.
     """
     last_step = args.benchmark_warmup_steps + args.benchmark_steps if args.benchmark else len(loader)
     if args.profile_steps is not None and args.profile_steps[1] > last_step:
@@ -26,8 +26,8 @@ def check(args, loader):
 
 
 def start(args, mode, first_step, last_step):
-    """The trace of a run's first pass over its training images, or of its evaluation if it does not train; None without
-    --profile-steps, for every other pass, and where --resume goes on behind the steps' beginning.
+    """The trace of a run's first pass over its training images, or of its evaluation if it does not train. None without
+    --profile-steps, for every other pass, and where --resume continues after the first of these steps.
 
     Args:
         args: flags.
@@ -42,8 +42,8 @@ def start(args, mode, first_step, last_step):
         return None
     _traced = args
     begin, end = args.profile_steps
-    if args.resume and begin < first_step:  # the command is one to be repeated until it is done
-        logger.warn(f"--profile-steps {begin}:{end}: no trace, since --resume goes on at step {first_step}")
+    if args.resume and begin < first_step:  # a repeated command must not fail for it
+        logger.warn(f"--profile-steps {begin}:{end}: no trace: --resume continues at step {first_step}")
         return None
     if begin < first_step or end > last_step:
         raise _outside(args, first_step, last_step)
@@ -60,8 +60,8 @@ def _outside(args, first_step, last_step):
 
 @contextlib.contextmanager
 def dropped():
-    """If what is inside ends in the midst of the steps to trace, stop recording. Paddle would go on with it, and crash
-    what comes next in the process, or its end: its recorder does not bear several threads."""
+    """Stop recording if the pass ends inside the traced steps. Paddle would continue to record and crash later in the
+    process: its recorder is not thread-safe."""
     global _recording
     try:
         yield
@@ -72,12 +72,11 @@ def dropped():
 
 
 class Trace:
-    """Records the steps from `begin` to `end - 1` of this process: operators on the host, and on a GPU its kernels and
-    copies.
+    """Records the steps from `begin` to `end - 1` of this process: operators on the host, and kernels and copies on a
+    GPU.
 
-    Recording starts and ends with an empty queue. The other steps pay for a comparison of numbers. Paddle prepares a
-    program while it runs it for the first time and names no operators in that step. A run that is stopped in between
-    writes no trace.
+    Recording starts and ends with an empty queue. All other steps only compare numbers. Paddle prepares a program in
+    its first step and names no operators there. A run that stops inside these steps writes no trace.
     """
 
     def __init__(self, args, begin, end):
@@ -88,12 +87,12 @@ class Trace:
         self._profiler.step_num = begin  # what the trace calls its first step
 
     def before(self, step, drain, clock):
-        """To be called before each step, and after the last one with the number that would come next.
+        """Call this before each step, and after the last one with the number that would come next.
 
         Args:
             step: its number.
             drain: waits until the steps before are done.
-            clock: meters.StepClock, which leaves out the time that it takes to start and to write the trace.
+            clock: meters.StepClock; it leaves out the time to start and to write the trace.
         """
         global _recording
         if self._begin < step < self._end:

@@ -95,5 +95,5 @@ def test_repeated_command_goes_on_where_the_traced_steps_are_over(
     assert calls == ["start", "stop"]
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert "--profile-steps 0:3: no trace, since --resume goes on at step 2" in capsys.readouterr().err
+    assert "--profile-steps 0:3: no trace: --resume continues at step 2" in capsys.readouterr().err
     assert not (tmp_path / "output/profile").exists()
