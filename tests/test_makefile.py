@@ -88,6 +88,7 @@ def test_paddle_of_choice_is_kept_on_later_makes(make):
     assert make("venv", f"PADDLE={wanted}")[0] == []
     assert make("venv", "PADDLE=3.3.1")[0] == ["requirements", "uninstall", "install paddlepaddle==3.3.1"]
     assert make("venv")[0] == []
+    assert make("venv", "PADDLE=")[0] == ["requirements", "uninstall", "install paddlepaddle==2.6.2"]
 
 
 def test_paddle_of_choice_that_is_there_already(make):
