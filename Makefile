@@ -38,18 +38,19 @@ $(BIN)/pip:
 $(INSTALLED): | $(BIN)/pip
 	@if ls .venv/installed-* >/dev/null 2>&1; then echo "updating .venv in place: the requirements changed"; \
 	else echo "installing into .venv: about 2 GB without a GPU, more with one; some minutes"; fi
+	@rm -f .venv/installed-*
 	@sed '/^-r/d; /^paddlepaddle/d' requirements-base.txt $(REQUIREMENTS) > .venv/requirements.txt
 	@$(PIP) install -r .venv/requirements.txt
-	@set -f; here=$$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep '^paddlepaddle' || true); \
-	if [ -n "$$PADDLE" ] && [ "$$PADDLE" != "$$(cat .venv/paddle 2>/dev/null)" ]; then \
-		echo "installing $$PADDLE_WORDS$${here:+ in place of $$here}"; \
-		[ -z "$$here" ] || $(PIP) uninstall -y paddlepaddle paddlepaddle-gpu; \
-		$(PIP) install $$PADDLE_WORDS; \
-		echo "$$PADDLE" > .venv/paddle; \
-	elif [ -z "$$here" ]; then $(PIP) install $(PIN); \
-	elif [ "$$here" != "$(PIN)" ]; then \
-		echo "keeping $${here/==/ } ($(REQUIREMENTS) has $(PIN); make venv PADDLE=$(PIN) installs that)"; fi
-	@rm -f .venv/installed-*; touch $@
+	@set -f; want="$${PADDLE_WORDS:-$(PIN)}"; \
+	here=$$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep '^paddlepaddle' || true); \
+	if [ -n "$$here" ] && [ "$$here" != "$$want" ] && [ "$$PADDLE" != "$$(cat .venv/paddle 2>/dev/null)" ]; then \
+		echo "replacing $$here by $$want"; \
+		$(PIP) uninstall -y paddlepaddle paddlepaddle-gpu; \
+		here=; fi; \
+	if [ -z "$$here" ]; then $(PIP) install $$want; \
+	elif [ "$$here" != "$$want" ]; then echo "keeping $${here/==/ }: make venv PADDLE=$(PIN) replaces it"; fi; \
+	echo "$$PADDLE" > .venv/paddle
+	@touch $@
 
 data: $(INSTALLED)
 	$(BIN)/python -m paddle_resnet.dataset sample --output data/digits

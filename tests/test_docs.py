@@ -16,6 +16,7 @@ COMMANDS = ("paddle_resnet/dataset.py", "paddle_resnet/export.py", *map(str, ROO
 # Flags of Paddle's launcher and of Slurm.
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
 OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}
+OTHER_FLAGS |= {"--inference-dir", "--qat"}  # of NVIDIA's example, which this project lacks
 CORE = ("train.py", "config.py", *(f"paddle_resnet/{name}.py" for name in ("program", "dali", "optimizer", "report")))
 
 

@@ -14,6 +14,7 @@ case "$*" in
     "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; touch .venv/bin/pip ;;
     "-m pip list"*) cat packages 2>/dev/null || true ;;
     *" install -r "*) echo "requirements" >> calls; cp "${@: -1}" requirements.installed ;;
+    *" install nosuch"*) exit 1 ;;
     *" install "*) all="$*"; echo "install ${all##* install }" >> calls; for word in "$@"; do
         case "$word" in paddlepaddle*) echo "$word" > packages ;; esac; done ;;
     *" uninstall "*) echo "uninstall" >> calls; rm packages ;;
@@ -87,6 +88,20 @@ def test_paddle_of_choice_is_kept_on_later_makes(make):
     assert make("venv", f"PADDLE={wanted}")[0] == []
     assert make("venv", "PADDLE=3.3.1")[0] == ["requirements", "uninstall", "install paddlepaddle==3.3.1"]
     assert make("venv")[0] == []
+    assert make("venv", "PADDLE=")[0] == ["requirements", "uninstall", "install paddlepaddle==2.6.2"]
+
+
+def test_paddle_of_choice_that_is_there_already(make):
+    make("venv")
+    assert make("venv", "PADDLE=2.6.2")[0] == ["requirements"]
+
+
+def test_failed_replacement_is_repaired_by_the_next_make(make, tmp_path):
+    make("venv")
+    with pytest.raises(AssertionError):
+        make("venv", "PADDLE=nosuch")
+    assert not (tmp_path / "packages").exists()
+    assert make("venv")[0] == ["requirements", "install paddlepaddle==2.6.2"]
 
 
 def test_paddle_range_is_not_a_redirection(make, tmp_path):
