@@ -2,14 +2,18 @@
 # ruff: noqa: I001
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
 import numpy as np
@@ -34,6 +38,10 @@ TINY = [
 ]
 MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
+
+# Paddle stores the Python call stack in each operator that it appends. Below pytest that is 60 frames deep, and half of
+# the time that the tests in this process take. The innermost frames do.
+paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 
 
 def pytest_collection_modifyitems(items):
@@ -72,37 +80,63 @@ def fresh_paddle(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory):
-    """Class folders of noise-free colour ramps: 3 classes, 30 training and 23 validation JPEGs of odd sizes."""
-    root = tmp_path_factory.mktemp("photos")
-    random = np.random.RandomState(0)
-    for split, count in (("train", 30), ("val", 23)):
-        for i in range(count):
-            label = i % 3
-            folder = root / split / f"class{label}"
-            folder.mkdir(parents=True, exist_ok=True)
-            height, width = random.randint(40, 70, 2)
-            pixels = random.randint(0, 60, (height, width, 3))
-            pixels[:, :, label] += np.linspace(60, 190, width).astype(int)
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:02d}.jpg", quality=90)
-    return root
+def once(tmp_path_factory, worker_id):
+    """Make files once for all worker processes of pytest-xdist: once(name, make) returns a folder that make(folder)
+    has filled, in this process or in another one. Tests must not change what is in it."""
+    root = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        root = root.parent
+
+    def once(name, make):
+        folder = root / name
+        with open(root / f"{name}.lock", "a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.seek(0)
+            if lock.read() != "made":
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                lock.write("made")
+        return folder
+
+    return once
 
 
 @pytest.fixture(scope="session")
-def converted(photos, tmp_path_factory):
+def photos(once):
+    """Class folders of noise-free colour ramps: 3 classes, 30 training and 23 validation JPEGs of odd sizes."""
+
+    def make(root):
+        random = np.random.RandomState(0)
+        for split, count in (("train", 30), ("val", 23)):
+            for i in range(count):
+                label = i % 3
+                folder = root / split / f"class{label}"
+                folder.mkdir(parents=True, exist_ok=True)
+                height, width = random.randint(40, 70, 2)
+                pixels = random.randint(0, 60, (height, width, 3))
+                pixels[:, :, label] += np.linspace(60, 190, width).astype(int)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:02d}.jpg", quality=90)
+
+    return once("photos", make)
+
+
+@pytest.fixture(scope="session")
+def converted(photos, once):
     """The photos in every storage format: {--data-format: --image-root}; containers of three training shards."""
-    root = tmp_path_factory.mktemp("converted")
-    roots = {"folder": photos, "filelist": root / "filelist"}
-    roots["filelist"].mkdir()
-    for split in ("train", "val"):
-        (roots["filelist"] / split).symlink_to(photos / split)
-        images = sorted((photos / split).glob("*/*"))
-        lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
-        (roots["filelist"] / f"{split}.txt").write_text("".join(lines))
-    for name in convert.FORMATS:
-        roots[name] = root / name
-        convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
-    return roots
+
+    def make(root):
+        (root / "filelist").mkdir()
+        for split in ("train", "val"):
+            (root / "filelist" / split).symlink_to(photos / split)
+            images = sorted((photos / split).glob("*/*"))
+            lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
+            (root / "filelist" / f"{split}.txt").write_text("".join(lines))
+        for name in convert.FORMATS:
+            convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
+
+    root = once("converted", make)
+    return {"folder": photos, **{name: root / name for name in ("filelist", *convert.FORMATS)}}
 
 
 @pytest.fixture
@@ -132,6 +166,16 @@ def run_train(photos, tmp_path):
         return code, read_report(report)
 
     return run_train
+
+
+@pytest.fixture
+def checkpoint(once, run_train, tmp_path):
+    """A copy of a checkpoint of one epoch, which is trained once for all tests."""
+
+    def make(folder):
+        assert run_train("--output-dir", folder)[0] == 0
+
+    return shutil.copytree(once("checkpoint", make) / "Tiny/0", tmp_path / "checkpoint")
 
 
 @pytest.fixture

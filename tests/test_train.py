@@ -58,12 +58,10 @@ def test_train_only_evaluates_nothing(run_train, photos, tmp_path):
     assert not any(key.startswith("val.") for e in report for key in e["data"])
 
 
-def test_evaluation_needs_no_training_images(run_train, photos, tmp_path):
-    run_train("--run-scope", "train_only")
+def test_evaluation_needs_no_training_images(run_train, checkpoint, photos, tmp_path):
     root = tmp_path / "val_alone"
     shutil.copytree(photos / "val", root / "val")
-    flags = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
-    assert run_train(*flags, image_root=root)[0] == 0
+    assert run_train("--run-scope", "eval_only", "--from-checkpoint", checkpoint, image_root=root)[0] == 0
 
 
 @pytest.mark.parametrize("flags", [["--data-layout", "NHWC", "--image-shape", "4,32,32"], ["--dali-output-fp16"]])
@@ -115,10 +113,8 @@ def test_sparse_training_keeps_the_pattern(run_train, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--from-pretrained-params", "--from-checkpoint"])
-def test_sparse_training_starts_from_dense_weights(run_train, tmp_path, flag):
-    assert run_train()[0] == 0
-    dense = [flag, tmp_path / "output/Tiny/0"]
-    assert run_train(*dense, "--asp", "--prune-model")[0] == 0
+def test_sparse_training_starts_from_dense_weights(run_train, checkpoint, tmp_path, flag):
+    assert run_train(flag, checkpoint, "--asp", "--prune-model")[0] == 0
     params = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
     assert_sparse(params)
     assert np.mean(params["conv2d_5.w_0"] != 0) == 0.5
@@ -232,10 +228,8 @@ def test_bad_flags_are_refused(run_train, capsys, flags, says):
     assert report == []
 
 
-def test_checkpoint_of_another_model_is_refused(run_train, tmp_path, capsys):
-    run_train()
-    (tmp_path / "output/Tiny/0").rename(tmp_path / "tiny")
-    code, _ = run_train("--model-arch-name", "ResNet18", "--from-checkpoint", tmp_path / "tiny")
+def test_checkpoint_of_another_model_is_refused(run_train, checkpoint, capsys):
+    code, _ = run_train("--model-arch-name", "ResNet18", "--from-checkpoint", checkpoint)
     assert code == 2
     assert_one_sentence(capsys.readouterr().err, ["--from-checkpoint", "another model", "--model-arch-name"])
 

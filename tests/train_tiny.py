@@ -7,7 +7,7 @@ $SHARES: the synthetic images of a step are the same over all processes together
 the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer,
 so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from
 FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one
-rank alone, or "RANK version".
+rank alone, or "RANK version", and more of them behind commas.
 """
 
 import ctypes
@@ -173,8 +173,10 @@ if __name__ == "__main__":
         if rank != my_rank:
             continue
         exchange.stop_agreed = fail_at(exchange.stop_agreed, int(step), kind)
-    if os.environ.get("DIFFERS", "").split()[:1] == [my_rank]:
-        differ(os.environ["DIFFERS"].split()[1:])
+    for difference in filter(None, os.environ.get("DIFFERS", "").split(",")):
+        rank, *words = difference.split()
+        if rank == my_rank:
+            differ(words)
     code = train.main()
     print(f"recordings: {len(recordings)}")
     if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:

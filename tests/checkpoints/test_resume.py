@@ -17,14 +17,16 @@ FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
 
 
 @pytest.fixture
-def whole(run_train):
-    """Losses of an uninterrupted run with given flags; its output is gone."""
+def whole(once, run_train):
+    """Losses of an uninterrupted run with given flags, which runs once for all tests."""
 
-    def whole(tmp_path, *flags):
-        code, report = run_train(*FLAGS, *flags)
-        assert code == 0
-        shutil.rmtree(tmp_path / "output")
-        return losses(report)
+    def whole(*flags):
+        def make(folder):
+            code, report = run_train(*FLAGS, *flags, "--output-dir", folder / "output")
+            assert code == 0
+            (folder / "losses").write_bytes(pickle.dumps(losses(report)))
+
+        return pickle.loads((once("_".join(["whole", *flags]), make) / "losses").read_bytes())
 
     return whole
 
@@ -41,7 +43,7 @@ STOPS = [
 
 @pytest.mark.parametrize(("stop", "newest"), STOPS, ids=[str(stop) for stop, _ in STOPS])
 def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, whole, stop_before, tmp_path, stop, newest):
-    expected = whole(tmp_path)
+    expected = whole()
     assert len(expected) == 3 * (STEPS + 2)
     stop_before(**stop)
     code, report = run_train(*FLAGS, "--resume")
@@ -59,20 +61,13 @@ def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, whole,
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
-def test_every_format_goes_on_inside_an_epoch(run_train, stop_before, converted, tmp_path, data_format):
-    root = converted[data_format]
-    code, report = run_train(*FLAGS, image_root=root)
+def test_every_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, converted, data_format):
+    flags = [*FLAGS, "--epochs", "2", "--resume"]
+    code, report = run_train(*flags, image_root=converted[data_format])
     assert code == 0
     expected = losses(report)
-    assert len(expected) == 3 * (STEPS + 2)
-    shutil.rmtree(tmp_path / "output")
-    found = {}
-    for train_step, code in ((1, 75), (4, 75), (None, 0)):  # in the first epoch, in the third, not at all
-        stop_before(train_step=train_step)
-        found_code, report = run_train(*FLAGS, "--resume", image_root=root)
-        assert found_code == code
-        assert not set(found) & set(losses(report))
-        found |= losses(report)
+    assert len(expected) == 2 * (STEPS + 2)
+    found = losses_with_a_stop(4, *flags, image_root=converted[data_format])  # in the second epoch
     assert found == expected
 
 
@@ -80,7 +75,7 @@ def test_every_format_goes_on_inside_an_epoch(run_train, stop_before, converted,
 def test_a_run_stopped_again_and_again_gets_there(run_train, whole, stop_before, tmp_path, monkeypatch, data_format):
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", data_format]
-    expected = whole(tmp_path, *flags)
+    expected = whole(*flags)
     found, runs = {}, 0
     while True:
         stop_before(train_step=1 if data_format == "folder" else 2)
@@ -102,7 +97,7 @@ def _modes():
 
 def test_sparse_training_goes_on_with_its_masks(run_train, whole, stop_before, tmp_path):
     flags = ["--asp", "--prune-model"]
-    expected = whole(tmp_path, *flags)
+    expected = whole(*flags)
     stop_before(train_step=4)
     first = losses(run_train(*FLAGS, *flags, "--resume")[1])
     params = pickle.loads((tmp_path / "output/Tiny/1_1/tiny.pdparams").read_bytes())
@@ -118,7 +113,7 @@ def test_sparse_training_goes_on_with_its_masks(run_train, whole, stop_before, t
 
 
 def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path):
-    expected = whole(tmp_path)
+    expected = whole()
     code, report = run_train(*FLAGS, "--save-interval-steps", "2", "--keep-checkpoints", "9")
     assert code == 0
     assert losses(report) == expected
@@ -171,7 +166,7 @@ def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys
 
 
 def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path, capsys):
-    expected = whole(tmp_path)
+    expected = whole()
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     image = root / "val/class2/20.jpg"
@@ -197,7 +192,7 @@ def test_command_that_is_done_can_be_repeated(run_train, capsys):
 
 def test_report_of_a_stopped_run_goes_on(run_train, whole, stop_before, tmp_path):
     """Stopped, resumed, and started once more with nothing left to do: one report of the whole run."""
-    expected = whole(tmp_path)
+    expected = whole()
     report = tmp_path / "whole.json"
     for stop, code in ((4, 75), (None, 0), (None, 0)):
         stop_before(train_step=stop)
@@ -220,7 +215,7 @@ def test_resume_prefers_its_own_checkpoint_to_the_start(run_train, stop_before, 
 
 
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run_train, whole, tmp_path, capsys):
-    expected = whole(tmp_path)
+    expected = whole()
     assert run_train(*FLAGS)[0] == 0
     path = tmp_path / "output/Tiny/2/tiny.pdopt"
     data = bytearray(path.read_bytes())
@@ -359,14 +354,12 @@ def test_losses_that_stay_non_finite_end_the_run(run_train, tmp_path, capsys):
     assert_one_sentence(error, ["--max-bad-steps 4", "4 steps in a row", "learning rate", "lower --lr"])
 
 
-def test_other_classes_are_warned_of(run_train, photos, tmp_path, capsys):
-    assert run_train()[0] == 0
+def test_other_classes_are_warned_of(run_train, checkpoint, photos, tmp_path, capsys):
     root = tmp_path / "renamed"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
         (root / split / "class1").rename(root / split / "other")
-    flags = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
-    capsys.readouterr()
+    flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
     assert run_train(*flags)[0] == 0
     assert "trained on other classes" not in capsys.readouterr().err
     assert run_train(*flags, image_root=root)[0] == 0
