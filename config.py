@@ -411,10 +411,10 @@ def _yaml_words(parser, path):
     except OSError as e:
         raise UsageError(f"--config {path} cannot be read ({e.strerror}): name a YAML file") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UsageError(f"--config {path} is not YAML ({' '.join(str(e).split())}): mend that line") from e
+        raise UsageError(f"--config {path} is not YAML ({' '.join(str(e).split())}): fix that line") from e
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise UsageError(f"--config {path} is not a list of `flag: value` lines: write it as one")
+        raise UsageError(f"--config {path} is not a mapping: write lines `flag: value`")
     by_name = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
     words = []
     for key, value in values.items():

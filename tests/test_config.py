@@ -418,8 +418,8 @@ def test_flags_at_the_edge_of_a_refusal_are_accepted(flags):
         ("batch-size: 3", "unknown key batch-size: did you mean batch_size?"),
         ("5: 3", "unknown key 5"),
         ("config: other.yaml", "unknown key config"),
-        ("- epochs", "is not a list of `flag: value` lines"),
-        ("epochs 3", "is not a list of `flag: value` lines"),
+        ("- epochs", "is not a mapping: write lines `flag: value`"),
+        ("epochs 3", "is not a mapping: write lines `flag: value`"),
         ("normalize_mean: [0, 0", "is not YAML"),
         ("epochs: 3\n\tlr: 1", "is not YAML"),
         ("lr: fast", "--lr: 'fast' is not a number"),
@@ -472,8 +472,8 @@ def test_numbers_that_cannot_be_meant_are_refused(flags, says):
         (b"model_prefix: no\n", "model_prefix takes a word and YAML reads this one as False: quote it"),
         (b"profile_steps: 10:20\n", "'620' is not A:B: give two steps such as 100:110 \\(quoted in YAML\\)"),
         (b"\xff\xfe\xfa", "is not YAML"),
-        (b"[]", "is not a list of `flag: value` lines"),
-        (b"false", "is not a list of `flag: value` lines"),
+        (b"[]", "is not a mapping: write lines `flag: value`"),
+        (b"false", "is not a mapping: write lines `flag: value`"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(tmp_path, content, says):

@@ -1,4 +1,4 @@
-"""The folder of what is made once a machine: compiled operators, indexes of containers."""
+"""The cache folder for what is made once per machine: compiled operators and indexes of containers."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ def folder():
     """$XDG_CACHE_HOME/paddle_resnet, by default ~/.cache/paddle_resnet.
 
     Raises:
-        UsageError: neither XDG_CACHE_HOME nor a home folder is there.
+        UsageError: XDG_CACHE_HOME is not set and there is no home folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle_resnet"

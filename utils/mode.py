@@ -1,10 +1,10 @@
-"""What a program is built for and what a run does."""
+"""The phases of a run and the scopes of --run-scope."""
 
 from enum import Enum
 
 
 class Mode(Enum):
-    """The phase a program or an epoch belongs to; the value is its prefix in logs and reports."""
+    """The phase of a program or an epoch. The value is its prefix in logs and reports, and the folder of its images."""
 
     TRAIN = "train"
     EVAL = "val"

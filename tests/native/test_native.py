@@ -425,14 +425,14 @@ def flags(**changes):
 def test_what_is_missing_is_named(empty_cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     assert native.missing() == "no C++ compiler (no-such-compiler)"
-    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.: mend that, or give "):
+    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.: fix that, or give "):
         native.resolve(flags(kernels="native"))
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     monkeypatch.setenv("CXX", "true")
     assert native.missing((9, 0)) == "no NVRTC library (libnvrtc.so)"
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     assert chosen_on_a_gpu() == ("paddle", False)
-    assert "since ours are not to be had: no NVRTC library (libnvrtc.so)" in capsys.readouterr().out
+    assert "custom kernels are unavailable (no NVRTC library (libnvrtc.so))" in capsys.readouterr().out
 
 
 def chosen_on_a_gpu(**changes):
@@ -464,14 +464,14 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
         says = f"Paddle cannot load {native._operators_file()} ({native._operators_file()}: file too short)"
     elif fault == "cache folder":
         (tmp_path / "paddle_resnet").write_text("in the way")
-        says = f"{tmp_path}/paddle_resnet cannot be used (File exists; XDG_CACHE_HOME"
+        says = f"{tmp_path}/paddle_resnet cannot be used (File exists; set XDG_CACHE_HOME"
     elif fault == "cache folder that cannot be looked into":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))
-        says = f"{native.cache_folder()} cannot be used (File name too long; XDG_CACHE_HOME"
+        says = f"{native.cache_folder()} cannot be used (File name too long; set XDG_CACHE_HOME"
     elif fault == "old NVRTC":
         monkeypatch.setattr(native, "register", lambda: None)
         monkeypatch.setattr(native, "_nvrtc", lambda: SimpleNamespace())
-        says = "NVRTC is too old: it has no nvrtcCreateProgram"
+        says = "NVRTC is too old: it lacks nvrtcCreateProgram"
     elif fault == "home folder":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
@@ -488,7 +488,7 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
             native.resolve(flags(device="gpu", kernels="native"))
     else:
         assert chosen_on_a_gpu() == ("paddle", False)
-        assert f"since ours are not to be had: {says}" in capsys.readouterr().out
+        assert f"custom kernels are unavailable ({says}" in capsys.readouterr().out
     left = {path.suffix for path in tmp_path.glob("paddle_resnet/*")} - {".lock"}
     assert left == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault, set())
 
@@ -535,7 +535,7 @@ def test_choice_of_the_kernels(monkeypatch):
     for local_size, is_recorded in (("2", True), ("1", False)):
         monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
         assert chosen_on_a_gpu() == ("native", is_recorded)
-    with pytest.raises(UsageError, match="--kernels native knows NHWC only"):
+    with pytest.raises(UsageError, match="--kernels native supports NHWC only"):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 
 
