@@ -143,7 +143,7 @@ def report(step, data):
             failed, _report = _report, None
             with contextlib.suppress(OSError):  # close() tries to write the same line again
                 failed.close()
-            remedy = "make room and start again, with --resume to continue the training"
+            remedy = "make room, and start a training again with --resume"
             raise RunError(f"--report-file {failed.name} can no longer be written ({e.strerror}): {remedy}") from e
 
 

@@ -206,11 +206,9 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
     if found.step and not found.trained:
         for name, state in found.meta["ranks"][processes.rank()]["meters"].items():
             fetchs[name][1].restore(state)
-        bn_file = Path(found.folder) / f"bn_rank{processes.rank()}.npz"
-        if bn_file.is_file():
-            with np.load(bn_file) as arrays:
-                for name in arrays.files:
-                    variables.set_variable(name, arrays[name], place)
+        statistics = f"bn_rank{processes.rank()}.npz"
+        if statistics in found.meta["files"]:
+            variables.load_statistics(Path(found.folder) / statistics, place)
     where = f"epoch {found.epoch}" + (f" step {found.step}" if found.step else "")
     logger.info(f"loaded {found.folder}: goes on with {where}")
 

@@ -2,7 +2,6 @@
 `paddle.static.load`. Loading is strict. Parameters are float32 on the disk, whatever the training precision.
 """
 
-import pickle
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import paddle
 from paddle import static
 
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import arrays, folders
 from utils import logger
 from utils.errors import UsageError
 
@@ -51,11 +50,11 @@ def load(args, folder, program, place):
     prefix = Path(folder) / args.model_prefix
     resumed = args.resume and Path(folder).parent == folders.run_folder(args)
     flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
-    state = _unpickle(f"{prefix}.pdparams", flag)
+    state = _read(f"{prefix}.pdparams", flag)
     _load_parameters(args, program, state, flag, place)
     _, others = variables(program)
     if others:
-        _load_strictly(others, _unpickle(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
+        _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
         if before.item() != args.scale_loss:  # a fixed scale is the flag's, not the checkpoint's
@@ -77,7 +76,7 @@ def load_pretrained(args, program, place):
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
         raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name such a file or its folder")
-    state = _unpickle(path, flag)
+    state = _read(path, flag)
     skipped = []
     if args.pretrained_mismatch == "skip-classifier":
         parameters, _ = variables(program)
@@ -87,6 +86,17 @@ def load_pretrained(args, program, place):
         state = {name: array for name, array in state.items() if name not in skipped}
         logger.info(f"--pretrained-mismatch skip-classifier: left out {', '.join(skipped) or 'nothing'}")
     _load_parameters(args, program, state, flag, place, skipped)
+
+
+def load_statistics(path, place):
+    """Set this process's own BN statistics from bn_rankN.npz.
+
+    Raises:
+        UsageError: the file is damaged or of another model.
+    """
+    state = _read(path, "--resume", arrays.read_npz)
+    known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
+    _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name")
 
 
 def snapshot(program):
@@ -126,8 +136,13 @@ def _load_strictly(variables, state, flag, place, remedy):
         for name, shape in sorted(variables.items())
         if name in state and _shape(state[name].shape) != shape
     ]
-    if missing or unexpected or reshaped:
-        lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    retyped = [
+        f"{name} is {state[name].dtype}"
+        for name in sorted(variables)
+        if name in state and not _has_type_of(name, state[name])
+    ]
+    if missing or unexpected or reshaped or retyped:
+        lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another type": retyped}
         for what, found in lists.items():
             if len(found) > 3:
                 logger.warn(f"{flag}: {what}: {', '.join(found)}")
@@ -149,6 +164,14 @@ def variables(program):
             is_parameter = isinstance(var, paddle.base.framework.Parameter)
             (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
     return parameters, others
+
+
+def _has_type_of(name, array):
+    """Whether an array suits a variable's type: floats of any width suit floats, others need the same type."""
+    tensor = _tensor(name)
+    dtype = np.array(tensor).dtype
+    is_float = dtype.kind == "f" or tensor._dtype() == paddle.bfloat16
+    return array.dtype == dtype or (is_float and array.dtype.kind == "f")
 
 
 def _shape(shape):
@@ -185,13 +208,8 @@ def _classifier(program):
     return [name for name in names if name.startswith(f"linear_{last}.")]
 
 
-def _unpickle(path, flag):
+def _read(path, flag, read=arrays.read_pickle):
     try:
-        with open(path, "rb") as f:
-            state = pickle.load(f)
-    except OSError as e:
-        raise UsageError(f"{flag}: {path} cannot be read ({e.strerror}): name a whole checkpoint") from e
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as e:
-        raise UsageError(f"{flag}: {path} is damaged or no Paddle file ({e}): name another one") from e
-    # Paddle adds its own table of structured names when it saves a Layer.
-    return {name: np.asarray(value) for name, value in state.items() if name != "StructuredToParameterName@@"}
+        return read(path)
+    except arrays.UnreadableError as e:
+        raise UsageError(f"{flag}: {path} cannot be read ({e}): name another checkpoint") from e

@@ -89,7 +89,7 @@ def test_position_inside_an_epoch(args, run):
 
 def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_those_of_rank_0(args, run, monkeypatch):
     saver, _, _ = run
-    own = {"batch_norm_3.w_1": np.float32([1, 2, 3, 4, 5, 6, 7, 8])}
+    own = {"batch_norm_3.w_1": np.arange(32, dtype=np.float32)}
     state = {"loader": {"step": 2}, "meters": {}}
     monkeypatch.setattr(exchange, "gather", lambda data: [data, saver_module._pack(state, own)])
     saver.save(4, 2)
