@@ -88,10 +88,12 @@ def missing(capability=None):
         capability: (major, minor) compute capability of the GPU; None: CPU only.
     Returns:
         a few words that name it; None if nothing is missing or everything is already built.
+    Raises:
+        Unavailable: CXX is not a command.
     """
-    if not _operators_file().exists() and shutil.which(_compiler()[0]) is None:
+    if not cache.is_trusted(_operators_file()) and shutil.which(_compiler()[0]) is None:
         return f"no C++ compiler ({_compiler()[0]})"
-    if capability is not None and not _kernels_file(capability).exists() and _nvrtc() is None:
+    if capability is not None and not cache.is_trusted(_kernels_file(capability)) and _nvrtc() is None:
         return "no NVRTC library (libnvrtc.so)"
     return None
 
@@ -149,22 +151,28 @@ def _key(names, *others):
 
 
 def _build(path, compile_to):
-    """Build a file unless it exists. One process of a job builds it while the others wait."""
-    if path.exists():
+    """Build a file unless the cache holds one that only its owner can write. One process of a job builds it while the
+    others wait."""
+    if cache.is_trusted(path):
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with open(path.parent / f"{path.name.partition('-')[0]}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not cache.is_trusted(path):
             # Nodes may share the folder without sharing locks, so each writes a file of its own.
             part = path.with_suffix(f".{platform.node()}.{os.getpid()}.part")
             compile_to(part)
+            part.chmod(0o755)  # whatever the umask
             part.replace(path)
     return path
 
 
 def _compiler():
-    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    words = os.environ.get("CXX", "")
+    try:
+        return shlex.split(words) or ["g++"]
+    except ValueError as e:
+        raise Unavailable(f"CXX={words} is not a command ({e})") from e
 
 
 def _compile_operators(target, source=SOURCES / OPERATOR_FILES[0]):

@@ -18,6 +18,7 @@ from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 from conftest import ROOT
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import host_metrics
+from utils import cache
 from utils.errors import UsageError
 
 EMULATION = ROOT / "tests/emulation"
@@ -517,6 +518,32 @@ def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
     built.write_bytes(b"")
     monkeypatch.setattr(native.fcntl, "flock", lambda *args: pytest.fail("locked"))
     assert native._build(built, lambda target: pytest.fail("compiled again")) == built
+
+
+@pytest.mark.parametrize("fault", ["another user's", "writable", "in a folder of others"])
+def test_a_library_that_others_can_write_is_built_anew(empty_cache, monkeypatch, capsys, fault):
+    built = native._operators_file()
+    built.write_bytes(b"of a stranger")
+    if fault == "another user's":
+        if os.geteuid() == 0:
+            os.chown(built, 54321, 54321)
+        else:
+            monkeypatch.setattr(cache, "is_trusted", lambda path: path.name != built.name)
+    elif fault == "writable":
+        built.chmod(0o666)
+    else:
+        empty_cache.chmod(0o1777)
+    built_now = native._build(native._operators_file(), lambda target: target.write_bytes(b"ours"))
+    assert built_now.read_bytes() == b"ours"
+    assert (built_now == built) == (fault != "in a folder of others")
+    assert built_now.stat().st_mode & 0o022 == 0
+    assert f"the cache {empty_cache} belongs to another user" in capsys.readouterr().err or built_now == built
+
+
+def test_a_compiler_that_is_no_command_is_named(empty_cache, monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'open")
+    with pytest.raises(UsageError, match="'open is not a command .No closing quotation.: fix that"):
+        native.resolve(flags(kernels="native"))
 
 
 def test_choice_of_the_kernels(monkeypatch):
