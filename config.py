@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import yaml
 
+from utils import files
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -421,17 +422,8 @@ def _config_file(argv):
 
 
 def _yaml_words(parser, path):
-    """The keys of a YAML file as command-line words, so that both are checked by the same parser."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            values = yaml.safe_load(f)
-    except OSError as e:
-        raise UsageError(f"--config {path} cannot be read ({e.strerror}): name a YAML file") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UsageError(f"--config {path} is not YAML ({' '.join(str(e).split())}): mend that line") from e
-    values = {} if values is None else values
-    if not isinstance(values, dict):
-        raise UsageError(f"--config {path} is not a list of `flag: value` lines: write it as one")
+    """The keys of a YAML file as command-line words, so that one parser checks both."""
+    values = _read_yaml(path)
     by_name = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
     words = []
     for key, value in values.items():
@@ -447,6 +439,36 @@ def _yaml_words(parser, path):
     except UsageError as e:
         raise UsageError(f"--config {path}: {e}") from e
     return words
+
+
+def _read_yaml(path):
+    """The content of a --config file.
+
+    Raises:
+        UsageError: it cannot be read, is larger than any real one, or is not a mapping in YAML without aliases.
+    """
+    try:
+        with files.open_regular(path, limit_bytes=64 << 10) as f:
+            values = yaml.load(f.read().decode(), _YamlLoader)
+        str(values)  # an integer may have too many digits for that
+    except OSError as e:
+        raise UsageError(f"--config {path} cannot be read ({e.strerror}): name a YAML file") from e
+    except Exception as e:  # PyYAML raises its own errors and most of Python's, RecursionError among them
+        reason = " ".join(str(e).split())[:200]
+        raise UsageError(f"--config {path} is not YAML ({reason}): fix that line") from e
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path} is not a mapping: write lines `flag: value`")
+    return values
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML without aliases, of which a few lines can make billions of values."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias {self.peek_event().start_mark}: write the value out")
+        return super().compose_node(parent, index)
 
 
 def _truth(text):

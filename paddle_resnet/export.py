@@ -1,4 +1,4 @@
-"""Write a checkpoint as a model for Paddle Inference: `python -m paddle_resnet.export --help`."""
+"""Export a checkpoint for Paddle Inference: `python -m paddle_resnet.export --help`."""
 
 import argparse
 import json
@@ -13,19 +13,20 @@ NAME = "model"  # of the files: model.pdmodel, model.pdiparams, model.json
 
 
 def export(checkpoint, output):
-    """Write a network without what only training needs: parameters in float32, no masks, no optimizer.
+    """Write the inference network: float32 parameters, no masks, no optimizer.
 
-    Input "images" [N, 3, H, W], float32, normalised RGB; the fourth channel of a network that was trained with one is
-    added inside. Output: probabilities [N, classes], float32. model.json has the names of the classes and how images
-    are prepared. The layout is NCHW, whatever the network was trained in.
+    Input "images" [N, 3, H, W], float32, normalised RGB. The network pads it itself if it was trained with a fourth
+    channel. Output: probabilities [N, classes], float32. model.json has the class names and the preprocessing. The
+    layout is NCHW, whatever the layout in training.
 
     Args:
-        checkpoint: folder of a checkpoint that this program has written, at the end of an epoch.
-        output: folder to make; it appears when it is complete.
+        checkpoint: folder of a checkpoint of this program, at the end of an epoch.
+        output: folder to make. It appears once it is complete.
     Returns:
         content of model.json.
     Raises:
-        UsageError: no such checkpoint, damaged, of the inside of an epoch; the output exists or cannot be written.
+        UsageError: the checkpoint does not exist, is damaged or is of the middle of an epoch; the output exists or
+            cannot be written.
     """
     import paddle
     from paddle import static
@@ -70,24 +71,24 @@ def _read_meta(checkpoint):
     from paddle_resnet.checkpoints import folders
 
     if not Path(checkpoint).is_dir():
-        raise UsageError(f"{checkpoint} is no folder: name a checkpoint, such as output/ResNet50/best")
+        raise UsageError(f"{checkpoint} is not a folder: name a checkpoint, such as output/ResNet50/best")
     try:
         meta = folders.verify(checkpoint)
     except folders.DamagedError as e:
-        raise UsageError(f"{checkpoint} is no whole checkpoint: {e}: name another one") from e
+        raise UsageError(f"{checkpoint} is damaged: {e}: name another checkpoint") from e
     if meta["step"] is not None:
         raise UsageError(
-            f"{checkpoint} was saved after {meta['step']} steps of epoch {meta['epoch']}, with BN statistics of single "
-            "processes: name a checkpoint of the end of an epoch"
+            f"{checkpoint} was saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes "
+            "averaged their BN statistics: name a checkpoint of the end of an epoch"
         )
     return meta
 
 
 def _pad_channels(images, channels):
-    """Append the channels of zeros that --image-shape 4,H,W asks of the loader."""
+    """Append zero channels, as the loader does for --image-shape 4,H,W."""
     import paddle
 
-    # Not by pad, whose program crashes in Paddle Inference 2.6 on a CPU.
+    # Not F.pad: its program crashes Paddle Inference 2.6 on a CPU.
     return paddle.concat([images, *[paddle.zeros_like(images[:, :1])] * (channels - 3)], axis=1)
 
 
@@ -111,7 +112,7 @@ def _describe(args, meta, images, probabilities):
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 2 usage or a checkpoint that cannot be used."""
+    """Run and return the exit code: 0 done, 2 usage error or unusable checkpoint."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", help="folder of a checkpoint, such as output/ResNet50/best")
     parser.add_argument("output", help=f"folder to make, with {NAME}.pdmodel, {NAME}.pdiparams and {NAME}.json")

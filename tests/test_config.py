@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -420,8 +421,8 @@ def test_flags_at_the_edge_of_a_refusal_are_accepted(flags):
         ("batch-size: 3", "unknown key batch-size: did you mean batch_size?"),
         ("5: 3", "unknown key 5"),
         ("config: other.yaml", "unknown key config"),
-        ("- epochs", "is not a list of `flag: value` lines"),
-        ("epochs 3", "is not a list of `flag: value` lines"),
+        ("- epochs", "is not a mapping: write lines `flag: value`"),
+        ("epochs 3", "is not a mapping: write lines `flag: value`"),
         ("normalize_mean: [0, 0", "is not YAML"),
         ("epochs: 3\n\tlr: 1", "is not YAML"),
         ("lr: fast", "--lr: 'fast' is not a number"),
@@ -474,8 +475,8 @@ def test_numbers_that_cannot_be_meant_are_refused(flags, says):
         (b"model_prefix: no\n", "model_prefix takes a word and YAML reads this one as False: quote it"),
         (b"profile_steps: 10:20\n", "'620' is not A:B: give two steps such as 100:110 \\(quoted in YAML\\)"),
         (b"\xff\xfe\xfa", "is not YAML"),
-        (b"[]", "is not a list of `flag: value` lines"),
-        (b"false", "is not a list of `flag: value` lines"),
+        (b"[]", "is not a mapping: write lines `flag: value`"),
+        (b"false", "is not a mapping: write lines `flag: value`"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(tmp_path, content, says):
@@ -483,3 +484,35 @@ def test_yaml_that_cannot_be_meant_is_refused(tmp_path, content, says):
     path.write_bytes(content)
     with pytest.raises(UsageError, match=says):
         config.parse_args(["--config", str(path)])
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (BOMB, "is not YAML (an alias"),
+        ("epochs: &e 3\nwarmup_epochs: *e\n", "write the value out"),
+        ("epochs: " + "[" * 30_000, "maximum recursion depth exceeded"),
+        ("a: " * 20_000, "is not YAML"),
+        ("epochs: " + "9" * 5000, "is not YAML"),
+        ("epochs: 0x" + "f" * 5000, "is not YAML"),
+        ("epochs: !!int ''", "is not YAML"),
+        ("epochs: !!timestamp 2001-99-99", "is not YAML"),
+        ("epochs: !!python/object/apply:os.getpid []", "is not YAML"),
+        ("? [1, 2]\n: 3", "is not YAML"),
+        ("epochs: 3\n" * 10_000, "cannot be read (100000 bytes, where 65536 are the limit)"),
+    ],
+    ids=range(11),
+)
+def test_hostile_config_file_is_refused_at_once(config_file, content, says):
+    assert says in refusal(f"--config {config_file(content)}")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_or_device_as_config_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        assert f"--config {path} cannot be read (not a regular file)" in refusal(f"--config {path}")

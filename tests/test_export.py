@@ -110,7 +110,7 @@ def test_checkpoints_that_cannot_be_exported(trained, tmp_path):
     checkpoint, _ = trained("--save-interval-steps", "2", "--keep-checkpoints", "9")
     with pytest.raises(UsageError, match="0_2 was saved after 2 steps of epoch 0"):
         export.export(checkpoint.with_name("0_2"), tmp_path / "exported")
-    with pytest.raises(UsageError, match="is no folder: name a checkpoint"):
+    with pytest.raises(UsageError, match="is not a folder: name a checkpoint"):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     (tmp_path / "taken").mkdir()
     with pytest.raises(UsageError, match="taken exists"):
@@ -120,7 +120,7 @@ def test_checkpoints_that_cannot_be_exported(trained, tmp_path):
         export.export(checkpoint, tmp_path / "file/exported")
     with open(checkpoint / "tiny.pdparams", "r+b") as f:
         f.write(b"damage")
-    with pytest.raises(UsageError, match="no whole checkpoint: tiny.pdparams has another sha256"):
+    with pytest.raises(UsageError, match="Tiny/0 is damaged: tiny.pdparams has another sha256"):
         export.export(checkpoint, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 

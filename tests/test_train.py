@@ -177,7 +177,7 @@ def test_label_that_is_no_class_ends_the_run(run_train, capsys, monkeypatch, bad
 
     monkeypatch.setitem(listing.LISTINGS, "folder", list_folder)
     assert run_train(*flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["label that is no class of the network", "--num-of-class"])
+    assert_one_sentence(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
 
 
 @pytest.mark.parametrize("name", ["train/class0/12.jpg", "val/class2/20.jpg"])

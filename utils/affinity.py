@@ -11,23 +11,23 @@ def bind_to_gpu(local_gpu):
     Args:
         local_gpu: GPU index as Paddle counts, that is within CUDA_VISIBLE_DEVICES.
 
-    Where NVML or the operating system cannot tell, the process stays as it is and a warning says why: the
-    binding changes speed only.
+    If NVML or the operating system cannot tell them, a warning says why and the binding stays as it is: it affects
+    only speed.
     """
     try:
-        import pynvml  # of requirements.txt; a machine without a GPU does not have it
+        import pynvml  # in requirements.txt; a machine without a GPU does not need it
     except ImportError:
-        logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed, cores stay as they are")
+        logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed; the binding stays as it is")
         return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as e:
-        logger.warn(f"--enable-cpu-affinity: NVML is not available ({e}), cores stay as they are")
+        logger.warn(f"--enable-cpu-affinity: NVML is not available ({e}); the binding stays as it is")
         return
     try:
         handle = _device_handle(pynvml, local_gpu)
         allowed = os.sched_getaffinity(0)
-        # Up to the highest core that is allowed: a container may count fewer cores than their numbers go.
+        # Words of 64 cores up to the highest allowed core: in a container its number may exceed the count of cores.
         words = pynvml.nvmlDeviceGetCpuAffinity(handle, max(allowed) // 64 + 1)
         cores = allowed & {64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1}
         if cores:
@@ -35,13 +35,13 @@ def bind_to_gpu(local_gpu):
         else:
             logger.warn(f"--enable-cpu-affinity: none of this process's cores is local to GPU {local_gpu}")
     except (pynvml.NVMLError, OSError, IndexError, ValueError) as e:
-        logger.warn(f"--enable-cpu-affinity: GPU {local_gpu} has no core list ({e}), cores stay as they are")
+        logger.warn(f"--enable-cpu-affinity: GPU {local_gpu} has no core list ({e}); the binding stays as it is")
     finally:
         pynvml.nvmlShutdown()
 
 
 def _device_handle(pynvml, local_gpu):
-    """NVML counts all GPUs of the machine; CUDA_VISIBLE_DEVICES names a part of them by number or UUID."""
+    """The NVML handle: NVML counts all GPUs of the machine, CUDA_VISIBLE_DEVICES selects some by number or UUID."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not visible:
         return pynvml.nvmlDeviceGetHandleByIndex(local_gpu)

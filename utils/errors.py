@@ -1,21 +1,21 @@
-"""Errors with a known cause, which train.py prints as one sentence."""
+"""Errors with a known cause. train.py prints each as one sentence."""
 
 NO_CLASS = (
-    "an image has a label that is no class of the network: give a larger --num-of-class, or number the classes from 0"
+    "an image has a label that is not a class of the network: give a larger --num-of-class or number classes from 0"
 )
 
 
 class UsageError(ValueError):
-    """A flag, a configuration file, a data set or a checkpoint that cannot be used: exit code 2.
+    """An unusable flag, configuration file, data set or checkpoint: exit code 2.
 
     Raised before the first step. The message is one sentence that names the flag, its value and the remedy.
     """
 
 
 class DataError(UsageError):
-    """An image that cannot be read or decoded, or whose label is no class, found while the run reads it: after the
-    first step, too."""
+    """An image that cannot be read or decoded, or whose label is not a class. Raised while the run reads images, so
+    also after the first step."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on: exit code 1. The message names what failed, where, and what is safe."""
+    """A run that cannot continue: exit code 1. The message names what failed, where, and what is safe."""

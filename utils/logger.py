@@ -2,8 +2,7 @@
 
 The report has the form of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
 elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run). Each
-start begins with "PARAMETER" once nothing can refuse it any more; a later line for the same step, of a start that went
-on, takes the place of the earlier.
+start writes "PARAMETER" first, after all checks have passed. After a resume, the later of two lines for a step counts.
 """
 
 import contextlib
@@ -22,8 +21,8 @@ _start_s = time.time()
 
 
 def setup(report_file, rank=0):
-    """See that the report can be written, and leave what it holds. Only rank 0 writes and prints; the other ranks'
-    calls do nothing.
+    """Check that the report can be written, and keep its content. Only rank 0 writes and prints; the calls of other
+    ranks do nothing.
 
     Args:
         report_file: path.
@@ -44,12 +43,11 @@ def setup(report_file, rank=0):
 
 
 def begin(parameters, goes_on=False):
-    """Begin the report of this run: to be called when the run cannot be refused any more, since the file may hold the
-    report of another one until then.
+    """Begin the report of this run. Call it after all checks have passed: until then the file keeps an earlier report.
 
     Args:
         parameters: {flag: value}, the first line.
-        goes_on: write behind what the file holds already, instead of a new file.
+        goes_on: append to the file instead of replacing it.
     Raises:
         UsageError: the report file cannot be opened.
         RunError: the first line cannot be written.
@@ -60,7 +58,7 @@ def begin(parameters, goes_on=False):
     with _writing(_path):
         if _path.is_file():
             os.truncate(_path, _whole_lines(_path) if goes_on else 0)
-        # Always at its end, wherever that is, should another run take the same file.
+        # Append mode, in case another run writes to the same file.
         _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
     report("PARAMETER", parameters)
 
@@ -74,7 +72,7 @@ def _writing(path):
 
 
 def _whole_lines(path):
-    """The bytes of all whole lines; a full disk may have stopped the last one halfway."""
+    """Size of the file up to its last complete line; a full disk may have cut the last line off."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
@@ -86,19 +84,19 @@ def close():
 
 
 def write_line(text, stream):
-    """Write a line at once. print writes the line's end apart, and under `python -u`, which the launcher uses, another
-    thread or a process with the same log file may write in between."""
+    """Write a line in one call. print writes the newline separately, and under `python -u`, which the launcher uses,
+    another thread or process with the same log file may write in between."""
     stream.write(f"{text}\n")
     stream.flush()
 
 
 def elapsed_s():
-    """Seconds since the start of the program, as in the report's elapsedtime."""
+    """Seconds since the program started, as in the report's elapsedtime."""
     return time.time() - _start_s
 
 
 def info(message):
-    """Print a line for the user on rank 0; it is not part of the report."""
+    """Print a line for the user on rank 0. It does not go into the report."""
     if not _quiet:
         write_line(message, sys.stdout)
 
@@ -143,14 +141,14 @@ def report(step, data):
             _report.write("DLLL " + json.dumps(entry) + "\n")
         except OSError as e:
             failed, _report = _report, None
-            with contextlib.suppress(OSError):  # closing tries to write the same line again
+            with contextlib.suppress(OSError):  # close() tries to write the same line again
                 failed.close()
-            remedy = "make room, and start again, training with --resume"
+            remedy = "make room, and start a training again with --resume"
             raise RunError(f"--report-file {failed.name} can no longer be written ({e.strerror}): {remedy}") from e
 
 
 def _line(step, data):
-    """A phase that all names share is said once, so that a line fits a wide terminal."""
+    """The printed line. A phase that all names share is printed once, so that the line fits a wide terminal."""
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)
     if len(phases) == 1:

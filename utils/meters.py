@@ -9,16 +9,16 @@ from utils.errors import NO_CLASS, DataError
 
 
 class AverageMeter:
-    """Mean of a metric over samples, accumulated in float64 so that the batch size does not show in it.
+    """Mean of a metric over samples, accumulated in float64 to be independent of the batch size.
 
     Args:
-        name: metric name as it stands in logs, for example "top1".
-        is_ratio: the per-batch value is a count divided by the batch size (an accuracy); its count is restored
-            exactly, so that the mean over many batches has no float32 rounding in it.
+        name: metric name in logs, for example "top1".
+        is_ratio: the value of a batch is a count divided by the batch size (an accuracy). The exact count is restored
+            from it, so that the mean over many batches has no float32 rounding.
     Attributes:
         value: mean of the last update.
-        not_finite: samples whose value was not finite, or of whose batch the mean was not.
-        bad_updates: how many updates in a row, up to the last, were not finite; reset() does not touch it.
+        not_finite: samples whose value, or whose batch's mean, was not finite.
+        bad_updates: number of consecutive updates, up to the last, that were not finite; reset() keeps it.
     """
 
     def __init__(self, name, is_ratio=False):
@@ -37,15 +37,15 @@ class AverageMeter:
         """Add one batch of `n` samples.
 
         Args:
-            value: either one number, the mean over the batch, or `n` numbers, one a sample.
+            value: one number, the mean over the batch, or `n` numbers, one per sample.
             n: number of samples in the batch.
         Raises:
-            DataError: a ratio is negative, which is how the operator for the loss says that a label is no class.
+            DataError: a ratio is negative. The loss operator reports a label that is not a class in this way.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
-        # Multiples of 2^-24, finer than a float32 near 1, add up to half a billion without rounding, so that the sum
-        # over samples is the same in whatever order, that is for every number of processes and size of batch.
+        # Multiples of 2^-24, finer than float32 near 1, add up to half a billion without rounding. The sum over samples
+        # is therefore the same in any order, for any number of processes and any batch size.
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if value.size == n else float(value[0]) * n
         if self.is_ratio:
             if total < 0:
@@ -63,7 +63,7 @@ class AverageMeter:
 
     def restore(self, state):
         self.value, self.sum, self.count = state["value"], state["sum"], state["count"]
-        self.not_finite = state.get("not_finite", 0)  # which older checkpoints do not have
+        self.not_finite = state.get("not_finite", 0)  # missing in older checkpoints
 
     def excuse_update(self):
         """Do not count the last update as a bad one."""
@@ -71,9 +71,9 @@ class AverageMeter:
 
 
 class ConfusionMeter:
-    """How often each class was taken for each other one.
+    """Counts of (label, predicted class) pairs.
 
-    Images whose predicted class is none are left out; Paddle says such things of logits that are not numbers.
+    Images whose predicted class is out of range are left out; Paddle predicts such classes for NaN logits.
 
     Args:
         class_num: number of classes.
@@ -87,25 +87,25 @@ class ConfusionMeter:
         self._pairs = []
 
     def update(self, pairs, n):
-        """Add one batch: integers [n, 2], a row an image, its label and the class that the network says."""
+        """Add one batch: integers [n, 2], one row per image, its label and its predicted class."""
         assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
         self._pairs.append(np.array(pairs))  # a copy: Paddle may own the memory
 
     def counts(self):
-        """The pairs that occurred, in order, and how often: label * class_num + prediction [k], images [k]."""
+        """The pairs that occurred, sorted, and their counts: label * class_num + prediction [k], images [k]."""
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
 
 
 class StepClock:
-    """Splits the time of a run into waiting for the loader and the rest, step by step, without restarts."""
+    """Splits the time of each step into waiting for the loader and the rest. Restarts of the loader are left out."""
 
     def __init__(self):
         self.restart()
 
     def restart(self):
-        """Forget everything and start counting now."""
+        """Clear all times and start counting now."""
         self.data_times, self.batch_times = [], []
         self.images = 0
         self._logged = (0, 0, 0.0)
@@ -122,7 +122,7 @@ class StepClock:
         self._tick = now
 
     def close_step(self):
-        """Count the time since the last step as that step's: its metrics were read late."""
+        """Add the time since the last step to that step, whose metrics were read late."""
         now = perf_counter()
         if self.batch_times:
             self.batch_times[-1] += now - self._tick
@@ -149,10 +149,10 @@ class StepClock:
 
 
 def latency_percentiles(batch_times_s):
-    """Latency of the steps of a benchmark in milliseconds.
+    """Latency of a benchmark's steps in milliseconds.
 
     Args:
-        batch_times_s: seconds each step took.
+        batch_times_s: seconds of each step.
     Returns:
         {"latency_mean_ms", "latency_p50_ms", "latency_p90_ms", "latency_p95_ms", "latency_p99_ms"}, percentiles
         with linear interpolation between the two nearest steps.

@@ -1,4 +1,4 @@
-"""What a program is built for and what a run does."""
+"""The phases of a run and the scopes of --run-scope."""
 
 from enum import Enum
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: a run that is asked to stop ends at a step that all processes agree on, with a checkpoint."""
+"""SIGTERM and SIGINT: a run that is asked to stop saves a checkpoint at a step that all processes agree on."""
 
 import contextlib
 import ctypes
@@ -12,13 +12,13 @@ _received = None
 
 
 class Preempted(Exception):
-    """The run stops because it was asked to; train.py exits with code 75."""
+    """The run stops because a signal asked it to; train.py exits with code 75."""
 
 
 @contextlib.contextmanager
 def watched():
-    """Note SIGTERM and SIGINT instead of dying from them. A second SIGINT is a KeyboardInterrupt; repeats of SIGTERM
-    mean nothing, because Paddle's launcher sends it up to three times."""
+    """Record SIGTERM and SIGINT instead of ending by them. A second SIGINT is a KeyboardInterrupt. Repeats of SIGTERM
+    are ignored, because Paddle's launcher sends it up to three times."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -27,25 +27,25 @@ def watched():
     try:
         yield
     except BaseException:
-        # The launcher terminates whoever is left when the first process is gone.
+        # The launcher terminates the remaining processes when the first one ends.
         is_leaving = "PADDLE_TRAINER_ID" in os.environ
         raise
     finally:
         is_leaving = is_leaving or _received is not None
         for number, handler in previous.items():
-            # What comes while the process leaves must not change its exit code.
+            # A signal during shutdown must not change the exit code.
             signal.signal(number, signal.SIG_IGN if is_leaving and number == signal.SIGTERM else handler)
 
 
 def leaving(exit_code):
-    """Return a process's exit code, which SIGTERM does not change any more while the interpreter ends."""
+    """Return the exit code, and ignore SIGTERM from here on so that it cannot change it during shutdown."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return exit_code
 
 
 @contextlib.contextmanager
 def held_back():
-    """Let signals wait while Paddle is imported, which installs a handler of its own for SIGTERM, and put ours back."""
+    """Block signals while Paddle is imported: it installs its own SIGTERM handler, which this replaces again."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -55,15 +55,15 @@ def held_back():
 
 
 def received():
-    """Name of the signal that came, or None."""
+    """Name of the signal received, or None."""
     return _received
 
 
 def die_with_parent(parent):
-    """Let the kernel kill this process when its parent ends, however that ends.
+    """Let the kernel kill this process when its parent ends, in whatever way.
 
     Args:
-        parent: process id of the parent, noted before this process was started.
+        parent: process id of the parent, read before this process was started.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
@@ -73,7 +73,7 @@ def die_with_parent(parent):
 def _listen():
     for number in NUMBERS:
         signal.signal(number, _note)
-        # Paddle's TCP store takes a system call that a signal interrupts for a lost connection.
+        # Paddle's TCP store treats a system call interrupted by a signal as a lost connection.
         signal.siginterrupt(number, False)
 
 

@@ -1,1 +1,1 @@
-"""What a run saves, and where it starts from."""
+"""Saving and restoring a run: folders on disk, the variables in them, what to save, where to start."""

@@ -1,8 +1,8 @@
-"""Checkpoint folders on disk: complete or invisible, verified, chosen, deleted. Knows nothing of networks.
+"""Checkpoint folders on disk: writing, verifying, listing and deleting them. This module knows nothing of networks.
 
-ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json is whole and every file that it names
-has the size and the sha256 that it gives. Hidden folders beside it are work in progress, which a kill at any moment may
-leave behind and the next start cleans up:
+A checkpoint is complete or invisible. ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json
+is valid and every file listed there has the listed size and sha256. Hidden entries beside it are work in progress. A
+kill may leave them behind; the next start removes them:
 
     .NAME.partial    being written
     .NAME.replaced   an older folder of that name while the new one takes its place
@@ -30,26 +30,26 @@ _PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
 
 
 class DamagedError(Exception):
-    """A folder that is no whole checkpoint; the message says what is wrong with which file."""
+    """A folder that is not a complete checkpoint. The message names the file and what is wrong with it."""
 
 
 def run_folder(args):
-    """Where this run's checkpoints are."""
+    """The folder that holds this run's checkpoints."""
     return Path(args.output_dir) / args.model_arch_name
 
 
 def hold(args):
-    """As lock, for the run's folder.
+    """Lock the run's folder, as lock().
 
     Raises:
-        UsageError: another run has it.
+        UsageError: another run holds the lock.
     """
     try:
         return lock(run_folder(args))
     except BlockingIOError as e:
         raise UsageError(
             f"--output-dir {args.output_dir}: another run ({e.strerror}) writes its checkpoints to {run_folder(args)}: "
-            "wait for its end, or name another folder"
+            "wait until it ends, or name another folder"
         ) from e
 
 
@@ -57,11 +57,11 @@ def lock(root):
     """Keep other runs from writing below ROOT.
 
     Returns:
-        an open file: the lock lasts until it, or another one of the same folder, is closed, or this process ends.
+        an open file. The lock lasts until this process ends or closes any open file of ROOT/.lock.
     Raises:
-        BlockingIOError: another process has the lock; strerror names it.
+        BlockingIOError: another process holds the lock; strerror names it.
     """
-    # The lock of a process, not of an open file: a forked process that outlives this one does not keep it.
+    # A POSIX lock belongs to the process, so a forked child that outlives this process does not keep it.
     file = open(Path(root) / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  open as long as the run
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,22 +80,22 @@ def lock(root):
 
 
 def unwritable(args, error):
-    """What to raise for an OSError of the run's folder at the start."""
+    """The UsageError for an OSError that the run's folder caused at the start."""
     return UsageError(f"--output-dir {args.output_dir} cannot be written ({error.strerror}): name another folder")
 
 
 def commit(root, name, files, meta):
-    """Write a checkpoint so that it appears under its name when all of it is on the disk.
+    """Write a checkpoint. It appears under its name once all of it is on the disk.
 
     Args:
         root: folder of the run's checkpoints.
-        name: "EPOCH" or "EPOCH_STEP". A folder of that name, which is another run's, is replaced.
-        files: {file name: function that writes the content into the binary file it is given}.
-        meta: what meta.json says beside format, files and its own checksum; plain data.
+        name: "EPOCH" or "EPOCH_STEP". An existing folder of that name belongs to another run and is replaced.
+        files: {file name: function that writes the content to a given binary file}.
+        meta: content of meta.json except format, files and checksum; plain data.
     Returns:
         the folder.
     Raises:
-        OSError: the disk is full, the folder is read-only, ...; nothing has appeared.
+        OSError: full disk, read-only folder, ...; no checkpoint has appeared.
     """
     folder, partial = Path(root) / name, _hidden(root, name, _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
@@ -117,7 +117,7 @@ def commit(root, name, files, meta):
 
 
 def mark(root, marker, name):
-    """Let the symbolic link ROOT/MARKER lead to the checkpoint NAME; it changes over in one step."""
+    """Point the symbolic link ROOT/MARKER to the checkpoint NAME, atomically."""
     link = Path(root) / f".{marker}{_PARTIAL}"
     link.unlink(missing_ok=True)
     link.symlink_to(name)
@@ -128,7 +128,7 @@ def read_meta(folder):
     """The content of a folder's meta.json.
 
     Raises:
-        DamagedError: there is none, or not as it was written.
+        DamagedError: it is missing or was changed after it was written.
     """
     path = Path(folder) / META
     try:
@@ -149,7 +149,7 @@ def verify(folder):
     """Read every byte of a checkpoint and return its meta.json.
 
     Raises:
-        DamagedError: something is missing or not as it was written.
+        DamagedError: a file is missing or was changed after it was written.
     """
     meta = read_meta(folder)
     for name, expected in meta["files"].items():
@@ -170,13 +170,13 @@ def verify(folder):
 
 
 def position(name):
-    """(epoch, steps of it that are done, or None at its end) that a folder's name gives; None for other names."""
+    """(epoch, steps done in it, or None at its end) from the name of a folder; None for other names."""
     match = _NAME.fullmatch(name)
     return match and (int(match[1]), match[2] and int(match[2]))
 
 
 def below(root):
-    """The folders below ROOT that are named like checkpoints, by epoch and step."""
+    """The folders below ROOT with the name of a checkpoint, sorted by epoch and step."""
     if not Path(root).is_dir():
         return []
     found = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
@@ -184,8 +184,12 @@ def below(root):
 
 
 def newest_first(root):
-    """What is below ROOT: [(folder, meta)] with a whole meta.json, in the order in which they were written, and
-    [(folder, what is wrong)] of the other folders that are named like a checkpoint."""
+    """The checkpoints below ROOT, the last written first.
+
+    Returns:
+        [(folder, meta)] of those with a valid meta.json, and [(folder, what is wrong)] of the other folders with the
+        name of a checkpoint.
+    """
     whole, damaged = [], []
     for folder in below(root):
         try:
@@ -196,7 +200,7 @@ def newest_first(root):
 
 
 def delete(folder):
-    """Delete a checkpoint, so that a kill in between leaves none that looks whole. A failure is only warned of."""
+    """Delete a checkpoint. A kill in between leaves nothing that looks complete; a failure is a warning."""
     try:
         (folder / META).unlink(missing_ok=True)
         hidden = _hidden(folder.parent, folder.name, _DELETED)
@@ -209,7 +213,7 @@ def delete(folder):
 
 
 def clean(root):
-    """Remove what a killed run has left half-done, and put an old checkpoint back whose successor did not make it."""
+    """Remove what a killed run left unfinished, and put back a checkpoint that was about to be replaced."""
     for path in sorted(Path(root).glob(".*")):
         name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
         if suffix == _REPLACED and not (path.parent / name).exists():

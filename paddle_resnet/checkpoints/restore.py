@@ -1,6 +1,6 @@
-"""Where a run starts from: the checkpoint that the flags name, verified, and how it comes back to life.
+"""Where a run starts: find and verify the checkpoint that the flags name, and restore the run's state from it.
 
-saver.py says what is in a checkpoint, folders.py what makes a folder one, variables.py how variables are loaded.
+saver.py has the content of a checkpoint, folders.py the form of its folder; variables.py loads the variables.
 """
 
 import json
@@ -16,7 +16,7 @@ from paddle_resnet.job import exchange, processes
 from utils import logger
 from utils.errors import UsageError
 
-# Flags that shape the learning rate: with others the schedule is another one.
+# Flags that determine the learning-rate schedule.
 _SCHEDULE_FLAGS = ("lr", "lr_scheduler", "epochs", "warmup_epochs", "warmup_start_lr", "batch_size")
 
 
@@ -25,10 +25,12 @@ class Found:
     """The checkpoint that a run starts from.
 
     Attributes:
-        folder: where its files are.
-        epoch: epoch to go on with.
-        step: steps of that epoch that are done.
-        meta: content of meta.json, or None for a checkpoint of a program that writes none.
+        folder: path of the checkpoint.
+        epoch: epoch to continue with.
+        step: steps already done in that epoch.
+        meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
+        goes_on: whether this run continues the checkpoint's run. If not, it takes the variables and starts with
+            epoch 0. It stays true if the epoch has to start again.
     """
 
     folder: str
@@ -37,8 +39,6 @@ class Found:
     meta: dict | None = None
 
     def __post_init__(self):
-        """goes_on: whether the run is one with the checkpoint's, and does not just take its variables and count from 0;
-        also if the epoch has to start again."""
         self.goes_on = self.meta is not None and (self.epoch, self.step) != (0, 0)
 
     @property
@@ -51,7 +51,7 @@ class Found:
 
     @property
     def trained(self):
-        """Figures of the epoch's training, if all that was left of the epoch is its evaluation."""
+        """Results of the epoch's training, if only the epoch's evaluation is left to do."""
         return self.meta["trained"] if self.step else None
 
     @property
@@ -61,13 +61,14 @@ class Found:
 
 
 def find(args):
-    """The checkpoint to start from, by --resume, or by --from-checkpoint and --last-epoch-of-checkpoint; rank 0 looks
-    for it and reads every byte of it.
+    """The checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, asks for.
+
+    Rank 0 searches and verifies every byte.
 
     Returns:
-        Found, or None to start afresh.
+        Found, or None to start from scratch.
     Raises:
-        UsageError: the one that is asked for does not exist or is damaged.
+        UsageError: the requested checkpoint does not exist or is damaged.
     """
     found = exchange.from_rank_0(lambda: _find(args))
     return found and Found(**found)
@@ -81,7 +82,7 @@ def _find(args):
         found = _newest(args, folder)
         if found:
             return found
-        logger.info(f"--resume: no checkpoint in {folder} yet")
+        logger.info(f"--resume: {folder} holds no checkpoint yet")
     if args.from_checkpoint is None:
         return None
     root, wanted = Path(args.from_checkpoint), args.last_epoch_of_checkpoint
@@ -111,7 +112,7 @@ def _find(args):
 
 
 def _clean(args, folder):
-    """What is half-done there may be another run's that is at work."""
+    """Remove unfinished work under the lock: without it, a running job's work would be removed."""
     try:
         with folders.hold(args):
             folders.clean(folder)
@@ -120,33 +121,33 @@ def _clean(args, folder):
 
 
 def _newest(args, root):
-    """The newest whole checkpoint below a folder; those that are damaged are named on the way to it."""
+    """The newest intact checkpoint below a folder. Damaged ones are named and passed over."""
     whole, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
     if not whole and foreign and len(foreign) == len(others):
         return _position(args, foreign[-1], None)
     for folder, problem in others:
-        logger.warn(f"{folder} is no checkpoint: {problem}")
+        logger.warn(f"{folder} is not a checkpoint: {problem}")
     for folder, _ in whole:
         try:
             return _position(args, folder, folders.verify(folder))
         except folders.DamagedError as e:
-            logger.warn(f"{folder} is damaged: {e}: the checkpoint before it is next")
+            logger.warn(f"{folder} is damaged: {e}: trying the checkpoint before it")
     if whole or others:
-        raise UsageError(f"{root} holds damaged checkpoints alone: move them away to start afresh")
+        raise UsageError(f"{root} holds only damaged checkpoints: move them away to start afresh")
     return None
 
 
 def _position(args, folder, meta):
-    """Where training goes on from a checkpoint."""
+    """The fields of Found for a checkpoint: where training continues."""
     if meta is None:
         if (epoch := _epoch_of(folder)) is None:
             raise UsageError(
-                f"{folder} has no {folders.META} and no epoch for a name: give --last-epoch-of-checkpoint None"
+                f"{folder} has no {folders.META}, and its name is not an epoch: give --last-epoch-of-checkpoint None"
             )
         logger.warn(
             f"{folder} has no {folders.META}: it lacks checksums, the state of the loader and the best result; "
-            f"training continues with epoch {epoch + 1}, with its learning rate and the image order of a first epoch"
+            f"training continues with epoch {epoch + 1}, its learning rate and the image order of a first epoch"
         )
         return {"folder": str(folder), "epoch": epoch + 1}
     epoch, step = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -154,7 +155,7 @@ def _position(args, folder, meta):
 
 
 def _verified(folder, flag):
-    """The meta.json of a checkpoint that was asked for by name; None if it comes from a program that writes none."""
+    """The meta.json of a checkpoint requested by name, after verifying it; None if it has no meta.json."""
     if not (folder / folders.META).exists():
         return None
     try:
@@ -164,13 +165,13 @@ def _verified(folder, flag):
 
 
 def _is_foreign(args, folder):
-    """A checkpoint of NVIDIA's example, or of paddle.static.save: the two files and no meta.json."""
+    """Whether a folder holds a checkpoint of NVIDIA's example or of paddle.static.save: two files and no meta.json."""
     names = {f"{args.model_prefix}.pdparams", f"{args.model_prefix}.pdopt"}
     return folders.META not in (found := {p.name for p in folder.iterdir()}) and names <= found
 
 
 def compare_classes(found, loader):
-    """Warn if the classes of a checkpoint and of the data set differ: label n would mean something else."""
+    """Warn if the classes of a checkpoint and of the data set differ."""
     before, now = list(((found and found.meta) or {}).get("classes", [])), list(loader.classes)
     if before and now and before != now:
         i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
@@ -181,14 +182,14 @@ def compare_classes(found, loader):
 
 
 def restore(args, found, lr_scheduler, loader, fetchs, place):
-    """Restore what a training run has beside its variables: position, learning rate, seeds; and in the middle of an
-    epoch its running sums and this process's own BN statistics.
+    """Restore a training run's state other than its variables: position, learning rate, generators. Inside an epoch
+    also its running sums and this process's own BN statistics.
 
     Args:
         args: flags.
-        found: result of find; its step becomes 0 if the loader could not go on inside the epoch.
-        lr_scheduler: fresh; it is advanced step by step, so that its floating-point numbers are those of a run that was
-            never interrupted, and the schedule is that of the flags of this run.
+        found: result of find. Its step becomes 0 if the loader could not continue inside the epoch.
+        lr_scheduler: fresh. It is advanced step by step: its floating-point numbers equal those of an uninterrupted
+            run, on the schedule of this run's flags.
         loader: training loader, built with found.loader_state.
         fetchs: result of program.build.
         place: where the program runs.
@@ -205,11 +206,9 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
     if found.step and not found.trained:
         for name, state in found.meta["ranks"][processes.rank()]["meters"].items():
             fetchs[name][1].restore(state)
-        bn_file = Path(found.folder) / f"bn_rank{processes.rank()}.npz"
-        if bn_file.is_file():
-            with np.load(bn_file) as arrays:
-                for name in arrays.files:
-                    variables.set_variable(name, arrays[name], place)
+        statistics = f"bn_rank{processes.rank()}.npz"
+        if statistics in found.meta["files"]:
+            variables.load_statistics(Path(found.folder) / statistics, place)
     where = f"epoch {found.epoch}" + (f" step {found.step}" if found.step else "")
     logger.info(f"loaded {found.folder}: goes on with {where}")
 
@@ -219,7 +218,7 @@ def _params_file(args, folder):
 
 
 def _epoch_of(folder):
-    """The epoch of a checkpoint folder: meta.json's, else its name."""
+    """The epoch of a checkpoint folder: that of meta.json, else that of its name."""
     try:
         return folders.read_meta(folder)["epoch"]
     except folders.DamagedError:
@@ -233,7 +232,7 @@ def _tell_schedule_changes(args, meta):
     before["number of processes"], now["number of processes"] = meta["world_size"], processes.world_size()
     changes = [f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before[name]]
     if changes:
-        logger.info(f"the learning rate goes on by the schedule of {', '.join(changes)}")
+        logger.info(f"the learning rate continues on the schedule of {', '.join(changes)}")
 
 
 def _tuples(value):

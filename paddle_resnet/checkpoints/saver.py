@@ -1,9 +1,9 @@
-"""What a run saves: OUTPUT_DIR/ARCH/EPOCH/, and EPOCH_STEP/ inside an epoch; `latest` and `best` lead to one each.
+"""What a run saves: OUTPUT_DIR/ARCH/EPOCH/, and EPOCH_STEP/ inside an epoch. `latest` and `best` link to one of them.
 
-PREFIX.pdparams holds the parameters and the BN statistics, PREFIX.pdopt momentum, learning rate, loss scaling and
-float32 master weights (variables.py reads both). meta.json holds where the run stood, with the state of every
-process's loader. Inside an epoch each process follows BN statistics of its own: bn_rankN.npz holds those of rank
-N > 0. folders.py writes, verifies and deletes the folders.
+PREFIX.pdparams holds the parameters and the BN statistics. PREFIX.pdopt holds momentum, learning rate, loss scaling
+and float32 master weights. variables.py reads both. meta.json holds the position of the run and the state of every
+process's loader. Inside an epoch each process has its own BN statistics: bn_rankN.npz holds those of rank N > 0.
+folders.py writes, verifies and deletes the folders.
 """
 
 import errno
@@ -27,7 +27,7 @@ from utils.errors import RunError
 
 
 def check_folder(args):
-    """Refuse the output folder of a run that saves, if it cannot be made or written, without making it.
+    """Check that the output folder of a run that saves can be made and written. This does not make it.
 
     Raises:
         UsageError: it cannot.
@@ -38,25 +38,25 @@ def check_folder(args):
     try:
         found = next(path for path in (folder, *folder.parents) if path.exists())
         if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
-            raise OSError(errno.EACCES, f"{found} is no folder that may be written to")
+            raise OSError(errno.EACCES, f"{found} is not a writable folder")
     except OSError as e:
         raise folders.unwritable(args, e) from e
 
 
 class Saver:
-    """Writes the checkpoints of a training run, in the background.
+    """Writes the checkpoints of a training run in the background.
 
-    The steps wait for the copy to host memory only, and for the previous checkpoint if that is still being written.
+    A step waits only for the copy to host memory, and for the previous checkpoint if it is still being written.
 
     Args:
         args: flags.
-        program: the training Program (not the compiled one), whose variables are in the global scope.
+        program: the training Program (not the compiled one); its variables are in the global scope.
         lr_scheduler: its state is saved.
         loader: training loader.
-        fetchs: result of program.build, whose meters hold the running sums of an epoch.
-        found: what the run started from, or None.
+        fetchs: result of program.build; its meters hold the running sums of an epoch.
+        found: the checkpoint that the run started from, or None.
     Raises:
-        UsageError: the output folder cannot be made or written, or another run writes there.
+        UsageError: the output folder cannot be made or written, or another run writes to it.
     """
 
     def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
@@ -73,17 +73,17 @@ class Saver:
         self.folder = found and found.folder
 
     def note(self, epoch, evaluated):
-        """Remember the best evaluation, of an epoch that is saved or not."""
+        """Remember the best evaluation, whether its epoch is saved or not."""
         if self.best is None or evaluated["top1"] > self.best["top1"]:
             self.best = {"epoch": epoch, **evaluated}
 
     def save(self, epoch, step=None, trained=None, evaluated=None):
-        """Save the state between two steps; every process has to call this.
+        """Save the state between two steps. Every process must call this.
 
         Args:
             epoch: the epoch.
-            step: how many of its steps are done; None: all, and its evaluation.
-            trained: result of the epoch's training, if that is complete.
+            step: steps done in it; None: all of them, and the evaluation.
+            trained: result of the epoch's training, once that is complete.
             evaluated: result of its evaluation, if there was one.
         Raises:
             RunError: the previous checkpoint could not be written.
@@ -127,16 +127,15 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer])
 
     def rescue(self, error, epoch, trained):
-        """Save what there is of an epoch that an error has ended, if it can be gone on with: where the run has been
-        asked to stop, and where the evaluation has failed. The latter in a job of one process only: of several, the
-        others may be anywhere, or gone.
+        """Save an epoch that an error ended, if a resumed run can continue it: after a request to stop, and, in a job
+        of one process, after a failed evaluation. In a larger job the other processes may be elsewhere or gone.
 
         Args:
             error: the error.
             epoch: the epoch.
-            trained: result of its training, if that is complete.
+            trained: result of its training, once that is complete.
         Raises:
-            Preempted: in place of one that says less.
+            Preempted: in place of the one given, with the way to continue.
         """
         is_stop = isinstance(error, signals.Preempted)
         if not is_stop and (trained is None or processes.world_size() > 1):
@@ -147,14 +146,14 @@ class Saver:
         except Exception as e:
             if is_stop:
                 raise
-            logger.warn(f"epoch {epoch} is trained and could not be saved: {' '.join(str(e).split())}")
+            logger.warn(f"epoch {epoch} is trained but could not be saved: {' '.join(str(e).split())}")
             return
         if is_stop:
             raise signals.Preempted("; the same command with --resume goes on") from None
         logger.info(f"epoch {epoch} is trained and saved: --resume goes on with its evaluation")
 
     def finish(self):
-        """Wait until the last checkpoint is on the disk; it is rank 0 that writes.
+        """Wait until the last checkpoint is on the disk. Only rank 0 writes.
 
         Raises:
             RunError: it could not be written.
@@ -178,11 +177,11 @@ class Saver:
         self._mark_and_delete(name)
 
     def _mark_and_delete(self, newest):
-        """Set the links, and keep the newest checkpoints of this run and its best; those of other runs are not ours to
-        delete. Which one is the best, the checkpoints themselves say: a link may be gone, or older than they are."""
+        """Set the links, and delete this run's checkpoints except the newest and the best. Checkpoints of other runs
+        stay. The best one is read from the checkpoints themselves: a link may be missing or out of date."""
         whole, _ = folders.newest_first(self._root)
         mine = [(folder, meta["evaluated"]) for folder, meta in whole if meta["run"] == self._run]
-        # Of several that are equally good the first.
+        # Of several equal ones the earliest.
         best = max(
             ((folder, evaluated) for folder, evaluated in reversed(mine) if evaluated is not None),
             key=lambda pair: pair[1]["top1"],
@@ -196,11 +195,11 @@ class Saver:
                 folders.delete(folder)
 
     def _mark(self, marker, name):
-        """No run ends for a link, which is there for people and scripts."""
+        """A failure is a warning: the links serve people and scripts, not this program."""
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:
-            logger.warn(f"{self._root / marker} cannot be made to lead to {name} ({e.strerror}): remove what is there")
+            logger.warn(f"{self._root / marker} cannot be linked to {name} ({e.strerror}): remove what is there")
 
     def _meters(self):
         return {name: meter.state() for name, (_, meter) in self._fetchs.items()}
@@ -210,8 +209,8 @@ class Saver:
 
 
 def _prepare(args):
-    """Make the folder that checkpoints go to, and remove what a killed run has left half-written there. Returns the
-    lock that keeps other runs out."""
+    """Make the checkpoint folder, lock it against other runs, and remove what a killed run left there. Returns the
+    lock."""
     folder = folders.run_folder(args)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -229,12 +228,12 @@ def _refuse_non_finite(folder, states):
     if bad:
         raise RunError(
             f"checkpoint {folder} is not written: {len(bad)} of its arrays have values that are not finite "
-            f"({', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}): go on from the one before it with a lower --lr"
+            f"({', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}): continue from the one before with a lower --lr"
         )
 
 
 def _pack(state, arrays):
-    """One process's part of a checkpoint as bytes."""
+    """One process's share of a checkpoint, as bytes."""
     header = json.dumps(state).encode()
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)

@@ -1,8 +1,7 @@
-"""A program's variables and the files that hold them, PREFIX.pdparams and PREFIX.pdopt: pickled {name: array}, which
-is what `paddle.static.load` reads. Loading is strict. Parameters are float32 on the disk, however they are trained.
+"""A program's variables and their files, PREFIX.pdparams and PREFIX.pdopt: pickled {name: array}, the format of
+`paddle.static.load`. Loading is strict. Parameters are float32 on the disk, whatever the training precision.
 """
 
-import pickle
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import paddle
 from paddle import static
 
-from paddle_resnet.checkpoints import folders
+from paddle_resnet.checkpoints import arrays, folders
 from utils import logger
 from utils.errors import UsageError
 
@@ -20,11 +19,11 @@ MASK = ".asp_mask"  # what ASP appends to a pruned parameter's name for its mask
 
 
 def load_start(args, found, program, place):
-    """Set the variables of a program to what the run starts from: a checkpoint (checkpoint.Found or None), pretrained
-    parameters, or what its start-up program has made.
+    """Load what the run starts from: a checkpoint (restore.Found), pretrained parameters, or neither, which keeps the
+    initial values of the start-up program.
 
     Returns:
-        whether the weights are pruned already.
+        whether the weights are already pruned.
     Raises:
         UsageError: as load and load_pretrained.
     """
@@ -44,40 +43,40 @@ def load(args, folder, program, place):
         program: training or evaluation Program whose start-up program has run.
         place: where the program runs.
     Returns:
-        whether the weights are pruned already.
+        whether the weights are already pruned.
     Raises:
-        UsageError: damaged, or of another model.
+        UsageError: a file is damaged or of another model.
     """
     prefix = Path(folder) / args.model_prefix
     resumed = args.resume and Path(folder).parent == folders.run_folder(args)
     flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
-    state = _unpickle(f"{prefix}.pdparams", flag)
+    state = _read(f"{prefix}.pdparams", flag)
     _load_parameters(args, program, state, flag, place)
     _, others = variables(program)
     if others:
-        _load_strictly(others, _unpickle(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
+        _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
-        if before.item() != args.scale_loss:  # a flag's, unless it is the run that adapts it
+        if before.item() != args.scale_loss:  # a fixed scale is the flag's, not the checkpoint's
             logger.info(f"the loss scale is that of --scale-loss {args.scale_loss:g} (was {before.item():g})")
             set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
     return any(name.endswith(MASK) for name in state)
 
 
 def load_pretrained(args, program, place):
-    """Set the parameters from --from-pretrained-params, strictly, and leave the optimizer fresh. With
+    """Load the parameters from --from-pretrained-params strictly; the optimizer keeps its initial state. With
     --pretrained-mismatch skip-classifier, a classifier of another shape keeps its initial values.
 
     Raises:
-        UsageError: no such file, damaged, or of another model.
+        UsageError: the file is missing, damaged or of another model.
     """
     given = args.from_pretrained_params
     flag = f"--from-pretrained-params {given}"
     candidates = [Path(given), Path(f"{given}.pdparams"), Path(given) / f"{args.model_prefix}.pdparams"]
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
-        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name one of such files")
-    state = _unpickle(path, flag)
+        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name such a file or its folder")
+    state = _read(path, flag)
     skipped = []
     if args.pretrained_mismatch == "skip-classifier":
         parameters, _ = variables(program)
@@ -89,6 +88,17 @@ def load_pretrained(args, program, place):
     _load_parameters(args, program, state, flag, place, skipped)
 
 
+def load_statistics(path, place):
+    """Set this process's own BN statistics from bn_rankN.npz.
+
+    Raises:
+        UsageError: the file is damaged or of another model.
+    """
+    state = _read(path, "--resume", arrays.read_npz)
+    known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
+    _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name")
+
+
 def snapshot(program):
     """({parameter: float32 array}, {optimizer variable: array}) in host memory."""
     parameters, others = variables(program)
@@ -97,7 +107,7 @@ def snapshot(program):
     for name in parameters:
         if name + MASTER in others:
             params[name] = optimizer[name + MASTER]
-            if name + MASK in parameters:  # the optimizer masks the float16 parameter, not its master
+            if name + MASK in parameters:  # the optimizer masks the float16 parameter, but not its master
                 params[name] = params[name] * params[name + MASK].astype(np.float32)
     return params, optimizer
 
@@ -106,10 +116,10 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     parameters, others = variables(program)
     parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
     if not any(name.endswith(MASK) for name in parameters):
-        # A dense program takes the sparse weights and has no use for their masks.
+        # A dense program takes sparse weights without their masks.
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
     elif args.prune_model and not any(name.endswith(MASK) for name in state):
-        # A sparse program starts from dense weights, which are pruned next.
+        # A sparse program may start from dense weights, which are pruned next.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
     _load_strictly(parameters, state, flag, place, remedy)
@@ -126,8 +136,13 @@ def _load_strictly(variables, state, flag, place, remedy):
         for name, shape in sorted(variables.items())
         if name in state and _shape(state[name].shape) != shape
     ]
-    if missing or unexpected or reshaped:
-        lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    retyped = [
+        f"{name} is {state[name].dtype}"
+        for name in sorted(variables)
+        if name in state and not _has_type_of(name, state[name])
+    ]
+    if missing or unexpected or reshaped or retyped:
+        lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another type": retyped}
         for what, found in lists.items():
             if len(found) > 3:
                 logger.warn(f"{flag}: {what}: {', '.join(found)}")
@@ -151,8 +166,16 @@ def variables(program):
     return parameters, others
 
 
+def _has_type_of(name, array):
+    """Whether an array suits a variable's type: floats of any width suit floats, others need the same type."""
+    tensor = _tensor(name)
+    dtype = np.array(tensor).dtype
+    is_float = dtype.kind == "f" or tensor._dtype() == paddle.bfloat16
+    return array.dtype == dtype or (is_float and array.dtype.kind == "f")
+
+
 def _shape(shape):
-    """The learning rate is a scalar in Paddle until a step has run, and has one element from then on."""
+    """The learning rate has shape () in Paddle until the first step, and (1,) from then on."""
     return tuple(shape) or (1,)
 
 
@@ -172,8 +195,8 @@ def set_variable(name, array, place):
 
 
 def _bfloat16(array):
-    """Floats rounded to the nearest bfloat16, ties to even as on a GPU, in the form in which Paddle takes them: their
-    bits as uint16, the upper half of a float32."""
+    """Round floats to the nearest bfloat16, ties to even as on a GPU. Paddle takes them as uint16, the upper half of a
+    float32's bits."""
     bits = array.astype(np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
@@ -185,13 +208,8 @@ def _classifier(program):
     return [name for name in names if name.startswith(f"linear_{last}.")]
 
 
-def _unpickle(path, flag):
+def _read(path, flag, read=arrays.read_pickle):
     try:
-        with open(path, "rb") as f:
-            state = pickle.load(f)
-    except OSError as e:
-        raise UsageError(f"{flag}: {path} cannot be read ({e.strerror}): name a whole checkpoint") from e
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as e:
-        raise UsageError(f"{flag}: {path} is damaged or no Paddle file ({e}): name another one") from e
-    # Paddle adds its own table of structured names when it saves a Layer.
-    return {name: np.asarray(value) for name, value in state.items() if name != "StructuredToParameterName@@"}
+        return read(path)
+    except arrays.UnreadableError as e:
+        raise UsageError(f"{flag}: {path} cannot be read ({e}): name another checkpoint") from e

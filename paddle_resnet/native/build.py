@@ -1,7 +1,7 @@
-"""The project's own Paddle operators: built at the first start on a machine, then taken from a cache.
+"""Builds and loads the custom Paddle operators: compiled at the first start on a machine, then cached.
 
-`operators.cc` goes through the machine's C++ compiler with Paddle's headers. The CUDA kernels go through NVRTC, a
-library that needs neither CUDA's compiler nor its headers, for exactly the GPU that is there.
+The machine's C++ compiler compiles `operators.cc` against Paddle's headers. NVRTC compiles the CUDA kernels for the
+machine's GPU; it needs neither nvcc nor the CUDA headers.
 """
 
 import contextlib
@@ -44,28 +44,28 @@ def cache_folder():
     try:
         return cache.folder()
     except UsageError as e:
-        raise Unavailable("there is no home folder to keep them in (set XDG_CACHE_HOME)") from e
+        raise Unavailable("there is no home folder for the cache (set XDG_CACHE_HOME)") from e
 
 
 class Unavailable(Exception):
-    """The operators cannot be had on this machine; the message says why in a few words."""
+    """The custom operators cannot be built or loaded on this machine. The message is a short reason."""
 
 
 def resolve(args):
-    """Settle --kernels and --cuda-graph, and load the operators if they are this project's.
+    """Resolve --kernels and --cuda-graph in `args`, and load the custom operators if they are chosen.
 
     Args:
-        args: flags with a settled --device; `kernels` becomes "native" or "paddle", `cuda_graph` whether
-            steps are recorded.
+        args: flags with a resolved --device. `kernels` becomes "native" or "paddle", `cuda_graph` whether steps are
+            captured.
     Raises:
-        UsageError: --kernels native, and they cannot be had or do not know the layout.
+        UsageError: --kernels native, and they are unavailable or do not support the layout.
     """
     is_given = args.kernels == "native"
     if is_given and args.data_layout != "NHWC":
-        raise UsageError("--kernels native knows NHWC only: give --data-layout NHWC, or --kernels paddle")
+        raise UsageError("--kernels native supports NHWC only: give --data-layout NHWC, or --kernels paddle")
     if args.kernels == "auto":
         args.kernels = "native" if args.device == "gpu" and args.data_layout == "NHWC" else "paddle"
-    # A trace is to name each operator's kernels. What NCCL does between hosts has not been recorded yet.
+    # A trace must name each operator's kernels, and capturing NCCL between hosts is untested.
     args.cuda_graph &= args.device == "gpu" and args.profile_steps is None and processes.is_one_host()
     if args.kernels == "paddle":
         args.cuda_graph = False
@@ -77,8 +77,8 @@ def resolve(args):
         load(capability)
     except Unavailable as e:
         if is_given:
-            raise UsageError(f"--kernels native: {e}: mend that, or give --kernels paddle") from e
-        logger.info(f"--kernels auto: Paddle's kernels, which are slower, since ours are not to be had: {e}")
+            raise UsageError(f"--kernels native: {e}: fix that, or give --kernels paddle") from e
+        logger.info(f"--kernels auto: custom kernels are unavailable ({e}); falling back to Paddle's slower ones")
         args.kernels, args.cuda_graph = "paddle", False
 
 
@@ -86,24 +86,26 @@ def missing(capability=None):
     """What this machine lacks to build the operators.
 
     Args:
-        capability: (major, minor) compute capability of the GPU, None for the CPU alone.
+        capability: (major, minor) compute capability of the GPU; None: CPU only.
     Returns:
-        a few words that name it; None where there is all, or where everything is built already.
+        a few words that name it; None if nothing is missing or everything is already built.
+    Raises:
+        Unavailable: CXX is not a command.
     """
-    if not _operators_file().exists() and shutil.which(_compiler()[0]) is None:
+    if not cache.is_trusted(_operators_file()) and shutil.which(_compiler()[0]) is None:
         return f"no C++ compiler ({_compiler()[0]})"
-    if capability is not None and not _kernels_file(capability).exists() and _nvrtc() is None:
+    if capability is not None and not cache.is_trusted(_kernels_file(capability)) and _nvrtc() is None:
         return "no NVRTC library (libnvrtc.so)"
     return None
 
 
 def load(capability=None):
-    """Build what is not built yet and register the operators with Paddle.
+    """Build what is not cached, and register the operators with Paddle.
 
     Args:
-        capability: (major, minor) compute capability of the GPU that will run them, None for the CPU.
+        capability: (major, minor) compute capability of the GPU that will run them; None: CPU.
     Raises:
-        Unavailable: something is missing, or a compiler reports an error.
+        Unavailable: a compiler or library is missing, or a compiler reports an error.
     """
     try:
         lack = missing(capability)
@@ -112,25 +114,25 @@ def load(capability=None):
         if capability is None:
             register()
             return
-        with ThreadPoolExecutor(1) as beside:  # the two compilers take 5 s each
+        with ThreadPoolExecutor(1) as beside:  # each compiler takes 5 s
             kernels = beside.submit(_build, _kernels_file(capability), functools.partial(_compile_kernels, capability))
             library = register()
             image = kernels.result().read_bytes()
         library.paddle_resnet_set_image(image, ctypes.c_size_t(len(image)))
     except OSError as e:
-        remedy = "XDG_CACHE_HOME names another place"
+        remedy = "set XDG_CACHE_HOME to another folder"
         raise Unavailable(f"{cache_folder()} cannot be used ({e.strerror}; {remedy})") from e
 
 
 @functools.cache
 def register():
-    """Make the operators known to Paddle, once a process; returns their library (ctypes.CDLL)."""
+    """Register the operators with Paddle, once per process; returns their library (ctypes.CDLL)."""
     path = _build(_operators_file(), _compile_operators)
     try:
         load_op_meta_info_and_register_op(str(path))
         return ctypes.CDLL(str(path))
     except (RuntimeError, OSError) as e:
-        # Paddle's first line has the linker's reason; advice for all systems follows it.
+        # Paddle's message begins with the linker's reason; general advice follows.
         reason = re.search(r"error code is (.*)\)", str(e)) or re.search(r"(.*)", str(e).strip())
         raise Unavailable(f"Paddle cannot load {path} ({reason[1]})") from e
 
@@ -154,22 +156,28 @@ def _key(patterns, *others):
 
 
 def _build(path, compile_to):
-    """Make a file unless it is there; the processes of a job wait for the first one that does."""
-    if path.exists():
+    """Build a file unless the cache holds one that only its owner can write. One process of a job builds it while the
+    others wait."""
+    if cache.is_trusted(path):
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with open(path.parent / f"{path.name.partition('-')[0]}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            # Nodes may share the folder without sharing locks.
+        if not cache.is_trusted(path):
+            # Nodes may share the folder without sharing locks, so each writes a file of its own.
             part = path.with_suffix(f".{platform.node()}.{os.getpid()}.part")
             compile_to(part)
+            part.chmod(0o755)  # whatever the umask
             part.replace(path)
     return path
 
 
 def _compiler():
-    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    words = os.environ.get("CXX", "")
+    try:
+        return shlex.split(words) or ["g++"]
+    except ValueError as e:
+        raise Unavailable(f"CXX={words} is not a command ({e})") from e
 
 
 def _compile_operators(target, source=SOURCES / "operators.cc"):
@@ -184,7 +192,7 @@ def _compile_operators(target, source=SOURCES / "operators.cc"):
 
 @functools.cache
 def _nvrtc():
-    """NVRTC of the Python environment, of a CUDA installation or of the library path; None if there is none."""
+    """NVRTC from the Python environment, a CUDA installation or the library path; None if there is none."""
     packages = [*site.getsitepackages(), site.getusersitepackages()]
     folders = [f"{folder}/nvidia/cuda_nvrtc/lib" for folder in packages]
     folders += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64"]
@@ -196,7 +204,7 @@ def _nvrtc():
 
 
 def _kernel_source():
-    """All kernels as one text, which includes nothing."""
+    """The source of all kernels as one string, without includes."""
     text = "\n".join(path.read_text() for path in _sources(KERNEL_FILES))
     return re.sub(r'^#include ".*"$|^#pragma once$', "", text, flags=re.MULTILINE)
 
@@ -209,7 +217,7 @@ def _compile_kernels(capability, target):
     def call(name, *arguments):
         function = getattr(nvrtc, f"nvrtc{name}", None)
         if function is None:
-            raise Unavailable(f"NVRTC is too old: it has no nvrtc{name}, which CUDA 11.1 brought")
+            raise Unavailable(f"NVRTC is too old: it lacks nvrtc{name} (new in CUDA 11.1)")
         error = function(*arguments)
         if error:
             raise Unavailable(f"NVRTC failed: {name} returned {error} for {options[0].decode()}")

@@ -89,7 +89,7 @@ def test_position_inside_an_epoch(args, run):
 
 def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_those_of_rank_0(args, run, monkeypatch):
     saver, _, _ = run
-    own = {"batch_norm_3.w_1": np.float32([1, 2, 3, 4, 5, 6, 7, 8])}
+    own = {"batch_norm_3.w_1": np.arange(32, dtype=np.float32)}
     state = {"loader": {"step": 2}, "meters": {}}
     monkeypatch.setattr(exchange, "gather", lambda data: [data, saver_module._pack(state, own)])
     saver.save(4, 2)
@@ -134,7 +134,7 @@ def test_another_number_of_processes_is_another_rate_and_said(args, run, monkeyp
     assert "schedule of" not in capsys.readouterr().out
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
-    assert "the learning rate goes on by the schedule of number of processes 2 (was 1)" in capsys.readouterr().out
+    assert "the learning rate continues on the schedule of number of processes 2 (was 1)" in capsys.readouterr().out
 
 
 def test_the_same_position_is_saved_once(args, run, tmp_path):
@@ -219,7 +219,7 @@ def test_damaged_checkpoint_that_was_asked_for_is_refused(args, saved, file, epo
 def test_old_folder_needs_an_epoch_for_a_name(args, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "mine")
     (tmp_path / "mine/meta.json").unlink()
-    with pytest.raises(UsageError, match="mine has no meta.json and no epoch for a name: give"):
+    with pytest.raises(UsageError, match="mine has no meta.json, and its name is not an epoch: give"):
         find(args, tmp_path / "mine", "auto")
     assert find(args, tmp_path / "mine").epoch == 0
 

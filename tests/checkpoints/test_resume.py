@@ -239,7 +239,7 @@ def test_nothing_but_damaged_checkpoints_is_an_error(run_train, tmp_path, capsys
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").write_text("{}")
     assert run_train("--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["damaged checkpoints alone", "to start afresh"])
+    assert_one_sentence(capsys.readouterr().err, ["only damaged checkpoints", "to start afresh"])
 
 
 def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train, tmp_path, capsys):
@@ -311,7 +311,7 @@ def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatc
     assert run_train("--epochs", "5", *flags)[0] == 0
     assert {"1", "3", "4"} == {p.name for p in root.iterdir() if p.name.isdigit()}
     if link == "a folder":
-        assert "best cannot be made to lead to 1 (Is a directory): remove what is there" in capsys.readouterr().err
+        assert "best cannot be linked to 1 (Is a directory): remove what is there" in capsys.readouterr().err
     else:
         assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
 

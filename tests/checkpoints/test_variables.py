@@ -103,7 +103,7 @@ def test_other_class_count_is_refused(args, saved):
 def test_damaged_file_is_refused(args, saved, damage):
     path = saved[0] / "tiny.pdparams"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UsageError, match=r"tiny.pdparams is damaged"):
+    with pytest.raises(UsageError, match=r"tiny.pdparams cannot be read"):
         load(args, saved[0])
 
 

@@ -20,6 +20,7 @@ from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 from conftest import ROOT
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import host_metrics
+from utils import cache
 from utils.errors import UsageError
 
 EMULATION = ROOT / "tests/emulation"
@@ -427,14 +428,14 @@ def flags(**changes):
 def test_what_is_missing_is_named(empty_cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     assert native.missing() == "no C++ compiler (no-such-compiler)"
-    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.: mend that, or give "):
+    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.: fix that, or give "):
         native.resolve(flags(kernels="native"))
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     monkeypatch.setenv("CXX", "true")
     assert native.missing((9, 0)) == "no NVRTC library (libnvrtc.so)"
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     assert chosen_on_a_gpu() == ("paddle", False)
-    assert "since ours are not to be had: no NVRTC library (libnvrtc.so)" in capsys.readouterr().out
+    assert "custom kernels are unavailable (no NVRTC library (libnvrtc.so))" in capsys.readouterr().out
 
 
 def chosen_on_a_gpu(**changes):
@@ -466,14 +467,14 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
         says = f"Paddle cannot load {native._operators_file()} ({native._operators_file()}: file too short)"
     elif fault == "cache folder":
         (tmp_path / "paddle_resnet").write_text("in the way")
-        says = f"{tmp_path}/paddle_resnet cannot be used (File exists; XDG_CACHE_HOME"
+        says = f"{tmp_path}/paddle_resnet cannot be used (File exists; set XDG_CACHE_HOME"
     elif fault == "cache folder that cannot be looked into":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))
-        says = f"{native.cache_folder()} cannot be used (File name too long; XDG_CACHE_HOME"
+        says = f"{native.cache_folder()} cannot be used (File name too long; set XDG_CACHE_HOME"
     elif fault == "old NVRTC":
         monkeypatch.setattr(native, "register", lambda: None)
         monkeypatch.setattr(native, "_nvrtc", lambda: SimpleNamespace())
-        says = "NVRTC is too old: it has no nvrtcCreateProgram"
+        says = "NVRTC is too old: it lacks nvrtcCreateProgram"
     elif fault == "home folder":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
@@ -490,7 +491,7 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
             native.resolve(flags(device="gpu", kernels="native"))
     else:
         assert chosen_on_a_gpu() == ("paddle", False)
-        assert f"since ours are not to be had: {says}" in capsys.readouterr().out
+        assert f"custom kernels are unavailable ({says}" in capsys.readouterr().out
     left = {path.suffix for path in tmp_path.glob("paddle_resnet/*")} - {".lock"}
     assert left == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault, set())
 
@@ -537,6 +538,32 @@ def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
     assert native._build(built, lambda target: pytest.fail("compiled again")) == built
 
 
+@pytest.mark.parametrize("fault", ["another user's", "writable", "in a folder of others"])
+def test_a_library_that_others_can_write_is_built_anew(empty_cache, monkeypatch, capsys, fault):
+    built = native._operators_file()
+    built.write_bytes(b"of a stranger")
+    if fault == "another user's":
+        if os.geteuid() == 0:
+            os.chown(built, 54321, 54321)
+        else:
+            monkeypatch.setattr(cache, "is_trusted", lambda path: path.name != built.name)
+    elif fault == "writable":
+        built.chmod(0o666)
+    else:
+        empty_cache.chmod(0o1777)
+    built_now = native._build(native._operators_file(), lambda target: target.write_bytes(b"ours"))
+    assert built_now.read_bytes() == b"ours"
+    assert (built_now == built) == (fault != "in a folder of others")
+    assert built_now.stat().st_mode & 0o022 == 0
+    assert f"the cache {empty_cache} belongs to another user" in capsys.readouterr().err or built_now == built
+
+
+def test_a_compiler_that_is_no_command_is_named(empty_cache, monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'open")
+    with pytest.raises(UsageError, match="'open is not a command .No closing quotation.: fix that"):
+        native.resolve(flags(kernels="native"))
+
+
 def test_choice_of_the_kernels(monkeypatch):
     for changes in ({}, {"data_layout": "NCHW"}, {"kernels": "paddle"}):
         args = flags(**changes)
@@ -553,7 +580,7 @@ def test_choice_of_the_kernels(monkeypatch):
     for local_size, is_recorded in (("2", True), ("1", False)):
         monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
         assert chosen_on_a_gpu() == ("native", is_recorded)
-    with pytest.raises(UsageError, match="--kernels native knows NHWC only"):
+    with pytest.raises(UsageError, match="--kernels native supports NHWC only"):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 
 

@@ -164,7 +164,8 @@ def test_full_disk_ends_the_run_with_a_sentence():
     logger.setup("/dev/full")
     try:
         with pytest.raises(
-            RunError, match=r"^--report-file /dev/full can no longer be written \(No space left.*make room.*--resume$"
+            RunError,
+            match=r"^--report-file /dev/full can no longer be written \(No space left.*make room.*--resume$",
         ):
             logger.begin({"lr": 0.1})
     finally:

@@ -1,0 +1,31 @@
+"""Opening files that others may have put there: regular files up to a size, without waiting for a pipe's writer."""
+
+import errno
+import os
+import stat
+
+
+def open_regular(path, limit_bytes=None):
+    """Open a file for reading.
+
+    Args:
+        path: of the file.
+        limit_bytes: the largest size to accept; None: any.
+    Returns:
+        a binary file.
+    Raises:
+        OSError: it cannot be opened, is a folder, pipe or device, or is too large; strerror says which.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if limit_bytes is not None and status.st_size > limit_bytes:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes, where {limit_bytes} are the limit", str(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
