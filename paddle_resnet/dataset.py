@@ -97,7 +97,7 @@ def _add_convert(commands):
         commands, "convert", _run_convert, "write a data set in a container format; repeated, goes on where it stopped"
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
-    command.add_argument("--to", required=True, choices=convert.FORMATS, help="format to write")
+    command.add_argument("--to", required=True, choices=convert.CONTAINER_FORMATS, help="format to write")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to make, an IMAGE_ROOT of train.py")
     command.add_argument(
         "--shards",

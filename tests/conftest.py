@@ -99,7 +99,7 @@ def converted(photos, tmp_path_factory):
         images = sorted((photos / split).glob("*/*"))
         lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
         (roots["filelist"] / f"{split}.txt").write_text("".join(lines))
-    for name in convert.FORMATS:
+    for name in convert.CONTAINER_FORMATS:
         roots[name] = root / name
         convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
     return roots

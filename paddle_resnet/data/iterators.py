@@ -2,7 +2,8 @@
 
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. One pass is one epoch, then
-`reset()` starts the next. A ShardIterator writes its full batches to `targets`, {name: tensor}, where these are given.
+`reset()` starts the next. `write_into({name: tensor})` offers tensors for the full batches; only ShardIterator, which
+makes a new batch each step, takes them.
 """
 
 import base64
@@ -58,7 +59,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self._image_root = image_root
         self._conditions = conditions
         self._left = images - step * pipeline.max_batch_size
-        self.targets = {}
+        self._targets = {}
         super().__init__(
             [pipeline],
             ["data", "label"],
@@ -74,6 +75,14 @@ class ShardIterator(_Steps, DALIGenericIterator):
         """Where a training loader stands, as plain data for build_dataloader."""
         pipeline = base64.b64encode(self.checkpoints()[0]).decode()
         return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
+
+    def write_into(self, targets):
+        """Write the full batches into these tensors from now on; a last shorter batch gets tensors of its own.
+
+        Args:
+            targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} for new tensors each step.
+        """
+        self._targets = targets
 
     def __next__(self):
         if self._left == 0:
@@ -120,7 +129,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         batch = {}
         for name, output in zip(self.output_map, outputs, strict=True):
             source = output.as_tensor()
-            tensor = batch[name] = self.targets.get(name) or paddle.framework.core.LoDTensor()
+            tensor = batch[name] = self._targets.get(name) or paddle.framework.core.LoDTensor()
             tensor._set_dims(source.shape())
             feed_ndarray(source, tensor._mutable_data(place, to_paddle_type(source)), stream)
         self._schedule_runs()
@@ -140,6 +149,9 @@ class EmptyIterator:
     def __len__(self):
         return 0
 
+    def write_into(self, targets):
+        """Ignored: there is no batch."""
+
     def __iter__(self):
         return iter(())
 
@@ -156,8 +168,6 @@ class SyntheticIterator(_Steps):
         mode: with Mode.TRAIN the last partial batch is dropped.
         conditions, state: as for ShardIterator and build_dataloader.
     """
-
-    classes = ()
 
     def __init__(self, args, images, mode, conditions, state=None):
         self.batch_size = args.batch_size
@@ -182,6 +192,9 @@ class SyntheticIterator(_Steps):
 
     def state(self):
         return {"conditions": self._conditions, "step": self.step}
+
+    def write_into(self, targets):
+        """Ignored: the one batch is in device memory already."""
 
     def __iter__(self):
         return self

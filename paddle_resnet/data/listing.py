@@ -26,8 +26,8 @@ SHARD_NAMES = {
     },
     "lmdb": {Mode.TRAIN: re.compile(r"train_lmdb"), Mode.EVAL: re.compile(r"val_lmdb")},
 }
-FILES = ("folder", "filelist")  # an image is a file of its own
-FORMATS = (*FILES, *SHARD_NAMES)
+FILE_FORMATS = ("folder", "filelist")  # an image is a file of its own
+STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
 EXAMPLES = {
     "recordio": "{}.rec",
     "tfrecord": "{}-00000-of-00001",
@@ -105,7 +105,7 @@ def images(image_root, mode):
         UsageError: the split cannot be used.
     """
     data_format = detect(image_root, mode)
-    if data_format in FILES:
+    if data_format in FILE_FORMATS:
         files, labels, classes = LISTINGS[data_format](image_root, mode)
         found = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
         return data_format, classes, found

@@ -32,7 +32,7 @@ class DataSet:
     """One split of a data set.
 
     Attributes:
-        data_format: a key of FORMATS.
+        data_format: one of listing.STORAGE_FORMATS.
         size: number of images in the whole split.
         classes: class names in label order.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images [uint8 bytes], labels [1] int64), called
@@ -51,7 +51,7 @@ def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset
 
     Args:
         image_root: the folder that holds both splits.
-        data_format: a key of FORMATS, or "auto": the one that image_root's content shows, which is logged.
+        data_format: one of listing.STORAGE_FORMATS, or "auto": the one that image_root's content shows; it is logged.
         mode: Mode.TRAIN or Mode.EVAL.
         num_of_class: number of outputs of the network.
         seed: seed of the training order.
@@ -67,11 +67,11 @@ def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset
         data_set = open_split(image_root, listing.detect(image_root, mode), mode, num_of_class, seed, skip)
         logger.info(f"--data-format auto: the {mode.value} split in {image_root} is {data_set.data_format}")
         return data_set
-    if data_format in listing.FILES:
+    if data_format in listing.FILE_FORMATS:
         return _files(data_format, image_root, mode, num_of_class, seed, skip)
     if not os.path.isdir(image_root):
         raise UsageError(f"--image-root {image_root} is no folder: name the one that holds the {data_format}")
-    return FORMATS[data_format](image_root, mode, num_of_class, seed, skip)
+    return CONTAINER_READERS[data_format](image_root, mode, num_of_class, seed, skip)
 
 
 def _files(data_format, image_root, mode, num_of_class, seed, skip):
@@ -260,4 +260,4 @@ def _numbers(count):
     return [str(i) for i in range(count)]
 
 
-FORMATS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}
+CONTAINER_READERS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}

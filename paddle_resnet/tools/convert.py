@@ -26,7 +26,7 @@ from utils import signals
 from utils.errors import UsageError
 from utils.mode import Mode
 
-FORMATS = (*SHARDED, *SINGLE_FILE)
+CONTAINER_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
 # Training images are written in a random order, the same in every conversion, so that a buffer suffices for shuffling.
 ORDER_SEED = 0
@@ -47,7 +47,7 @@ def convert(
     Args:
         source: folder of a data set in any format (--image-root).
         output: folder to make; usable as --image-root.
-        to: a key of FORMATS.
+        to: one of CONTAINER_FORMATS.
         shards: number of training shards, default one for IMAGES_PER_SHARD images; validation shards are as large.
         resize_short: shrink images whose shorter side is longer than this many pixels to it, and store them as RGB
             JPEG, turned upright. All others keep their bytes.

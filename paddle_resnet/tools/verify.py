@@ -20,7 +20,7 @@ from utils.errors import UsageError
 from utils.mode import Mode
 
 # What a file's bytes are (nvImageCodec's names) against what its name says.
-FORMATS = {
+CODEC_OF_SUFFIX = {
     **{".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".bmp": "bmp"},
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
@@ -166,7 +166,7 @@ def _oddities(image, data):
         codec, precision = stream.codec_name, stream.precision
     except RuntimeError:
         codec, precision = None, 8
-    if image.kind is None and codec is not None and codec != FORMATS.get(Path(image.path).suffix.lower()):
+    if image.kind is None and codec is not None and codec != CODEC_OF_SUFFIX.get(Path(image.path).suffix.lower()):
         found.append(f"{codec} under another name")
     if precision > 8:
         found.append(f"{precision} bits a channel")

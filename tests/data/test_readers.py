@@ -215,7 +215,7 @@ def test_skipping_every_image_is_refused(make, tmp_path):
         open_folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_format_is_seen_and_logged(converted, capsys, data_format):
     for mode, size in ((Mode.TRAIN, 30), (Mode.EVAL, 23)):
         root = str(converted[data_format])
@@ -231,7 +231,7 @@ def test_several_formats_are_refused_and_one_of_them_can_be_named(make, tmp_path
     assert readers.open_split(root, "auto", Mode.EVAL, 10, 0).size == 1
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_every_format_holds_the_files_of_the_folder(photos, converted, data_format):
     for mode, split in ((mode, mode.value) for mode in Mode):
         data_set = readers.open_split(str(converted[data_format]), data_format, mode, 3, 0)
@@ -328,7 +328,7 @@ def test_empty_file_list_and_wrong_root_are_refused(make):
     assert "names y.jpg, which is not in" in refusal(root, Mode.EVAL, data_format="filelist")
 
 
-@pytest.mark.parametrize("data_format", listing.FILES)
+@pytest.mark.parametrize("data_format", listing.FILE_FORMATS)
 def test_skipped_images_are_left_out(make, data_format):
     root = make("val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg")
     make_list(root, "val", "val/a/0.jpg 0", "val/a/1.jpg 0", "val/b/0.jpg 1")

@@ -144,7 +144,7 @@ def odd_containers(odd, tmp_path):
         images = listing.images(str(odd), mode)[2]
         lines = "".join(f"{odd}/{image.name} {image.label}\n" for image in images)
         (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
-    for name in convert.FORMATS:
+    for name in convert.CONTAINER_FORMATS:
         roots[name] = tmp_path / name
         convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=2)
     return roots
