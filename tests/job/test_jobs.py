@@ -236,7 +236,7 @@ DISAGREEMENTS = [
     ("1 --lr 0.2 --epochs 3", ["--lr is 0.05 on ranks 0, 2 and 0.2 on rank 1", "--epochs is 1 on ranks 0, 2 and 3 on"]),
     ("2 version", ["the version of Paddle is 2.6.2 on ranks 0, 1 and 9.9.9 on rank 2"]),
     ("1 --image-root other", ["the number of validation images is 23 on ranks 0, 2 and 22 on rank 1"]),
-    ("2 --image-root nowhere", ["rank 2 failed first: --image-root nowhere is no folder"]),
+    ("2 --image-root nowhere", ["rank 2 failed first: --image-root nowhere is not a folder"]),
 ]
 
 

@@ -192,9 +192,9 @@ def test_other_images_are_refused(photos, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file a split"),
-        (["--to", "tfrecord", "--shards", "31"], "--shards 31 is more than the 30 images"),
-        (["--to", "tfrecord", "--quality", "101"], "101 is no JPEG quality"),
+        (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file per split"),
+        (["--to", "tfrecord", "--shards", "31"], "--shards 31 exceeds the 30 images"),
+        (["--to", "tfrecord", "--quality", "101"], "101 is not a JPEG quality"),
         (["--to", "tfrecord", "--shards", "0"], "'0' is not a whole number"),
         (["--to", "jpeg"], "invalid choice: 'jpeg'"),
     ],
@@ -214,10 +214,10 @@ def test_source_and_output_are_checked(photos, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for words, says in (
-        ([str(photos), "--output", str(photos)], "is --from"),
-        ([str(photos), "--output", str(tmp_path / "full")], "exists and is no conversion"),
+        ([str(photos), "--output", str(photos)], "is the same folder as --from"),
+        ([str(photos), "--output", str(tmp_path / "full")], "exists and is not a conversion"),
         ([str(tmp_path), "--output", str(tmp_path / "x")], "has neither train/ nor val/"),
-        ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "is no folder"),
+        ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "is not a folder"),
     ):
         assert dataset.main([*convert_to, *words]) == 2
         assert says in capsys.readouterr().err
@@ -255,10 +255,10 @@ def test_index_makes_what_is_missing(converted, tmp_path, capsys):
         for path in kept[1:]:
             path.unlink()
         assert dataset.main(["index", str(root)]) == 0
-        assert f"{root}: {len(kept) - 1} index files made, 1 were there" in capsys.readouterr().out
+        assert f"{root}: {len(kept) - 1} index files made, 1 already there" in capsys.readouterr().out
         assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
     assert dataset.main(["index", str(converted["folder"])]) == 2
-    assert "holds no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
+    assert "has no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
 
 
 # Converts in blocks of four images and is killed when some are written; says before who its workers are.
