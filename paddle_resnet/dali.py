@@ -1,4 +1,4 @@
-"""The loader: DALI pipelines that read, decode, augment and normalise."""
+"""The loader: DALI pipelines that read, decode, augment and normalise images."""
 
 import base64
 import functools
@@ -17,8 +17,8 @@ from utils.mode import Mode
 
 # The size of ImageNet-1k, for --data-format synthetic, so that an epoch has its usual length.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
-# --interp: "linear" reads the four pixels around a point; the others weigh all pixels under a filter that is as wide as
-# a new pixel when the image shrinks.
+# --interp: "linear" reads the four pixels around a point. The others widen their filter when the image shrinks, so that
+# every pixel counts (antialiasing).
 INTERPOLATION = {
     "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
     "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
@@ -30,10 +30,10 @@ INTERPOLATION = {
 # Networks", NeurIPS 2012, section 4.1.
 PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 PCA_VALUES = np.array([55.46, 4.794, 1.148])
-# The largest image of ImageNet's train/ after decoding: NVJPEG's buffers get this size at once instead of growing,
-# each time with a stop of the GPU, whenever a larger image comes along.
+# Size of the largest image of ImageNet's train/. nvJPEG allocates its buffers for it at the start; growing them later
+# would stall the GPU each time.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
-# The flags that the order and the content of the training batches depend on.
+# Flags that determine the order and the content of the training batches.
 BATCH_FLAGS = (
     *("batch_size", "image_shape", "dali_random_seed", "dali_device", "dali_output_fp16"),
     "cpu_decoder_load",
@@ -43,21 +43,21 @@ BATCH_FLAGS = (
 
 
 def build_dataloader(args, mode, state=None):
-    """The iterator over this process's shard.
+    """Build the iterator over this process's shard.
 
     Args:
         args: flags.
-        mode: Mode.TRAIN: shuffled, augmented, a last partial batch is dropped. Mode.EVAL: in order, every image of
-            the data set once, the last batch is as short as it must be.
-        state: what state() of this process's training loader was, to go on with the next batch. If that is
-            impossible, a warning says why, and the loader starts at the beginning of an epoch.
+        mode: Mode.TRAIN: shuffled and augmented, without the last partial batch. Mode.EVAL: in order, every image of
+            the data set once, with a shorter last batch.
+        state: result of state() of this process's training loader, to resume with the next batch. If the flags or the
+            data set have changed, a warning names the change and the loader starts at the beginning of an epoch.
     Returns:
-        ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator where there are fewer validation
-        images than processes. `len()` is the number of steps an epoch, the same on every process when training; `step`
-        how many of them are done, `data_set_size` the images of the whole split, `classes` the class names in label
-        order.
+        ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
+        images. `len()` is the number of steps per epoch, the same on every process in training; `step` the number of
+        steps done; `data_set_size` the number of images of the whole split; `classes` the class names in label order.
     Raises:
         UsageError: the data set cannot be used with these flags.
+        DataError: an image of the first batches cannot be read or decoded.
     """
     watchdog.phase(f"the list of {mode.value} images")
     rank, world_size = processes.rank(), processes.world_size()
@@ -73,7 +73,7 @@ def build_dataloader(args, mode, state=None):
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
         raise UsageError(
-            f"--batch-size {args.batch_size} is larger than the {per_process} training images a process in "
+            f"--batch-size {args.batch_size} exceeds the {per_process} training images per process in "
             f"{args.image_root}: give --batch-size {per_process} or less"
             if per_process
             else f"{world_size} processes are too many for the {data_set.size} training images in {args.image_root}: "
@@ -99,59 +99,61 @@ def build_dataloader(args, mode, state=None):
             )
         if images == 0:
             return EmptyIterator(data_set)
-        # DALI makes no empty shards: one shard an image, for the processes that have one.
+        # DALI makes no empty shards: use one shard per image, for the processes that have one.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     return ShardIterator(pipeline, images, data_set, args.image_root, conditions, state["step"] if state else 0)
 
 
 def _conditions(args, data_format, size):
-    """What has to be the same for a loader's state to be of use."""
+    """What must be unchanged for a loader to resume from a state."""
     flags = {config.flag(name): getattr(args, name) for name in BATCH_FLAGS}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     return {"--data-format": data_format, **flags, **counts, "DALI version": nvidia.dali.__version__}
 
 
 def _usable(state, conditions):
+    """The state, or None with a warning if its conditions differ."""
     if state is None:
         return None
-    before = {"--cpu-decoder-load": 0.0} | state["conditions"]  # older checkpoints do not know the flag
+    before = {"--cpu-decoder-load": 0.0} | state["conditions"]  # missing in older checkpoints
     changes = [
         f"{name} is {now} and was {before.get(name)}" for name, now in conditions.items() if now != before.get(name)
     ]
     if changes:
         logger.warn(
-            f"the loader cannot go on where the checkpoint was written: {', '.join(changes)}; it starts at the "
-            "beginning of the epoch, in the order of a first one"
+            f"the loader cannot resume inside the epoch: {', '.join(changes)}; it starts at the beginning of the "
+            "epoch, in the order of the first epoch"
         )
         return None
     return state
 
 
 def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=None):
-    """The DALI pipeline of one shard, not built yet.
+    """Define the DALI pipeline of one shard; it is not built yet.
 
     Args:
         args: flags.
         data_set: readers.DataSet.
         mode: Mode.TRAIN: random-resized crop, colour jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
             shorter side to --resize-short, centre crop.
-        shard_id, num_shards: which part of the data set, of how many.
-        checkpoint: DALI's own checkpoint of such a training pipeline, to go on from.
+        shard_id: number of the shard, from 0.
+        num_shards: number of shards.
+        checkpoint: DALI checkpoint of such a training pipeline to resume from, in bytes, or None.
     Returns:
-        nvidia.dali.Pipeline with the outputs images and labels, on the GPU if --dali-device says so.
+        nvidia.dali.Pipeline with the outputs images and labels, on the device of --dali-device.
     """
     on_gpu = args.dali_device == "gpu"
     batch = pipeline_def(
         batch_size=args.batch_size,
         num_threads=args.dali_num_threads,
         device_id=processes.local_gpu() if on_gpu else None,
-        # Each shard draws other random crops.
+        # Another seed for each shard, so that their random crops differ.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # Not the dynamic executor, DALI's default, whose batches the plugin lets go of while Paddle still copies them.
-        # With the older one DALI itself copies, and its stream waits for the copy before it writes there again; it is
-        # no slower (benchmarks/log/loss_head_h200_2026-11-22.md).
+        # The plugin releases batches of the dynamic executor, DALI's default, while Paddle still copies them. With the
+        # older executor DALI copies them itself, and its stream waits for the copy before it reuses the buffer. It is
+        # as fast (benchmarks/log/loss_head_h200_2026-11-22.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
@@ -181,8 +183,8 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
-        # DALI deals its seeds out in the order in which it meets the random operators of the finished graph. With
-        # seeds of their own, the augmentations leave the random numbers of the crop and the flip as they are.
+        # DALI assigns seeds in the order of the random operators in the graph. Explicit seeds for the augmentations
+        # keep the random numbers of crop and flip the same whether they are on or off.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
         images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
@@ -210,14 +212,13 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
 
 
 def _decoded_by_cpu(args):
-    """How many images of each training batch --cpu-decoder-load gives to the CPU."""
+    """Number of images of each training batch that --cpu-decoder-load assigns to the CPU."""
     return round(args.cpu_decoder_load * args.batch_size)
 
 
 def _random_resized_crop(args, encoded, decoder, resize, seed):
-    """Decoded random crops, resized. Where --cpu-decoder-load wants it, the CPU does that for some images of each
-    batch, drawn at random; each of the two draws crops of its own then. They and the flips are others than without
-    the flag.
+    """Decode random crops and resize them. With --cpu-decoder-load, the CPU does this for some images of each batch,
+    drawn at random. CPU and GPU then draw separate crops, so that crops and flips differ from those without the flag.
     """
     decode = functools.partial(
         fn.decoders.image_random_crop,
@@ -232,8 +233,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         return resize(decode(encoded, **decoder))
     if on_cpu == args.batch_size:
         return resize(decode(encoded, device="cpu")).gpu()
-    # DALI splits the batch, image by image. The same number each time, so that neither part is ever empty: DALI cannot
-    # write a checkpoint of an operator that had nothing to do.
+    # DALI splits the batch image by image. The number is constant, so that neither part is ever empty: DALI cannot
+    # checkpoint an operator whose batch was empty.
     if fn.batch_permutation(seed=seed) < on_cpu:
         images = resize(decode(encoded, device="cpu")).gpu()
     else:
@@ -242,8 +243,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
 
 
 def _jitter(images, strength, seeds):
-    """Saturation, contrast (about 128) and brightness, in this order in one step with a single rounding, each times
-    its own factor from [max(0, 1 - strength), 1 + strength].
+    """Scale saturation, contrast (about 128) and brightness, in this order and with a single rounding, each by its own
+    factor from [max(0, 1 - strength), 1 + strength].
     """
     factors = (fn.random.uniform(range=[max(0, 1 - strength), 1 + strength], seed=seed) for seed in seeds)
     brightness, contrast, saturation = factors
@@ -251,14 +252,14 @@ def _jitter(images, strength, seeds):
 
 
 def _rotate(images, degrees, seed):
-    """Rotation about the centre by an angle from [-degrees, degrees], on the same canvas, with black corners."""
+    """Rotate about the centre by an angle from [-degrees, degrees], on the same canvas with black corners."""
     angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
     return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
 
 
 def _lighting(std, seed):
-    """What is added to each pixel of an image (0 to 255), [3]: ImageNet's eigenvectors, each times its eigenvalue and
-    a number from N(0, std).
+    """Offset [3] for the RGB values (0 to 255) of an image: the sum of ImageNet's eigenvectors, each times its
+    eigenvalue and a number from N(0, std).
     """
     alpha = fn.random.normal(shape=[3], mean=0, stddev=std, seed=seed)
     return fn.reductions.sum(types.Constant(np.float32(PCA_VECTORS * PCA_VALUES)) * alpha, axes=[1])

@@ -20,15 +20,15 @@ def write_sample(output):
     """Write scikit-learn's 1,797 handwritten digits as JPEG class folders.
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 grey levels,
-    here enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The
-    folder appears under its name when it is complete; a complete one is left as it is.
+    enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The folder appears under its
+    name when it is complete. A complete one is left unchanged.
 
     Args:
-        output: folder to make, with train/0 ... train/9 and val/0 ... val/9.
+        output: folder to create, with train/0 ... train/9 and val/0 ... val/9.
     Returns:
         (training images, validation images).
     Raises:
-        UsageError: the folder exists and holds something else.
+        UsageError: the folder exists and holds other files.
     """
     from sklearn.datasets import load_digits
 
@@ -39,7 +39,7 @@ def write_sample(output):
     output = Path(output)
     if output.exists():
         if sorted(str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()) != sorted(names):
-            raise UsageError(f"--output {output} exists and is not the sample data set: remove it or name another")
+            raise UsageError(f"--output {output} exists and is not the sample data set: remove it or give another one")
         return len(names) - n_val, n_val
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -53,8 +53,11 @@ def write_sample(output):
 
 
 def main(argv=None):
-    """Run a command and return the exit code: 0 done, 1 training would fail (verify), 2 usage or data, 130
-    interrupted."""
+    """Run a command.
+
+    Returns:
+        Exit code: 0 done, 1 training would fail (verify only), 2 usage or data, 130 interrupted.
+    """
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_add_sample, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
@@ -62,7 +65,7 @@ def main(argv=None):
     args, words = parser.parse_known_args(argv)
     try:
         if words and not args.takes_train_flags:
-            raise UsageError(f"unknown flag {words[0]}: `{parser.prog} {args.command} --help` lists those there are")
+            raise UsageError(f"unknown flag {words[0]}: see `{parser.prog} {args.command} --help`")
         args.words = words
         return args.run(args) or 0
     except UsageError as e:
@@ -73,46 +76,51 @@ def main(argv=None):
 
 
 def _add(commands, name, run, help, takes_train_flags=False):
-    more = "Takes the flags of train.py, too." if takes_train_flags else None
-    command = commands.add_parser(name, help=help, description=help, epilog=more, allow_abbrev=False)
+    epilog = "Also takes the flags of train.py." if takes_train_flags else None
+    command = commands.add_parser(name, help=help, description=help, epilog=epilog, allow_abbrev=False)
     command.set_defaults(run=run, takes_train_flags=takes_train_flags)
     return command
 
 
 def _add_sample(commands):
     sample = _add(commands, "sample", _run_sample, "write scikit-learn's handwritten digits as JPEG class folders")
-    sample.add_argument("--output", required=True, metavar="DIR", help="folder to make, with train/ and val/")
+    sample.add_argument("--output", required=True, metavar="DIR", help="folder to create, with train/ and val/")
 
 
 def _run_sample(args):
     try:
         n_train, n_val = write_sample(args.output)
     except OSError as e:
-        raise UsageError(f"--output {args.output} cannot be written ({e.strerror}): name another folder") from e
+        raise UsageError(f"--output {args.output} cannot be written ({e.strerror}): give another folder") from e
     print(f"{args.output}: {n_train} training and {n_val} validation images in 10 classes")
 
 
 def _add_convert(commands):
     command = _add(
-        commands, "convert", _run_convert, "write a data set in a container format; repeated, goes on where it stopped"
+        commands,
+        "convert",
+        _run_convert,
+        "write a data set in a container format; repeat the command to resume",
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
-    command.add_argument("--to", required=True, choices=convert.FORMATS, help="format to write")
-    command.add_argument("--output", required=True, metavar="DIR", help="folder to make, an IMAGE_ROOT of train.py")
+    command.add_argument("--to", required=True, choices=convert.CONTAINER_FORMATS, help="format to write")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
     command.add_argument(
         "--shards",
         type=_positive,
         metavar="N",
-        help=f"of train/, for tfrecord and webdataset (default one for {convert.IMAGES_PER_SHARD} images)",
+        help=f"training shards of tfrecord and webdataset (default: one per {convert.IMAGES_PER_SHARD} images)",
     )
     command.add_argument(
         "--resize-short",
         type=_positive,
         metavar="N",
-        help="shrink images to a shorter side of N pixels (default: keep their bytes)",
+        help="shrink images to a shorter side of N pixels (default: keep the bytes)",
     )
-    command.add_argument("--quality", type=_quality, default=95, metavar="Q", help="JPEG quality of those (default 95)")
-    command.add_argument("--workers", type=_positive, metavar="N", help="processes (default: one a core)")
+    command.add_argument(
+        "--quality", type=_quality, default=95, metavar="Q", help="JPEG quality when shrinking (default 95)"
+    )
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes (default: one per core)")
     command.add_argument("--skip-list", metavar="FILE", help="images to leave out, as for train.py")
 
 
@@ -137,18 +145,18 @@ def _run_convert(args):
             )
         except BrokenProcessPool as e:
             raise UsageError(
-                "a worker process was killed, perhaps for lack of memory: repeat the command with fewer --workers"
+                "a worker process was killed, perhaps out of memory: repeat the command with fewer --workers"
             ) from e
         except OSError as e:
             name = f" {e.filename}" if e.filename else ""
             raise UsageError(
-                f"--output {args.output} cannot be written ({e.strerror}{name}): mend that and repeat the command"
+                f"--output {args.output} cannot be written ({e.strerror}{name}): correct that and repeat the command"
             ) from e
     print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
 
 
 def _add_index(commands):
-    command = _add(commands, "index", _run_index, "make the index files that TFRecord, RecordIO and tar shards lack")
+    command = _add(commands, "index", _run_index, "make the missing index files of TFRecord, RecordIO and tar shards")
     command.add_argument("root", metavar="DIR", help="folder of the shards")
 
 
@@ -156,15 +164,15 @@ def _run_index(args):
     try:
         made, there = convert.build_indexes(args.root)
     except OSError as e:
-        raise UsageError(f"{e.filename}: an index cannot be written ({e.strerror}): make the folder writable") from e
-    print(f"{args.root}: {made} index files made, {there} were there")
+        raise UsageError(f"{e.filename}: the index cannot be written ({e.strerror}): make the folder writable") from e
+    print(f"{args.root}: {made} index files made, {there} already there")
 
 
 def _add_preview(commands):
-    command = _add(commands, "preview", _run_preview, "draw training images as the network gets them", True)
+    command = _add(commands, "preview", _run_preview, "draw training images as the network receives them", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", required=True, metavar="FILE", help="PNG file to write")
-    command.add_argument("--images", type=_positive, default=36, metavar="N", help="how many (default 36)")
+    command.add_argument("--images", type=_positive, default=36, metavar="N", help="number of images (default 36)")
 
 
 def _run_preview(args):
@@ -177,7 +185,7 @@ def _run_preview(args):
 def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
-    command.add_argument("--fix-list", metavar="FILE", help="write the failing images there, for train.py --skip-list")
+    command.add_argument("--fix-list", metavar="FILE", help="write the failing images to FILE for train.py --skip-list")
 
 
 def _run_verify(args):
@@ -185,13 +193,13 @@ def _run_verify(args):
 
     if args.fix_list is not None:
         with _fix_list_errors(args.fix_list):
-            open(args.fix_list, "a").close()  # before the work, which may take hours
+            open(args.fix_list, "a").close()  # fail before the work, which may take hours
     try:
         report = verify.verify(args.root)
     except BrokenProcessPool as e:
         raise UsageError(
-            "a worker process was killed, perhaps for lack of memory, so that not all images were looked at: repeat "
-            "the command with more memory free"
+            "a worker process was killed, perhaps out of memory, before all images were checked: repeat the command "
+            "with more free memory"
         ) from e
     verify.show(report)
     if args.fix_list is not None:
@@ -206,13 +214,13 @@ def _fix_list_errors(path):
     try:
         yield
     except OSError as e:
-        raise UsageError(f"--fix-list {path} cannot be written ({e.strerror}): name another file") from e
+        raise UsageError(f"--fix-list {path} cannot be written ({e.strerror}): give another file") from e
 
 
 def _add_info(commands):
     command = _add(commands, "info", _run_info, "count images and classes, measure the images")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
-    command.add_argument("--output", metavar="FILE", help="PNG file to draw class balance and image sizes into")
+    command.add_argument("--output", metavar="FILE", help="PNG file for a drawing of class balance and image sizes")
 
 
 def _run_info(args):
@@ -230,8 +238,8 @@ def _add_speed(commands):
     command.add_argument(
         "--loads", type=_list_of(float), default=[0.9], metavar="L,...", help="--hw-decoder-load to try"
     )
-    command.add_argument("--batches", type=_positive, default=20, help="of a measurement (default 20)")
-    command.add_argument("--repeats", type=_positive, default=3, help="measurements of each setting (default 3)")
+    command.add_argument("--batches", type=_positive, default=20, help="batches per measurement (default 20)")
+    command.add_argument("--repeats", type=_positive, default=3, help="measurements per setting (default 3)")
 
 
 def _run_speed(args):
@@ -249,7 +257,7 @@ def _positive(text):
 def _quality(text):
     value = _positive(text)
     if value > 100:
-        raise argparse.ArgumentTypeError(f"{text} is no JPEG quality: give 1 to 100")
+        raise argparse.ArgumentTypeError(f"{text} is not a JPEG quality: give 1 to 100")
     return value
 
 

@@ -132,11 +132,11 @@ def converted(photos, once):
             images = sorted((photos / split).glob("*/*"))
             lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
             (root / "filelist" / f"{split}.txt").write_text("".join(lines))
-        for name in convert.FORMATS:
+        for name in convert.CONTAINER_FORMATS:
             convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
 
     root = once("converted", make)
-    return {"folder": photos, **{name: root / name for name in ("filelist", *convert.FORMATS)}}
+    return {"folder": photos, **{name: root / name for name in ("filelist", *convert.CONTAINER_FORMATS)}}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ import json
 import shutil
 
 import numpy as np
-import paddle
 import pytest
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
@@ -49,13 +48,17 @@ def numbered(tmp_path):
 def distinct(tmp_path_factory):
     """37 images a split, the label names the image, in every format: {--data-format: --image-root}."""
     root = tmp_path_factory.mktemp("distinct")
-    roots = {"folder": root / "folder", "filelist": root / "folder", **{name: root / name for name in convert.FORMATS}}
+    roots = {
+        "folder": root / "folder",
+        "filelist": root / "folder",
+        **{name: root / name for name in convert.CONTAINER_FORMATS},
+    }
     for split in ("train", "val"):
         for i in range(37):
             (root / "folder" / split / f"{i:02d}").mkdir(parents=True)
             Image.new("RGB", (36, 36), (6 * i, 0, 0)).save(root / "folder" / split / f"{i:02d}" / "x.png")
         (root / "folder" / f"{split}.txt").write_text("".join(f"{split}/{i:02d}/x.png {i}\n" for i in range(37)))
-    for name in convert.FORMATS:
+    for name in convert.CONTAINER_FORMATS:
         convert.convert(root / "folder", roots[name], name, shards=5 if name in convert.SHARDED else None, workers=2)
     return roots
 
@@ -129,27 +132,6 @@ def test_share_for_the_cpu_of_less_than_half_an_image_is_refused(parse, photos):
     with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
-
-
-@pytest.mark.parametrize("mode", list(Mode))
-def test_loader_writes_full_batches_to_its_targets(parse, photos, mode):
-    args = parse("--image-root", photos)
-    expected = take(dali.build_dataloader(args, mode), 6)
-    loader = dali.build_dataloader(args, mode)
-    targets = {name: paddle.framework.core.LoDTensor() for name in ("data", "label")}
-    loader.write_into(targets)
-    found, overwritten = [], 0
-    while len(found) < 6:
-        batch = next(loader, None)
-        if batch is None:
-            loader.reset()
-            continue
-        found.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
-        overwritten += all(batch[0][name] is tensor for name, tensor in targets.items())
-    assert overwritten == sum(len(labels) == args.batch_size for _, labels in expected)
-    for left, right in zip(found, expected, strict=True):
-        for a, b in zip(left, right, strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 def test_loader_goes_on_from_a_checkpoint_older_than_a_flag(parse, photos, capsys):
@@ -574,7 +556,7 @@ def test_interp_is_the_filter_of_both_resizes(parse, copies, interp, side):
             assert error < 0.6  # rounding to whole numbers
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_every_format_evaluates_the_same_batches(parse, photos, converted, data_format):
     expected = epoch(load(parse, photos, Mode.EVAL, "--data-format", "folder"))
     found = epoch(load(parse, converted[data_format], Mode.EVAL, "--data-format", data_format))
@@ -584,7 +566,7 @@ def test_every_format_evaluates_the_same_batches(parse, photos, converted, data_
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 @pytest.mark.parametrize(("world_size", "batch"), [(1, 4), (2, 4), (3, 3), (4, 7)])
 def test_every_format_trains_in_step_on_each_image_once_at_most(parse, distinct, shard, data_format, world_size, batch):
     loaders = []
@@ -601,7 +583,7 @@ def test_every_format_trains_in_step_on_each_image_once_at_most(parse, distinct,
     assert len({tuple(order) for order in orders}) == 4
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 @pytest.mark.parametrize(("world_size", "batch"), [(1, 4), (2, 5), (3, 3), (16, 4), (37, 1), (40, 2)])
 def test_every_format_evaluates_each_image_once(parse, distinct, shard, data_format, world_size, batch):
     loaders = []
@@ -614,7 +596,7 @@ def test_every_format_evaluates_each_image_once(parse, distinct, shard, data_for
         assert sorted(np.concatenate(batches)[:, 0].tolist()) == list(range(37))
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_training_order_of_every_format_follows_the_seed(parse, distinct, data_format):
     def orders(seed):
         flags = ["--data-format", data_format, "--num-of-class", "37", "--dali-random-seed", seed]
@@ -625,7 +607,7 @@ def test_training_order_of_every_format_follows_the_seed(parse, distinct, data_f
     assert orders(1) != orders(2)
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_every_image_type_is_decoded_in_every_format(parse, tmp_path, data_format):
     pixels = np.random.RandomState(0).randint(0, 255, (40, 48, 3), dtype=np.uint8)
     for split in ("train", "val"):
@@ -637,7 +619,7 @@ def test_every_image_type_is_decoded_in_every_format(parse, tmp_path, data_forma
         lines = [f"{split}/{name[1:]}/x{name} {label}\n" for label, name in enumerate(sorted(listing.IMAGE_SUFFIXES))]
         (tmp_path / "folder" / f"{split}.txt").write_text("".join(lines))
     root = tmp_path / "folder"
-    if data_format in convert.FORMATS:
+    if data_format in convert.CONTAINER_FORMATS:
         root = tmp_path / data_format
         convert.convert(tmp_path / "folder", root, data_format, workers=1)
     images, labels = epoch(load(parse, root, Mode.EVAL, "--data-format", data_format))
@@ -649,7 +631,7 @@ def test_every_image_type_is_decoded_in_every_format(parse, tmp_path, data_forma
             np.testing.assert_array_equal(images[label], images[lossless], err_msg=suffix)
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize(("batches", "buffer"), [(0, 5), (3, 4096), (8, 5), (13, 5), (15, 4096)])
 def test_checkpoint_of_a_pipeline_goes_on_with_the_same_batches(

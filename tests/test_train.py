@@ -142,14 +142,14 @@ def flatten(split):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (shutil.rmtree, ["--image-root", "is no folder", "train/ and val/"]),
-        (empty, ["--image-root", "has no folder train/", "name the folder that holds train/ and val/"]),
+        (shutil.rmtree, ["--image-root", "is not a folder", "train/ and val/"]),
+        (empty, ["--image-root", "has no folder train/", "give the folder that holds train/ and val/"]),
         (lambda root: shutil.rmtree(root / "val"), ["has no folder val/", "--run-scope train_only"]),
         (lambda root: shutil.rmtree(root / "train"), ["has no folder train/", "--run-scope eval_only"]),
-        (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder a class"]),
+        (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder per class"]),
         (
             lambda root: empty(root / "train" / "class0") or empty(root / "val"),
-            ["--image-root", "val/ holds no images"],
+            ["--image-root", "val/ has no images"],
         ),
     ],
     ids=["missing", "empty", "no val", "no train", "no class folders", "no images"],

@@ -1,1 +1,1 @@
-"""What feeds the DALI pipelines."""
+"""Data sets: what is stored where, and the iterators that feed it to Paddle."""

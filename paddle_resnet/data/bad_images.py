@@ -1,4 +1,4 @@
-"""The image at which a loader has failed, and whether a file can be decoded."""
+"""Decoding checks, and the search for the image at which a loader failed."""
 
 import os
 import re
@@ -8,24 +8,26 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-# How DALI names a record of RecordIO and TFRecord, of WebDataset, and of LMDB.
+# How DALI names a record of RecordIO and TFRecord, of WebDataset and of LMDB in source_info.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
-SEARCH_S = 40  # a run with a bad image ends within a minute
+SEARCH_S = 40  # a run that meets a bad image ends within a minute
 _decoder = None
 
 
 def decode(data):
-    """Why the CPU decoders of training and evaluation cannot decode an image, or None if they can.
+    """Decode an image with the CPU decoders of training and evaluation.
 
     Args:
         data: bytes of the file.
+    Returns:
+        None, or the reason why it cannot be decoded.
     """
     global _decoder
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def decoder():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # The crop's decoder, too: there are files that only one of the two takes.
+        # Evaluation uses the first, training the second. Some files are accepted by only one of them.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 
     if _decoder is None:
@@ -35,17 +37,17 @@ def decode(data):
         _decoder.feed_input("encoded", [np.frombuffer(data, np.uint8)])
         _decoder.run()
     except RuntimeError as e:
-        _decoder = None  # a pipeline that has failed does not run again
+        _decoder = None  # a failed pipeline cannot run again
         if not has_header(data):
-            return "does not begin like an image that DALI knows"
+            return "is not in an image format that DALI knows"
         if "bad_alloc" in str(e):
-            return "claims to be larger than the memory"
-        return "has damaged image data or is of a kind that DALI cannot decode"
+            return "declares more pixels than fit into memory"
+        return "has damaged image data, or a variant of its format that DALI cannot decode"
     return None
 
 
 def has_header(data):
-    """Whether the file begins like an image that DALI knows."""
+    """Whether the bytes of a file start with an image header that DALI knows."""
     try:
         return bool(nvimgcodec.CodeStream(data).height)
     except RuntimeError:
@@ -53,33 +55,40 @@ def has_header(data):
 
 
 def bad_image(message, data_set, image_root):
-    """The image that DALI's error is about: a path or CONTAINER@PLACE, "an image in" the root if it could not be found,
-    None if the error is about no image.
+    """Find the image that an error of DALI is about.
 
-    DALI names the file that cannot be read and most images that cannot be decoded, but for example not one whose
-    header it cannot make out. For those the headers of all images are read, then all images decoded, until one fails or
-    SEARCH_S seconds are over.
+    DALI names a file that it cannot read and most images that it cannot decode. It does not name an image whose header
+    it cannot parse. Then this reads the headers of all images and, if all can be parsed, decodes all images, until one
+    fails or SEARCH_S seconds have passed.
+
+    Args:
+        message: text of DALI's error.
+        data_set: readers.DataSet that the loader reads.
+        image_root: its folder.
+    Returns:
+        Path or CONTAINER@PLACE of the image; "an image in IMAGE_ROOT" if the search found none; None if the error is
+        not about an image.
     """
     named = re.search(r"(?:Failed to decode sample #\d+ : |File mapping failed: |Could not open file )(.+)", message)
     if named:
-        return os.path.join(image_root, _name(named[1].strip()))
+        return os.path.join(image_root, _image_name(named[1].strip()))
     if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape)", message):
         return None
     deadline = monotonic() + SEARCH_S
-    for can_be_used in (has_header, lambda encoded: decode(encoded) is None):
+    for is_usable in (has_header, lambda encoded: decode(encoded) is None):
         try:
             for encoded, source in _undecoded(data_set):
-                if not can_be_used(encoded):
-                    return os.path.join(image_root, _name(source))
+                if not is_usable(encoded):
+                    return os.path.join(image_root, _image_name(source))
                 if monotonic() > deadline:
                     return f"an image in {image_root}"
-        except RuntimeError as e:  # of the reader, which names the file
+        except RuntimeError as e:  # from the reader, which names the file
             return bad_image(str(e), data_set, image_root)
     return None
 
 
-def _name(source):
-    """DALI's words for where an image is, in the form of listing.Image's names: FILE or CONTAINER@PLACE."""
+def _image_name(source):
+    """DALI's source_info of an image in the form of listing.Image.name: FILE or CONTAINER@PLACE."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:
@@ -88,14 +97,14 @@ def _name(source):
 
 
 def _undecoded(data_set):
-    """All images of a data set in turn: (bytes of the file, path)."""
+    """Yield all images of a data set: (bytes of the file, source_info)."""
 
     @pipeline_def(batch_size=64, num_threads=1, device_id=None)
     def undecoded(shard_id, num_shards):
         encoded, _ = data_set.read("Reader", shard_id, num_shards, shuffle=False)
         return encoded, fn.get_property(encoded, key="source_info")
 
-    shards = min(8, os.cpu_count(), data_set.size)  # read at once: each reader has one thread
+    shards = min(8, os.cpu_count(), data_set.size)  # in parallel, since each reader has one thread
     pipelines = [undecoded(shard_id, shards) for shard_id in range(shards)]
     for _ in range(0, -(-data_set.size // shards), 64):
         for pipeline in pipelines:

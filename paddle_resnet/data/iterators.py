@@ -1,8 +1,9 @@
-"""The iterators that hand batches to Paddle, an epoch at a time.
+"""Iterators over batches for Paddle, one epoch per pass.
 
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
-images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. One pass is one epoch, then
-`reset()` starts the next. A ShardIterator writes its full batches to `targets`, {name: tensor}, where these are given.
+images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts
+the next one. `write_into({name: tensor})` offers tensors for the full batches; only ShardIterator, which
+makes a new batch each step, takes them.
 """
 
 import base64
@@ -18,36 +19,36 @@ from paddle_resnet.job import processes
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
-READER = "Reader"  # name of the reading operator in a pipeline
+READER = "Reader"  # name of the reader operator in a pipeline
 
 
 class _Steps:
-    """Counting in steps, for iterators that have `images` an epoch of which `_left` are still to come."""
+    """Step counts of an iterator with `images` images per epoch, of which `_left` are still to come."""
 
     def __len__(self):
         return -(-self.images // self.batch_size)
 
     @property
     def step(self):
-        """Batches of this epoch that have been taken."""
+        """Number of batches already taken in this epoch."""
         return -(-(self.images - self._left) // self.batch_size)
 
 
 class ShardIterator(_Steps, DALIGenericIterator):
     """DALI's Paddle iterator with exact epochs, for GPU and CPU pipelines.
 
-    Every process reads ceil(ceil(size / num_shards) / batch) batches an epoch, padded ones included, so that all
-    shards stay aligned over the epochs; of these it yields the first `images` images and reads the rest away.
+    Every process reads ceil(ceil(size / num_shards) / batch) batches per epoch, padding included, so that all shards
+    stay aligned over the epochs. It yields the first `images` images of them and discards the rest.
 
     Args:
-        pipeline: built or unbuilt pipeline with the outputs images and labels and a padding reader.
-        images: images to yield an epoch. Not a multiple of the batch size: the last batch is shorter.
+        pipeline: DALI pipeline, built or not, with the outputs images and labels and a reader that pads.
+        images: images to yield per epoch. If it is not a multiple of the batch size, the last batch is shorter.
         data_set: readers.DataSet that the pipeline reads.
-        image_root: where it is.
-        conditions: what state() notes down for the check of the loader that goes on from it.
-        step: batches of the epoch that the pipeline's checkpoint has behind it.
+        image_root: its folder.
+        conditions: recorded by state(); a loader that resumes from the state compares them.
+        step: number of batches of the epoch that were taken when the pipeline's checkpoint was written.
     Raises:
-        DataError: an image of the batches being prepared cannot be read or decoded; `next` raises it, too.
+        DataError: an image of the first batches cannot be read or decoded. `next` raises it for the others.
     """
 
     def __init__(self, pipeline, images, data_set, image_root, conditions, step=0):
@@ -63,25 +64,29 @@ class ShardIterator(_Steps, DALIGenericIterator):
             [pipeline],
             ["data", "label"],
             reader_name=READER,
-            # Full padded batches: which images of them count is decided here, not by DALI.
+            # Full padded batches; this class cuts them, not DALI.
             last_batch_policy=LastBatchPolicy.FILL,
             prepare_first_batch=False,
         )
         with self._naming_bad_images():
-            self._schedule_runs(False)  # decoding starts now, while the program is being built
-
-    def write_into(self, targets):
-        """Write full batches into these tensors from now on, {"data", "label": tensor}; no copy is made then."""
-        self._targets = targets
+            self._schedule_runs(False)  # start decoding while the program is being built
 
     def state(self):
-        """Where a training loader stands, as plain data for build_dataloader."""
+        """Position of a training loader as plain data, for dali.build_dataloader."""
         pipeline = base64.b64encode(self.checkpoints()[0]).decode()
         return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
 
+    def write_into(self, targets):
+        """Write the full batches into these tensors from now on; a last shorter batch gets tensors of its own.
+
+        Args:
+            targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} for new tensors each step.
+        """
+        self._targets = targets
+
     def __next__(self):
         if self._left == 0:
-            while True:  # ends by StopIteration
+            while True:  # until StopIteration
                 self._next_batch()
         batch = self._next_batch()
         if self._left < self.batch_size:
@@ -90,7 +95,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return [batch]
 
     def reset(self):
-        """Start the next epoch; to be called at an epoch's end."""
+        """Start the next epoch. Call it at the end of an epoch."""
         super().reset()
         self._left = self.images
 
@@ -100,13 +105,13 @@ class ShardIterator(_Steps, DALIGenericIterator):
             yield
         except RuntimeError as e:
             path = bad_images.bad_image(str(e), self._data_set, self._image_root)
-            if path is None:  # a failure of another kind
+            if path is None:  # not about an image
                 raise
-            leave_out = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
+            next_command = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
             raise DataError(
-                f"{path} cannot be decoded (rank {processes.rank()}): mend or remove it, or run "
-                f"`python -m paddle_resnet.dataset verify {self._image_root} --fix-list bad.txt` and {leave_out} with "
-                "--skip-list bad.txt"
+                f"{path} cannot be decoded (rank {processes.rank()}): repair or remove it, or run "
+                f"`python -m paddle_resnet.dataset verify {self._image_root} --fix-list bad.txt` and {next_command} "
+                "with --skip-list bad.txt"
             ) from e
 
     def _next_batch(self):
@@ -114,12 +119,12 @@ class ShardIterator(_Steps, DALIGenericIterator):
             return self._decoded_batch()
 
     def _decoded_batch(self):
-        # As the plugin does it, which knows neither pipelines without a GPU nor targets.
+        # Like the plugin, which supports neither pipelines without a GPU nor given tensors.
         self._ever_consumed = True
         outputs = self._get_outputs()[0]
         gpu = self._pipes[0].device_id
         place = paddle.CPUPlace() if gpu is None else paddle.CUDAPlace(gpu)
-        # Paddle's steps are on this stream, so that a copy waits for the step that reads what it overwrites.
+        # Paddle's steps run on this stream: the copy waits for the step that reads the tensors it overwrites.
         stream = None if gpu is None else paddle.device.cuda.current_stream(gpu).cuda_stream
         batch = {}
         for name, output in zip(self.output_map, outputs, strict=True):
@@ -133,7 +138,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
 
 class EmptyIterator:
-    """The shard of a process that has no image to evaluate: epochs of 0 steps."""
+    """The shard of a process without validation images: epochs of 0 steps."""
 
     step = 0
 
@@ -141,11 +146,11 @@ class EmptyIterator:
         self.data_set_size = data_set.size
         self.classes = data_set.classes
 
-    def write_into(self, targets):
-        """No batch, nothing to write."""
-
     def __len__(self):
         return 0
+
+    def write_into(self, targets):
+        """Ignored: there is no batch."""
 
     def __iter__(self):
         return iter(())
@@ -155,16 +160,17 @@ class EmptyIterator:
 
 
 class SyntheticIterator(_Steps):
-    """The same random images and labels every step, in device memory: measures the program without a loader.
+    """The same random batch every step, in device memory: measures the program without a loader.
 
     Args:
         args: flags.
-        images: images an epoch on this process.
-        mode: with Mode.TRAIN the last partial batch is dropped.
-        conditions, state: as for ShardIterator and build_dataloader.
+        images: images per epoch on this process.
+        mode: Mode.TRAIN drops the last partial batch.
+        conditions: as for ShardIterator.
+        state: as for dali.build_dataloader.
+    Raises:
+        UsageError: training with fewer images than the batch size.
     """
-
-    classes = ()
 
     def __init__(self, args, images, mode, conditions, state=None):
         self.batch_size = args.batch_size
@@ -173,7 +179,7 @@ class SyntheticIterator(_Steps):
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:
             raise UsageError(
-                f"--batch-size {args.batch_size} is larger than the {images} synthetic images a process: give less"
+                f"--batch-size {args.batch_size} exceeds the {images} synthetic images per process: lower it"
             )
         random = np.random.RandomState(args.dali_random_seed + processes.rank())
         channels, height, width = args.image_shape
@@ -187,11 +193,11 @@ class SyntheticIterator(_Steps):
         self._conditions = conditions
         self._left = self.images - (state["step"] if state else 0) * self.batch_size
 
-    def write_into(self, targets):
-        """The one batch stays where it is."""
-
     def state(self):
         return {"conditions": self._conditions, "step": self.step}
+
+    def write_into(self, targets):
+        """Ignored: the one batch is in device memory already."""
 
     def __iter__(self):
         return self

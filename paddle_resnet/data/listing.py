@@ -1,6 +1,6 @@
-"""What lies where under --image-root: the storage formats, their files, classes and images. docs/data.md shows each.
+"""Lists what --image-root holds: storage formats, files, classes and images. docs/data.md describes the formats.
 
-Needs neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
+Imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
 
 import os
@@ -26,9 +26,9 @@ SHARD_NAMES = {
     },
     "lmdb": {Mode.TRAIN: re.compile(r"train_lmdb"), Mode.EVAL: re.compile(r"val_lmdb")},
 }
-FILES = ("folder", "filelist")  # an image is a file of its own
-FORMATS = (*FILES, *SHARD_NAMES)
-EXAMPLES = {
+FILE_FORMATS = ("folder", "filelist")  # one file per image
+STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
+EXAMPLE_NAMES = {
     "recordio": "{}.rec",
     "tfrecord": "{}-00000-of-00001",
     "webdataset": "{}-000000.tar",
@@ -41,12 +41,12 @@ class Image:
     """One image of a data set.
 
     Attributes:
-        name: what reports and skip lists call it: its path relative to image_root; of a container, SHARD@PLACE, where
-            PLACE is the byte at which DALI says that the record starts, or the key in an LMDB.
-        path: its file, or the container it is in.
-        label: its label; None: it stands in the container, records.read has it.
-        kind: None for a file of its own, else the format of the container.
-        place: where records.read finds it in the container.
+        name: name in reports and skip lists. For a file, its path relative to image_root; for a record of a container,
+            SHARD@PLACE, where PLACE is the byte offset that DALI reports for it, or its key in an LMDB.
+        path: the image file, or the container.
+        label: its label, or None if the container stores it: records.read returns it.
+        kind: None for an image file, else the format of the container.
+        place: where records.read finds it: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
     """
 
     name: str
@@ -57,15 +57,17 @@ class Image:
 
 
 def detect(image_root, mode):
-    """The storage format of a split, seen from the names in image_root.
+    """Detect the storage format of a split from the names in image_root.
 
-    A file list wins over class folders, whose images it may name.
+    A file list takes precedence over class folders, because it may list images in them.
 
+    Returns:
+        One of STORAGE_FORMATS; "folder" if there is no trace of any.
     Raises:
-        UsageError: image_root is no folder, or holds several formats.
+        UsageError: image_root is not a folder, or holds the split in several formats.
     """
     if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root} is no folder: name the one that holds train/ and val/")
+        raise UsageError(f"--image-root {image_root} is not a folder: give the folder that holds train/ and val/")
     found = [data_format for data_format in SHARD_NAMES if find_shards(image_root, data_format, mode)]
     if os.path.isfile(os.path.join(image_root, f"{mode.value}.txt")):
         found.append("filelist")
@@ -76,19 +78,19 @@ def detect(image_root, mode):
             f"--image-root {image_root} holds the {mode.value} split as {' and '.join(found)}: choose one with "
             "--data-format"
         )
-    # Nothing there: class folders, whose listing says what is missing.
+    # If nothing was found, listing class folders says what is missing.
     return found[0] if found else "folder"
 
 
 def splits(image_root):
-    """Modes of which there is a split under image_root.
+    """The modes, Mode.TRAIN and Mode.EVAL, whose split exists under image_root.
 
     Raises:
-        UsageError: none.
+        UsageError: there is neither.
     """
     found = [mode for mode in Mode if _has_split(image_root, mode)]
     if not found:
-        raise UsageError(f"{image_root} has neither train/ nor val/ in any format: name the folder that holds them")
+        raise UsageError(f"{image_root} has neither train/ nor val/ in any format: give the folder that holds them")
     return found
 
 
@@ -97,15 +99,15 @@ def _has_split(image_root, mode):
 
 
 def images(image_root, mode):
-    """All images of a split, in stored order.
+    """List all images of a split in stored order.
 
     Returns:
-        (format, class names or None, [Image])
+        (storage format, class names or None, [Image])
     Raises:
         UsageError: the split cannot be used.
     """
     data_format = detect(image_root, mode)
-    if data_format in FILES:
+    if data_format in FILE_FORMATS:
         files, labels, classes = LISTINGS[data_format](image_root, mode)
         found = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
         return data_format, classes, found
@@ -123,29 +125,29 @@ def images(image_root, mode):
 
 
 def list_folder(image_root, mode, num_of_class=None):
-    """Class folders IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
+    """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
-    Labels number the sorted class folders of train/ (of val/ where there is no train/), so that a class that is
-    missing in val/ shifts no label.
+    Labels number the sorted class folders of train/, or of val/ if there is no train/. A class without validation
+    images therefore does not shift the labels of the others.
 
     Args:
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
-        num_of_class: number of outputs of the network; None: any.
+        num_of_class: number of outputs of the network, or None for any.
     Returns:
         (paths relative to image_root, labels, class names)
     Raises:
-        UsageError: a missing folder, no class folders, more classes than outputs, a class in val/ alone.
+        UsageError: a missing folder, no class folders, more classes than outputs, a class in val/ only.
     """
     split = mode.value
     split_dir = os.path.join(image_root, split)
     if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root} is no folder: name the one that holds train/ and val/")
+        raise UsageError(f"--image-root {image_root} is not a folder: give the folder that holds train/ and val/")
     if not os.path.isdir(split_dir):
-        there, scope = ("val", "eval_only") if mode is Mode.TRAIN else ("train", "train_only")
-        remedy = "name the folder that holds train/ and val/"
-        if os.path.isdir(os.path.join(image_root, there)):
-            remedy = f"make it, or use {there}/ alone with --run-scope {scope}"
+        other, scope = ("val", "eval_only") if mode is Mode.TRAIN else ("train", "train_only")
+        remedy = "give the folder that holds train/ and val/"
+        if os.path.isdir(os.path.join(image_root, other)):
+            remedy = f"create it, or use {other}/ only with --run-scope {scope}"
         raise UsageError(f"--image-root {image_root} has no folder {split}/: {remedy}")
 
     label_dir = os.path.join(image_root, "train")
@@ -154,19 +156,19 @@ def list_folder(image_root, mode, num_of_class=None):
     classes = class_folders(label_dir)
     if not classes:
         raise UsageError(
-            f"--image-root {image_root}: {os.path.basename(label_dir)}/ holds no class folders: put the images into "
-            "one folder a class"
+            f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders: put the images "
+            "into one folder per class"
         )
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
-            f"--num-of-class {num_of_class} is smaller than the {len(classes)} class folders in {image_root}: "
+            f"--num-of-class {num_of_class} is less than the {len(classes)} class folders in {image_root}: "
             f"give --num-of-class {len(classes)}"
         )
     files, labels = [], []
     label_of = {name: label for label, name in enumerate(classes)}
     for name in class_folders(split_dir):
         if name not in label_of:
-            raise UsageError(f"--image-root {image_root}: val/{name} has no train/{name}: add or remove it")
+            raise UsageError(f"--image-root {image_root}: val/{name} has no train/{name}: add it, or remove val/{name}")
         found = image_files(os.path.join(split_dir, name))
         files += [f"{split}/{name}/{file}" for file in found]
         labels += [label_of[name]] * len(found)
@@ -174,19 +176,19 @@ def list_folder(image_root, mode, num_of_class=None):
         "".join(files).encode()
     except UnicodeEncodeError:
         name = next(os.fsencode(file) for file in files if os.fsencode(file) != file.encode(errors="replace"))
-        raise UsageError(f"--image-root {image_root}: {name!r} is no name in UTF-8: rename the file") from None
+        raise UsageError(f"--image-root {image_root}: {name!r} is not valid UTF-8: rename the file") from None
     return files, labels, classes
 
 
 def list_filelist(image_root, mode, num_of_class=None):
-    """File lists IMAGE_ROOT/train.txt and val.txt with lines `PATH LABEL`, paths relative to image_root.
+    """Read a file list, IMAGE_ROOT/train.txt or val.txt: lines `PATH LABEL`, paths relative to image_root.
 
-    Arguments as those of `list_folder`.
+    The arguments are those of list_folder.
 
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
-        UsageError: a missing or empty list, a line of another form, a label that the network has no output for.
+        UsageError: a missing or empty list, a malformed line, a label without an output of the network.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
     classes = class_names(image_root, num_of_class)
@@ -198,18 +200,18 @@ def list_filelist(image_root, mode, num_of_class=None):
                     continue
                 name, *label = line.rsplit(maxsplit=1)
                 if not label or not label[0].isascii() or not label[0].isdigit():
-                    raise UsageError(f"{path} line {number} is not `PATH LABEL` but `{line.strip()}`: mend it")
+                    raise UsageError(f"{path} line {number} is not `PATH LABEL` but `{line.strip()}`: correct it")
                 files.append(name)
                 labels.append(int(label[0]))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}): write or mend it") from e
+        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}): write or correct it") from e
     if not files:
-        raise UsageError(f"--image-root {image_root}: {path} names no images: add lines `PATH LABEL`")
+        raise UsageError(f"--image-root {image_root}: {path} lists no images: add lines `PATH LABEL`")
     check_labels(path, [max(labels)], num_of_class, classes)
-    # Looking at every file would take minutes where there are millions; a wrong root shows at the first.
+    # Checking millions of files would take minutes; a wrong root already shows at the first.
     if not os.path.isfile(os.path.join(image_root, files[0])):
-        raise UsageError(f"{path} names {files[0]}, which is not in {image_root}: give paths relative to it")
+        raise UsageError(f"{path} lists {files[0]}, which is not in {image_root}: give paths relative to that folder")
     return files, labels, classes
 
 
@@ -240,11 +242,11 @@ def _listed(path):
         with os.scandir(path) as entries:
             return list(entries)
     except OSError as e:
-        raise UsageError(f"{path} cannot be listed ({e.strerror}): make it readable, or take it away") from e
+        raise UsageError(f"{path} cannot be listed ({e.strerror}): make it readable or remove it") from e
 
 
 def find_shards(image_root, data_format, mode):
-    """Sorted paths of the containers of a split, none if there are none.
+    """Sorted paths of the containers of a split; there may be none.
 
     Args:
         data_format: a key of SHARD_NAMES.
@@ -257,28 +259,28 @@ def shards(image_root, mode, data_format):
     """Sorted paths of all containers of a split.
 
     Raises:
-        UsageError: none, not all, or an unfinished conversion.
+        UsageError: there are none, a shard is missing, or a conversion is unfinished.
     """
     records.check_complete(image_root)
     found = find_shards(image_root, data_format, mode)
     if not found:
-        example = EXAMPLES[data_format].format(mode.value)
-        raise UsageError(f"--image-root {image_root} has no {example}: name the folder that holds the {data_format}")
+        example = EXAMPLE_NAMES[data_format].format(mode.value)
+        raise UsageError(f"--image-root {image_root} has no {example}: give the folder of the {data_format} files")
     if data_format == "tfrecord":
         pattern = SHARD_NAMES[data_format][mode]
         total = max(int(pattern.fullmatch(os.path.basename(shard))["total"]) for shard in found)
         if total != len(found):
             raise UsageError(
-                f"--image-root {image_root} has {len(found)} of {total} shards of {mode.value}: add the others"
+                f"--image-root {image_root} has {len(found)} of {total} shards of {mode.value}: add the missing ones"
             )
     return found
 
 
 def class_names(image_root, num_of_class=None):
-    """Lines of IMAGE_ROOT/classes.txt, in label order, or None where there is none.
+    """Class names in label order: the lines of IMAGE_ROOT/classes.txt, or None if there is no such file.
 
     Raises:
-        UsageError: more of them than the network has outputs, or the file cannot be read.
+        UsageError: more names than outputs of the network, or the file cannot be read.
     """
     path = os.path.join(image_root, "classes.txt")
     if not os.path.exists(path):
@@ -287,54 +289,56 @@ def class_names(image_root, num_of_class=None):
         with open(path, encoding="utf-8") as f:
             classes = f.read().splitlines()
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{path} cannot be read ({e}): write one class name a line, or remove it") from e
+        raise UsageError(f"{path} cannot be read ({e}): write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
-            f"--num-of-class {num_of_class} is smaller than the {len(classes)} classes in {path}: "
+            f"--num-of-class {num_of_class} is less than the {len(classes)} classes in {path}: "
             f"give --num-of-class {len(classes)}"
         )
     return classes
 
 
 def check_labels(path, labels, num_of_class, classes):
-    """Raise UsageError for a label that there is no class name or no output for.
+    """Check labels against the class names, or else against the number of outputs.
 
     Args:
-        path: where the labels stand.
+        path: file that holds the labels, for the message.
         labels: numbers.
-        num_of_class: number of outputs of the network; None: any.
+        num_of_class: number of outputs of the network, or None for any.
         classes: class names, or None.
+    Raises:
+        UsageError: a label is out of range.
     """
     limit = len(classes) if classes else num_of_class
     for label in labels:
         if label != int(label) or label < 0 or (limit is not None and label >= limit):
             source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
-            allowed = "whole numbers from 0 are" if limit is None else f"{source} allows 0 to {limit - 1}"
+            allowed = "labels are whole numbers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
             raise UsageError(
-                f"{path} has the label {label:g}, and {allowed}: number the classes from 0, or give a larger "
+                f"{path} has the label {label:g}, but {allowed}: number the classes from 0, or give a larger "
                 "--num-of-class"
             )
 
 
 def read_skip_list(path, image_root):
-    """The entries of a --skip-list: one Image.name a line, as `dataset verify --fix-list` writes them.
+    """Read a --skip-list: one Image.name per line, as `dataset verify --fix-list` writes them.
 
     Returns:
         frozenset of the names.
     Raises:
-        UsageError: the file cannot be read, or an entry names no file.
+        UsageError: the file cannot be read, or an entry matches no file.
     """
     try:
         with open(path, encoding="utf-8") as f:
             names = [line.rstrip("\n") for line in f]
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--skip-list {path} cannot be read ({e}): name a text file with one path a line") from e
+        raise UsageError(f"--skip-list {path} cannot be read ({e}): give a text file with one path per line") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
-        # Whether the record of SHARD@PLACE is there shows when the shard's index is read.
+        # Opening the shard's index checks that SHARD has a record at PLACE.
         shard = name.rpartition("@")[0]
         if not os.path.isfile(os.path.join(image_root, name)) and not (
             shard and os.path.exists(os.path.join(image_root, shard))
         ):
-            raise UsageError(f"--skip-list {path}: {name} is no file in {image_root}: remove the line")
+            raise UsageError(f"--skip-list {path}: {name} is not a file in {image_root}: remove the line")
     return skip

@@ -1,11 +1,13 @@
-"""Container files record by record: where the records lie (index files), and what one record holds.
+"""Containers record by record: index files, which locate the records, and reading of single records.
 
-DALI reads the containers; it needs an index of each TFRecord shard, RecordIO file and (to start at once) tar shard.
-This module makes and checks those, and reads single records, for checks before step 1 and for the data-set tools. It
-needs neither DALI nor Paddle, so that the tools' worker processes start quickly.
+DALI reads the containers in training. It needs an index for each TFRecord shard and RecordIO file, and for a tar shard
+to start without a scan. This module makes and checks these indexes. It reads single records for the checks before
+step 1 and for the data-set tools. It imports neither DALI nor Paddle, so that the tools' worker processes start
+quickly.
 
-The forms of the index files are those of DALI: TFRecord `offset size` a line; RecordIO `key offset`; WebDataset
-`v1.1 COUNT`, then `extension offset size` for each file of a sample, one sample a line.
+Index files have DALI's formats. TFRecord: a line `offset size` per record. RecordIO: a line `key offset` per record.
+WebDataset: a line `v1.1 COUNT`, then a line per sample with `extension offset size` for each of its files. Offsets and
+sizes are in bytes.
 """
 
 import contextlib
@@ -25,21 +27,21 @@ from utils.errors import UsageError
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
-RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of labels (0: the next one), label, two numbers
+RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
-# What a conversion is, beside the shards that it writes: tools/convert.py.
+# Describes a conversion; tools/convert.py writes it into the output folder.
 MANIFEST = "convert.json"
 
 
 @dataclass
 class Index:
-    """An index file and what it says about its container.
+    """An index file and its content.
 
     Attributes:
         path: the index file.
-        images: int64 [n, 2], offset and size in bytes of what holds the image of each record: the whole record, or with
-            "webdataset" the image file. RecordIO's index tells no sizes, they are 0.
-        labels: int64 [n, 2], the same of the label; with "webdataset" of the .cls file.
+        images: int64 [n, 2], offset and size in bytes of each record, or for "webdataset" of each image file. A
+            RecordIO index stores no sizes; they are 0.
+        labels: int64 [n, 2], the same for the label: the record, or for "webdataset" the .cls file.
     """
 
     path: str
@@ -51,33 +53,33 @@ class Index:
 
 
 def check_complete(image_root):
-    """Raise UsageError if a conversion into this folder was begun and not finished."""
+    """Raise UsageError if the folder holds an unfinished conversion."""
     path = os.path.join(image_root, MANIFEST)
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             if not json.load(f)["complete"]:
                 raise UsageError(
-                    f"--image-root {image_root} is a conversion that was interrupted: run the same "
-                    "`python -m paddle_resnet.dataset convert` again, it goes on"
+                    f"--image-root {image_root} is an interrupted conversion: repeat its "
+                    "`python -m paddle_resnet.dataset convert` command to finish it"
                 )
 
 
 def open_index(shard, kind, skip=frozenset()):
-    """The index of a container file; made now if there is none.
+    """Open the index of a container, and make it first if there is none.
 
-    It lies beside the shard, or under the user's cache folder if that place cannot be written to.
+    The index lies beside the shard, or in the user's cache folder if the shard's folder cannot be written.
 
     Args:
-        shard: path of the container file.
+        shard: path of the container.
         kind: "tfrecord", "recordio" or "webdataset".
-        skip: offsets of images to leave out, by an index of its own in the cache folder.
+        skip: offsets of images to leave out. The reduced index is written to the cache folder.
     Returns:
         Index.
     Raises:
-        UsageError: a damaged shard, an index that does not fit it, no place for a new one.
+        UsageError: a damaged shard, an index that does not fit it, no writable place for a new one.
     """
     index = _open_whole_index(shard, kind)
-    return _without(index, shard, kind, skip) if skip else index
+    return _reduced_index(index, shard, kind, skip) if skip else index
 
 
 def _open_whole_index(shard, kind):
@@ -93,7 +95,7 @@ def _open_whole_index(shard, kind):
             write_file(cached, text)
         except OSError as e2:
             raise UsageError(
-                f"{shard} has no index and neither {beside} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
+                f"{shard} has no index, and neither {beside} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
                 "written: make one of the folders writable"
             ) from e2
         logger.info(f"index of {shard}: {cached} ({os.path.dirname(beside)} cannot be written)")
@@ -101,8 +103,8 @@ def _open_whole_index(shard, kind):
     return check_index(shard, beside, kind)
 
 
-def _without(index, shard, kind, skip):
-    """An index without the images at some offsets, in the cache folder."""
+def _reduced_index(index, shard, kind, skip):
+    """Write the index without the images at some offsets into the cache folder."""
     starts = index.images[:, 0]
     unknown = sorted(skip.difference(starts.tolist()))
     if unknown:
@@ -121,12 +123,14 @@ def _without(index, shard, kind, skip):
     try:
         write_file(path, "".join(lines).encode())
     except OSError as e:
-        raise UsageError(f"the index {path} of what is not skipped cannot be written ({e.strerror}): make it so") from e
+        raise UsageError(
+            f"{path}, the index for --skip-list, cannot be written ({e.strerror}): make it writable"
+        ) from e
     return Index(path, index.images[kept], index.labels[kept])
 
 
 def index_path(shard):
-    """The place of an index: `train.rec` has `train.idx`, `train-000000.tar` has `train-000000.idx`, and
+    """Path of an index: `train.rec` has `train.idx`, `train-000000.tar` has `train-000000.idx`, and
     `train-00000-of-00008` (with or without .tfrecord) has that name with `.idx` added.
     """
     root, extension = os.path.splitext(shard)
@@ -134,7 +138,7 @@ def index_path(shard):
 
 
 def _cached_index_path(shard, skip=frozenset()):
-    # A shard that was written anew has another size or time, and so another name here.
+    # A rewritten shard has another size or time, and therefore another name here.
     shard, state = os.path.realpath(shard), os.stat(shard)
     key = f"{shard} {state.st_size} {state.st_mtime_ns} {sorted(skip)}"
     key = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
@@ -142,8 +146,10 @@ def _cached_index_path(shard, skip=frozenset()):
 
 
 def write_file(path, data):
-    """Write a file of bytes that appears under its name only when complete, whoever else writes it at the same time;
-    its folder, too, if need be."""
+    """Write bytes to a file that appears under its name only when complete, even if several processes write it.
+
+    Creates the folder if necessary.
+    """
     os.makedirs(os.path.dirname(path), exist_ok=True)
     partial = f"{path}.{os.getpid()}.partial"
     try:
@@ -159,14 +165,14 @@ def write_file(path, data):
 
 
 def scan(shard, kind):
-    """Walk through a container file; returns the bytes of its index file.
+    """Scan a container and return the bytes of its index file.
 
     Raises:
-        UsageError: a damaged or empty shard, a sample without an image or a class.
+        UsageError: a damaged or empty shard.
     """
     lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
     if not lines:
-        raise UsageError(f"{shard} holds no records: remove it or write it again")
+        raise UsageError(f"{shard} has no records: remove it or write it again")
     if kind == "webdataset":
         lines.insert(0, f"v1.1 {len(lines)}\n")
     return "".join(lines).encode()
@@ -190,7 +196,7 @@ def _scan_tfrecord(shard):
 
 
 def _masked(crc):
-    """TFRecord's masked checksum: rotated by 15 bits and moved by a constant."""
+    """TFRecord's masked CRC: rotated right by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -208,12 +214,14 @@ def _scan_recordio(shard):
 
 
 def recordio_end(f, offset, size):
-    """Where a record ends. It is one part (flag 0), or a first (1), any number of middle (2) and a last part (3).
+    """Find the end of a record: one part (flag 0), or a first (1), any number of middle (2) and a last part (3).
 
     Args:
         f: the open RecordIO file.
-        offset: where the record starts, in bytes.
+        offset: start of the record in bytes.
         size: length of the file in bytes.
+    Returns:
+        End of the record in bytes, padding included.
     Raises:
         ValueError: no complete record starts there.
     """
@@ -241,8 +249,8 @@ def _scan_webdataset(shard):
                         samples.append([])
                         last_key = (folder, base)
                     samples[-1].append((extension, member.offset_data, member.size))
-                tar.members = []  # else tarfile keeps them all
-            # tarfile takes the end of a file for the end of the archive, which is a block of zeros.
+                tar.members = []  # tarfile would keep them all
+            # tarfile accepts the end of the file as the end of the archive, which is a block of zeros.
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("its end is missing")
@@ -252,12 +260,12 @@ def _scan_webdataset(shard):
 
 
 def check_index(shard, path, kind):
-    """Read an index and compare it with its shard.
+    """Read an index and check it against its shard.
 
     Returns:
         Index.
     Raises:
-        UsageError: it does not fit.
+        UsageError: it does not fit the shard.
     """
     try:
         with open(path, "rb") as f:
@@ -270,7 +278,7 @@ def check_index(shard, path, kind):
             if kind == "tfrecord":
                 end = int(images[-1].sum())
             else:
-                # DALI sorts the offsets, whatever their keys.
+                # DALI sorts the offsets and ignores the keys.
                 images = np.stack([np.sort(images[:, 1]), np.zeros(len(images), np.int64)], axis=1)
                 with open(shard, "rb") as f:
                     end = recordio_end(f, int(images[-1, 0]), shard_size)
@@ -302,7 +310,7 @@ def _webdataset_records(shard, data):
         if "cls" not in extensions or image is None:
             raise UsageError(
                 f"{shard}: the sample at byte {words[1]} has {' and '.join(extensions)}, not an image "
-                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls: leave it out"
+                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls: write the shard again without it"
             )
         for place, k in zip(places[:, i], (image, extensions.index("cls")), strict=True):
             place[:] = int(words[step * k + 1]), int(words[step * k + 2])
@@ -318,12 +326,12 @@ def _webdataset_records(shard, data):
 
 
 def read(image):
-    """One image of a data set.
+    """Read one image of a data set.
 
     Args:
         image: listing.Image.
     Returns:
-        (bytes of its file as it was stored, its label, a number of any size)
+        (bytes of the image file as stored, label: any number, not checked against the classes)
     Raises:
         UsageError: the record is not an image with one label.
         OSError: the file cannot be read.
@@ -342,7 +350,7 @@ def read(image):
 
 
 def read_label(shard, kind, offset, size):
-    """The label of one record of a container file; `read` has the errors."""
+    """Read the label of one record of a container. Errors as for `read`."""
     if kind != "webdataset":
         return _read_record(shard, kind, offset, size)[1]
     with open(shard, "rb") as f:
@@ -374,7 +382,7 @@ def _no_label(shard, offset, reason):
 
 
 def _read_recordio(f):
-    """The payload of a record, whose parts are put together again; see recordio_end."""
+    """Read the payload of a record and join its parts; recordio_end describes them."""
     parts = []
     while True:
         magic, length = struct.unpack("<II", f.read(8))
@@ -403,7 +411,7 @@ def _read_example(example):
 
 @functools.cache
 def datum_class():
-    """The protobuf message in a Caffe LMDB; the fields are those of caffe.proto that an encoded image uses."""
+    """The protobuf message class of a Caffe LMDB, with those fields of caffe.proto that an encoded image uses."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -426,31 +434,31 @@ def _lmdb_transaction(folder):
         with _lmdb_environment(os.path.realpath(folder)).begin() as transaction:
             yield transaction
     except (lmdb.Error, DecodeError) as e:
-        raise UsageError(f"{folder} is no Caffe LMDB ({e}): write or copy it again") from e
+        raise UsageError(f"{folder} is not a Caffe LMDB ({e}): write or copy it again") from e
 
 
 @functools.cache
 def _lmdb_environment(folder):
     import lmdb
 
-    return lmdb.open(folder, readonly=True, lock=False)  # once: a process must not open one twice
+    return lmdb.open(folder, readonly=True, lock=False)  # cached, because a process must not open an LMDB twice
 
 
 def lmdb_keys(folder):
     """Keys of all records of an LMDB, in order.
 
     Raises:
-        UsageError: no LMDB.
+        UsageError: it is not an LMDB.
     """
     with _lmdb_transaction(folder) as transaction:
         return list(transaction.cursor().iternext(keys=True, values=False))
 
 
 def lmdb_labels(folder, count):
-    """Number of records of a Caffe LMDB, and the labels of `count` of them or a few more, evenly spread.
+    """Number of records of a Caffe LMDB, and the labels of about `count` of them, evenly spread.
 
     Raises:
-        UsageError: no LMDB, or its records are no encoded images with a label.
+        UsageError: it is not an LMDB, or a record is not an encoded image with a label.
     """
     keys = lmdb_keys(folder)
     every = max(1, len(keys) // count)
@@ -463,7 +471,7 @@ def _read_datum(folder, key):
         record = datum_class().FromString(transaction.get(key))
         if not (record.encoded and record.HasField("label")):
             raise UsageError(
-                f"{folder}: record {key.decode(errors='replace')} is no encoded image with a label: write the images "
-                "encoded"
+                f"{folder}: record {key.decode(errors='replace')} is not an encoded image with a label: "
+                "write the images encoded"
             )
         return record.data, record.label

@@ -1,1 +1,1 @@
-"""Data-set tools that training never needs."""
+"""Data-set tools, which training never imports."""

@@ -1,10 +1,10 @@
-"""Conversion of data sets into container formats, and the `index` of existing containers.
+"""`python -m paddle_resnet.dataset convert|index`: write container formats, and indexes of existing containers.
 
-Apart from dataset.py, the command line, because worker processes import this module: it needs neither DALI nor Paddle.
+Separate from dataset.py because worker processes import this module, which imports neither DALI nor Paddle.
 
-An interrupted conversion is begun again by the same command. Shards (TFRecord, WebDataset) are written one a worker and
-get their names when complete; those are kept. RecordIO and LMDB are one file a split, which workers prepare the images
-for and one process writes in order; the images that it holds already are kept.
+The same command resumes an interrupted conversion. For TFRecord and WebDataset each worker writes whole shards, which
+get their names when complete; complete shards are kept. For RecordIO and LMDB, one file per split, workers prepare the
+images and one process writes them in order; images already written are kept.
 """
 
 import ctypes
@@ -26,49 +26,51 @@ from utils import signals
 from utils.errors import UsageError
 from utils.mode import Mode
 
-FORMATS = (*SHARDED, *SINGLE_FILE)
+CONTAINER_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
-# Training images are written in a random order, the same in every conversion, so that a buffer suffices for shuffling.
+# Training images are written in a random order, the same in every conversion. A buffer then suffices for shuffling.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
-# First bytes of the images that are not JPEG.
+# First bytes of the formats other than JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # images that a worker prepares, and that become durable, at once in a single file
+BLOCK = 64  # images per task of a worker and per sync of a RecordIO file or LMDB
 
 
 def convert(
     source, output, to, shards=None, resize_short=None, quality=95, workers=None, progress=None, skip_list=None
 ):
-    """Write a data set in another format, both splits if there are both.
+    """Write a data set in a container format, with all its splits.
 
-    Labels stay as training numbers them; the class names go to output/classes.txt. Training images are put into a
-    random order, validation images keep theirs.
+    The labels are those of training; the class names go to output/classes.txt. Training images are written in a random
+    order, validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
-        output: folder to make; usable as --image-root.
-        to: a key of FORMATS.
-        shards: number of training shards, default one for IMAGES_PER_SHARD images; validation shards are as large.
-        resize_short: shrink images whose shorter side is longer than this many pixels to it, and store them as RGB
-            JPEG, turned upright. All others keep their bytes.
-        quality: JPEG quality of those, 1 to 100.
-        workers: number of processes, default the number of cores.
-        progress: called with (images done, images in all).
+        output: folder to create; usable as --image-root.
+        to: one of CONTAINER_FORMATS.
+        shards: number of training shards; default: one per IMAGES_PER_SHARD images. Validation shards have the same
+            size.
+        resize_short: shrink images to a shorter side of this many pixels, and store them upright as RGB JPEG. Smaller
+            images keep their bytes.
+        quality: JPEG quality of the shrunk images, 1 to 100.
+        workers: number of processes; default: the number of cores.
+        progress: called with (images done, total images).
         skip_list: file with the images to leave out (--skip-list).
     Returns:
         {split: number of images}.
     Raises:
-        UsageError: an unusable source or image, an output that is something else, shards that cannot be.
+        UsageError: an unusable source or image, an output folder with other content, an impossible number of shards.
+        OSError: the output cannot be written.
     """
     splits, classes = _list_source(source, skip_list)
     if to in SINGLE_FILE and shards is not None:
-        raise UsageError(f"--shards {shards}: {to} has one file a split, leave --shards out")
+        raise UsageError(f"--shards {shards}: {to} has one file per split: drop --shards")
     counts = {split: len(images) for split, images in splits.items()}
     largest = counts.get("train", counts.get("val"))
     if shards is not None and shards > largest:
-        raise UsageError(f"--shards {shards} is more than the {largest} images of {source}: give less")
+        raise UsageError(f"--shards {shards} exceeds the {largest} images of {source}: lower it")
     if os.path.realpath(output) == os.path.realpath(source):
-        raise UsageError(f"--output {output} is --from: name another folder")
+        raise UsageError(f"--output {output} is the same folder as --from: give another one")
 
     def shard_count(count):
         if to in SINGLE_FILE:
@@ -91,7 +93,7 @@ def convert(
     with _Workers(workers or len(os.sched_getaffinity(0)), resize_short, quality) as pool:
         done = 0
         for split, images in splits.items():
-            report = partial(_report, progress, done, total)
+            report = partial(_report_progress, progress, done, total)
             if to in SINGLE_FILE:
                 _write_single_file(to, output, split, images, pool, report)
             else:
@@ -104,32 +106,33 @@ def convert(
 
 
 def build_indexes(image_root):
-    """Make the index files that the TFRecord, RecordIO and WebDataset files of a folder lack, beside them.
+    """Make the missing index files of the TFRecord, RecordIO and WebDataset files in a folder, beside them.
 
     Returns:
-        (number of index files made, number that were there).
+        (number of index files made, number already there).
     Raises:
-        UsageError: no such files, a damaged one, an index that does not fit.
+        UsageError: no such files, a damaged one, an index that does not fit its file.
+        OSError: an index cannot be written.
     """
     if not os.path.isdir(image_root):
-        raise UsageError(f"{image_root} is no folder: name the one that holds the shards")
-    made, there = 0, 0
+        raise UsageError(f"{image_root} is not a folder: give the folder that holds the shards")
+    made, found = 0, 0
     for kind in INDEXED:
         for mode in Mode:
             for shard in listing.find_shards(image_root, kind, mode):
                 path = records.index_path(shard)
-                there += os.path.exists(path)
+                found += os.path.exists(path)
                 if not os.path.exists(path):
                     records.write_file(path, records.scan(shard, kind))
                     made += 1
                 records.check_index(shard, path, kind)
-    if made + there == 0:
-        raise UsageError(f"{image_root} holds no RecordIO file, TFRecord or tar shard: name their folder")
-    return made, there
+    if made + found == 0:
+        raise UsageError(f"{image_root} has no RecordIO file, TFRecord or tar shard: give the folder that holds them")
+    return made, found
 
 
 def _list_source(source, skip_list):
-    """({split: [listing.Image]}, class names or None), training images in random order."""
+    """List the source: ({split: [listing.Image]}, class names or None), training images in random order."""
     skip = listing.read_skip_list(skip_list, source) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
@@ -137,7 +140,7 @@ def _list_source(source, skip_list):
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
-            raise UsageError(f"{source} has no image of {mode.value} to convert: add some, or skip fewer")
+            raise UsageError(f"{source} has no images of {mode.value} to convert: add some, or shorten --skip-list")
         if mode is Mode.TRAIN:
             images = [images[i] for i in np.random.RandomState(ORDER_SEED).permutation(len(images)).tolist()]
         splits[mode.value] = images
@@ -156,7 +159,7 @@ def _json(manifest):
 
 
 def _begin(output, manifest):
-    """Make the output folder, or find that it holds this conversion; returns whether that is complete."""
+    """Create the output folder, or check that it holds this conversion. Return whether it is complete."""
     path = os.path.join(output, records.MANIFEST)
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
@@ -166,32 +169,32 @@ def _begin(output, manifest):
             if found.get(key) != value:
                 what = "other images" if key == "splits" else f"{key} {found.get(key)}"
                 raise UsageError(
-                    f"--output {output} holds a conversion with {what}: remove it, name another folder or repeat its "
-                    "command"
+                    f"--output {output} holds a conversion with {what}: remove it, give another folder, or repeat "
+                    "the command that wrote it"
                 )
         return complete
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
-        raise UsageError(f"--output {output} exists and is no conversion: remove it or name another folder")
+        raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
     os.makedirs(output, exist_ok=True)
     records.write_file(path, _json({**manifest, "complete": False}))
     return False
 
 
 def _partial(output):
-    """Names of the files that a killed conversion has left half written."""
+    """Names of the unfinished files of a killed conversion."""
     return [name for name in os.listdir(output) if name.endswith(".partial")]
 
 
-def _report(progress, before, total, done):
+def _report_progress(progress, before, total, done):
     if progress is not None:
         progress(before + done, total)
 
 
 class _Workers:
-    """A pool of processes that prepare images or write shards, stopped at once when the conversion is."""
+    """A pool of processes that prepare images or write shards. An exception in the parent stops them at once."""
 
     def __init__(self, count, resize_short, quality):
-        # Not forked: the parent has DALI's threads.
+        # Spawned, not forked: the parent has the threads of DALI.
         context = multiprocessing.get_context("spawn")
         self.count = count
         self.images = context.Value(ctypes.c_int64)
@@ -212,11 +215,11 @@ def _start_worker(parent, images, stop, resize_short, quality):
     global _images, _stop, _resize_short, _quality
     _images, _stop, _resize_short, _quality = images, stop, resize_short, quality
     signals.die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C goes to every process; the parent tells the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C reaches every process; the parent stops the workers
 
 
 def _prepare(image):
-    """(bytes to store, extension without dot, label) of a listing.Image."""
+    """Read and perhaps shrink a listing.Image: (bytes to store, extension without dot, label)."""
     from PIL import Image, ImageOps
 
     if _stop.is_set():
@@ -224,9 +227,9 @@ def _prepare(image):
     try:
         data, label = records.read(image)
     except OSError as e:
-        raise UsageError(f"{image.path} cannot be read ({e.strerror}): mend it or leave it out") from e
+        raise UsageError(f"{image.path} cannot be read ({e.strerror}): repair it or use --skip-list") from e
     if label != int(label):
-        raise UsageError(f"{image.name} has the label {label:g}, which is no class: leave it out with --skip-list")
+        raise UsageError(f"{image.name} has the label {label:g}, which is not a class: use --skip-list")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label
@@ -236,17 +239,17 @@ def _prepare(image):
             if short <= _resize_short:
                 return data, _extension(image, data), label
             size = [max(1, round(side * _resize_short / short)) for side in picture.size]
-            # Pixels first, orientation after: the tag that turns the image is lost with its file.
+            # Rotate the pixels: the new file has no EXIF orientation.
             picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
-        raise UsageError(f"{image.name} cannot be decoded ({e}): mend it or leave it out with --skip-list") from e
+        raise UsageError(f"{image.name} cannot be decoded ({e}): repair it or leave it out with --skip-list") from e
     return out.getvalue(), "jpg", label
 
 
 def _in_rgb(picture):
-    """As DALI decodes it: 16 bits are scaled to 8, where Pillow would cut off what is above 255."""
+    """Convert to RGB as DALI does: scale 16 bits to 8, which Pillow would clip at 255."""
     from PIL import Image
 
     if picture.mode.startswith("I") or picture.mode == "F":
@@ -260,8 +263,7 @@ def _in_rgb(picture):
 
 
 def _extension(image, data):
-    """The extension for a name in a tar file: the file's own, if it is one of an image's, or that which the first bytes
-    show."""
+    """Extension of an image in a tar shard: that of its file if it is one of an image, else from its first bytes."""
     own = os.path.splitext(image.path)[1][1:].lower()
     if image.kind is None and own in records.IMAGE_EXTENSIONS:
         return own
@@ -287,7 +289,7 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index; the shard gets its name last."""
+    """Write one shard and its index. The shard is renamed to its final name last."""
     partial_path = f"{path}.partial"
     with SHARDED[to](partial_path) as write:
         for number, image in enumerate(images, first):
@@ -304,14 +306,14 @@ def _write_single_file(to, output, split, images, pool, report):
     with SINGLE_FILE[to](output, split) as writer:
         done = len(writer)
         report(done)
-        todo = iter(range(done, len(images), BLOCK))
+        starts = iter(range(done, len(images), BLOCK))
         blocks = deque()
 
         def submit(count):
-            for _, i in zip(range(count), todo, strict=False):
+            for _, i in zip(range(count), starts, strict=False):
                 blocks.append(pool.pool.submit(_prepare_block, images[i : i + BLOCK]))
 
-        # A few blocks ahead: enough to keep the workers busy, without filling the memory with a data set.
+        # Two blocks per worker keep the workers busy and bound the memory.
         submit(2 * pool.count)
         while blocks:
             writer.write(blocks.popleft().result())

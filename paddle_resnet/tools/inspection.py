@@ -1,7 +1,4 @@
-"""`python -m paddle_resnet.dataset preview|info|speed`: look at a data set and at what the loader makes of it.
-
-Apart from dataset.py, which makes data sets and has the command line.
-"""
+"""`python -m paddle_resnet.dataset preview|info|speed`: inspect a data set and the loader's output."""
 
 import math
 from collections import Counter
@@ -23,36 +20,36 @@ from paddle_resnet.job import processes
 from utils.errors import UsageError
 from utils.mode import Mode
 
-matplotlib.use("Agg")  # draws into files and needs no screen
+matplotlib.use("Agg")  # draws into files, without a display
 
 
 def preview(root, output, images, words):
-    """Draw the first training images of a run as they reach the network, with their classes.
+    """Draw the first training images of a run as the network receives them, with their classes.
 
     Args:
         root: folder of the data set.
         output: PNG file to write.
-        images: how many.
-        words: flags of train.py. The pictures are those of the first batches of one process with these flags.
+        images: number of images.
+        words: flags of train.py. The images are those of the first batches of one process with these flags.
     Raises:
-        UsageError: what train.py refuses, too; output cannot be written.
+        UsageError: flags or data that train.py refuses; output cannot be written.
     """
     pictures, classes = first_images(root, images, words)
     columns = math.ceil(math.sqrt(images))
     figure, axes = _subplots(math.ceil(images / columns), columns, size=1.6)
     for axis in axes.flat:
         axis.axis("off")
-    for axis, picture, name in zip(axes.flat, pictures, classes, strict=False):  # the last places may stay empty
+    for axis, picture, name in zip(axes.flat, pictures, classes, strict=False):  # the last axes may stay empty
         axis.imshow(picture)
-        axis.set_title(name, fontsize=8, parse_math=False)  # a class may be called "$"
+        axis.set_title(name, fontsize=8, parse_math=False)  # a class name may contain "$"
     _save(figure, output)
 
 
 def first_images(root, images, words):
-    """The first training images of a run, over several epochs if they are more than the data set.
+    """The first training images of a run, from several epochs if the data set has fewer.
 
     Returns:
-        (list of uint8 arrays [H, W, 3], the normalisation undone; list of class names)
+        (list of uint8 arrays [H, W, 3] in RGB without normalisation, list of class names)
     """
     loader, args = open_loader(root, words)
     pictures, classes = [], []
@@ -72,27 +69,27 @@ def first_images(root, images, words):
 
 
 def info(root, output=None):
-    """Count images and classes, measure the images, print it as tables and draw it.
+    """Count images and classes, measure the images, and print and draw the result.
 
     Args:
-        root: folder of a data set in any format, of train, val or both.
-        output: PNG file, or None for no drawing.
+        root: folder of a data set in any format, with train, val or both.
+        output: PNG file for the drawing, or None.
     Returns:
-        {split: {"classes": {class: images}, "sizes": array [images, 2] of width and height in pixels as stored; images
-        whose header cannot be read are counted and not measured}}
+        {split: {"classes": {class: images}, "sizes": int array [images, 2], width and height in pixels as stored}}.
+        Images whose header cannot be read are counted but not measured.
     Raises:
         UsageError: no split, or one that cannot be used; output cannot be written.
     """
     root = str(root)
     result = {}
-    with ThreadPoolExecutor(16) as pool:  # waits for the disk, not for the processor
+    with ThreadPoolExecutor(16) as pool:  # the disk limits this, not the processor
         for mode in listing.splits(root):
             _, names, images = listing.images(root, mode)
             measured = list(pool.map(_measure, images))
             counts = Counter(label for label, _ in measured if label is not None)
             names = names or list(map(str, range(int(max(counts, default=0)) + 1)))
-            names += map(str, range(len(names), int(max(counts, default=0)) + 1))  # labels that nothing names
-            repeated = {name for name, count in Counter(names).items() if count > 1}  # as some of ImageNet's
+            names += map(str, range(len(names), int(max(counts, default=0)) + 1))  # labels beyond classes.txt
+            repeated = {name for name, count in Counter(names).items() if count > 1}  # ImageNet has some
             names = [f"{name} ({label})" if name in repeated else name for label, name in enumerate(names)]
             result[mode.value] = {
                 "classes": {name: counts[label] for label, name in enumerate(names)},
@@ -118,7 +115,7 @@ def info(root, output=None):
 
 
 def _figures():
-    """{row of the table of info: text from classes and sizes}"""
+    """Rows of the table of info: {title: function of classes and sizes that returns the text}."""
 
     def quantiles(values):
         return " / ".join(f"{q:.0f}" for q in np.quantile(values, [0, 0.5, 1])) if len(values) else "-"
@@ -146,11 +143,11 @@ def _figures():
 
 
 def _measure(image):
-    """(label, (width, height)) of a listing.Image, None for what cannot be read."""
+    """(label, (width, height)) of a listing.Image; None for what cannot be read."""
     label = image.label
     try:
         if image.kind is None:
-            source = image.path  # its header suffices
+            source = image.path  # Pillow reads the header only
         else:
             data, label = records.read(image)
             source = BytesIO(data)
@@ -165,15 +162,15 @@ def speed(root, threads, loads, batches, repeats, words):
 
     Args:
         root: folder of the data set.
-        threads: list of --dali-num-threads.
-        loads: list of --hw-decoder-load, for the decoders on a GPU.
-        batches: batches of a measurement, after as many for warming up.
-        repeats: measurements of each setting.
+        threads: list of values for --dali-num-threads.
+        loads: list of values for --hw-decoder-load, for the decoders of a GPU.
+        batches: batches per measurement, after as many for warm-up.
+        repeats: measurements per setting.
         words: flags of train.py.
     Returns:
         [(decoder, threads, load or None, [images/s])]
     Raises:
-        UsageError: what train.py refuses, too.
+        UsageError: flags or data that train.py refuses.
     """
     has_gpu = _parse(root, words).dali_device == "gpu"
     settings = [("cpu", n, None) for n in threads]
@@ -214,14 +211,14 @@ def _take(loader, batches):
 
 
 def _parse(root, words):
-    """The flags of train.py with all defaults settled."""
+    """Parse flags of train.py and resolve the devices."""
     args = config.parse_args([*words, "--image-root", str(root)])
     processes.resolve_devices(args)
     return args
 
 
 def open_loader(root, words):
-    """(training loader, flags of train.py)"""
+    """Open the training loader of train.py: (loader, flags)."""
     args = _parse(root, words)
     return dali.build_dataloader(args, Mode.TRAIN), args
 
@@ -234,4 +231,4 @@ def _save(figure, output):
     try:
         figure.savefig(output, dpi=120, format="png")
     except OSError as e:
-        raise UsageError(f"--output {output} cannot be written ({e.strerror}): name another file") from e
+        raise UsageError(f"--output {output} cannot be written ({e.strerror}): give another file") from e

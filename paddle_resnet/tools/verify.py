@@ -1,6 +1,6 @@
-"""Broken images: `python -m paddle_resnet.dataset verify` finds them before a run, bad_image() when one has failed.
+"""`python -m paddle_resnet.dataset verify`: find the images at which training would fail, before a run.
 
-Apart from dataset.py because the workers of verify are processes of their own, which import this module and not Paddle.
+Separate from dataset.py because the worker processes import this module, which does not import Paddle.
 """
 
 import hashlib
@@ -14,29 +14,31 @@ from pathlib import Path
 
 from nvidia import nvimgcodec
 from PIL import Image, UnidentifiedImageError
+from rich.console import Console
+from rich.table import Table
 
 from paddle_resnet.data import bad_images, listing, readers, records
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# What a file's bytes are (nvImageCodec's names) against what its name says.
-FORMATS = {
+# The codec, by nvImageCodec's name, that the suffix of a file name promises.
+CODEC_OF_SUFFIX = {
     **{".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".bmp": "bmp"},
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
 EXIF_ORIENTATION = 0x0112
-SHOWN = 50  # failing images that are printed
+SHOWN = 50  # number of failing images that are printed
 
 
 @dataclass
 class Report:
-    """What verify found.
+    """Result of verify.
 
     Attributes:
-        images: number of images that were decoded or should have been.
-        errors: [sentence]: the data set as a whole cannot be used.
-        failing: {path relative to the root: why}: training would end at this image.
-        odd: {kind: [path or sentence]}: training goes on, perhaps not with what was meant, unless the image fails.
+        images: number of images checked.
+        errors: [sentence], each a reason why training cannot use the data set as a whole.
+        failing: {name of an image (listing.Image.name): why training would end at it}.
+        odd: {kind: [name or sentence]}, oddities that do not stop training but may not be intended.
     """
 
     images: int = 0
@@ -50,14 +52,14 @@ class Report:
 
 
 def verify(root):
-    """Decode every image of both splits as training on the CPU does, on all cores.
+    """Decode every image of both splits with training's CPU decoders, on all cores.
 
     Args:
-        root: folder of a data set in any format, of train, val or both.
+        root: folder of a data set in any format, with train, val or both.
     Returns:
         Report.
     Raises:
-        UsageError: root holds no split.
+        UsageError: root has no split.
     """
     root = str(root)
     report = Report()
@@ -70,7 +72,7 @@ def verify(root):
         try:
             data_format, classes, found = listing.images(root, mode)
         except UsageError as e:
-            # A class in val alone, for example: the images can be looked at all the same.
+            # For example a class only in val. The images can still be checked.
             report.errors += [str(e)] if str(e) not in report.errors else []
             data_format, classes, found = "folder", None, _images_of_folders(root, mode)
         images += [(mode, image, len(classes) if classes else None) for image in found]
@@ -79,7 +81,7 @@ def verify(root):
     _compare_folders(root, report)
     report.images = len(images)
     digests = defaultdict(list)
-    # New processes, not copies of this one: DALI's threads do not survive a fork.
+    # Spawned, not forked: the threads of DALI do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _keep_quiet) as pool:
         results = pool.map(check, [(image, limit) for _, image, limit in images], chunksize=16)
@@ -107,7 +109,7 @@ def _images_of_folders(root, mode):
 
 
 def _check_folders(root, mode, report):
-    """Class folders and files that training passes over."""
+    """Report class folders without images, and files that training ignores."""
     folders = Path(root) / mode.value
     if not folders.is_dir():
         return
@@ -125,13 +127,13 @@ def _compare_folders(root, report):
     if not all(folder.is_dir() for folder in folders):
         return
     train, val = (set(listing.class_folders(folder)) for folder in folders)
-    for kind, labels in (("class in train alone", train - val), ("class in val alone", val - train)):
+    for kind, labels in (("class only in train", train - val), ("class only in val", val - train)):
         if labels:
             report.odd[kind] += sorted(labels)
 
 
 def _keep_quiet():
-    """The decoders write a line of their own about each damaged file; the report says it in order."""
+    """Silence the decoders, which print a line about each damaged file. The report names them."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -141,7 +143,7 @@ def check(task):
     Args:
         task: (listing.Image, number of classes or None)
     Returns:
-        (None or why training fails at it, [kinds of oddities], digest of its bytes)
+        (None or why training fails at it, [kinds of oddities], digest of its bytes or None)
     """
     image, num_of_class = task
     try:
@@ -149,13 +151,13 @@ def check(task):
     except OSError as e:
         return f"cannot be read ({e.strerror})", [], None
     except UsageError as e:
-        return f"is no image with a label: {e}", [], None
+        return f"is not an image with a label: {e}", [], None
     digest = hashlib.blake2b(data, digest_size=16).digest()
     if not data:
         return "is empty", ["0 bytes"], None
     failure = bad_images.decode(data)
     if failure is None and num_of_class is not None and not 0 <= label < num_of_class:
-        failure = f"has the label {label:g} and there are {num_of_class} classes"
+        failure = f"has the label {label:g}, but there are {num_of_class} classes"
     return failure, _oddities(image, data), digest
 
 
@@ -166,12 +168,12 @@ def _oddities(image, data):
         codec, precision = stream.codec_name, stream.precision
     except RuntimeError:
         codec, precision = None, 8
-    if image.kind is None and codec is not None and codec != FORMATS.get(Path(image.path).suffix.lower()):
+    if image.kind is None and codec is not None and codec != CODEC_OF_SUFFIX.get(Path(image.path).suffix.lower()):
         found.append(f"{codec} under another name")
     if precision > 8:
         found.append(f"{precision} bits a channel")
     if codec == "jpeg" and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
-        found.append("truncated")  # no end after the last start of image data
+        found.append("truncated")  # no end-of-image marker after the last scan
     try:
         with Image.open(io.BytesIO(data)) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
@@ -200,15 +202,12 @@ def _oddities(image, data):
 
 
 def write_fix_list(report, path):
-    """Write the names of the failing images, one a line, for --skip-list."""
+    """Write the names of the failing images, one per line, for --skip-list."""
     Path(path).write_text("".join(f"{name}\n" for name in report.failing), encoding="utf-8")
 
 
 def show(report, console=None):
     """Print the report."""
-    from rich.console import Console  # a training run, which imports this module for bad_image, needs no tables
-    from rich.table import Table
-
     console = console or Console()
     odd = Table()
     odd.add_column("odd", no_wrap=True)
@@ -222,7 +221,7 @@ def show(report, console=None):
     for name, why in list(report.failing.items())[:SHOWN]:
         console.print(f"fails: {name} {why}", soft_wrap=True, markup=False, highlight=False)
     if len(report.failing) > SHOWN:
-        console.print(f"fails: {len(report.failing) - SHOWN} more: see them with --fix-list FILE")
+        console.print(f"fails: {len(report.failing) - SHOWN} more: --fix-list FILE writes all")
     for error in report.errors:
         console.print(f"error: {error}", soft_wrap=True, markup=False)
     verdict = "training would fail" if report.training_would_fail else "training can read them all"

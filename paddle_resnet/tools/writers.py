@@ -1,7 +1,6 @@
-"""Writers of the container formats, for tools/convert.py.
+"""Writers of the container formats, for convert.py.
 
-The formats' own libraries write TFRecord, LMDB and WebDataset; RecordIO has none that is kept up, so that its writer is
-here.
+Libraries write TFRecord, LMDB and WebDataset. RecordIO has no maintained library, so its writer is here.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ def _webdataset_writer(path):
 class _RecordIOWriter:
     """Appends to SPLIT.rec.partial and SPLIT.idx.partial, or finds SPLIT.rec complete.
 
-    What the index names is on the disk: records are synced before their index lines are written.
+    Records are synced to disk before their index lines are written, so every indexed record exists.
     """
 
     def __init__(self, output, split):
@@ -76,7 +75,7 @@ class _RecordIOWriter:
         lines = []
         for image, label in images:
             lines.append(f"{self._count}\t{self._end}\n")
-            # No flag, one label, a number, no second number.
+            # No extra labels, the label, the image number, an unused number.
             record = recordio_record(records.RECORDIO_HEAD.pack(0, label, self._count, 0) + image)
             self._records.write(record)
             self._count += 1
@@ -92,13 +91,13 @@ class _RecordIOWriter:
 
 
 def recordio_record(payload):
-    """A RecordIO record: magic, length and flag, payload, padding to 4 bytes.
+    """Encode a RecordIO record: magic, flag and length, payload, padding to 4 bytes.
 
-    Where the payload itself has the magic at a multiple of 4 bytes the record is divided there, so that a reader that
-    looks for the magic does not take it for a record's start.
+    If the payload contains the magic at a multiple of 4 bytes, the record is split there, so that a reader that scans
+    for the magic does not take it for the start of a record.
 
     Args:
-        payload: bytes, less than 2**29.
+        payload: bytes, fewer than 2**29.
     """
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     cuts, i = [], payload.find(magic)
@@ -115,7 +114,7 @@ def recordio_record(payload):
 
 
 class _LMDBWriter:
-    """Appends to SPLIT_lmdb.partial, a transaction at a time, or finds SPLIT_lmdb complete."""
+    """Appends to SPLIT_lmdb.partial, one transaction per block, or finds SPLIT_lmdb complete."""
 
     def __init__(self, output, split):
         self._path = os.path.join(output, f"{split}_lmdb")
@@ -125,7 +124,7 @@ class _LMDBWriter:
 
         self._complete = os.path.exists(self._path)
         path = self._path if self._complete else f"{self._path}.partial"
-        # 64 MB of address space at first, twice as much whenever it does not suffice.
+        # 64 MB of address space at first; write() doubles it when it is full.
         self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
         self._count = self._environment.stat()["entries"]
         return self

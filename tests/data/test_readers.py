@@ -132,7 +132,7 @@ def test_as_many_classes_as_outputs_are_accepted(make):
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_missing_root_is_refused(make, mode, name):
     root = f"{make('file')}/{name}"
-    assert f"--image-root {root} is no folder" in refusal(root, mode)
+    assert f"--image-root {root} is not a folder" in refusal(root, mode)
 
 
 @pytest.mark.parametrize(("mode", "split"), [(Mode.TRAIN, "train"), (Mode.EVAL, "val")])
@@ -147,17 +147,17 @@ def test_name_that_is_not_utf8_is_refused(make):
     root = make("train/a/0.jpg")
     with open(os.path.join(os.fsencode(root), b"train/a/caf\xe9.jpg"), "wb"):
         pass
-    assert "b'train/a/caf\\xe9.jpg' is no name in UTF-8: rename the file" in refusal(root, Mode.TRAIN)
+    assert "b'train/a/caf\\xe9.jpg' is not valid UTF-8: rename the file" in refusal(root, Mode.TRAIN)
 
 
 @pytest.mark.parametrize("name", ["train/", "train/0.jpg", "train/.hidden/0.jpg"])
 def test_no_class_folders_are_refused(make, tmp_path, name):
-    assert f"--image-root {tmp_path}: train/ holds no class folders" in refusal(make(name), Mode.TRAIN)
+    assert f"--image-root {tmp_path}: train/ has no class folders" in refusal(make(name), Mode.TRAIN)
 
 
 @pytest.mark.parametrize("names", [["val/a/"], ["val/a/0.txt"], ["val/", "train/a/0.jpg"]])
 def test_no_images_are_refused(make, tmp_path, names):
-    assert f"--image-root {tmp_path}: val/ holds no images" in refusal(make(*names), Mode.EVAL)
+    assert f"--image-root {tmp_path}: val/ has no images" in refusal(make(*names), Mode.EVAL)
 
 
 @pytest.mark.parametrize("name", ["train", "train/b"])
@@ -200,7 +200,7 @@ def test_skip_list_leaves_images_out_and_keeps_the_labels(make, tmp_path):
 def test_skip_list_with_an_entry_that_names_no_file_is_refused(make, tmp_path, entry):
     root = make("train/a/0.jpg")
     (tmp_path / "skip.txt").write_text(f"train/a/0.jpg\n{entry}\n")
-    with pytest.raises(UsageError, match=f"--skip-list .*skip.txt: {entry} is no file in {root}: remove"):
+    with pytest.raises(UsageError, match=f"--skip-list .*skip.txt: {entry} is not a file in {root}: remove"):
         listing.read_skip_list(tmp_path / "skip.txt", root)
 
 
@@ -211,11 +211,11 @@ def test_skip_list_that_cannot_be_read_is_refused(tmp_path):
 
 def test_skipping_every_image_is_refused(make, tmp_path):
     root = make("val/a/0.jpg")
-    with pytest.raises(UsageError, match="--skip-list leaves no image of val"):
+    with pytest.raises(UsageError, match="--skip-list leaves no images of val"):
         open_folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_format_is_seen_and_logged(converted, capsys, data_format):
     for mode, size in ((Mode.TRAIN, 30), (Mode.EVAL, 23)):
         root = str(converted[data_format])
@@ -231,7 +231,7 @@ def test_several_formats_are_refused_and_one_of_them_can_be_named(make, tmp_path
     assert readers.open_split(root, "auto", Mode.EVAL, 10, 0).size == 1
 
 
-@pytest.mark.parametrize("data_format", listing.FORMATS)
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 def test_every_format_holds_the_files_of_the_folder(photos, converted, data_format):
     for mode, split in ((mode, mode.value) for mode in Mode):
         data_set = readers.open_split(str(converted[data_format]), data_format, mode, 3, 0)
@@ -253,7 +253,7 @@ def test_labels_without_outputs_are_refused(converted, tmp_path, data_format, cl
     if classes:
         (tmp_path / "classes.txt").write_text(classes)
     message = refusal(tmp_path, Mode.TRAIN, num_of_class=2, data_format=data_format)
-    assert "has the label 2, and" in message
+    assert "has the label 2, but" in message
     assert "allows 0 to 1" in message
 
 
@@ -264,7 +264,7 @@ def test_more_class_names_than_outputs_are_refused(converted, tmp_path, data_for
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "classes.txt").write_text("a\nb\nc\n")
     message = refusal(tmp_path, Mode.EVAL, num_of_class=2, data_format=data_format)
-    assert f"--num-of-class 2 is smaller than the 3 classes in {tmp_path}/classes.txt" in message
+    assert f"--num-of-class 2 is less than the 3 classes in {tmp_path}/classes.txt" in message
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_missing_tfrecord_shard_is_refused(converted, tmp_path):
     for path in converted["tfrecord"].iterdir():
         if not path.name.startswith("train-00001"):
             (tmp_path / path.name).symlink_to(path)
-    assert "has 2 of 3 shards of train: add the others" in refusal(tmp_path, Mode.TRAIN, data_format="tfrecord")
+    assert "has 2 of 3 shards of train: add the missing ones" in refusal(tmp_path, Mode.TRAIN, data_format="tfrecord")
 
 
 def test_unfinished_conversion_is_refused(converted, tmp_path):
@@ -294,7 +294,7 @@ def test_unfinished_conversion_is_refused(converted, tmp_path):
         if path.name != "convert.json":
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "convert.json").write_text('{"complete": false}')
-    assert "is a conversion that was interrupted" in refusal(tmp_path, Mode.TRAIN, data_format="auto")
+    assert "is an interrupted conversion" in refusal(tmp_path, Mode.TRAIN, data_format="auto")
 
 
 def test_file_list_labels_the_images_and_may_have_spaces_and_tabs(make):
@@ -311,7 +311,7 @@ def test_file_list_labels_the_images_and_may_have_spaces_and_tabs(make):
         ("x.jpg", "line 2 is not `PATH LABEL` but `x.jpg`"),
         ("x.jpg cat", "line 2 is not `PATH LABEL` but `x.jpg cat`"),
         ("x.jpg -1", "line 2 is not `PATH LABEL`"),
-        ("x.jpg 10", "has the label 10, and --num-of-class 10 allows 0 to 9"),
+        ("x.jpg 10", "has the label 10, but --num-of-class 10 allows 0 to 9"),
     ],
 )
 def test_bad_line_of_a_file_list_is_refused(make, line, says):
@@ -323,12 +323,12 @@ def test_bad_line_of_a_file_list_is_refused(make, line, says):
 def test_empty_file_list_and_wrong_root_are_refused(make):
     root = make("x.jpg")
     make_list(root, "val")
-    assert "names no images" in refusal(root, Mode.EVAL, data_format="filelist")
+    assert "lists no images" in refusal(root, Mode.EVAL, data_format="filelist")
     make_list(root, "val", "y.jpg 0")
-    assert "names y.jpg, which is not in" in refusal(root, Mode.EVAL, data_format="filelist")
+    assert "lists y.jpg, which is not in" in refusal(root, Mode.EVAL, data_format="filelist")
 
 
-@pytest.mark.parametrize("data_format", listing.FILES)
+@pytest.mark.parametrize("data_format", listing.FILE_FORMATS)
 def test_skipped_images_are_left_out(make, data_format):
     root = make("val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg")
     make_list(root, "val", "val/a/0.jpg 0", "val/a/1.jpg 0", "val/b/0.jpg 1")
@@ -336,7 +336,7 @@ def test_skipped_images_are_left_out(make, data_format):
     data_set = readers.open_split(root, data_format, Mode.EVAL, 10, 0, skip)
     assert contents(data_set) == [("val/a/1.jpg", 0), ("val/b/0.jpg", 1)]
     everything = frozenset({"val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg"})
-    assert "--skip-list leaves no image of val" in refusal(root, Mode.EVAL, data_format=data_format, skip=everything)
+    assert "--skip-list leaves no images of val" in refusal(root, Mode.EVAL, data_format=data_format, skip=everything)
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])
@@ -350,7 +350,7 @@ def test_skipped_records_are_left_out(converted, tmp_path, monkeypatch, data_for
         expected = [records.read(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected
     everything = frozenset(image.name for image in images)
-    assert "--skip-list leaves no image of val" in refusal(root, Mode.EVAL, data_format=data_format, skip=everything)
+    assert "--skip-list leaves no images of val" in refusal(root, Mode.EVAL, data_format=data_format, skip=everything)
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])
@@ -365,7 +365,7 @@ def test_skipped_record_that_is_not_there_is_refused(converted, tmp_path, monkey
 
 def test_an_lmdb_cannot_skip(converted):
     skip = frozenset({"val_lmdb@00000001"})
-    assert "an LMDB cannot skip" in refusal(converted["lmdb"], Mode.EVAL, data_format="lmdb", skip=skip)
+    assert "LMDB reader cannot skip" in refusal(converted["lmdb"], Mode.EVAL, data_format="lmdb", skip=skip)
     assert readers.open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
 
 

@@ -105,7 +105,7 @@ def test_no_place_for_an_index_is_refused(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
     os.mkdir(f"{records.index_path(str(shard))}.{os.getpid()}.partial")
     cache.write_text("a file")
-    with pytest.raises(UsageError, match="has no index and neither .* nor .* can be written"):
+    with pytest.raises(UsageError, match="has no index, and neither .* nor .* can be written"):
         records.open_index(str(shard), "tfrecord")
 
 
@@ -154,7 +154,7 @@ def test_shard_with_a_damaged_head_is_refused(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_shard_is_refused(tmp_path, kind):
     shard = write(tmp_path, kind, count=0)
-    with pytest.raises(UsageError, match="holds no records"):
+    with pytest.raises(UsageError, match="has no records"):
         records.open_index(str(shard), kind)
 
 
@@ -244,12 +244,12 @@ def test_what_is_no_caffe_lmdb_is_refused(tmp_path):
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
-    with pytest.raises(UsageError, match="is no Caffe LMDB"):
+    with pytest.raises(UsageError, match="is not a Caffe LMDB"):
         records.lmdb_labels(str(tmp_path / "other"), 1)
     for name, value in (("raw", b"hello"), ("pixels", records.datum_class()(data=b"x", label=1).SerializeToString())):
         with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as transaction:
             transaction.put(b"0", value)
-        with pytest.raises(UsageError, match="is no Caffe LMDB|is no encoded image"):
+        with pytest.raises(UsageError, match="is not a Caffe LMDB|is not an encoded image"):
             records.lmdb_labels(str(tmp_path / name), 1)
 
 

@@ -269,7 +269,7 @@ DISAGREEMENTS = [
         ],
     ),
     ("1 --image-root other", ["the number of validation images is 23 on ranks 0, 2 and 22 on rank 1"]),
-    ("2 --image-root nowhere", ["rank 2 failed first: --image-root nowhere is no folder"]),
+    ("2 --image-root nowhere", ["rank 2 failed first: --image-root nowhere is not a folder"]),
 ]
 
 

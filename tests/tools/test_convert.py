@@ -30,7 +30,7 @@ def tree(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("to", convert.FORMATS)
+@pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
 def test_bytes_labels_and_class_names_are_kept(photos, converted, to):
     for mode in Mode:
         expected, found = contents(photos, mode), contents(converted[to], mode)
@@ -41,8 +41,8 @@ def test_bytes_labels_and_class_names_are_kept(photos, converted, to):
     assert (converted[to] / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
-@pytest.mark.parametrize("to", convert.FORMATS)
-@pytest.mark.parametrize("source", convert.FORMATS)
+@pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
+@pytest.mark.parametrize("source", convert.CONTAINER_FORMATS)
 def test_containers_can_be_converted_too(converted, tmp_path, source, to):
     assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
     assert contents(tmp_path / "x") == contents(converted[source])
@@ -75,7 +75,7 @@ def test_large_images_shrink_upright_and_small_ones_keep_their_bytes(tmp_path):
     Image.fromarray(pixels).save(folder / "0.jpg", exif=exif, quality=95)
     Image.fromarray(pixels[:40, :80]).save(folder / "1.png")
     Image.fromarray(pixels).convert("CMYK").save(folder / "2.tif")
-    for to in convert.FORMATS:
+    for to in convert.CONTAINER_FORMATS:
         output = tmp_path / to
         convert.convert(tmp_path / "source", output, to, resize_short=50, quality=90, workers=1)
         first, second, third = (data for data, _ in contents(output))
@@ -119,7 +119,7 @@ def test_skipped_images_are_left_out(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
-@pytest.mark.parametrize("to", convert.FORMATS)
+@pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
 def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, tmp_path, to):
     """Kills the command whenever a file has appeared that was not there before."""
     output = tmp_path / "x"
@@ -146,7 +146,7 @@ def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, 
         assert contents(output, mode) == contents(converted[to], mode)
 
 
-@pytest.mark.parametrize("to", convert.FORMATS)
+@pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
 def test_what_is_there_already_is_not_written_again(photos, tmp_path, to):
     output = tmp_path / "x"
     shards = 3 if to in convert.SHARDED else None
@@ -192,9 +192,9 @@ def test_other_images_are_refused(photos, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file a split"),
-        (["--to", "tfrecord", "--shards", "31"], "--shards 31 is more than the 30 images"),
-        (["--to", "tfrecord", "--quality", "101"], "101 is no JPEG quality"),
+        (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file per split"),
+        (["--to", "tfrecord", "--shards", "31"], "--shards 31 exceeds the 30 images"),
+        (["--to", "tfrecord", "--quality", "101"], "101 is not a JPEG quality"),
         (["--to", "tfrecord", "--shards", "0"], "'0' is not a whole number"),
         (["--to", "jpeg"], "invalid choice: 'jpeg'"),
     ],
@@ -214,10 +214,10 @@ def test_source_and_output_are_checked(photos, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for words, says in (
-        ([str(photos), "--output", str(photos)], "is --from"),
-        ([str(photos), "--output", str(tmp_path / "full")], "exists and is no conversion"),
+        ([str(photos), "--output", str(photos)], "is the same folder as --from"),
+        ([str(photos), "--output", str(tmp_path / "full")], "exists and is not a conversion"),
         ([str(tmp_path), "--output", str(tmp_path / "x")], "has neither train/ nor val/"),
-        ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "is no folder"),
+        ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "is not a folder"),
     ):
         assert dataset.main([*convert_to, *words]) == 2
         assert says in capsys.readouterr().err
@@ -255,16 +255,16 @@ def test_index_makes_what_is_missing(converted, tmp_path, capsys):
         for path in kept[1:]:
             path.unlink()
         assert dataset.main(["index", str(root)]) == 0
-        assert f"{root}: {len(kept) - 1} index files made, 1 were there" in capsys.readouterr().out
+        assert f"{root}: {len(kept) - 1} index files made, 1 already there" in capsys.readouterr().out
         assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
     assert dataset.main(["index", str(converted["folder"])]) == 2
-    assert "holds no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
+    assert "has no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
 
 
 # Converts in blocks of four images and is killed when some are written; says before who its workers are.
 KILLED = """
 import multiprocessing, os, signal, sys
-from paddle_resnet import convert
+from paddle_resnet.tools import convert
 
 def progress(done, total):
     if done >= 9:

@@ -111,7 +111,7 @@ def test_speed_on_a_gpu_measures_its_decoders_with_the_share_of_the_cpu(monkeypa
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere is no folder"),
+        (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere is not a folder"),
         (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png cannot be written"),
         (["preview", "{photos}", "--output", "x.png", "--colour-jitter", "1"], "did you mean --color-jitter?"),
         (["info", "{photos}/train"], "neither train/ nor val/"),

@@ -118,12 +118,12 @@ def test_report_on_a_whole_folder(odd, tmp_path, capsys):
     failing = [f"train/class0/{name}" for name, (_, fails, _) in FILES.items() if fails]
     assert sorted((tmp_path / "bad.txt").read_text().splitlines()) == sorted(failing)
     printed = capsys.readouterr().out
-    for word in ("CMYK", "EXIF-rotated", "class in train alone", "the same file in train and val", "would fail"):
+    for word in ("CMYK", "EXIF-rotated", "class only in train", "the same file in train and val", "would fail"):
         assert word in printed
     report = verify.verify(odd)
     assert report.images == 53 + len(FILES) + 1
     assert sorted(report.failing) == sorted(failing)
-    assert report.odd["class in train alone"] == ["class3"]
+    assert report.odd["class only in train"] == ["class3"]
     assert report.odd["class folder without an image"] == ["train/class3"]
     assert report.odd["file that is ignored for its name"] == ["val/class2/notes.txt"]
     assert "train/class1/01.jpg = val/class1/copy.jpg" in report.odd["the same file in train and val"]
@@ -144,7 +144,7 @@ def odd_containers(odd, tmp_path):
         images = listing.images(str(odd), mode)[2]
         lines = "".join(f"{odd}/{image.name} {image.label}\n" for image in images)
         (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
-    for name in convert.FORMATS:
+    for name in convert.CONTAINER_FORMATS:
         roots[name] = tmp_path / name
         convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=2)
     return roots
@@ -183,7 +183,7 @@ def test_label_without_a_class_fails(converted, tmp_path):
     report = verify.verify(tmp_path / "x")
     assert "has the label 2" in report.errors[0]
     assert len(report.failing) == 10 + 7
-    assert set(report.failing.values()) == {"has the label 2 and there are 2 classes"}
+    assert set(report.failing.values()) == {"has the label 2, but there are 2 classes"}
 
 
 def test_good_folder_passes(photos, tmp_path):
@@ -202,7 +202,7 @@ def test_class_in_val_alone_fails(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
     report = verify.verify(tmp_path / "root")
-    assert report.odd["class in val alone"] == ["class9"]
+    assert report.odd["class only in val"] == ["class9"]
     assert "val/class9 has no train/class9" in report.errors[0]
     assert report.training_would_fail
 

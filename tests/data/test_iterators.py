@@ -1,0 +1,58 @@
+import numpy as np
+import paddle
+import pytest
+
+from paddle_resnet import dali
+from paddle_resnet.data.iterators import EmptyIterator
+from utils.mode import Mode
+
+
+def batches_of_epochs(loader, count):
+    """The next `count` batches, over the ends of epochs."""
+    while count:
+        batch = next(loader, None)
+        if batch is None:
+            loader.reset()
+        else:
+            yield batch[0]
+            count -= 1
+
+
+def arrays(batch):
+    return {name: np.array(tensor) for name, tensor in batch.items()}
+
+
+def new_targets():
+    return {name: paddle.framework.core.LoDTensor() for name in ("data", "label")}
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_full_batches_are_written_into_the_given_tensors(parse, photos, mode):
+    args = parse("--image-root", photos)
+    expected = [arrays(batch) for batch in batches_of_epochs(dali.build_dataloader(args, mode), 6)]
+    loader, targets = dali.build_dataloader(args, mode), new_targets()
+    loader.write_into(targets)
+    for batch, wanted in zip(batches_of_epochs(loader, 6), expected, strict=True):
+        is_full = len(wanted["label"]) == args.batch_size
+        assert all((batch[name] is tensor) == is_full for name, tensor in targets.items())
+        for name, values in arrays(batch).items():
+            np.testing.assert_array_equal(values, wanted[name])
+
+
+def test_synthetic_batches_stay_where_they_are(parse):
+    loader, targets = dali.build_dataloader(parse("--data-format", "synthetic"), Mode.TRAIN), new_targets()
+    expected = arrays(next(loader)[0])
+    loader.write_into(targets)
+    batch = next(loader)[0]
+    assert not any(batch[name] is tensor for name, tensor in targets.items())
+    for name, values in arrays(batch).items():
+        np.testing.assert_array_equal(values, expected[name])
+
+
+def test_iterator_without_images_takes_targets_and_has_no_batch():
+    class NoImages:
+        size, classes = 0, []
+
+    loader = EmptyIterator(NoImages)
+    loader.write_into(new_targets())
+    assert list(loader) == []
