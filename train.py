@@ -6,6 +6,7 @@ import yaml
 
 import config
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+from paddle_resnet.job.processes import check_environment
 from utils import logger, signals
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
@@ -35,6 +36,7 @@ def main(argv=None):
 
 
 def _run(args, argv):
+    check_environment()
     with signals.held_back():
         import paddle  # takes seconds, and so not before the flags are known to be right
     from paddle_resnet.job import exchange, fleet, processes
