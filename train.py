@@ -6,6 +6,7 @@ import yaml
 
 import config
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+from paddle_resnet.job.processes import check_environment
 from utils import exit_codes, logger, signals
 from utils.mode import Mode
 
@@ -31,6 +32,7 @@ def _main(argv):
 
 def _run(args, argv):
     """The phases of a run, in order."""
+    check_environment()
     with signals.held_back():
         import paddle  # noqa: F401  takes seconds, so after the flags are known to be right
     from paddle import static

@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from functools import partial
 
@@ -65,6 +66,7 @@ FAULTS = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hangs": lambda: time.sleep(1000),
     "locks": wait_with_pythons_lock,
+    "locks_soon": lambda: threading.Timer(0.3, wait_with_pythons_lock).start(),
     "leaves": lambda: os._exit(0),
 }
 

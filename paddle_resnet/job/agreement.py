@@ -9,7 +9,7 @@ import paddle
 
 import config
 from paddle_resnet.job import exchange
-from paddle_resnet.job.watch import ranks
+from paddle_resnet.job.position import ranks
 from utils.errors import UsageError
 
 # Flags that may differ from machine to machine: where things are, and how fast they are read.

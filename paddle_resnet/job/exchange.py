@@ -1,5 +1,5 @@
-"""Host numbers exchanged between the ranks of a job, through the launcher's TCP store: exact, the same bytes on every
-rank, no device involved. Gradients are Fleet's business."""
+"""Host numbers exchanged between the ranks of a job, through Paddle's TCP store: exact, the same bytes on every rank,
+without a device. Fleet reduces the gradients."""
 
 import contextlib
 import functools
@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import stat
+import time
 
 import numpy as np
 import paddle
@@ -40,8 +41,8 @@ def all_gather(values):
 def gather(data):
     """Collect bytes of every rank on rank 0.
 
-    The store gives no memory back, not even of a value that is written over by a shorter one. So a rank's bytes are
-    always under the same key, which it writes again once rank 0 has taken what was there.
+    The store never frees memory, not even when a shorter value replaces a longer one. So each rank always uses the same
+    key, and writes it again once rank 0 has read it.
 
     Returns:
         [bytes of each rank] on rank 0, None elsewhere.
@@ -62,6 +63,46 @@ def gather(data):
         everyone.append(_get(f"paddle_resnet/gathered/{r}"))
     _store().set(f"{_last_gather}/taken", "")
     return everyone
+
+
+class Stream:
+    """Collects items of every rank on rank 0 without making a rank wait for another before the end.
+
+    Items travel in batches, under one key a rank, which rank 0 reads once all ranks have written it. A rank writes its
+    next batch once rank 0 has read the last one. All ranks must create and finish a stream in the same order.
+    """
+
+    def __init__(self):
+        self._name, self._items, self._batch, self._number = _next_exchange(), [], 0, 1
+
+    def add(self, item):
+        """Send an item, JSON data. Returns [[items of a rank that are new here], by rank], [] elsewhere than on rank 0.
+
+        The last batch may come a second time with finish.
+        """
+        self._items.append(item)
+        store, others = _store(), processes.world_size() - 1
+        if processes.rank() == 0:
+            batches = [self._items]
+            if store.add(f"{self._name}/written", 0) == self._number * others:
+                batches += [json.loads(store.get(f"paddle_resnet/batch/{r}")) for r in range(1, others + 1)]
+                self._number += 1
+                store.add(f"{self._name}/read", 1)
+            self._items = []
+            return batches
+        if self._batch and store.add(f"{self._name}/read", 0) == self._number:
+            del self._items[: self._batch]
+            self._batch, self._number = 0, self._number + 1
+        if not self._batch:
+            self._batch = len(self._items)
+            store.set(f"paddle_resnet/batch/{processes.rank()}", json.dumps(self._items))
+            store.add(f"{self._name}/written", 1)
+        return []
+
+    def finish(self):
+        """Send what is left. As add, but rank 0 waits for all ranks."""
+        batches = gather(json.dumps(self._items).encode())
+        return [json.loads(batch) for batch in batches] if processes.rank() == 0 else []
 
 
 def from_rank_0(function):
@@ -86,15 +127,15 @@ def from_rank_0(function):
     answer = json.loads(_get(key))
     if "error" in answer:
         if processes.rank() != 0:
-            watchdog.stop()  # no failure of its own to tell of
+            watchdog.stop()  # rank 0 reports the error
         raise UsageError(answer["error"])
     return answer["result"]
 
 
 @contextlib.contextmanager
 def leaving_together():
-    """Let no process of the job end before all have done what is inside, or have been stopped in it; rank 0 last, whose
-    store the others still talk to. An error ends the whole job: the other processes get word of it."""
+    """Let no process of the job end before all have done what is inside, or have been stopped in it. Rank 0 ends last:
+    the others still talk to its store. An error ends the whole job."""
     try:
         yield
     except signals.Preempted:
@@ -124,10 +165,10 @@ def _wait_for_all():
 def stop_agreed():
     """Whether all ranks stop now, before the training step that each of them is about to run; each asks once a step.
 
-    A rank that has been asked to stop publishes a step a little ahead, and every STOP_POLL_STEPS steps each looks into
-    the store. No rank is more than three steps ahead of another: before step n it has read the metrics of step n-2,
-    which come after the all-reduces of step n-3. So all have seen the published step before they get there, and none
-    waits for another.
+    A rank that has been asked to stop publishes a step a little ahead, and each rank reads the store every
+    STOP_POLL_STEPS steps. No rank is more than three steps ahead of another: before step n it has read the metrics of
+    step n-2, which follow the all-reduces of step n-3. So all ranks see the published step before they reach it, and
+    none waits for another.
     """
     global _polls
     _polls += 1
@@ -140,15 +181,14 @@ def stop_agreed():
 
 
 def stop_asked():
-    """Whether any rank has been asked to stop, for what each rank does at its own pace: they have to agree afterwards
-    on what they saw."""
+    """Whether any rank has been asked to stop. Ranks may see it at different steps: they must agree afterwards."""
     if processes.world_size() == 1:
         return signals.received() is not None
     return _stop_step(0) is not None
 
 
 def _stop_step(proposal):
-    """The count of polls at which the job stops; None if nobody has been asked to. The first proposal wins."""
+    """Number of the poll at which the job stops; None if no rank has been asked to. The first proposal wins."""
     global _stop_at, _has_proposed
     if _stop_at is None:
         store = _store()
@@ -163,13 +203,28 @@ def _stop_step(proposal):
 
 @functools.cache
 def _store():
-    """The launcher's TCP store.
-
-    Paddle's client writes a request in pieces and leaves Nagle's algorithm on, so that each request would wait 44 ms
-    for a delayed acknowledgement; its connection is found by the port that it leads to.
-    """
+    """Paddle's TCP store, which rank 0 serves."""
+    host, _, port = os.environ["PADDLE_MASTER"].rpartition(":")
+    if processes.rank() != 0:
+        _wait_for_server(host, int(port))
     store = paddle.base.core.create_or_get_global_tcp_store()
-    port = int(os.environ["PADDLE_MASTER"].rpartition(":")[2])
+    _send_at_once(int(port))
+    return store
+
+
+def _wait_for_server(host, port):
+    """Paddle's client would wait in C code with Python's lock: the watch could only kill it."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+            return
+        time.sleep(0.1)
+
+
+def _send_at_once(port):
+    """Turn off Nagle's algorithm for connections to a port, of which Paddle does not tell the file descriptor.
+
+    Paddle's client writes a request in pieces: each request would wait 44 ms for a delayed acknowledgement.
+    """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -177,16 +232,15 @@ def _store():
                     is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                     if is_tcp and connection.getpeername()[1] == port:
                         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return store
 
 
 def _next_exchange():
-    """A key for the next exchange, the same on every rank because all of them take part in all exchanges."""
+    """A key for the next exchange. It is the same on all ranks, since all take part in all exchanges."""
     global _exchanges
     _exchanges += 1
     return f"paddle_resnet/{_exchanges}"
 
 
 def _get(key):
-    """Wait for a key and read its bytes. The store holds text: hexadecimal, so that no bit is lost."""
+    """Wait for a key and read its bytes, which are hexadecimal since the store holds text."""
     return bytes.fromhex(_store().get(key).decode())

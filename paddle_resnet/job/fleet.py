@@ -44,8 +44,8 @@ def start(args):
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
     if processes.world_size() > 1:
         # Before Fleet, whose set-up of the communication may wait for a process that is gone.
-        host = os.environ["PADDLE_MASTER"].rpartition(":")[0]
-        watchdog.start(processes.rank(), processes.world_size(), host, exchange.from_rank_0, args.comm_timeout_s)
+        rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
+        watchdog.start(rank, world_size, args.comm_timeout_s, master, exchange.gather, exchange.from_rank_0)
     set_log_level("ERROR")  # before the strategy, which reports its own creation
     strategy = fleet.DistributedStrategy()
     # oneDNN, which convolves in NCHW on a CPU, writes gradients into memory of its own, not into a fused all-reduce's.

@@ -1,10 +1,60 @@
-"""This process of the job: its rank, its device, and whether that can do what the flags ask for."""
+"""This process of the job: its rank, its device, and whether that can do what the flags ask for.
+
+Paddle's launcher describes the process in environment variables. This module is imported before Paddle, whose import
+ends in a traceback where one of them is wrong.
+"""
 
 import os
-
-import paddle
+import re
+import socket
 
 from utils.errors import UsageError
+
+
+def check_environment():
+    """Check what the launcher sets; to be called before Paddle is imported.
+
+    Raises:
+        UsageError: names the variable, its value and the remedy.
+    """
+    count = _number("PADDLE_TRAINERS_NUM", "1", least=1)
+    _number("PADDLE_TRAINER_ID", "0", most=count - 1)
+    _number("PADDLE_LOCAL_SIZE", "1", least=1, most=count)
+    gpus = os.environ.get("FLAGS_selected_gpus", "0")  # noqa: SIM112  Paddle's name
+    if not re.fullmatch("[0-9]{1,4}(,[0-9]{1,4})*", gpus):
+        raise _refusal("FLAGS_selected_gpus", f"{gpus!r} is not a list of GPU numbers such as 0 or 0,1")
+    endpoints = _endpoints("PADDLE_TRAINER_ENDPOINTS", count)
+    if endpoints and len(endpoints) != count:
+        raise _refusal("PADDLE_TRAINER_ENDPOINTS", f"has {len(endpoints)} addresses for {count} processes")
+    for host, port in _endpoints("PADDLE_MASTER", count)[:1]:
+        try:
+            socket.getaddrinfo(host, port)
+        except (OSError, ValueError) as e:
+            raise _refusal("PADDLE_MASTER", f"{f'{host}:{port}'!r} cannot be resolved ({e})") from e
+
+
+def _number(name, default, least=0, most=10**6):
+    value = os.environ.get(name, default)
+    if not re.fullmatch("[0-9]{1,7}", value) or not least <= int(value) <= most:
+        raise _refusal(name, f"{value!r} is not a number from {least} to {most}")
+    return int(value)
+
+
+def _endpoints(name, count):
+    """[(host, port)]; [] where a job of one process does without, or Paddle's launcher put a long list into a file."""
+    value = os.environ.get(name)
+    if value is None and (count == 1 or "PADDLE_BACKUP_ENV_PATH" in os.environ):
+        return []
+    if value is None:
+        raise _refusal("PADDLE_TRAINERS_NUM", f"'{count}' needs {name}, which is not set")
+    endpoints = [endpoint.rpartition(":") for endpoint in value.split(",")]
+    if not all(host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16 for host, _, port in endpoints):
+        raise _refusal(name, f"{value!r} does not have the form host:port")
+    return [(host, int(port)) for host, _, port in endpoints]
+
+
+def _refusal(name, why):
+    return UsageError(f"{name} {why}: start the processes with python -m paddle.distributed.launch, or unset {name}")
 
 
 def rank():
@@ -28,12 +78,14 @@ def local_gpu():
 
 
 def resolve_devices(args):
-    """Settle --device auto and --dali-device auto, and refuse what the device cannot do.
+    """Settle --device auto and --dali-device auto, and refuse what the device cannot do; changes the flags.
 
     Raises:
         UsageError: --device gpu without a GPU, mixed precision on a CPU, bfloat16 on an old GPU, a GPU loader for a
             CPU program, --cpu-decoder-load without a GPU loader.
     """
+    import paddle
+
     has_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
     if args.device == "gpu" and not has_gpu:
         why = "sees no GPU" if paddle.is_compiled_with_cuda() else "is a CPU build"
@@ -64,4 +116,6 @@ def resolve_devices(args):
 
 def place(args):
     """The Paddle place that programs of this process run on."""
+    import paddle
+
     return paddle.CUDAPlace(local_gpu()) if args.device == "gpu" else paddle.CPUPlace()

@@ -1,48 +1,50 @@
 """Log lines of single steps with the figures of all processes."""
 
-import itertools
-
-from paddle_resnet.job import processes, watchdog
+from paddle_resnet.job import exchange, processes
 
 
 class StepLog:
     """Log lines of single steps with the figures of all processes.
 
-    Each rank posts its figures, and rank 0 logs a step when those of all have come, some steps later. Nobody waits
-    before the end of the epoch.
+    Rank 0 logs a step some steps later, when it has the figures of all ranks. No rank waits before the end of the
+    epoch.
 
     Args:
         log: function of the step and its metrics.
     """
 
-    _topics = itertools.count()
-
     def __init__(self, log):
-        self._log, self._topic = log, next(self._topics)
+        self._log = log
+        self._stream = exchange.Stream() if processes.world_size() > 1 else None
+        self._figures, self._last = {}, -1  # {step: {rank: figures}}, last step logged
 
     def add(self, step, images, metrics, common):
         """Args:
         step: number.
         images: of this process.
-        metrics: {name: value} of this process; means over its images, but ips and times.
+        metrics: {name: value} of this process; means over its images, except for ips and times.
         common: {name: value} that is the same on all processes.
         """
-        if processes.world_size() == 1:
+        if self._stream is None:
             self._log(step, {**metrics, **common})
-            return
-        watchdog.post(self._topic, step, (images, metrics, common))
-        self._write(is_over=False)
+        else:
+            self._take(self._stream.add((step, images, metrics, common)))
 
     def finish(self):
-        """Log what is left; every rank has to call this."""
-        if processes.world_size() > 1:
-            watchdog.post(self._topic, None, None)
-            self._write(is_over=True)
+        """Log what is left. Every rank must call this."""
+        if self._stream is not None:
+            self._take(self._stream.finish(), is_over=True)
 
-    def _write(self, is_over):
-        if processes.rank() == 0:
-            for step, everyone in watchdog.collect(self._topic, is_over):
-                self._log(step, over_all(everyone))
+    def _take(self, batches, is_over=False):
+        for rank, batch in enumerate(batches):
+            for step, *figures in batch:
+                if step > self._last:  # the last batch may come twice
+                    self._figures.setdefault(step, {})[rank] = figures
+        for step, by_rank in sorted(self._figures.items()):
+            if is_over or len(by_rank) == processes.world_size():
+                self._log(step, over_all([by_rank[rank] for rank in sorted(by_rank)]))
+                del self._figures[step]
+                self._last = step
 
 
 def over_all(everyone):

@@ -1,4 +1,4 @@
-"""What is compared between processes; whole jobs that disagree are in test_distributed.py."""
+"""What is compared between processes; whole jobs that disagree are in test_jobs.py."""
 
 import pytest
 

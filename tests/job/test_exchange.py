@@ -2,9 +2,9 @@
 
 import contextlib
 import socket
+import threading
 
 import numpy as np
-import paddle
 import pytest
 
 from paddle_resnet.job import exchange, processes
@@ -65,16 +65,96 @@ def test_what_rank_0_has_not_taken_is_not_written_over(monkeypatch):
     assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
 
 
-def test_only_the_stores_connection_sends_at_once(monkeypatch):
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Function that makes this process a rank of three, over a store in memory that it returns."""
+    store = Store()
+    monkeypatch.setattr(exchange, "_store", lambda: store)
+    monkeypatch.setattr(processes, "world_size", lambda: 3)
+
+    def as_rank(rank):
+        monkeypatch.setattr(processes, "rank", lambda: rank)
+        return store
+
+    return as_rank
+
+
+@pytest.fixture
+def streams(monkeypatch, as_rank):
+    """A stream of each of three ranks, and a function that adds an item of a rank."""
+    made = []
+    for rank in range(3):
+        as_rank(rank)
+        monkeypatch.setattr(exchange, "_exchanges", 7)
+        made.append(exchange.Stream())
+
+    def add(rank, item):
+        as_rank(rank)
+        return made[rank].add(item)
+
+    return made, add
+
+
+def test_a_stream_brings_all_items_to_rank_0_and_nobody_waits(streams):
+    _, add = streams
+    assert add(0, "a0") == [["a0"]]
+    assert [add(1, "a1"), add(1, "b1"), add(1, "c1")] == [[], [], []]  # rank 1 is ahead
+    assert add(0, "b0") == [["b0"]]  # rank 2 has none
+    assert add(2, "a2") == []
+    assert add(0, "c0") == [["c0"], ["a1"], ["a2"]]
+    assert add(0, "d0") == [["d0"]]
+    assert [add(1, "d1"), add(2, "b2")] == [[], []]
+    assert add(0, "e0") == [["e0"], ["b1", "c1", "d1"], ["b2"]]
+
+
+def test_the_end_of_a_stream_brings_what_is_left(streams, as_rank, monkeypatch):
+    made, add = streams
+    for rank, item in ((1, "a1"), (1, "b1"), (2, "a2"), (0, "a0")):
+        add(rank, item)
+    left = {}
+    monkeypatch.setattr(
+        exchange, "gather", lambda data: left.setdefault(processes.rank(), data) and list(left.values())
+    )
+    for rank in range(3):
+        as_rank(rank)
+        found = made[rank].finish()
+        assert rank == 0 or found == []
+    # Rank 0 has read the first batch, which the others do not know: it comes twice.
+    assert [data.decode() for data in left.values()] == ["[]", '["a1", "b1"]', '["a2"]']
+
+
+def test_a_stream_keeps_no_more_than_a_batch_a_rank_in_the_store(streams, as_rank):
+    _, add = streams
+    for number in range(200):
+        for rank in (1, 2, 0):
+            add(rank, number)
+    store = as_rank(0)
+    assert list(store.values) == ["paddle_resnet/batch/1", "paddle_resnet/batch/2"]
+    assert sum(map(len, store.values.values())) < 40
+    assert len(store.counts) == 2
+
+
+def test_store_is_waited_for_where_python_runs():
+    """Not in Paddle's client, which keeps Python's lock."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    thread = threading.Thread(target=exchange._wait_for_server, args=address, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    with socket.create_server(address):
+        thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_only_the_stores_connection_sends_at_once():
     """Beside connections of other kinds, such as an unnamed UNIX socket, which some programs give a job for stdin."""
-    monkeypatch.setattr(paddle.base.core, "create_or_get_global_tcp_store", lambda: "store")
     with contextlib.ExitStack() as stack:
         for end in socket.socketpair():
             stack.enter_context(end)
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         clients = [stack.enter_context(socket.create_connection(server.getsockname())) for server in servers]
-        monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{servers[0].getsockname()[1]}")
-        assert exchange._store.__wrapped__() == "store"
+        exchange._send_at_once(servers[0].getsockname()[1])
         assert [bool(c.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for c in clients] == [True, False]
 
 

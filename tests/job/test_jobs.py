@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,8 @@ FAULTS = {
     "0 4 stopped": STANDSTILL.format(0),
     "1 4 hangs": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait",
     "1 4 locks": STANDSTILL.format(1),
+    # Rank 0 waits for rank 1, as in a copy to a GPU that stands still: no thread of it can tell where it is.
+    "1 4 hangs,0 4 locks_soon": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
 # The same of the other rank.
 MORE_FAULTS = {
@@ -234,7 +237,7 @@ MORE_FAULTS = {
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, says):
     """In the second epoch, whose first one has left a checkpoint."""
-    rank, _, kind = fault.split()
+    rank, _, kind = fault.partition(",")[0].split()
     start = monotonic()
     code, logs = launch(
         *(2, "--batch-size", "4", "--epochs", "3", "--comm-timeout-s", "8"),
@@ -338,3 +341,29 @@ def processes_with(folder):
                 if bytes(folder) in (path / name).read_bytes() and int(path.name) != os.getpid():
                     found.add(path.name)
     return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_alone_ends_after_the_timeout(photos, tmp_path, rank):
+    """The others were never started, or PADDLE_MASTER leads elsewhere. Paddle alone would wait for minutes."""
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_MASTER": f"127.0.0.1:{free[0]}",
+        "PADDLE_TRAINER_ENDPOINTS": f"127.0.0.1:{free[1]},127.0.0.1:{free[2]}",
+    }
+    places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
+    command = [sys.executable, "tests/train_tiny.py", *TINY, *places, "--comm-timeout-s", "3"]
+    start = monotonic()
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert monotonic() - start < 60
+    # Rank 0 waits in Paddle's C code with Python's lock, and is killed.
+    assert done.returncode == (1 if rank else -signal.SIGKILL)
+    says = f"--comm-timeout-s 3: the ranks have not found each other for 3 s (PADDLE_MASTER 127.0.0.1:{free[0]})"
+    assert_one_sentence(done.stderr, [says])

@@ -1,9 +1,17 @@
 """Ranks and devices."""
 
+import os
+import random
+import re
+import string
+import subprocess
+import sys
+
 import paddle
 import pytest
 
 import config
+from conftest import ROOT, assert_one_sentence
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 
@@ -36,3 +44,92 @@ def test_cpu_refuses_what_only_a_gpu_does(parse):
             parse(*flags)
     args = parse()
     assert (args.device, args.dali_device) == ("cpu", "cpu")
+
+
+GARBAGE = [
+    ("PADDLE_TRAINER_ID", "x", "is not a number from 0 to 1"),
+    ("PADDLE_TRAINER_ID", "2", "is not a number from 0 to 1"),
+    ("PADDLE_TRAINER_ID", "", "is not a number from 0 to 1"),
+    ("PADDLE_TRAINER_ID", "-1", "is not a number from 0 to 1"),
+    ("PADDLE_TRAINERS_NUM", "two", "is not a number from 1 to"),
+    ("PADDLE_TRAINERS_NUM", "0", "is not a number from 1 to"),
+    ("PADDLE_TRAINERS_NUM", "99999999999999999999", "is not a number from 1 to"),
+    ("PADDLE_LOCAL_SIZE", "3", "is not a number from 1 to 2"),
+    ("PADDLE_LOCAL_SIZE", "1.0", "is not a number from 1 to 2"),
+    ("FLAGS_selected_gpus", "gpu0", "is not a list of GPU numbers such as 0 or 0,1"),
+    ("FLAGS_selected_gpus", "0,", "is not a list of GPU numbers such as 0 or 0,1"),
+    ("PADDLE_MASTER", "127.0.0.1", "does not have the form host:port"),
+    ("PADDLE_MASTER", "127.0.0.1:65536", "does not have the form host:port"),
+    ("PADDLE_MASTER", ":80", "does not have the form host:port"),
+    ("PADDLE_MASTER", "nowhere.invalid:80", "cannot be resolved"),
+    ("PADDLE_MASTER", "a..b:80", "cannot be resolved"),
+    ("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1,x", "does not have the form host:port"),
+]
+
+
+@pytest.fixture
+def job_of_two(monkeypatch):
+    for name, value in {
+        "PADDLE_TRAINER_ID": "1",
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_LOCAL_SIZE": "2",
+        "PADDLE_MASTER": "127.0.0.1:1234",
+        "PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:1,127.0.0.1:2",
+        "FLAGS_selected_gpus": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_what_the_launcher_sets_passes(job_of_two):
+    processes.check_environment()
+
+
+def test_no_launcher_passes():
+    processes.check_environment()
+
+
+@pytest.mark.parametrize(("name", "value", "says"), GARBAGE)
+def test_garbage_of_the_launcher_is_named_with_a_remedy(job_of_two, monkeypatch, name, value, says):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"^{name} {re.escape(repr(value))} {says}.*: start .*, or unset {name}$"):
+        processes.check_environment()
+
+
+@pytest.mark.parametrize("name", ["PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"])
+def test_processes_that_do_not_know_of_each_other_are_refused(job_of_two, monkeypatch, name):
+    monkeypatch.delenv(name)
+    with pytest.raises(UsageError, match=f"^PADDLE_TRAINERS_NUM '2' needs {name}, which is not set: start"):
+        processes.check_environment()
+
+
+def test_too_few_endpoints_are_refused(job_of_two, monkeypatch):
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1")
+    with pytest.raises(UsageError, match="^PADDLE_TRAINER_ENDPOINTS has 1 addresses for 2 processes: start"):
+        processes.check_environment()
+
+
+def test_random_garbage_passes_or_is_refused(job_of_two, monkeypatch):
+    """What passes can be used."""
+    generator = random.Random(1)
+    names = sorted({name for name, _, _ in GARBAGE})
+    for _ in range(2000):
+        with monkeypatch.context() as patch:
+            alphabet = generator.choice(["0123456789", string.printable, "0123456789.:,-", "\u0663\xb2\udc80"])
+            patch.setenv(generator.choice(names), "".join(generator.choices(alphabet, k=generator.randint(0, 8))))
+            patch.setattr(processes.socket, "getaddrinfo", lambda *_: None)
+            try:
+                processes.check_environment()
+            except UsageError:
+                continue
+            assert 0 <= processes.rank() < processes.world_size()
+            assert processes.local_gpu() >= 0
+            assert processes.is_one_host() in (True, False)
+
+
+def test_garbage_is_refused_before_paddle_is_imported():
+    """Its import would end in a traceback."""
+    environment = {**os.environ, "PADDLE_TRAINER_ID": "x"}
+    command = [sys.executable, "train.py", "--device", "cpu", "--data-format", "synthetic", "--epochs", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert_one_sentence(done.stderr, ["error: PADDLE_TRAINER_ID 'x' is not a number"])

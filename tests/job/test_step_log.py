@@ -1,4 +1,8 @@
-from paddle_resnet.job import step_log
+"""Figures of single steps over several processes."""
+
+import pytest
+
+from paddle_resnet.job import exchange, processes, step_log
 
 
 def test_figures_of_a_step_over_all_processes():
@@ -9,3 +13,42 @@ def test_figures_of_a_step_over_all_processes():
     result = step_log.over_all(everyone)
     assert result == {"loss": 1.2, "top1": 0.4, "ips": 150.0, "data_time": 0.2, "lr": 0.3}
     assert list(result) == ["loss", "top1", "ips", "data_time", "lr"]
+
+
+def test_one_process_logs_at_once():
+    logged = []
+    log = step_log.StepLog(lambda *line: logged.append(line))
+    log.add(3, 8, {"loss": 1.0}, {"lr": 0.3})
+    log.finish()
+    assert logged == [(3, {"loss": 1.0, "lr": 0.3})]
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """The batches that rank 0 of two gets, to be filled."""
+
+    class Stream:
+        batches = []  # noqa: RUF012
+
+        def add(self, item):
+            return [[item], self.batches.pop(0)]
+
+        def finish(self):
+            return [[], self.batches.pop(0)]
+
+    monkeypatch.setattr(exchange, "Stream", Stream)
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    return Stream
+
+
+def test_steps_are_logged_once_all_processes_have_told_theirs(stream):
+    """In their order and once, also if a batch comes twice; at the end, those of some processes alone."""
+    theirs = [[step, 8, {"loss": 3.0 + step}, {}] for step in range(5)]
+    stream.batches = [[], theirs[:1], theirs[1:4], theirs[1:]]
+    logged = []
+    log = step_log.StepLog(lambda step, metrics: logged.append((step, metrics["loss"])))
+    for step, expected in ((0, 0), (1, 1), (2, 3)):
+        log.add(step, 8, {"loss": 1.0 + step}, {})
+        assert len(logged) == expected
+    log.finish()
+    assert logged == [(0, 2), (1, 3), (2, 4), (3, 6), (4, 7)]

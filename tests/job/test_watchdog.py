@@ -1,177 +1,188 @@
-"""What a process tells its watch, and what it does on its word. Whole jobs are in test_distributed.py."""
+"""What a rank tells its watch, and how it ends on the watch's word. Whole jobs are in test_jobs.py."""
 
 import contextlib
 import signal
 import socket
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
-from paddle_resnet.job import watch, watchdog
+from conftest import wait_until
+from paddle_resnet.job import channel, watchdog
+from paddle_resnet.job.position import Position
+from utils.errors import DataError, RunError, UsageError
 
 
-class Ended(Exception):
+class Ended(BaseException):
     pass
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No process ends; nothing is left of a test."""
-
-    def leave(code):
-        raise Ended(code)
-
-    monkeypatch.setattr(watchdog.os, "_exit", leave)
-    monkeypatch.setattr(watchdog, "_phase", 0)
-    monkeypatch.setattr(watchdog, "_now", (0, 0, "the start", None))
+    monkeypatch.setattr(watchdog, "_position", Position())
     monkeypatch.setattr(watchdog, "_watch", None)
 
 
 @pytest.fixture
-def watched():
-    """Function of a rank of three: its end of the connection, and its watch's."""
-    opened = []
-
-    def watched(rank):
-        near, far = socket.socketpair()
-        process = type("Process", (), {"wait": lambda self, timeout: 0})()
-        one = watchdog._Watched(rank, 3, 0.01, near, process)
-        opened.extend([near, far, one._selector])
-        return one, watch.Connection(far)
-
-    yield watched
-    for one in opened:
-        one.close()
+def ended(monkeypatch):
+    """Exit codes that this process would have ended with."""
+    codes = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    return codes
 
 
-def test_position_is_told_once_it_changes(watched):
-    one, its_watch = watched(1)
+@pytest.fixture
+def pair():
+    """A rank's side of its watch, whose process is gone, and the watch's end of their connection."""
+    near, far = socket.socketpair()
+    process = type("Process", (), {"wait": lambda self, timeout: 0})()
+    with near, far:
+        yield watchdog._Watch(near, process), far
+
+
+def test_position_costs_no_watch():
     watchdog.phase("epoch 0 train")
-    for number in (1, 1, 2):
-        watchdog.step(number, waits=True)
-        one._tell_position()
-    places = [message["at"] for message in its_watch.receive()[0]]
-    assert places == [[0, 0, "the start", None], [1, 3, "epoch 0 train", 1], [1, 5, "epoch 0 train", 2]]
+    watchdog.step(2, waits=True)
+    assert watchdog._position.read() == [1, 5, "epoch 0 train"]
 
 
-def test_word_of_the_watch_ends_the_process(watched):
-    one, its_watch = watched(1)
-    its_watch.send({"end": 2})
-    with pytest.raises(Ended, match="2"):
-        one.listen()
+@pytest.mark.parametrize("code", [1, 2, 255])
+def test_word_of_the_watch_ends_the_process(pair, ended, code):
+    _, watch = pair
+    watch.sendall(bytes([code]))
+    wait_until(lambda: ended, 10)
+    assert ended == [code]
 
 
-def test_process_without_a_watch_ends(watched, capsys):
-    one, its_watch = watched(1)
-    its_watch.socket.close()
-    with pytest.raises(Ended, match="1"):
-        one.listen()
-    assert capsys.readouterr().err == (
-        "train.py: error: the process that watches over this one is gone: was it killed?\n"
-    )
+def test_process_without_a_watch_ends(pair, ended, capsys):
+    _, watch = pair
+    watch.close()
+    wait_until(lambda: ended, 10)
+    assert ended == [1]
+    says = "train.py: error: the process that watches over this one is gone: was it killed?\n"
+    assert capsys.readouterr().err == says
 
 
-def test_main_thread_says_nothing_once_the_process_is_being_ended(watched, monkeypatch):
-    one, its_watch = watched(1)
-    ends, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ends.set() or goes_on.wait(60))
-    its_watch.send({"end": 1})
-    thread = threading.Thread(target=one.run, daemon=True)
-    thread.start()
-    ends.wait(60)
-    main = threading.Thread(target=one.fail, args=("ZeroDivisionError", 1), daemon=True)
-    main.start()
-    main.join(0.3)
-    assert main.is_alive()
-    its_watch.send({"leave": True})
-    goes_on.set()
-    main.join(60)
-    thread.join(60)
-    assert not main.is_alive()
+def test_process_whose_watch_has_died_unread_ends(pair, ended):
+    one, watch = pair
+    one.tell({"address": "unread"})
+    watch.close()
+    wait_until(lambda: ended, 10)
+    assert ended == [1]
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_watch_that_does_not_end_is_given_up(watched, monkeypatch, answers):
-    monkeypatch.setattr(watchdog, "LEAVE_S", 0.05)
-    one, its_watch = watched(1)
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        one._process = process
-        if answers:
-            its_watch.send({"leave": True})
-            one.listen()
-        one.fail("no room", 2)
-        assert process.returncode == -signal.SIGKILL
-    assert {"failed": "no room", "code": 2} in its_watch.receive()[0]
-
-
-def test_log_that_cannot_be_written_keeps_no_process_alive(watched, monkeypatch):
-    one, its_watch = watched(1)
-    its_watch.socket.close()
+def test_log_that_cannot_be_written_keeps_no_process_alive(pair, ended, monkeypatch):
+    _, watch = pair
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(watchdog.sys, "stderr", full)
-        with pytest.raises(Ended, match="1"):
-            one.run()
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+        watch.close()
+        wait_until(lambda: ended, 10)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
 
 
-def test_words_of_an_error_and_exit_code(monkeypatch):
-    from utils.errors import DataError, RunError
+def test_main_thread_says_nothing_once_the_process_is_being_ended(pair, ended, monkeypatch):
+    monkeypatch.setattr(watchdog, "LEAVE_S", 60)
+    one, watch = pair
+    watch.sendall(b"\1")
+    wait_until(lambda: ended, 10)
+    main = threading.Thread(target=one.leave, args=({"failed": "ZeroDivisionError", "code": 1},), daemon=True)
+    main.start()
+    main.join(0.3)
+    assert main.is_alive()
+    one._may_leave.set()
+    main.join(60)
 
-    told = []
+
+def test_rank_leaves_when_its_watch_lets_it(pair, ended):
+    one, watch = pair
+    watch.sendall(b"\0")
+    one.leave({"bye": True})
+    assert watch.recv(100) == channel.encode({"bye": True})
+    watch.close()
+    assert not ended
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_watch_that_does_not_end_is_given_up(pair, ended, monkeypatch, answers):
+    monkeypatch.setattr(watchdog, "LEAVE_S", 0.05)
+    one, watch = pair
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        one._process = process
+        if answers:
+            watch.sendall(b"\0")
+        one.leave({"bye": True})
+        assert process.returncode == -signal.SIGKILL
+    assert not ended
+
+
+def test_words_of_an_error_and_exit_code(monkeypatch):
+    told, armed = [], []
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0)
-    armed = []
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda s, exit: armed.append((s, exit)))
-    monkeypatch.setattr(watchdog, "_watch", type("Watch", (), {"fail": lambda self, *words: told.append(words)})())
+    monkeypatch.setattr(watchdog, "_watch", type("Watch", (), {"leave": lambda self, words: told.append(words)})())
     for error in (DataError("bad.jpg"), RunError("no room"), KeyboardInterrupt(), ZeroDivisionError("by 0")):
         watchdog.announce(error)
-    assert told == [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
-    assert armed == [(watch.SILENCE_S, True)] * 4  # should the process not come to its end
+    words = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
+    assert told == [{"failed": cause, "code": code} for cause, code in words]
+    assert armed == [(watchdog.END_S, True)] * 4  # should the process not come to its end
 
 
-def test_posts_are_collected_when_all_ranks_have_made_them(watched):
-    one, its_watch = watched(0)
-    one.post(7, 0, "a0")
-    for rank in (2, 1):
-        its_watch.send({"post": [rank, 7, 0, f"a{rank}"]})
-        its_watch.send({"post": [rank, 8, 0, "another topic's"]})
-    its_watch.send({"post": [1, 7, 10, "b1"]})
-    one.listen()
-    assert one.collect(7, False) == [(0, ["a0", "a1", "a2"])]
-    assert one.collect(7, False) == []
-    for rank in (1, 2):
-        its_watch.send({"post": [rank, 7, None, None]})
-    one.post(7, None, None)
-    one.listen()
-    assert one.collect(7, True) == [(10, ["b1"])]
-    assert list(one._posts) == [8]
+def test_master_that_is_another_machine_is_refused():
+    def never(*_):
+        raise AssertionError
+
+    with pytest.raises(UsageError, match=r"PADDLE_MASTER 192\.0\.2\.1:5: rank 0's machine cannot listen .*: give"):
+        watchdog.start(0, 2, 600, "192.0.2.1:5", never, never)
 
 
-def test_post_of_another_rank(watched):
-    one, its_watch = watched(1)
-    one.post(3, 20, {"loss": 0.1})
-    assert {"post": [3, 20, {"loss": 0.1}]} in its_watch.receive()[0]
+def test_watches_of_two_ranks_find_each_other_and_show_no_secret():
+    """Real watches; this process is both ranks. Nothing that is told to the store or to ps gives the keys away."""
+    told, ready = {}, threading.Barrier(2)
 
+    def exchange_of(rank):
+        def gather(data):
+            told[rank] = data
+            ready.wait(30)
+            return [told[0], told[1]] if rank == 0 else None
 
-def test_two_processes_see_each_other_through_their_watches():
-    """Real watches: this process is both ranks."""
-    shared = []
+        def from_rank_0(function):
+            if rank == 0:
+                told["answer"] = function()
+            ready.wait(30)
+            return told["answer"]
 
-    def share(function):
-        if not shared:
-            shared.append(function())
-        return shared[0]
+        return gather, from_rank_0
 
-    watchdog.start(0, 2, "127.0.0.1", share, 600)
-    rank_0, watchdog._watch = watchdog._watch, None
-    watchdog.start(1, 2, "127.0.0.1", share, 600)
-    watchdog.post(0, 5, "of rank 1")
-    watchdog.post(0, None, None)
-    rank_0.post(0, 5, "of rank 0")
-    rank_0.post(0, None, None)
-    assert rank_0.collect(0, True) == [(5, ["of rank 0", "of rank 1"])]
-    watchdog.stop()
-    watchdog._watch = rank_0
-    watchdog.stop()
+    keys = []
+    common_key = channel.common_key
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "common_key", lambda *args: keys.append(common_key(*args)) or keys[-1])
+        watches = {}
+
+        def start(rank):
+            watchdog.start(rank, 2, 600, "127.0.0.1:5", *exchange_of(rank))
+
+        threads = []
+        for rank in (0, 1):
+            threads.append(threading.Thread(target=start, args=(rank,)))
+            threads[-1].start()
+            wait_until(lambda rank=rank: rank in told, 30)
+            watches[rank], watchdog._watch = watchdog._watch, None
+        for thread in threads:
+            thread.join()
+    assert len(keys) == 4
+    assert len(set(keys)) == 2
+    arguments = [Path(f"/proc/{one._process.pid}/cmdline").read_text() for one in watches.values()]
+    for key in keys:
+        assert key not in str(told)
+        assert key not in str(arguments)
+    for rank in (1, 0):
+        watchdog._watch = watches[rank]
+        watchdog.stop()
+        assert watches[rank]._process.returncode == 0

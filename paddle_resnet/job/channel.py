@@ -1,0 +1,170 @@
+"""Connections between the watches of a job: lines of JSON, after both ends have proved that they belong to the job.
+
+Each rank draws a key pair (Diffie-Hellman) and publishes the public half in Paddle's TCP store. From its own private
+half and the other's public half, rank 0 and each rank derive a common key. It stays inside the two ranks and reaches
+their watches through a socket pair. Over TCP, both ends prove that they have it (HMAC of random challenges).
+
+Protected: reading the store, the process list or the network, or connecting to the port, lets nobody speak for a rank.
+Not protected: whoever can write to the store, which Paddle leaves open, can replace public keys. Whoever can alter
+packets can alter messages, which are neither encrypted nor signed. Both can end a job without the watch, too. Run jobs
+in a network that you trust.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import time
+
+# Longest line that is read. It bounds the memory of a connection.
+LINE_BYTES = 1 << 16
+# How long a connection may take to prove that it belongs to the job, and how many may be at it at once.
+PROOF_S, MAX_STRANGERS = 10, 64
+# How long connect tries, and how long TCP takes to give up a silent machine.
+CONNECT_S, SILENCE_S = 30, 30
+# RFC 3526, 2048-bit group; its generator is 2.
+_PRIME = int(
+    "FFFFFFFFFFFFFFFFC90FDAA22168C234C4C6628B80DC1CD129024E088A67CC74020BBEA63B139B22514A08798E3404DDEF9519B3CD3A431B"
+    "302B0A6DF25F14374FE1356D6D51C245E485B576625E7EC6F44C42E9A637ED6B0BFF5CB6F406B7EDEE386BFB5A899FA5AE9F24117C4B1FE6"
+    "49286651ECE45B3DC2007CB8A163BF0598DA48361C55D39A69163FA8FD24CF5F83655D23DCA3AD961C62F356208552BB9ED529077096966D"
+    "670C354E4ABC9804F1746C08CA18217C32905E462E36CE3BE39E772C180E86039B2783A2EC07A28FB5C55DF06F4C52C9DE2BCBF695581718"
+    "3995497CEA956AE515D2261898FA051015728E5A8AACAA68FFFFFFFFFFFFFFFF",
+    16,
+)
+
+
+def key_pair():
+    """(private, public) numbers."""
+    private = secrets.randbits(256)
+    return private, pow(2, private, _PRIME)
+
+
+def common_key(private, public):
+    """The key, as text, of this end's private number and the other end's public one."""
+    if not 1 < public < _PRIME - 1:
+        raise ValueError("not a public key")
+    return hashlib.sha256(str(pow(public, private, _PRIME)).encode()).hexdigest()
+
+
+def encode(message):
+    """A message as a line."""
+    return json.dumps(message).encode() + b"\n"
+
+
+async def receive(reader):
+    """The next message, a dict that is not empty; None at the end of the connection, if it breaks or carries anything
+    else."""
+    try:
+        message = json.loads(await reader.readline())
+    except (OSError, ValueError, RecursionError):  # asyncio raises ValueError for a line that is too long
+        return None
+    return message if message and isinstance(message, dict) else None
+
+
+def end(writer):
+    """Send no more. The other end closes the connection when it has read all."""
+    with contextlib.suppress(OSError):
+        writer.write_eof()
+
+
+async def connect(host, port, key, rank):
+    """Connect to the judge of the job.
+
+    Returns:
+        reader, writer.
+    Raises:
+        OSError: nobody answers, or whoever does has not proved that it belongs to the job.
+    """
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return await asyncio.wait_for(_prove(host, port, key, rank), PROOF_S)
+        except (OSError, asyncio.TimeoutError) as e:  # strangers may keep the judge busy
+            if time.monotonic() > deadline:
+                raise ConnectionError(str(e) or "no answer") from e
+        await asyncio.sleep(0.5)
+
+
+async def _prove(host, port, key, rank):
+    reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES)
+    try:
+        _keep_alive(writer)
+        theirs, mine = (await receive(reader) or {}).get("challenge"), secrets.token_hex()
+        writer.write(encode({"rank": rank, "challenge": mine, "proof": _proof(key, rank, theirs, mine)}))
+        if not _is_proof(await receive(reader), key, "judge", theirs, mine):
+            raise ConnectionError("the other end does not belong to this job")
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+async def serve(listener, keys, welcome):
+    """Accept connections. Where too many have not proved who they are, the oldest of those is closed.
+
+    Args:
+        listener: listening socket.
+        keys: [(rank, key)].
+        welcome: coroutine function of (rank, reader, writer), called for each that has proved which rank it is. The
+            connection ends when that does.
+    """
+    strangers, meetings = [], set()
+
+    async def meet(reader, writer):
+        strangers.append(writer)
+        if len(strangers) > MAX_STRANGERS:
+            strangers.pop(0).close()
+        try:
+            rank = await asyncio.wait_for(_verify(reader, writer, keys), PROOF_S)
+        except (OSError, asyncio.TimeoutError):
+            rank = None
+        if writer in strangers:
+            strangers.remove(writer)
+        if rank is not None:
+            await welcome(rank, reader, writer)
+        writer.close()
+
+    def accept(reader, writer):
+        meetings.add(task := asyncio.create_task(meet(reader, writer)))
+        task.add_done_callback(meetings.discard)
+
+    await asyncio.start_server(accept, sock=listener, limit=LINE_BYTES)
+
+
+async def _verify(reader, writer, keys):
+    """The rank that has connected; None for a stranger."""
+    _keep_alive(writer)
+    mine = secrets.token_hex()
+    writer.write(encode({"challenge": mine}))
+    answer = await receive(reader) or {}
+    theirs = answer.get("challenge")
+    for rank, key in keys:
+        if answer.get("rank") == rank and _is_proof(answer, key, rank, mine, theirs):
+            writer.write(encode({"proof": _proof(key, "judge", mine, theirs)}))
+            return rank
+    return None
+
+
+def _proof(key, prover, *challenges):
+    """Names the prover, so that neither end can send the other's proof back."""
+    return hmac.new(key.encode(), json.dumps([prover, *challenges]).encode(), "sha256").hexdigest()
+
+
+def _is_proof(message, key, *facts):
+    given = str((message or {}).get("proof")).encode(errors="replace")
+    return hmac.compare_digest(given, _proof(key, *facts).encode())
+
+
+def _keep_alive(writer):
+    """Let TCP notice a machine that is gone."""
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000),
+    ):
+        writer.get_extra_info("socket").setsockopt(level, option, value)

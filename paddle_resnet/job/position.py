@@ -1,0 +1,63 @@
+"""Where the ranks of a job are: noted without a lock, and put into words."""
+
+import mmap
+import os
+
+
+class Position:
+    """Where a rank is: a page of memory that the rank writes and its watch reads, without a lock.
+
+    One aligned number holds the phase (upper 24 bits) and the place in it (lower 40), so that no reader sees half of a
+    change. Place 0 is before the first step, 2 n + 1 while step n waits for images, 2 n + 2 later in step n. Two slots
+    hold the names of phases in turn, so that the name of the current phase does not change.
+    """
+
+    def __init__(self, descriptor=None):
+        self.descriptor = os.memfd_create("position") if descriptor is None else descriptor
+        os.ftruncate(self.descriptor, mmap.PAGESIZE)
+        self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+        self._number = memoryview(self._page).cast("Q")
+
+    def phase(self, name):
+        phase = (self._number[0] >> 40) + 1
+        self._page[self._slot(phase)] = name.encode()[:256].ljust(256)
+        self._number[0] = phase << 40
+
+    def step(self, number, waits):
+        self._number[0] = self._number[0] >> 40 << 40 | 2 * number + 2 - waits
+
+    def read(self):
+        """[phase, place, name of the phase]."""
+        while True:
+            phase, place = divmod(self._number[0], 1 << 40)
+            name = self._page[self._slot(phase)].decode(errors="replace").rstrip("\0 ") or "the start"
+            if self._number[0] >> 40 == phase:
+                return [phase, place, name]
+
+    def _slot(self, phase):
+        return slice(1024 + phase % 2 * 256, 1280 + phase % 2 * 256)
+
+
+def standstill(positions):
+    """Name the ranks that are behind: {rank: [phase, place, name of the phase]}."""
+    first, last = min(p[:2] for p in positions.values()), max(p[:2] for p in positions.values())
+    behind = [rank for rank in sorted(positions) if positions[rank][:2] == first]
+    where = where_is(positions[behind[0]])
+    if first == last:
+        return f"all ranks are in {where}"
+    ahead = next(p for p in positions.values() if p[:2] == last)
+    return f"{ranks(behind)} last seen in {where}, others wait in {where_is(ahead)}"
+
+
+def ranks(numbers):
+    """A few ranks in words."""
+    text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
+
+
+def where_is(position):
+    """A position in words."""
+    _, place, name = position
+    if place == 0:
+        return name
+    return f"{name}, step {(place - 1) // 2}" + (", waiting for images" if place % 2 else "")

@@ -1,0 +1,179 @@
+"""Who may take part, and what strangers can do: nothing."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+
+from paddle_resnet.job import channel
+
+KEYS = [(0, "key 0"), (1, "key 1")]
+
+
+def run(scenario):
+    """Run a coroutine function of (address, [(rank, message) that have arrived]) beside a server."""
+
+    async def run():
+        came = []
+
+        async def welcome(rank, reader, writer):
+            while message := await channel.receive(reader):
+                came.append((rank, message))
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await channel.serve(listener, KEYS, welcome)
+            return await asyncio.wait_for(scenario(listener.getsockname(), came), 60)
+
+    return asyncio.run(run())
+
+
+async def works(address, came):
+    """A rank is served at once."""
+    reader, writer = await channel.connect(*address, "key 1", 1)
+    writer.write(channel.encode({"at": "home"}))
+    while not came:
+        await asyncio.sleep(0.01)
+    writer.close()
+    return came == [(1, {"at": "home"})]
+
+
+def test_two_ends_derive_the_same_key_and_nobody_else_does():
+    (mine, my_public), (theirs, their_public), (other, _) = (channel.key_pair() for _ in range(3))
+    key = channel.common_key(mine, their_public)
+    assert key == channel.common_key(theirs, my_public)
+    assert key != channel.common_key(other, my_public)
+    assert key != channel.common_key(other, their_public)
+
+
+@pytest.mark.parametrize("public", [0, 1, channel._PRIME - 1, channel._PRIME, -5])
+def test_public_keys_that_give_the_secret_away_are_refused(public):
+    with pytest.raises(ValueError, match="public key"):
+        channel.common_key(channel.key_pair()[0], public)
+
+
+def test_the_prime_is_a_safe_one():
+    for number in (channel._PRIME, channel._PRIME // 2):
+        assert number.bit_length() in (2048, 2047)
+        assert pow(3, number - 1, number) == 1
+    assert pow(2, channel._PRIME // 2, channel._PRIME) == 1  # the generator gives nothing of the exponent away
+
+
+def test_rank_is_heard():
+    assert run(works)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\x00\n",
+        b"[1]\n",
+        b"{}\n",
+        b"[" * 50000 + b"\n",
+        json.dumps({"rank": 1}).encode() + b"\n",
+        json.dumps({"rank": [], "challenge": {}, "proof": "\ud800"}).encode() + b"\n",
+        json.dumps({"rank": 1, "challenge": "", "proof": None}).encode() + b"\n",
+        json.dumps({"rank": 1, "challenge": "", "proof": "0" * 64}).encode() + b"\n",
+    ],
+)
+def test_strangers_bytes_end_their_connection_alone(line):
+    async def scenario(address, came):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(line + channel.encode({"failed": "ha", "code": 1}))
+        await reader.readline()  # the challenge
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        assert not came
+        return await works(address, came)
+
+    assert run(scenario)
+
+
+def test_endless_line_is_cut_off():
+    async def scenario(address, came):
+        reader, writer = await asyncio.open_connection(*address)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 1 << 26:
+                writer.write(b"x" * (1 << 16))
+                sent += 1 << 16
+                await writer.drain()
+        assert sent < 1 << 26
+        return await works(address, came)
+
+    assert run(scenario)
+
+
+def test_idle_strangers_keep_nobody_out():
+    async def scenario(address, came):
+        idle = [await asyncio.open_connection(*address) for _ in range(252)]
+        start = time.monotonic()
+        assert await works(address, came)
+        assert time.monotonic() - start < channel.PROOF_S / 2
+        challenged = [await reader.readline() for reader, _ in idle]
+        assert all(challenged)
+        closed = [reader for reader, _ in idle if reader.at_eof()]
+        assert len(closed) >= 252 - channel.MAX_STRANGERS
+        for _, writer in idle:
+            writer.close()
+        return True
+
+    assert run(scenario)
+
+
+def test_stranger_that_stays_idle_is_closed(monkeypatch):
+    monkeypatch.setattr(channel, "PROOF_S", 0.1)
+
+    async def scenario(address, came):
+        reader, writer = await asyncio.open_connection(*address)
+        assert json.loads(await reader.readline()).keys() == {"challenge"}
+        assert await reader.read() == b""
+        writer.close()
+
+    run(scenario)
+
+
+def test_proof_of_another_connection_is_worth_nothing():
+    async def scenario(address, came):
+        seen = []
+        write = asyncio.StreamWriter.write
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.StreamWriter, "write", lambda self, data: seen.append(data) or write(self, data))
+            _, writer = await channel.connect(*address, "key 1", 1)
+            writer.close()
+        (proof,) = [line for line in seen if b"rank" in line]
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(proof)
+        await reader.readline()
+        assert await reader.read() == b""
+        writer.close()
+        return await works(address, came)
+
+    assert run(scenario)
+
+
+@pytest.mark.parametrize("answer", ["nothing", "another key", "the rank's own proof"])
+def test_rank_does_not_talk_to_a_stranger_at_rank_0s_address(monkeypatch, answer):
+    monkeypatch.setattr(channel, "CONNECT_S", 0)
+
+    async def impostor(reader, writer):
+        writer.write(channel.encode({"challenge": "mine"}))
+        message = await channel.receive(reader)
+        if answer == "another key":
+            proof = channel._proof("guess", "judge", "mine", message["challenge"])
+            writer.write(channel.encode({"proof": proof}))
+        elif answer == "the rank's own proof":
+            writer.write(channel.encode({"proof": message["proof"]}))
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        async with server:
+            with pytest.raises(OSError, match="does not belong to this job"):
+                await channel.connect(*server.sockets[0].getsockname(), "key 1", 1)
+
+    asyncio.run(run())
