@@ -60,6 +60,7 @@ def wait_with_pythons_lock():
 
 
 FAULTS = {
+    "none": lambda: None,
     "raises": raise_error,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "killed_later": lambda: (time.sleep(3), os.kill(os.getpid(), signal.SIGKILL)),

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import ROOT, TINY, assert_one_sentence, losses, read_report
+from conftest import ROOT, TINY, assert_one_sentence, losses, read_report, wait_until
 from paddle_resnet.checkpoints import folders
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]
@@ -70,12 +70,14 @@ def runs(photos, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def expected(photos, tmp_path_factory):
+def expected(photos, once):
     """Losses of an uninterrupted run in a process of its own."""
-    runs = Runs(photos, tmp_path_factory.mktemp("whole"))
-    code, output = runs.run(*FLAGS)
-    assert code == 0, output
-    return runs.losses
+
+    def make(folder):
+        code, output = Runs(photos, folder).run(*FLAGS)
+        assert code == 0, output
+
+    return losses(read_report(once("uninterrupted", make) / "report.json"))
 
 
 def no_process_is_left(runs):
@@ -154,8 +156,8 @@ def stop(runs, process, *, times=3, number=signal.SIGTERM):
 
 
 WHEN = {
-    "training": ('"step": [1, 0]', {"SLOW_STEP": "1.5"}),
-    "evaluation": ('"step": [1], "data": {"train.loss"', {"SLOW_EVALUATION": "2"}),
+    "training": ('"step": [1, 0]', {"SLOW_STEP": "1"}),
+    "evaluation": ('"step": [1], "data": {"train.loss"', {"SLOW_EVALUATION": "1"}),
     "compilation": ("", {}),  # the file is there
 }
 
@@ -209,23 +211,34 @@ def test_second_sigint_ends_the_run_at_once(runs):
     assert code == 130, output
 
 
-@pytest.mark.parametrize("more", [[], ["--resume", "--dry-run"]], ids=["anew", "resume"])
-def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos, more):
-    """Which would delete and replace the first one's checkpoints and report. The first one goes on."""
-    process = runs.start(*FLAGS, environment={"SLOW_STEP": "1"})
-    runs.wait_for(process, '"step": [0, 1]')
+def held_before(runs, step):
+    """Start a run that waits before its n-th training step; returns its process and what lets it go on."""
+    path = runs.folder / "go_on"
+    environment = {"FAULT": f"0 {step} none", "FAULT_AFTER": str(path)}
+    return runs.start(*FLAGS, environment=environment), path.touch
+
+
+def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
+    """Anew or with --resume: it would delete and replace the first one's checkpoints and report. The first one goes
+    on."""
+    process, go_on = held_before(runs, 2)
+    runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
-    flags = [*(flag for flag in FLAGS if flag != "--resume"), *more]
+    flags = [flag for flag in FLAGS if flag != "--resume"]
     (runs.root / ".9.partial").mkdir()  # as if the first one were writing it
-    command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    second = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert second.returncode == 2
-    assert_one_sentence(
-        second.stderr,
-        [f"--output-dir {runs.folder / 'output'}: another run (process {process.pid} on ", "or name another folder"],
-    )
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    others = []
+    for more in ([], ["--resume", "--dry-run"]):
+        command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *flags, *more]
+        others.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
+    for second in others:
+        _, stderr = second.communicate(timeout=200)
+        assert second.returncode == 2
+        says = f"--output-dir {runs.folder / 'output'}: another run (process {process.pid} on "
+        assert_one_sentence(stderr, [says, "or name another folder"])
     assert (runs.root / ".9.partial").exists()
+    go_on()
     code, output = runs.finish(process)
     assert code == 0, output
     assert runs.losses == expected
@@ -236,12 +249,13 @@ def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos, more
 def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
     """RLIMIT_FSIZE lets every write beyond a size fail, as on a full disk. A file where a folder shall be stands for
     a folder that became read-only, because a superuser may write into those."""
-    process = runs.start(*FLAGS, environment={"SLOW_STEP": "1.5"})
-    runs.wait_for(process, '"step": [1, 0]')
+    process, go_on = held_before(runs, 4)  # the second step of the second epoch
+    wait_until((runs.root / "0").exists, 120)  # written in the background
     if fault == "full disk":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     else:
         (runs.root / ".1_2.partial").write_text("in the way")
+    go_on()
     code, output = runs.finish(process)
     assert code == 1, output
     says = {"full disk": "File too large", "file in the way": "File exists"}[fault]
@@ -255,7 +269,7 @@ def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
 
 
 def test_two_processes_stop_together_and_go_on_bit_for_bit(runs, photos, tmp_path_factory):
-    flags = ["--epochs", "3", "--batch-size", "2", "--print-interval", "1", "--resume"]
+    flags = ["--epochs", "2", "--batch-size", "2", "--print-interval", "1", "--resume"]
     whole = Runs(photos, tmp_path_factory.mktemp("whole"))
     code, output = whole.run(*flags, processes=2)
     assert code == 0, output
