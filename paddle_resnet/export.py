@@ -5,8 +5,8 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
+import config
 from utils.errors import UsageError
 
 NAME = "model"  # of the files: model.pdmodel, model.pdiparams, model.json
@@ -35,7 +35,12 @@ def export(checkpoint, output):
     from paddle_resnet.models import build_model
 
     meta = _read_meta(checkpoint)
-    args = SimpleNamespace(**meta["arguments"])
+    try:
+        args = config.from_dict(meta["arguments"])
+    except UsageError as e:
+        raise UsageError(f"{checkpoint} has impossible arguments in its meta.json: {e}") from e
+    if f"{args.model_prefix}.pdparams" not in meta["files"]:
+        raise UsageError(f"{checkpoint} is damaged: meta.json lists no {args.model_prefix}.pdparams: name another")
     args.data_layout = "NCHW"
     output = Path(output)
     if output.exists():
