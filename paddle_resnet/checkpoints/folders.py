@@ -108,13 +108,13 @@ def commit(root, name, files, meta):
     meta = {"format": FORMAT, **meta, "files": manifest}
     text = json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
     _write(partial / META, lambda file: file.write(text.encode()))
-    _fsync(partial)
+    fsync(partial)
     replaced = _hidden(root, name, _REPLACED)
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     partial.rename(folder)
-    _fsync(root)
+    fsync(root)
     if replaced.exists():
         _remove(replaced)
     return folder
@@ -276,8 +276,9 @@ def _write(path, write):
     return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
 
 
-def _fsync(folder):
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path):
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
