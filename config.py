@@ -48,6 +48,21 @@ def as_dict(args):
     return values
 
 
+def from_dict(values):
+    """The flags that as_dict has made plain data of, perhaps by another version: flags that are missing have their
+    defaults, unknown ones are left out.
+
+    Raises:
+        UsageError: a value of the wrong kind.
+    """
+    parser = build_parser()
+    known = {action.dest for action in parser._actions}
+    words = _words(parser, {name: value for name, value in values.items() if name in known})
+    args, _ = parser.parse_known_args(words)
+    args.run_scope = RunScope(args.run_scope)
+    return args
+
+
 def build_parser():
     parser = _Parser(
         prog="train.py",
@@ -424,20 +439,25 @@ def _config_file(argv):
 def _yaml_words(parser, path):
     """The keys of a YAML file as command-line words, so that one parser checks both."""
     values = _read_yaml(path)
+    try:
+        words = _words(parser, values)
+        parser.parse_known_args(words)
+    except UsageError as e:
+        raise UsageError(f"--config {path}: {e}") from e
+    return words
+
+
+def _words(parser, values):
     by_name = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
     words = []
     for key, value in values.items():
         if key not in by_name:
-            raise UsageError(f"--config {path}: {_unknown('key', str(key), list(by_name))}")
+            raise UsageError(_unknown("key", str(key), list(by_name)))
         if isinstance(value, bool) and not by_name[key].nargs:
-            raise UsageError(f"--config {path}: {key} takes a word and YAML reads this one as {value}: quote it")
+            raise UsageError(f"{key} takes a word and YAML reads this one as {value}: quote it")
         if value is not None:  # null keeps the default
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(f"{flag(key)}={text}")
-    try:
-        parser.parse_known_args(words)
-    except UsageError as e:
-        raise UsageError(f"--config {path}: {e}") from e
     return words
 
 

@@ -1,12 +1,13 @@
 """Export a checkpoint for Paddle Inference: `python -m paddle_resnet.export --help`."""
 
 import argparse
+import errno
 import json
-import shutil
 import sys
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
+import config
 from utils.errors import UsageError
 
 NAME = "model"  # of the files: model.pdmodel, model.pdiparams, model.json
@@ -31,11 +32,16 @@ def export(checkpoint, output):
     import paddle
     from paddle import static
 
-    from paddle_resnet.checkpoints import variables
+    from paddle_resnet.checkpoints import folders, variables
     from paddle_resnet.models import build_model
 
     meta = _read_meta(checkpoint)
-    args = SimpleNamespace(**meta["arguments"])
+    try:
+        args = config.from_dict(meta["arguments"])
+    except UsageError as e:
+        raise UsageError(f"{checkpoint} has impossible arguments in its meta.json: {e}") from e
+    if f"{args.model_prefix}.pdparams" not in meta["files"]:
+        raise UsageError(f"{checkpoint} is damaged: meta.json lists no {args.model_prefix}.pdparams: name another")
     args.data_layout = "NCHW"
     output = Path(output)
     if output.exists():
@@ -55,15 +61,22 @@ def export(checkpoint, output):
         exe.run(startup)
         variables.load(args, checkpoint, program, place)
         description = _describe(args, meta, images, probabilities)
-        partial = output.with_name(output.name + ".partial")
+        parameters = static.serialize_persistables([images], [probabilities], exe, program=program)
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            static.save_inference_model(str(partial / NAME), [images], [probabilities], exe, program=program)
-            (partial / f"{NAME}.json").write_text(json.dumps(description, indent=1) + "\n")
-            partial.rename(output)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
+                partial = Path(beside) / output.name
+                static.save_inference_model(str(partial / NAME), [images], [probabilities], exe, program=program)
+                # Paddle writes this file in C++ and ignores a full disk.
+                if (partial / f"{NAME}.pdiparams").read_bytes() != parameters:
+                    raise OSError(errno.EIO, f"{NAME}.pdiparams is incomplete")
+                (partial / f"{NAME}.json").write_text(json.dumps(description, indent=1) + "\n")
+                for path in (*partial.iterdir(), partial):
+                    folders.fsync(path)
+                partial.rename(output)
+                folders.fsync(output.parent)
         except OSError as e:
-            raise UsageError(f"{output} cannot be written ({e.strerror}): name another folder") from e
+            raise UsageError(f"{output} cannot be written ({e.strerror}): make room or name another folder") from e
     return description
 
 

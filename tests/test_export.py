@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_sparse, assert_two_of_four, phase
+from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from paddle_resnet import dali, export
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -131,3 +131,35 @@ def test_command(trained, tmp_path, capsys):
     assert "exported: Tiny, 3 classes, images [None, 3, 32, 32]" in capsys.readouterr().out
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 2
     assert "exported exists: remove it or name another folder" in capsys.readouterr().err
+
+
+EXPORT_WITH_A_LIMIT = """
+import resource, sys
+from functools import partial
+import train
+from paddle_resnet import export, models
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+
+models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
+limit = int(sys.argv.pop())
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+sys.exit(export.main(sys.argv[1:]))
+"""
+
+
+def test_full_disk_is_a_sentence_and_leaves_nothing(trained, tmp_path):
+    """RLIMIT_FSIZE lets every write beyond a size fail. Paddle's writer of the parameters, the largest file, does not
+    tell."""
+    checkpoint, _ = trained()
+    export.export(checkpoint, tmp_path / "whole")
+    sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
+    assert sizes[0] < sizes[1]
+    (tmp_path / "exported.partial").mkdir()  # the user's own
+    for limit in (1000, sizes[1] - 1):
+        command = [sys.executable, "-c", EXPORT_WITH_A_LIMIT, str(checkpoint), str(tmp_path / "exported"), str(limit)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2, done.stderr
+        says = "File too large" if limit == 1000 else "model.pdiparams is incomplete"
+        assert f"exported cannot be written ({says}): make room" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert sorted(p.name for p in tmp_path.glob("*export*")) == ["exported.partial"]

@@ -17,14 +17,18 @@ import json
 import os
 import platform
 import re
+import reprlib
 import shutil
 from pathlib import Path
 
+from paddle_resnet.checkpoints import schema
 from utils import logger
 from utils.errors import UsageError
+from utils.files import open_regular
 
 META = "meta.json"
 FORMAT = 2
+META_LIMIT = 16 << 20  # bytes; 1,000 classes and 1,000 processes take 2 MB
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
 
@@ -90,7 +94,7 @@ def commit(root, name, files, meta):
     Args:
         root: folder of the run's checkpoints.
         name: "EPOCH" or "EPOCH_STEP". An existing folder of that name belongs to another run and is replaced.
-        files: {file name: function that writes the content to a given binary file}.
+        files: {file name: function that writes the file's content to a given binary file}.
         meta: content of meta.json except format, files and checksum; plain data.
     Returns:
         the folder.
@@ -104,13 +108,13 @@ def commit(root, name, files, meta):
     meta = {"format": FORMAT, **meta, "files": manifest}
     text = json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
     _write(partial / META, lambda file: file.write(text.encode()))
-    _fsync(partial)
+    fsync(partial)
     replaced = _hidden(root, name, _REPLACED)
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     partial.rename(folder)
-    _fsync(root)
+    fsync(root)
     if replaced.exists():
         _remove(replaced)
     return folder
@@ -132,33 +136,42 @@ def read_meta(folder):
     """
     path = Path(folder) / META
     try:
-        meta = json.loads(path.read_bytes())
+        with open_regular(path, META_LIMIT) as file:
+            meta = json.loads(file.read())
         checksum = meta.pop("checksum")
+        is_whole = checksum == _checksum(meta)
     except OSError as e:
         raise DamagedError(f"{META} cannot be read ({e.strerror})") from e
-    except (ValueError, KeyError, AttributeError) as e:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise DamagedError(f"{META} is damaged") from e
     if meta.get("format") != FORMAT:
-        raise DamagedError(f"{META} has format {meta.get('format')} and this version reads {FORMAT}")
-    if checksum != _checksum(meta):
+        raise DamagedError(f"{META} has format {reprlib.repr(meta.get('format'))} and this version reads {FORMAT}")
+    if not is_whole:
         raise DamagedError(f"{META} is damaged")
+    if problem := schema.problem(meta):
+        raise DamagedError(f"{META} is damaged: {problem}")
     return meta
 
 
-def verify(folder):
-    """Read every byte of a checkpoint and return its meta.json.
+def verify(folder, needed=()):
+    """Read every byte of a checkpoint and return its meta.json. What meta.json does not list is not part of it.
 
+    Args:
+        folder: of the checkpoint.
+        needed: names of files that it must list.
     Raises:
         DamagedError: a file is missing or was changed after it was written.
     """
     meta = read_meta(folder)
+    for name in needed:
+        if name not in meta["files"]:
+            raise DamagedError(f"{META} lists no {name}; --model-prefix names the files")
     for name, expected in meta["files"].items():
-        path = Path(folder) / name
         try:
-            size = path.stat().st_size
-            if size != expected["size"]:
-                raise DamagedError(f"{name} has {size} bytes instead of {expected['size']}")
-            with open(path, "rb") as file:
+            with open_regular(Path(folder) / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected["size"]:
+                    raise DamagedError(f"{name} has {size} bytes instead of {expected['size']}")
                 digest = hashlib.sha256()
                 while block := file.read(1 << 20):
                     digest.update(block)
@@ -263,8 +276,9 @@ def _write(path, write):
     return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
 
 
-def _fsync(folder):
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path):
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -4,6 +4,7 @@ saver.py has the content of a checkpoint, folders.py the form of its folder; var
 """
 
 import json
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import config
-from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.checkpoints import folders, schema, variables
 from paddle_resnet.job import exchange, processes
 from utils import logger
 from utils.errors import UsageError
@@ -46,8 +47,13 @@ class Found:
         """State of this process's loader, or None."""
         if not self.goes_on:
             return None
+        return self.rank_state["loader"]
+
+    @property
+    def rank_state(self):
+        """What the checkpoint holds of this process, or of the last one if there were fewer."""
         ranks = self.meta["ranks"]
-        return ranks[min(processes.rank(), len(ranks) - 1)]["loader"]
+        return ranks[min(processes.rank(), len(ranks) - 1)]
 
     @property
     def trained(self):
@@ -75,11 +81,18 @@ def find(args):
 
 
 def _find(args):
+    try:
+        return _search(args)
+    except OSError as e:
+        raise UsageError(f"{e.filename} cannot be read ({e.strerror}): make it readable, or name another folder") from e
+
+
+def _search(args):
     if args.resume:
         folder = folders.run_folder(args)
         if folder.is_dir():
             _clean(args, folder)
-        found = _newest(args, folder)
+        found = _newest(args, folder, with_foreign=False)
         if found:
             return found
         logger.info(f"--resume: {folder} holds no checkpoint yet")
@@ -89,7 +102,7 @@ def _find(args):
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
         raise UsageError(f"{flag} does not exist: name a folder that holds a checkpoint")
-    below = [p for p in folders.below(root) if _params_file(args, p).is_file()]
+    below = [p for p in folders.below(root) if os.path.isfile(_params_file(args, p))]
     epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted is None:
         if not _params_file(args, root).is_file():
@@ -98,13 +111,13 @@ def _find(args):
                 names = ", ".join(p.name for p in below)
                 remedy = f"it holds {names}: add --last-epoch-of-checkpoint auto or a number"
             raise UsageError(f"{flag} has no {_params_file(args, root).name}; {remedy}")
-        return {"folder": str(root), "epoch": 0, "meta": _verified(root, flag)}
+        return {"folder": str(root), "epoch": 0, "meta": _verified(args, root, flag)}
     if wanted == "auto" and below:
         return _newest(args, root)
     if _params_file(args, root).is_file() and (wanted == "auto" or wanted == _epoch_of(root)):
-        return _position(args, root, _verified(root, flag))
+        return _position(args, root, _verified(args, root, flag))
     if wanted in epochs:
-        return _position(args, root / str(wanted), _verified(root / str(wanted), flag))
+        return _position(args, root / str(wanted), _verified(args, root / str(wanted), flag))
     raise UsageError(
         f"--last-epoch-of-checkpoint {wanted}: {root} holds no such epoch with "
         f"{args.model_prefix}.pdparams: give one of {epochs or 'another folder'} or another --model-prefix"
@@ -120,17 +133,23 @@ def _clean(args, folder):
         raise folders.unwritable(args, e) from e
 
 
-def _newest(args, root):
-    """The newest intact checkpoint below a folder. Damaged ones are named and passed over."""
+def _newest(args, root, with_foreign=True):
+    """The newest intact checkpoint below a folder. Damaged ones are named and passed over.
+
+    Args:
+        args: flags.
+        root: the folder.
+        with_foreign: if all are of another program, take the newest of those.
+    """
     whole, others = folders.newest_first(root)
-    foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
+    foreign = [folder for folder, _ in others if with_foreign and _is_foreign(args, folder)]
     if not whole and foreign and len(foreign) == len(others):
         return _position(args, foreign[-1], None)
     for folder, problem in others:
         logger.warn(f"{folder} is not a checkpoint: {problem}")
     for folder, _ in whole:
         try:
-            return _position(args, folder, folders.verify(folder))
+            return _position(args, folder, folders.verify(folder, _needed(args)))
         except folders.DamagedError as e:
             logger.warn(f"{folder} is damaged: {e}: trying the checkpoint before it")
     if whole or others:
@@ -154,20 +173,24 @@ def _position(args, folder, meta):
     return {"folder": str(folder), "epoch": epoch, "step": step, "meta": meta}
 
 
-def _verified(folder, flag):
+def _needed(args):
+    """The files that a checkpoint of this program must list."""
+    return [f"{args.model_prefix}.{ending}" for ending in ("pdparams", "pdopt")]
+
+
+def _verified(args, folder, flag):
     """The meta.json of a checkpoint requested by name, after verifying it; None if it has no meta.json."""
-    if not (folder / folders.META).exists():
+    if not os.path.lexists(folder / folders.META):
         return None
     try:
-        return folders.verify(folder)
+        return folders.verify(folder, _needed(args))
     except folders.DamagedError as e:
         raise UsageError(f"{flag}: {folder} is damaged: {e}: name another checkpoint") from e
 
 
 def _is_foreign(args, folder):
     """Whether a folder holds a checkpoint of NVIDIA's example or of paddle.static.save: two files and no meta.json."""
-    names = {f"{args.model_prefix}.pdparams", f"{args.model_prefix}.pdopt"}
-    return folders.META not in (found := {p.name for p in folder.iterdir()}) and names <= found
+    return not os.path.lexists(folder / folders.META) and all(os.path.isfile(folder / name) for name in _needed(args))
 
 
 def compare_classes(found, loader):
@@ -201,11 +224,12 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
         lr_scheduler.step()
     if found.goes_on:
         _tell_schedule_changes(args, found.meta)
-        random.setstate(_tuples(json.loads(found.meta["seeds"]["python"])))
-        np.random.set_state(_tuples(json.loads(found.meta["seeds"]["numpy"])))
+        random.setstate(schema.as_tuples(json.loads(found.meta["seeds"]["python"])))
+        np.random.set_state(schema.as_tuples(json.loads(found.meta["seeds"]["numpy"])))
     if found.step and not found.trained:
-        for name, state in found.meta["ranks"][processes.rank()]["meters"].items():
-            fetchs[name][1].restore(state)
+        for name, (_, meter) in fetchs.items():
+            if name in found.rank_state["meters"]:
+                meter.restore(found.rank_state["meters"][name])
         statistics = f"bn_rank{processes.rank()}.npz"
         if statistics in found.meta["files"]:
             variables.load_statistics(Path(found.folder) / statistics, place)
@@ -233,7 +257,3 @@ def _tell_schedule_changes(args, meta):
     changes = [f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before[name]]
     if changes:
         logger.info(f"the learning rate continues on the schedule of {', '.join(changes)}")
-
-
-def _tuples(value):
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

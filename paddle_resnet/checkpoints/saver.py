@@ -164,9 +164,9 @@ class Saver:
 
     def _write(self, name, files, meta, states):
         _refuse_non_finite(self._root / name, states)
-        whole, _ = folders.newest_first(self._root)
-        meta["sequence"] = whole[0][1]["sequence"] + 1 if whole else 0
         try:
+            whole, _ = folders.newest_first(self._root)
+            meta["sequence"] = whole[0][1]["sequence"] + 1 if whole else 0
             folder = folders.commit(self._root, name, files, meta)
         except OSError as e:
             raise RunError(

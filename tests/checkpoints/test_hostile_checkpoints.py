@@ -1,16 +1,20 @@
 """Checkpoints from strangers and from broken disks: no file runs code, crashes, hangs, or is taken in silence."""
 
 import contextlib
+import json
 import os
 import pickle
 import random
+import shutil
 import struct
 
 import numpy as np
 import pytest
+from test_folders import META, write
 
-from conftest import assert_one_sentence
-from paddle_resnet.checkpoints import arrays
+from conftest import assert_one_sentence, losses
+from paddle_resnet import export
+from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.checkpoints.arrays import UnreadableError
 
 STATE = {
@@ -94,9 +98,6 @@ def test_what_is_named_is_said(tmp_path):
 
 @pytest.mark.parametrize("user", ["--from-pretrained-params", "--from-checkpoint", "--dry-run", "export"])
 def test_commands_run_no_code_of_a_checkpoint(run_train, tmp_path, capsys, user):
-    from paddle_resnet import export
-    from paddle_resnet.checkpoints import folders
-
     path, root = tmp_path / "made", tmp_path / "stranger"
     data = pickle.dumps(STATE | {"z": Payload(path)}, 4)
     if user == "export":
@@ -254,3 +255,200 @@ def put(path, kind):
         path.symlink_to(path.name)
         return "Too many levels of symbolic links"
     return "No such file"
+
+
+RESULT = {"loss": 1.5, "top1": 0.5, "top5": 1.0, "ips": 20.0}
+FILE = {"size": 3, "sha256": "0" * 64}
+METER = {"value": 1.0, "sum": 2.0, "count": 3}
+LOADER = {"step": 1, "conditions": {}}
+# {field: values that it cannot have}
+IMPOSSIBLE = {
+    "sequence": [-1, 1.5, None, "1", True, [], float("nan")],
+    "run": [None, 3, []],
+    "epoch": [-5, -1, 2**31, 1.0, float("nan"), float("inf"), None, "0", True, [0], {}],
+    "step": [-1, 4, 2**31, 1.5, "1", [], float("nan")],
+    "steps_each_epoch": [-1, None, "3", 2.5],
+    "world_size": [0, -1, None, "1", 10**30],
+    "classes": [None, "ab", {}, [1], [None], [["a"]]],
+    "arguments": [None, [], "lr"],
+    "trained": [[], {}, 1, {"loss": 1.5}, RESULT | {"top1": "high"}, RESULT | {"top1": -1}, RESULT | {"steps": []}],
+    "evaluated": [[], {}, RESULT | {"top1": 1.5}, RESULT | {"top1": float("nan")}, RESULT | {"loss": None}],
+    "best": [[], RESULT, RESULT | {"epoch": -1}, RESULT | {"epoch": "1"}, {"epoch": 1}],
+    "seeds": [None, {}, {"python": "x", "numpy": "x"}, META["seeds"] | {"python": "[" * 10_000}]
+    + [META["seeds"] | {"numpy": json.dumps(["MT19937", [1] * 624, at, 0, 0.0])} for at in (-1, 625, 10**9, 1e400)]
+    + [META["seeds"] | {"numpy": json.dumps(["MT19937", [1] * 623, 1, 0, 0.0])}],
+    "ranks": [
+        *([None], [{}], [{"loader": LOADER}], [{"loader": {}, "meters": {}}], None, {}, []),
+        [{"loader": LOADER | {"step": -1}, "meters": {}}],
+        [{"loader": LOADER | {"pipeline": "*"}, "meters": {}}],
+        [{"loader": LOADER, "meters": {"loss": METER | {"count": -1}}}],
+        [{"loader": LOADER, "meters": {"loss": {}}}],
+    ],
+    "files": [None, [], {}, {"a.pdparams": FILE}, {"a.pdparams": None, "a.pdopt": FILE}]
+    + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
+    + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
+}
+# What is no meta.json at all, or one that takes time or memory.
+CONTENTS = {
+    "a list": b"[1]",
+    "a number": b"1",
+    "null": b"null",
+    "text": b'"x"',
+    "nothing": b"",
+    "half of it": b'{"format": 2, "epo',
+    "no checksum": b'{"format": 2}',
+    "not UTF-8": b"\xff\xfe\xfa",
+    "deep": b"[" * 200_000,
+    "deep and whole": b'{"a": ' * 50_000 + b"1" + b"}" * 50_000,
+    "a number of 5,000 digits": b'{"epoch": ' + b"9" * 5000 + b"}",
+    "more than any has": b" " * (folders.META_LIMIT + 1),
+}
+
+
+def craft(folder, meta):
+    """A meta.json with a right checksum, whatever it says."""
+    folder.mkdir(exist_ok=True)
+    (folder / "meta.json").write_text(json.dumps({**meta, "checksum": folders._checksum(meta)}))
+
+
+@pytest.fixture
+def good(tmp_path):
+    """The content of a good meta.json."""
+    return folders.read_meta(write(tmp_path, "3"))
+
+
+def test_the_good_one_is_good(tmp_path, good):
+    craft(tmp_path / "4", good)
+    assert folders.read_meta(tmp_path / "4") == good
+
+
+@pytest.mark.parametrize("field", IMPOSSIBLE)
+def test_impossible_values_are_damage_and_the_field_is_named(tmp_path, good, field):
+    for value in IMPOSSIBLE[field]:
+        craft(tmp_path / "4", good | {field: value})
+        with pytest.raises(folders.DamagedError, match=rf"^meta.json is damaged: {field} is [^\n]{{1,200}}$"):
+            folders.read_meta(tmp_path / "4")
+    craft(tmp_path / "4", {name: value for name, value in good.items() if name != field})
+    with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
+        folders.read_meta(tmp_path / "4")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", [*CONTENTS, "pipe", "device", "folder", "loop", "nothing at all"])
+def test_what_is_no_meta_json_is_damage_at_once(tmp_path, kind):
+    path = tmp_path / "meta.json"
+    if kind in CONTENTS:
+        path.write_bytes(CONTENTS[kind])
+        says = "meta.json (is damaged|has format None|cannot be read .*are the limit)"
+    else:
+        says = f"meta.json cannot be read .{put(path, kind)}"
+    with pytest.raises(folders.DamagedError, match=says):
+        folders.read_meta(tmp_path)
+
+
+def test_what_the_manifest_does_not_list_is_no_part_of_a_checkpoint(tmp_path, good):
+    for name in ("other.pdparams", "other.pdopt"):
+        (tmp_path / "3" / name).write_bytes(b"x")
+    folders.verify(tmp_path / "3", ["a.pdparams", "a.pdopt"])
+    with pytest.raises(folders.DamagedError, match="meta.json lists no other.pdparams; --model-prefix"):
+        folders.verify(tmp_path / "3", ["other.pdparams", "other.pdopt"])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_files_of_a_checkpoint_that_are_no_files_are_damage_at_once(tmp_path, good, kind):
+    (tmp_path / "3/a.pdopt").unlink()
+    says = put(tmp_path / "3/a.pdopt", kind)
+    with pytest.raises(folders.DamagedError, match=f"a.pdopt cannot be read .{says}"):
+        folders.verify(tmp_path / "3")
+
+
+def stray(root, good):
+    """Folders that are named like checkpoints, newer than all, and none: crafted, empty, of pipes, of links."""
+    name = iter(range(1000, 2000))
+    for field, values in IMPOSSIBLE.items():
+        craft(root / str(next(name)), good | {"sequence": 10**6, "epoch": 900} | {field: values[0]})
+    for content in CONTENTS.values():
+        folder = root / str(next(name))
+        folder.mkdir()
+        (folder / "meta.json").write_bytes(content)
+    for kind in ("pipe", "device", "folder", "loop", "nothing at all"):
+        folder = root / str(next(name))
+        folder.mkdir()
+        put(folder / "meta.json", kind)
+    (root / str(next(name))).symlink_to("nowhere")
+    (root / str(next(name))).write_text("a file")
+    folder = root / str(next(name))
+    folder.mkdir()
+    for end in ("pdparams", "pdopt"):  # as NVIDIA's example has them: no resume may take these
+        (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
+    return next(name) - 1002  # the link to nothing and the file are no folders
+
+
+def test_stray_folders_end_neither_a_running_job_nor_a_resume(run_train, tmp_path, capsys):
+    """They come while epoch 0 is evaluated: the next saves and a resume pass them over."""
+    root, flags = tmp_path / "output/Tiny", ["--keep-checkpoints", "2"]
+    assert run_train("--epochs", "1")[0] == 0
+    count = stray(root, folders.read_meta(root / "0"))
+    capsys.readouterr()
+    assert run_train("--epochs", "3", *flags, "--resume")[0] == 0
+    said = capsys.readouterr()
+    assert "Tiny/0: goes on with epoch 1" in said.out
+    assert said.err.count("is not a checkpoint: meta.json") == count
+    assert "Traceback" not in said.err
+    assert [p.name for p, _ in folders.newest_first(root)[0]][:2] == ["2", "1"]
+    assert folders.verify(root / "2")["epoch"] == 2
+
+
+def test_a_folder_that_cannot_be_entered_does_not_end_a_resume(run_train, tmp_path, monkeypatch, capsys):
+    assert run_train("--epochs", "1")[0] == 0
+    root = tmp_path / "output/Tiny"
+    (root / "99").mkdir(0)
+    real = os.open
+
+    def refuse(path, *arguments, **options):  # as a superuser may enter it
+        if "/99" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert run_train("--epochs", "2", "--resume")[0] == 0
+    assert "Tiny/99 is not a checkpoint: meta.json cannot be read (Permission denied)" in capsys.readouterr().err
+
+
+def test_resume_takes_no_checkpoint_whose_meta_json_is_gone(run_train, tmp_path, capsys):
+    assert run_train()[0] == 0
+    (tmp_path / "output/Tiny/0/meta.json").unlink()
+    assert run_train("--epochs", "2", "--resume")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["Tiny holds only damaged checkpoints", "to start afresh"])
+
+
+def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
+    """bn_rank0.npz, which no run writes, set any variable."""
+    stop_before(train_step=1)
+    assert run_train("--print-interval", "1")[0] == 75
+    stop_before()
+    folder = tmp_path / "output/Tiny/0_1"
+    np.savez(folder / "bn_rank0.npz", **{"linear_0.w_0": np.zeros((256, 3), np.float32)})
+    shutil.copytree(tmp_path / "output", tmp_path / "copy", symlinks=True)
+    (tmp_path / "copy/Tiny/0_1/bn_rank0.npz").unlink()
+    _, expected = run_train("--print-interval", "1", "--resume", "--output-dir", tmp_path / "copy")
+    code, report = run_train("--print-interval", "1", "--resume")
+    assert code == 0
+    assert losses(report) == losses(expected)
+
+
+def test_impossible_arguments_are_a_sentence_of_export(run_train, tmp_path, capsys):
+    assert run_train()[0] == 0
+    folder = tmp_path / "output/Tiny/0"
+    meta = folders.read_meta(folder)
+    for name, value in {
+        "image_shape": "wide",
+        "lr": {"a": 1},
+        "model_prefix": "../../secret",
+        "num_of_class": -1,
+    }.items():
+        craft(folder, meta | {"arguments": meta["arguments"] | {name: value}})
+        capsys.readouterr()
+        assert export.main([str(folder), str(tmp_path / "exported")]) == 2
+        assert "Tiny/0 has impossible arguments in its meta.json" in capsys.readouterr().err

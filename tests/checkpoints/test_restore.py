@@ -25,7 +25,7 @@ class Loader:
         return 10
 
     def state(self):
-        return {"step": self.step}
+        return {"step": self.step, "conditions": {}}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_layout(args, saved, tmp_path):
     assert meta["classes"] == ["a", "b", "c"]
     assert meta["arguments"]["lr"] == 0.01
     assert meta["lr_scheduler"]["last_epoch"] == 2
-    assert meta["ranks"][0]["loader"] == {"step": 2}
+    assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
     assert len((saved / "meta.json").read_text().splitlines()) < 200  # a person can read it
 
@@ -79,7 +79,7 @@ def test_position_inside_an_epoch(args, run):
     expected = random.random(), np.random.rand()
     assert saver.folder.name == "4_2"
     found = find(args, saver.folder.parent, "auto")
-    assert (found.epoch, found.step, found.trained, found.loader_state) == (4, 2, None, {"step": 2})
+    assert (found.epoch, found.step, found.trained, found.loader_state) == (4, 2, None, Loader().state())
     _, _, fresh, schedule, _ = build(args)
     restore.restore(args, found, schedule, Loader(), fresh, PLACE)
     assert fresh["loss"][1].state() == fetchs["loss"][1].state()
@@ -90,7 +90,7 @@ def test_position_inside_an_epoch(args, run):
 def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_those_of_rank_0(args, run, monkeypatch):
     saver, _, _ = run
     own = {"batch_norm_3.w_1": np.arange(32, dtype=np.float32)}
-    state = {"loader": {"step": 2}, "meters": {}}
+    state = {"loader": Loader().state(), "meters": {}}
     monkeypatch.setattr(exchange, "gather", lambda data: [data, saver_module._pack(state, own)])
     saver.save(4, 2)
     saver.finish()
@@ -109,10 +109,11 @@ def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_th
 
 def test_position_between_training_and_evaluation(args, run):
     saver, _, _ = run
-    saver.save(4, 10, trained={"loss": 1.5})
+    trained = {"loss": 1.5, "top1": 0.5, "top5": 1.0, "ips": 20.0}
+    saver.save(4, 10, trained=trained)
     saver.finish()
     found = find(args, saver.folder.parent, "auto")
-    assert (found.epoch, found.step, found.trained) == (4, 10, {"loss": 1.5})
+    assert (found.epoch, found.step, found.trained) == (4, 10, trained)
 
 
 def test_schedule_goes_on_exactly(args, run):

@@ -1,0 +1,137 @@
+"""The schema of meta.json. saver.py writes it; folders.py reads only what fits it, so that the rest can rely on it."""
+
+import base64
+import json
+import random
+import re
+import reprlib
+
+import numpy as np
+
+
+def problem(meta):
+    """What is wrong with the content of a meta.json (without its checksum): a few words, or None."""
+    for name, is_valid in SCHEMA.items():
+        if name not in meta:
+            return f"{name} is missing"
+        if not is_valid(meta[name]):
+            return f"{name} is {reprlib.repr(meta[name])[:100]}"
+    if (meta["step"] or 0) > meta["steps_each_epoch"]:
+        return f"step is {meta['step']} of {meta['steps_each_epoch']}"
+    return None
+
+
+def _is_count(value):
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_number(value):
+    return type(value) in (int, float)  # a loss may be infinite or not a number
+
+
+def _is_ratio(value):
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_text(value):
+    return isinstance(value, str)
+
+
+def _is_table(value, /, **checks):
+    """Whether a value is a dict that has these keys, with values that pass their checks."""
+    return isinstance(value, dict) and all(name in value and check(value[name]) for name, check in checks.items())
+
+
+def _is_list_of(check):
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_none_or(check):
+    return lambda value: value is None or check(value)
+
+
+def _is_result(value):
+    """Of an epoch's training or evaluation."""
+    checks = {"loss": _is_number, "top1": _is_ratio, "top5": _is_ratio, "ips": _is_number}
+    return _is_table(value, **checks) and all(map(_is_number, value.values()))
+
+
+def _is_best(value):
+    return _is_result(value) and _is_count(value.get("epoch"))
+
+
+def _is_rank(value):
+    """One process's part: the state of its loader and of its meters."""
+    return (
+        _is_table(value, loader=_is_loader, meters=_is_table)
+        and all(map(_is_text, value["meters"]))
+        and all(map(_is_meter, value["meters"].values()))
+    )
+
+
+def _is_loader(value):
+    return _is_table(value, step=_is_count, conditions=_is_table) and _is_base64(value.get("pipeline", ""))
+
+
+def _is_base64(value):
+    try:
+        return _is_text(value) and base64.b64decode(value, validate=True) is not None
+    except ValueError:
+        return False
+
+
+def _is_meter(value):
+    return _is_table(value, value=_is_number, sum=_is_number, count=_is_count) and _is_count(value.get("not_finite", 0))
+
+
+def _are_seeds(value):
+    """Whether the generators accept their states."""
+    try:
+        random.Random().setstate(as_tuples(json.loads(value["python"])))
+        name, keys, position, *rest = json.loads(value["numpy"])
+        np.random.RandomState().set_state((name, keys, position, *rest))
+        return 0 <= position <= len(keys)  # which NumPy does not check
+    except Exception:  # each generator has its own errors
+        return False
+
+
+def as_tuples(value):
+    """JSON's lists as tuples, all the way down: random.setstate wants them."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
+def _are_files(value):
+    """{name: {"size", "sha256"}} with the parameters and the optimizer, below the folder itself."""
+    return (
+        _is_table(value)
+        and all(re.fullmatch(r"[^/.\0][^/\0]*", name) for name in value)
+        and all(_is_table(entry, size=_is_size, sha256=_is_sha256) for entry in value.values())
+        and any(name.endswith(".pdparams") for name in value)
+        and any(name.endswith(".pdopt") for name in value)
+    )
+
+
+def _is_size(value):
+    return type(value) is int and value >= 0
+
+
+def _is_sha256(value):
+    return _is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+SCHEMA = {
+    "sequence": _is_size,
+    "run": _is_text,
+    "epoch": _is_count,
+    "step": _is_none_or(_is_count),
+    "steps_each_epoch": _is_count,
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "classes": _is_list_of(_is_text),
+    "arguments": _is_table,
+    "trained": _is_none_or(_is_result),
+    "evaluated": _is_none_or(_is_result),
+    "best": _is_none_or(_is_best),
+    "seeds": _are_seeds,
+    "ranks": lambda value: bool(value) and _is_list_of(_is_rank)(value),
+    "files": _are_files,
+}
