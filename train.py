@@ -16,18 +16,18 @@ def main(argv=None):
     work saved, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        with signals.watched():
-            return exit_codes.of("train.py", lambda: _main(argv))
+        return exit_codes.of("train.py", lambda: _main(argv))
     finally:
         logger.close()
 
 
 def _main(argv):
-    args = config.parse_args(argv)
-    if args.print_config:
-        print(yaml.safe_dump(config.as_dict(args), sort_keys=False), end="")
-    else:
-        _run(args, argv)
+    with signals.watched():
+        args = config.parse_args(argv)
+        if args.print_config:
+            print(yaml.safe_dump(config.as_dict(args), sort_keys=False), end="")
+        else:
+            _run(args, argv)
 
 
 def _run(args, argv):
