@@ -55,7 +55,7 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
     host = master.rpartition(":")[0]
     near, far = socket.socketpair()
     with far, contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(host, world_size, master)) if rank == 0 else None
+        listener = stack.enter_context(_listen(host, master)) if rank == 0 else None
         port = listener and listener.getsockname()[1]
         _watch = one = _Watch(near, watch.start(rank, world_size, timeout_s, master, far, _position, listener))
     private, public = channel.key_pair()
@@ -67,9 +67,9 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
     one.tell({"address": address})
 
 
-def _listen(host, world_size, master):
+def _listen(host, master):
     try:
-        return socket.create_server((host, 0), backlog=world_size)
+        return socket.create_server((host, 0))
     except OSError as e:
         raise UsageError(
             f"PADDLE_MASTER {master}: rank 0's machine cannot listen on that address ({e.strerror}): give the launcher "
