@@ -264,7 +264,7 @@ def test_index_makes_what_is_missing(converted, tmp_path, capsys):
 # Converts in blocks of four images and is killed when some are written; says before who its workers are.
 KILLED = """
 import multiprocessing, os, signal, sys
-from paddle_resnet import convert
+from paddle_resnet.tools import convert
 
 def progress(done, total):
     if done >= 9:
