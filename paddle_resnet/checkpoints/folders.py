@@ -64,9 +64,10 @@ def lock(root):
         an open file. The lock lasts until this process ends or closes any open file of ROOT/.lock.
     Raises:
         BlockingIOError: another process holds the lock; strerror names it.
+        OSError: .lock cannot be opened, or is a link, whose target would be overwritten.
     """
+    file = _open_lock(Path(root) / ".lock")
     # A POSIX lock belongs to the process, so a forked child that outlives this process does not keep it.
-    file = open(Path(root) / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  open as long as the run
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -81,6 +82,31 @@ def lock(root):
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
     return file
+
+
+def _open_lock(path):
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    if not path.is_symlink():
+        file = open(path, "r+", encoding="utf-8", opener=lambda name, _: os.open(name, flags, 0o666))  # noqa: SIM115
+        if os.fstat(file.fileno()).st_nlink <= 1:
+            return file
+        file.close()
+    raise OSError(errno.EEXIST, f"{path} is a link: remove it", str(path))
+
+
+def keep(root, file):
+    """Return a lock of ROOT: the given one, or a new one if .lock has been deleted or replaced meanwhile.
+
+    Raises:
+        BlockingIOError: as lock.
+    """
+    try:
+        if os.path.samestat(os.fstat(file.fileno()), os.lstat(Path(root) / ".lock")):
+            return file
+    except FileNotFoundError:
+        pass
+    logger.warn(f"{root}/.lock was deleted or replaced during the run: another run could have written there")
+    return lock(root)
 
 
 def unwritable(args, error):

@@ -8,6 +8,7 @@ through a buffer of SHUFFLE_BUFFER images, from which the next one is drawn at r
 their shards in a new random order each epoch, the same on every process.
 """
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,12 +39,14 @@ class DataSet:
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images [uint8 bytes], labels [1] int64), called
             while a DALI pipeline is being defined. Shards are padded to equal numbers of full batches by repeating
             their last image, so that every process makes the same number of steps; the iterator cuts the copies off.
+        digest: sha256 of names and labels in the order of listing; None for containers.
     """
 
     data_format: str
     size: int
     classes: list
     read: Callable
+    digest: str | None = None
 
 
 def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset()):
@@ -87,6 +90,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip):
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
         if not files:
             raise UsageError(f"--skip-list leaves no image of {mode.value} in {image_root}: skip fewer")
+    digest = hashlib.sha256("\n".join([*files, *map(str, labels)]).encode()).hexdigest()
     if mode is Mode.TRAIN:
         # DALI's own shuffle has a fixed seed and the same order in every run; this makes the order follow the seed.
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
@@ -107,7 +111,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip):
         )
         return encoded, fn.cast(label, dtype=types.INT64)
 
-    return DataSet(data_format, len(files), classes, read)
+    return DataSet(data_format, len(files), classes, read, digest)
 
 
 def recordio(image_root, mode, num_of_class, seed, skip):
