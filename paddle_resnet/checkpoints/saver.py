@@ -182,7 +182,7 @@ class Saver:
             self._lock = folders.keep(self._root, self._lock)
             whole, _ = folders.newest_first(self._root)
             meta["sequence"] = whole[0][1]["sequence"] + 1 if whole else 0
-            folder = folders.commit(self._root, name, files, meta)
+            folder = folders.commit(self._root, name, files, meta, self._args.checkpoint_commit)
         except BlockingIOError as e:
             raise RunError(
                 f"checkpoint {self._root / name} is not written: {self._root}/.lock was deleted, and another run "
