@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from test_folders import HOLDER, write
 
-from conftest import ROOT, losses
+from conftest import ROOT, TINY, losses, phase, read_report
 from paddle_resnet.checkpoints import folders, restore
 from utils.errors import UsageError
 
@@ -110,3 +110,18 @@ def test_a_run_whose_lock_another_run_has_taken_writes_no_more(run_train, tmp_pa
     said = capsys.readouterr().err
     assert f"Tiny/0 is not written: {root}/.lock was deleted, and another run (process {holders[0].pid}" in said
     assert not (root / "0").exists()
+
+
+def test_a_closed_output_costs_no_checkpoint(photos, tmp_path):
+    """As in `train.py | head -1`."""
+    places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = list(map(str, [sys.executable, "tests/train_tiny.py", *TINY, *places]))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the output can no longer be written (Broken pipe)") == 1
+    assert folders.verify(tmp_path / "Tiny/0")["epoch"] == 0
+    assert phase(read_report(tmp_path / "report.json"), [], "val.")["images"] == 23
