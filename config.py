@@ -118,6 +118,13 @@ def _add_global(group):
     group.add_argument(
         "--keep-checkpoints", type=_positive, default=3, help="newest checkpoints of this run to keep, beside its best"
     )
+    group.add_argument(
+        "--checkpoint-commit",
+        default="rename",
+        choices=["rename", "marker"],
+        help="how a checkpoint becomes valid: its folder is renamed, or, where renames are not atomic (object stores), "
+        "meta.json is written last",
+    )
     _add_switch(
         group,
         "--resume",

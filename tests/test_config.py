@@ -73,6 +73,7 @@ OURS = {
     "resume": False,
     "save-interval-steps": 0,
     "keep-checkpoints": 3,
+    "checkpoint-commit": "rename",
     "pretrained-mismatch": "error",
     "profile-steps": None,
     "amp-dtype": "float16",

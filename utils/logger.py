@@ -6,6 +6,7 @@ start writes "PARAMETER" first, after all checks have passed. After a resume, th
 """
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -85,9 +86,35 @@ def close():
 
 def write_line(text, stream):
     """Write a line in one call. print writes the newline separately, and under `python -u`, which the launcher uses,
-    another thread or process with the same log file may write in between."""
-    stream.write(f"{text}\n")
-    stream.flush()
+    another thread or process with the same log file may write in between.
+
+    A stream that breaks, a pipe into `head` or a full disk, costs its lines and nothing else."""
+    try:
+        stream.write(f"{text}\n")
+        stream.flush()
+    except OSError as e:
+        _abandon(stream)
+        if stream is sys.stdout:
+            warn(f"the output can no longer be written ({e.strerror}): the run goes on without it; see --report-file")
+
+
+def _abandon(stream):
+    """Send the rest of a stream nowhere. What it still holds would fail again at the end, with exit code 120."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _prepare(stream):
+    """A standard stream that takes every character, and one that exists where the process was started without it."""
+    if stream is None:
+        stream = open(os.devnull, "w")  # noqa: SIM115  as long as the process
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 
 def elapsed_s():
