@@ -18,7 +18,7 @@ from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorat
 from paddle_resnet.passes import all_reduces, fusion
 from paddle_resnet.passes.updates import mend_updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
-from utils import logger
+from utils import logger, progress
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, ConfusionMeter, StepClock, latency_percentiles
 from utils.mode import Mode
@@ -375,6 +375,28 @@ class _Pass:
             metrics = {name: meter.value for name, meter in self._averages().items()}
             metrics.update(self._clock.since_last_log())
             self._step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
+        if progress.is_due():
+            self._show_progress(step + 1, images, lr)
+
+    def _show_progress(self, step, images, lr):
+        """Show what the host has read: the means of this pass, and the speed of its last steps."""
+        data_time, batch_time = self._clock.recent()
+        if batch_time == 0:
+            return
+        means = {name: meter.sum / meter.count for name, meter in self._averages().items()}
+        figures = [f"loss {means['loss']:.4g}", f"top1 {means['top1']:.4f}", f"{images / batch_time:,.0f} images/s"]
+        figures.append(f"waiting for data {data_time / batch_time:.0%}")
+        if lr is not None:
+            figures.append(f"lr {lr:.4g}")
+        if self._args.device == "gpu":
+            gib = paddle.device.cuda.max_memory_allocated(processes.local_gpu()) / 2**30
+            figures.append(f"GPU memory {gib:.1f} GiB")
+        steps_left = self.end_step - step
+        run_left_s = None
+        if self._mode is Mode.TRAIN and not self._args.benchmark:
+            epochs_left = self._args.epochs - self._epoch - 1
+            run_left_s = (steps_left + epochs_left * self.end_step) * batch_time
+        progress.show(step, self.end_step, steps_left * batch_time, run_left_s, figures)
 
     def _drain(self):
         """Wait until all dispatched steps are done: their metrics are there before they end."""

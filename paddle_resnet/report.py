@@ -17,6 +17,7 @@ from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
 MIB = 2**20
+STARVED_SHARE = 0.2  # of a step that a GPU waits for images
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):
@@ -52,6 +53,40 @@ def all_done(args, found):
     if not args.resume:
         raise UsageError(f"--epochs {args.epochs}: all are done in {found.folder}: give more than {found.epoch}")
     logger.info(f"--resume: all {args.epochs} epochs are done in {found.folder}")
+
+
+def advise_on_loader(args, epoch, trained):
+    """Warn if a GPU waits for the loader for more than a fifth of an epoch, with the flag to try. A CPU program shares
+    its cores with the loader and is not starved by it. A short first epoch is mostly start-up and does not count.
+
+    Args:
+        args: flags.
+        epoch: number of the epoch.
+        trained: result of program.run.
+    Returns:
+        whether it warned.
+    """
+    share = trained["data_time"] / trained["batch_time"]
+    if args.device != "gpu" or share <= STARVED_SHARE or (epoch == 0 and trained["steps"] < 50):
+        return False
+    logger.warn(
+        f"epoch {epoch}: the GPU waited for images {share:.0%} of the time: try {_loader_flag(args)}; "
+        f"`python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}` measures the loader alone"
+    )
+    return True
+
+
+def _loader_flag(args):
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
+    if args.dali_num_threads < cores:
+        return f"--dali-num-threads {cores}"
+    if args.dali_device == "cpu":
+        return "--dali-device gpu"
+    if args.hw_decoder_load < 0.9:
+        return "--hw-decoder-load 0.9"
+    if args.cpu_decoder_load == 0:
+        return "--cpu-decoder-load 0.1"
+    return f"--dali-prefetch {2 * args.dali_prefetch}"
 
 
 def conclude(args, argv, result, mode):

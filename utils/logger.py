@@ -13,6 +13,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from utils import progress
 from utils.errors import RunError, UsageError
 
 _path = _report = None
@@ -86,6 +87,8 @@ def close():
 def write_line(text, stream):
     """Write a line in one call. print writes the newline separately, and under `python -u`, which the launcher uses,
     another thread or process with the same log file may write in between."""
+    if progress.write_above(text, stream):
+        return
     stream.write(f"{text}\n")
     stream.flush()
 
@@ -108,7 +111,7 @@ def warn(message):
 
 
 def log(step, data):
-    """Print and report metrics.
+    """Print and report metrics. Where a live line shows the steps, their lines are not printed.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
@@ -116,7 +119,8 @@ def log(step, data):
     """
     if _quiet:
         return
-    write_line(_line(step, data), sys.stdout)
+    if len(step) < 2 or not progress.is_shown():
+        write_line(_line(step, data), sys.stdout)
     report(step, data)
 
 

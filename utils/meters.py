@@ -132,6 +132,12 @@ class StepClock:
         """Leave out the time since close_step."""
         self._tick = perf_counter()
 
+    def recent(self):
+        """(seconds of waiting for the loader, seconds) of a step: means of the last steps."""
+        data_times, batch_times = self.data_times[-20:], self.batch_times[-20:]
+        n = len(batch_times) or 1
+        return sum(data_times) / n, sum(batch_times) / n
+
     def since_last_log(self):
         steps, images, seconds = self._logged
         self._logged = (len(self.batch_times), self.images, sum(self.batch_times))

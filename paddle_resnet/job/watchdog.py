@@ -18,7 +18,7 @@ import threading
 import time
 
 from paddle_resnet.job import watch
-from utils import logger
+from utils import logger, progress
 from utils.errors import RunError, UsageError
 
 # How long a process whose operation has failed waits for word that another one failed first; the launcher leaves it 3.
@@ -35,6 +35,7 @@ def phase(name):
     global _phase, _now
     _phase += 1
     _now = (_phase, 0, name, None)
+    progress.phase(name)
 
 
 def step(number, waits=False):
