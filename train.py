@@ -86,6 +86,10 @@ def _run_epochs(args, argv, exe, found, training, evaluation):
     from paddle_resnet.passes import all_reduces
 
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, found)
+    if args.tensorboard_dir is not None:
+        from paddle_resnet.results import tensorboard
+
+        training = training._replace(loader=tensorboard.follow(args, training.loader, found))
     logger.begin(config.as_dict(args), goes_on=args.resume)
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)

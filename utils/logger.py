@@ -17,6 +17,7 @@ from utils import progress
 from utils.errors import RunError, UsageError
 
 _path = _report = None
+_followers = []
 _quiet = False
 _start_s = time.time()
 
@@ -77,8 +78,15 @@ def _whole_lines(path):
     return path.read_bytes().rfind(b"\n") + 1
 
 
+def follow(follower):
+    """Hand each entry of the report from now on to follower.add(step, data), and call follower.close() at the end."""
+    _followers.append(follower)
+
+
 def close():
     global _path, _report
+    while _followers:
+        _followers.pop().close()
     if _report is not None:
         _report.close()
     _path = _report = None
@@ -149,6 +157,8 @@ def report(step, data):
                 failed.close()
             remedy = "make room, and start a training again with --resume"
             raise RunError(f"--report-file {failed.name} can no longer be written ({e.strerror}): {remedy}") from e
+        for follower in _followers:
+            follower.add(step, data)
 
 
 def _line(step, data):
