@@ -353,6 +353,9 @@ def _check(args):
             f"--predictions {args.predictions} are those of one evaluation: add --run-scope eval_only"
             + (", drop --benchmark" if args.benchmark else "")
         )
+    for name in ("predictions", "report_html"):
+        if getattr(args, name) is not None and args.data_format == "synthetic":
+            raise UsageError(f"{flag(name)} names images and --data-format synthetic has none: drop one of them")
     shape = ",".join(map(str, args.image_shape))
     if len(args.image_shape) != 3 or args.image_shape[0] not in (3, 4) or min(args.image_shape) < 1:
         raise UsageError(f"--image-shape {shape} is not C,H,W with 3 or 4 channels: give 4,224,224 or 3,224,224")

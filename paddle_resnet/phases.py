@@ -25,6 +25,7 @@ Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled
 def start(args):
     """Settle devices and kernels, and see that the report can be written."""
     logger.setup(args.report_file, processes.rank())
+    report.check_outputs(args)
     processes.resolve_devices(args)
     progress.phase("the custom kernels")
     native.resolve(args)

@@ -11,6 +11,7 @@ import numpy as np
 import nvidia.dali
 import paddle
 
+import config
 from paddle_resnet.job import exchange, processes
 from utils import logger
 from utils.errors import RunError, UsageError
@@ -18,6 +19,23 @@ from utils.mode import RunScope
 
 MIB = 2**20
 STARVED_SHARE = 0.2  # of a step that a GPU waits for images
+
+
+def check_outputs(args):
+    """Refuse files that could not be written at the end of the run.
+
+    Raises:
+        UsageError: --predictions or --report-html cannot be written.
+    """
+    for name in ("predictions", "report_html"):
+        path = getattr(args, name)
+        if path is not None and processes.rank() == 0:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                open(path, "a").close()
+            except OSError as e:
+                flag = config.flag(name)
+                raise UsageError(f"{flag} {path} cannot be written ({e.strerror}): name another file") from e
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):
@@ -191,8 +209,9 @@ def write_classes(args, result, classes):
     nothing: its images are no data set.
 
     REPORT.classes.csv has a line for each class: label, class, images, correct, top1. REPORT.confusion.csv has a line
-    for each pair that occurred, the most frequent first: label, predicted, images, class, predicted_class. Each
-    evaluation replaces the files of the one before.
+    for each pair that occurred, the most frequent first: label, predicted, images, class, predicted_class.
+    REPORT.predictions.csv is there with --report-html, unless --predictions names a file. Each evaluation replaces the
+    files of the one before.
 
     Args:
         args: flags.
@@ -219,6 +238,10 @@ def write_classes(args, result, classes):
     pairs = sorted(zip(*confusion.nonzero(), strict=True), key=lambda pair: -confusion[pair])
     rows = [(*pair, confusion[pair], *(names[label] for label in pair)) for pair in pairs]
     _write(args, "confusion", ("label", "predicted", "images", "class", "predicted_class"), rows)
+    if "predictions" in result:
+        from paddle_resnet.results import predictions
+
+        predictions.write(args.predictions or _beside(args, "predictions.csv"), args, result["predictions"], names)
     return numbers
 
 
