@@ -86,16 +86,21 @@ def _add_global(group):
     )
     group.add_argument(
         "--tensorboard-dir",
+        type=_path,
         metavar="DIR",
         help="write the report's figures, the first training batch and the flags for TensorBoard",
     )
     group.add_argument(
         "--report-html",
+        type=_path,
         metavar="FILE",
         help="write a page about the run at its end, with curves, confusions and images",
     )
     group.add_argument(
-        "--predictions", metavar="FILE", help="with eval_only: write a CSV file with the top five classes of each image"
+        "--predictions",
+        type=_path,
+        metavar="FILE",
+        help="with eval_only: write a CSV file with the five most probable classes of each image",
     )
     group.add_argument("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
     _add_switch(group, "--benchmark", help="measure the speed of training (or of eval_only) and stop")
@@ -579,6 +584,11 @@ def _steps(text):
     if begin >= end:
         raise argparse.ArgumentTypeError(f"{begin}:{end} holds no step: give A:B with A less than B")
     return [begin, end]
+
+
+def _path(text):
+    """A path; None takes back what stands before."""
+    return None if text == "None" else text
 
 
 def _epoch(text):

@@ -1,4 +1,7 @@
-"""What a run says about itself: its first and last lines, and the CSV files beside --report-file."""
+"""What a run says about itself: its first and last lines, and the CSV files beside --report-file.
+
+`python -m paddle_resnet.report RUN...` compares runs (results/comparison.py).
+"""
 
 import csv
 import os
@@ -13,7 +16,7 @@ import paddle
 
 import config
 from paddle_resnet.job import exchange, processes
-from utils import logger
+from utils import files, logger
 from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
@@ -123,8 +126,9 @@ def conclude(args, argv, result, mode):
     data = {f"{mode.value}.{name}": value for name, value in result.items()}
     if not args.benchmark:
         logger.log((), data)
+        _write_page(args, argv)
         return
-    command = f"{_python()} train.py {shlex.join(argv)}"
+    command = _command(argv)
     about = {"versions": _versions(args), "processes": processes.world_size(), "command": command}
     logger.report((), data | about)
     if processes.rank() == 0:
@@ -192,11 +196,28 @@ def summarise(args, argv, trained, evaluated, best, folder):
         data |= {"best.epoch": best["epoch"], "best.val.top1": best["top1"]}
     logger.log((), data)
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
+    _write_page(args, argv)
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
-        flags += ["--report-file", str(_beside(args, "eval.json"))]
-        flags += ["--profile-steps", "None"] if args.profile_steps else []
+        flags += ["--report-file", str(files.beside(args.report_file, "eval.json"))]
+        for name in ("profile_steps", "tensorboard_dir", "report_html"):
+            flags += [config.flag(name), "None"] if getattr(args, name) else []
         logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
+
+
+def _write_page(args, argv):
+    if args.report_html is None or processes.rank() != 0:
+        return
+    from paddle_resnet.results import page
+
+    environment = _versions(args) | {"system": platform.platform(), "cores": os.cpu_count()}
+    environment |= {"processes": processes.world_size(), "command": _command(argv)}
+    page.write(args.report_html, args.report_file, environment)
+    logger.info(f"page: {args.report_html}")
+
+
+def _command(argv):
+    return f"{_python()} train.py {shlex.join(argv)}"
 
 
 def _python():
@@ -241,14 +262,16 @@ def write_classes(args, result, classes):
     if "predictions" in result:
         from paddle_resnet.results import predictions
 
-        predictions.write(args.predictions or _beside(args, "predictions.csv"), args, result["predictions"], names)
+        predictions.write(
+            args.predictions or files.beside(args.report_file, "predictions.csv"), args, result["predictions"], names
+        )
     return numbers
 
 
 def _write(args, what, header, rows):
     if Path(args.report_file).exists() and not Path(args.report_file).is_file():
         return  # /dev/null, a pipe
-    path = _beside(args, f"{what}.csv")
+    path = files.beside(args.report_file, f"{what}.csv")
     try:
         with open(path, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
@@ -256,7 +279,7 @@ def _write(args, what, header, rows):
         raise RunError(f"{path}, beside --report-file, cannot be written ({e.strerror}): make room") from e
 
 
-def _beside(args, ending):
-    """The path of a file that belongs to the report: run.json, eval.json -> run.eval.json."""
-    path = Path(args.report_file)
-    return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
+if __name__ == "__main__":
+    from paddle_resnet.results import comparison
+
+    sys.exit(comparison.main())
