@@ -171,7 +171,11 @@ def _matrix(classes, confusion):
     left, top = 14 + 6.5 * longest, 18 + 5 * longest
     cell = min(44, 440 / n)
     size = f'width="{cell - 1.5:.1f}" height="{cell - 1.5:.1f}"'
-    svg = [f'<svg class="matrix" viewBox="0 0 {left + n * cell + 2:.1f} {top + n * cell + 2:.1f}" role="img">']
+    width, height = left + n * cell + 4 * longest, top + n * cell
+    svg = [
+        f'<svg class="matrix" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        f'style="min-width: {min(width, 20 * n + left):.0f}px">'
+    ]
     for name, i in place.items():
         text, at = escape(_short(of_label[name]["class"])), (i + 0.5) * cell
         svg.append(f'<text x="{left - 6}" y="{top + at + 4:.1f}" text-anchor="end">{text}</text>')
