@@ -14,7 +14,7 @@ from PIL import Image
 
 pytest.importorskip("jinja2")
 
-from conftest import read_report
+from conftest import ROOT, losses, read_report
 from paddle_resnet.results import comparison, curves, page, reading
 from utils.errors import UsageError
 
@@ -231,3 +231,23 @@ def test_chart_leaves_out_what_is_not_finite():
     assert curves.chart([("a", "train", [(1, math.nan)])]) == ""
     svg = curves.chart([("<a>", "train", [(1, 2.0), (2, math.inf), (3, 4.0)])])
     assert "nan" not in svg and "inf" not in svg and "&lt;a&gt;" in svg
+
+
+def test_reader_of_the_docs(trained, monkeypatch):
+    [code] = re.findall(r"```python\n(.+?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
+    assert sum(line != "" for line in code.splitlines()) == 3
+    monkeypatch.chdir(trained)
+    found = {}
+    exec(code, found)
+    expected = {key: value for key, value in losses(read_report(trained / "report.json")).items() if key[1] != "val"}
+    summary = found["losses"].pop(())
+    assert found["losses"] == {key if key[1] != "train" else key[:1]: value for key, value in expected.items()}
+    assert len(expected) == 8 and summary == expected[1, "train"]
+
+
+def test_docs_name_every_figure_of_a_report(trained):
+    text = (ROOT / "docs/reports.md").read_text()
+    entries = read_report(trained / "report.json")
+    for name in {name for entry in entries[1:] for name in entry["data"]}:
+        assert f"`{name}`" in text or f"`{name.partition('.')[2]}`" in text, name
+    assert all(f"`{key}`" in text for key in entries[0])
