@@ -14,9 +14,11 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from utils import progress
 from utils.errors import RunError, UsageError
 
 _path = _report = None
+_followers = []
 _quiet = False
 _start_s = time.time()
 
@@ -77,8 +79,15 @@ def _whole_lines(path):
     return path.read_bytes().rfind(b"\n") + 1
 
 
+def follow(follower):
+    """Hand each entry of the report from now on to follower.add(step, data), and call follower.close() at the end."""
+    _followers.append(follower)
+
+
 def close():
     global _path, _report
+    while _followers:
+        _followers.pop().close()
     if _report is not None:
         _report.close()
     _path = _report = None
@@ -89,6 +98,8 @@ def write_line(text, stream):
     another thread or process with the same log file may write in between.
 
     A stream that breaks, a pipe into `head` or a full disk, costs its lines and nothing else."""
+    if progress.write_above(text, stream):
+        return
     try:
         stream.write(f"{text}\n")
         stream.flush()
@@ -135,7 +146,7 @@ def warn(message):
 
 
 def log(step, data):
-    """Print and report metrics.
+    """Print and report metrics. Where a live line shows the steps, their lines are not printed.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
@@ -143,7 +154,8 @@ def log(step, data):
     """
     if _quiet:
         return
-    write_line(_line(step, data), sys.stdout)
+    if len(step) < 2 or not progress.is_shown():
+        write_line(_line(step, data), sys.stdout)
     report(step, data)
 
 
@@ -172,6 +184,8 @@ def report(step, data):
                 failed.close()
             remedy = "make room, and start a training again with --resume"
             raise RunError(f"--report-file {failed.name} can no longer be written ({e.strerror}): {remedy}") from e
+        for follower in _followers:
+            follower.add(step, data)
 
 
 def _line(step, data):

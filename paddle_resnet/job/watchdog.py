@@ -15,7 +15,7 @@ import time
 
 from paddle_resnet.job import channel, watch
 from paddle_resnet.job.position import Position
-from utils import logger
+from utils import logger, progress
 from utils.errors import RunError, UsageError
 
 # How long a rank waits for word of the first cause. The launcher terminates it 3 s after another rank has ended.
@@ -32,6 +32,7 @@ _watch = None
 def phase(name):
     """Note what this rank does now. All ranks must go through the same phases."""
     _position.phase(name)
+    progress.phase(name)
 
 
 def step(number, waits=False):
