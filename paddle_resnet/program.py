@@ -10,6 +10,7 @@ from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
+from paddle_resnet import compat
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
@@ -19,7 +20,7 @@ from paddle_resnet.passes import all_reduces, fusion
 from paddle_resnet.passes.updates import mend_updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
 from utils import logger
-from utils.errors import RunError, UsageError
+from utils.errors import RunError
 from utils.meters import AverageMeter, ConfusionMeter, StepClock, latency_percentiles
 from utils.mode import Mode
 from utils.signals import Preempted
@@ -81,12 +82,7 @@ def create_strategy(args, is_train=True):
     """
     strategy = static.BuildStrategy()
     if args.fuse_resunit:
-        if not hasattr(strategy, "fuse_resunit"):
-            raise UsageError(
-                f"--fuse-resunit: Paddle {paddle.__version__} has no fused residual unit: drop the flag, the other "
-                "operators are fused without it"
-            )
-        strategy.fuse_resunit = True
+        compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
         # Paddle's kernels of a fused addition and activation know no bfloat16; the passes that fuse BN leave it alone.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"

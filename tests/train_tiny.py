@@ -9,6 +9,7 @@ so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a r
 FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one
 rank alone, or "RANK version".
 """
+# ruff: noqa: I001
 
 import ctypes
 import os
@@ -17,11 +18,12 @@ import sys
 import time
 from functools import partial
 
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
 import numpy as np
 import paddle
 from paddle import static
 
-import train  # first: sets Paddle's environment
+import train
 from paddle_resnet import dali, models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.checkpoints.saver import Saver
