@@ -31,6 +31,7 @@ from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import resnet
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
+from utils import signals
 from utils.mode import Mode
 
 
@@ -177,7 +178,7 @@ if __name__ == "__main__":
         exchange.stop_agreed = fail_at(exchange.stop_agreed, int(step), kind)
     if os.environ.get("DIFFERS", "").split()[:1] == [my_rank]:
         differ(os.environ["DIFFERS"].split()[1:])
-    code = train.main()
+    code = signals.leaving(train.main())
     print(f"recordings: {len(recordings)}")
     if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:
         names = [f"conv2d_{i}.w_0" for i in range(17)] + ["linear_0.w_0", "linear_0.b_0"]
