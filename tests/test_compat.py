@@ -9,6 +9,8 @@ import pytest
 from paddle import static
 from paddle.base.framework import OpProtoHolder
 
+import other_paddle
+from conftest import ROOT
 from paddle_resnet import compat
 from utils.errors import UsageError
 
@@ -118,3 +120,14 @@ def test_paddle_3_has_a_fused_residual_unit_in_some_builds():
     if not paddle.is_compiled_with_cuda():
         with pytest.raises(UsageError, match="--fuse-resunit"):
             compat.fuse_residual_units(static.BuildStrategy())
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "tests/goldens").glob("paddle_*")), ids=lambda folder: folder.name)
+def test_versions_read_each_other(folder):
+    """The tolerance is for another processor; .ci/run compares the versions on one machine to 1e-5."""
+    other_paddle.check(folder, rtol=2e-4)
+
+
+def test_there_is_a_golden_of_each_version():
+    names = {f"paddle_{'.'.join(map(str, version))}" for version in (compat.LOWEST, compat.HIGHEST)}
+    assert names == {folder.name for folder in (ROOT / "tests/goldens").glob("paddle_*")}
