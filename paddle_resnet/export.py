@@ -32,6 +32,9 @@ def export(checkpoint, output):
     import paddle
     from paddle import static
 
+    from paddle_resnet import compat
+
+    compat.check_version()
     from paddle_resnet.checkpoints import folders, variables
     from paddle_resnet.models import build_model
 

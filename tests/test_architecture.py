@@ -25,6 +25,7 @@ FLOORS = [
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.models"],
+    ["paddle_resnet.compat"],
     ["config"],
     ["utils"],
 ]
