@@ -19,7 +19,8 @@ def run_in_terminal(command, columns, **environment):
     """(exit code, what a terminal of that width received), stderr included."""
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)} | environment
+    # Empty: pytest-xdist sets COLUMNS for its workers, and the terminal's own width would not count.
+    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": ""} | environment
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
     received = b""
