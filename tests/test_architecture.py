@@ -25,7 +25,7 @@ FLOORS = [
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.models"],
-    ["paddle_resnet.compat"],
+    ["paddle_resnet.compat", "paddle_resnet.gpus", "paddle_resnet.libraries"],
     ["config"],
     ["utils"],
 ]
