@@ -24,6 +24,7 @@ FLOORS = [
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.models"],
+    ["paddle_resnet.preprocessing"],
     ["config"],
     ["utils"],
 ]
