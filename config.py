@@ -99,6 +99,24 @@ def _add_global(group):
     group.add_argument(
         "--report-file", default="./report.json", help="metrics in dllogger's JSON lines; --resume appends to the file"
     )
+    group.add_argument(
+        "--tensorboard-dir",
+        type=_path,
+        metavar="DIR",
+        help="write the report's figures, the first training batch and the flags for TensorBoard",
+    )
+    group.add_argument(
+        "--report-html",
+        type=_path,
+        metavar="FILE",
+        help="write a page about the run at its end, with curves, confusions and images",
+    )
+    group.add_argument(
+        "--predictions",
+        type=_path,
+        metavar="FILE",
+        help="with eval_only: write a CSV file with the five most probable classes of each image",
+    )
     group.add_argument("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
     _add_switch(group, "--benchmark", help="measure the speed of training (or of eval_only) and stop")
     group.add_argument("--benchmark-steps", type=_positive, default=100, help="steps to measure")
@@ -117,6 +135,13 @@ def _add_global(group):
     )
     group.add_argument(
         "--keep-checkpoints", type=_positive, default=3, help="newest checkpoints of this run to keep, beside its best"
+    )
+    group.add_argument(
+        "--checkpoint-commit",
+        default="rename",
+        choices=["rename", "marker"],
+        help="how a checkpoint becomes valid: its folder is renamed, or, where renames are not atomic (object stores), "
+        "meta.json is written last",
     )
     _add_switch(
         group,
@@ -345,6 +370,19 @@ def _check(args):
         raise UsageError(
             "--run-scope eval_only has nothing to evaluate: add --from-checkpoint DIR or --from-pretrained-params DIR"
         )
+    trains = args.run_scope is not RunScope.EVAL_ONLY and not args.benchmark
+    if args.tensorboard_dir is not None and not trains:
+        raise UsageError(f"--tensorboard-dir {args.tensorboard_dir} shows a training and this run has none: drop it")
+    if args.report_html is not None and args.benchmark:
+        raise UsageError(f"--report-html {args.report_html} is about a data set, and --benchmark is not: drop one")
+    if args.predictions is not None and (args.run_scope is not RunScope.EVAL_ONLY or args.benchmark):
+        raise UsageError(
+            f"--predictions {args.predictions} are those of one evaluation: add --run-scope eval_only"
+            + (", drop --benchmark" if args.benchmark else "")
+        )
+    for name in ("predictions", "report_html"):
+        if getattr(args, name) is not None and args.data_format == "synthetic":
+            raise UsageError(f"{flag(name)} names images and --data-format synthetic has none: drop one of them")
     shape = ",".join(map(str, args.image_shape))
     if len(args.image_shape) != 3 or args.image_shape[0] not in (3, 4) or min(args.image_shape) < 1:
         raise UsageError(f"--image-shape {shape} is not C,H,W with 3 or 4 channels: give 4,224,224 or 3,224,224")
@@ -573,6 +611,11 @@ def _steps(text):
     if begin >= end:
         raise argparse.ArgumentTypeError(f"{begin}:{end} holds no step: give A:B with A less than B")
     return [begin, end]
+
+
+def _path(text):
+    """A path; None takes back what stands before."""
+    return None if text == "None" else text
 
 
 def _epoch(text):

@@ -7,7 +7,7 @@ import yaml
 import config
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
 from paddle_resnet.job.processes import check_environment
-from utils import exit_codes, logger, signals
+from utils import exit_codes, logger, progress, signals
 from utils.mode import Mode
 
 
@@ -16,23 +16,25 @@ def main(argv=None):
     work saved, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        with signals.watched():
-            return exit_codes.of("train.py", lambda: _main(argv))
+        return exit_codes.of("train.py", lambda: _main(argv))
     finally:
         logger.close()
 
 
 def _main(argv):
-    args = config.parse_args(argv)
-    if args.print_config:
-        print(yaml.safe_dump(config.as_dict(args), sort_keys=False), end="")
-    else:
-        _run(args, argv)
+    with signals.watched():
+        args = config.parse_args(argv)
+        if args.print_config:
+            print(yaml.safe_dump(config.as_dict(args), sort_keys=False), end="")
+            return
+        with progress.shown():
+            _run(args, argv)
 
 
 def _run(args, argv):
     """The phases of a run, in order."""
     check_environment()
+    progress.phase("the import of Paddle")
     with signals.held_back():
         import paddle  # noqa: F401  takes seconds, so after the flags are known to be right
     from paddle import static
@@ -86,7 +88,12 @@ def _run_epochs(args, argv, exe, found, training, evaluation):
     from paddle_resnet.passes import all_reduces
 
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, found)
+    if args.tensorboard_dir is not None:
+        from paddle_resnet.results import tensorboard
+
+        training = training._replace(loader=tensorboard.follow(args, training.loader, found))
     logger.begin(config.as_dict(args), goes_on=args.resume)
+    is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
     trained = found and found.trained  # not None: the epoch was stopped in its evaluation
     for epoch in range(found.epoch if found else 0, args.epochs):
@@ -96,6 +103,7 @@ def _run_epochs(args, argv, exe, found, training, evaluation):
             if trained is None:
                 trained = _train(args, exe, training, epoch, saver.save)
                 average_bn()
+                is_advised = is_advised or report.advise_on_loader(args, epoch, trained)
             if evaluation and (is_last or (epoch + 1) % args.eval_interval == 0):
                 evaluated = _evaluate(args, exe, evaluation, epoch)
                 saver.note(epoch, evaluated)

@@ -41,6 +41,8 @@ BATCH_FLAGS = (
     *("normalize_scale", "normalize_mean", "normalize_std"),
 )
 
+LIST = "list of images and labels (hash)"
+
 
 def build_dataloader(args, mode, state=None):
     """Build the iterator over this process's shard.
@@ -84,7 +86,7 @@ def build_dataloader(args, mode, state=None):
             f"--cpu-decoder-load {args.cpu_decoder_load} of --batch-size {args.batch_size} is less than half an image: "
             f"give {1 / args.batch_size:.2g} or more, or leave it out"
         )
-    conditions = _conditions(args, data_set.data_format, data_set.size)
+    conditions = _conditions(args, data_set.data_format, data_set.size, data_set.digest)
     state = _usable(state, conditions)
     checkpoint = base64.b64decode(state["pipeline"]) if state else None
     if mode is Mode.TRAIN:
@@ -105,18 +107,20 @@ def build_dataloader(args, mode, state=None):
     return ShardIterator(pipeline, images, data_set, args.image_root, conditions, state["step"] if state else 0)
 
 
-def _conditions(args, data_format, size):
+def _conditions(args, data_format, size, digest=None):
     """What must be unchanged for a loader to resume from a state."""
     flags = {config.flag(name): getattr(args, name) for name in BATCH_FLAGS}
     counts = {"number of images": size, "number of processes": processes.world_size()}
-    return {"--data-format": data_format, **flags, **counts, "DALI version": nvidia.dali.__version__}
+    files = {LIST: digest[:16]} if digest else {}
+    return {"--data-format": data_format, **flags, **counts, **files, "DALI version": nvidia.dali.__version__}
 
 
 def _usable(state, conditions):
     """The state, or None with a warning if its conditions differ."""
     if state is None:
         return None
-    before = {"--cpu-decoder-load": 0.0} | state["conditions"]  # missing in older checkpoints
+    # Older checkpoints know neither the flag nor the list.
+    before = {"--cpu-decoder-load": 0.0, LIST: conditions.get(LIST)} | state["conditions"]
     changes = [
         f"{name} is {now} and was {before.get(name)}" for name, now in conditions.items() if now != before.get(name)
     ]

@@ -13,7 +13,7 @@ from paddle_resnet.job import agreement, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
 from paddle_resnet.steps import trace
-from utils import logger
+from utils import logger, progress
 from utils.affinity import bind_to_gpu
 from utils.mode import Mode
 
@@ -25,7 +25,9 @@ Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled
 def start(args):
     """Settle devices and kernels, and see that the report can be written."""
     logger.setup(args.report_file, processes.rank())
+    report.check_outputs(args)
     processes.resolve_devices(args)
+    progress.phase("the custom kernels")
     native.resolve(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())
@@ -74,6 +76,7 @@ def build_programs(args, exe, train_loader, eval_loader):
 def set_weights(args, found, training, evaluation):
     """Load what the run starts from, restore the state of training, prune, cast."""
     place = processes.place(args)
+    progress.phase("the weights")
     is_sparse = variables.load_start(args, found, (training or evaluation).program, place)
     if training:
         if found is not None:
@@ -88,6 +91,7 @@ def set_weights(args, found, training, evaluation):
 
 def compile_programs(args, exe, training, evaluation):
     """(training, evaluation) with their compiled programs."""
+    progress.phase("the compilation of the programs")
     if training:
         training = training._replace(compiled=program.compile_prog(args, training.program))
     if evaluation:

@@ -18,9 +18,9 @@ from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorat
 from paddle_resnet.passes import all_reduces, fusion
 from paddle_resnet.passes.updates import mend_updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
-from utils import logger
+from utils import logger, progress
 from utils.errors import RunError, UsageError
-from utils.meters import AverageMeter, ConfusionMeter, StepClock, latency_percentiles
+from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles
 from utils.mode import Mode
 from utils.signals import Preempted
 
@@ -62,10 +62,11 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
 
 def _with_meters(head, class_num):
-    meters = {name: AverageMeter(name, is_ratio=name != "loss") for name in head if name != "confusion"}
-    if "confusion" in head:
-        meters["confusion"] = ConfusionMeter(class_num)
-    return {name: (variable, meters[name]) for name, variable in head.items()}
+    others = {"confusion": ConfusionMeter(class_num), "logits": TopMeter(min(5, class_num))}
+    return {
+        name: (variable, others[name] if name in others else AverageMeter(name, is_ratio=name != "loss"))
+        for name, variable in head.items()
+    }
 
 
 def create_strategy(args, is_train=True):
@@ -136,6 +137,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
         out = model(images)
         add_head = loss_head.add_native if args.kernels == "native" else loss_head.add_paddle
         head = add_head(out, feeds["label"], args.num_of_class, args.label_smoothing, is_train)
+        if not is_train and (args.predictions is not None or args.report_html is not None):
+            head |= loss_head.add_logits(out)
         fetchs = _with_meters(head, args.num_of_class)
         if is_train:
             lr_scheduler = build_lr_scheduler(args, step_each_epoch)
@@ -211,7 +214,9 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
         latency_{mean,p50,p90,p95,p99}_ms and first_step_s (seconds from the start of the program until the host had the
         first step's metrics); with Mode.EVAL confusion (images by label and predicted class, int64 [C, C]) and
-        class_top1 (float64 [C], NaN for a class without images); not_finite (images whose loss is NaN or infinite) if
+        class_top1 (float64 [C], NaN for a class without images); on rank 0 with --predictions or --report-html
+        predictions (float64 [images, 1 + 2 k] in the order of the data set: label, the k = 5 or C < 5 most probable
+        classes, their probabilities); not_finite (images whose loss is NaN or infinite) if
         there are any. After a resume inside an epoch, steps and times are those of the rest of the epoch.
     Raises:
         Preempted: the run was asked to stop, and all processes stopped before the same step.
@@ -351,12 +356,14 @@ class _Pass:
             result["loss_scale"] = _loss_scale()
         if "confusion" in self._meters:
             result.update(_confusion_over_all_processes(self._meters["confusion"]))
+        if "logits" in self._meters:
+            result.update(_predictions_on_rank_0(self._meters["confusion"].labels(), self._meters["logits"].rows()))
         if args.benchmark:
             result.update(latency_percentiles(self._clock.batch_times), first_step_s=self._first_step_s)
         return result
 
     def _averages(self):
-        return {name: meter for name, meter in self._meters.items() if name != "confusion"}
+        return {name: meter for name, meter in self._meters.items() if isinstance(meter, AverageMeter)}
 
     def _enter_phase(self):
         watchdog.phase(f"epoch {self._epoch} {self._mode.value}")
@@ -375,6 +382,28 @@ class _Pass:
             metrics = {name: meter.value for name, meter in self._averages().items()}
             metrics.update(self._clock.since_last_log())
             self._step_log.add(step, images, metrics, {} if lr is None else {"lr": lr})
+        if progress.is_due():
+            self._show_progress(step + 1, images, lr)
+
+    def _show_progress(self, step, images, lr):
+        """Show what the host has read: the means of this pass, and the speed of its last steps."""
+        data_time, batch_time = self._clock.recent()
+        if batch_time == 0:
+            return
+        means = {name: meter.sum / meter.count for name, meter in self._averages().items()}
+        figures = [f"loss {means['loss']:.4g}", f"top1 {means['top1']:.4f}", f"{images / batch_time:,.0f} images/s"]
+        figures.append(f"waiting for data {data_time / batch_time:.0%}")
+        if lr is not None:
+            figures.append(f"lr {lr:.4g}")
+        if self._args.device == "gpu":
+            gib = paddle.device.cuda.max_memory_allocated(processes.local_gpu()) / 2**30
+            figures.append(f"GPU memory {gib:.1f} GiB")
+        steps_left = self.end_step - step
+        run_left_s = None
+        if self._mode is Mode.TRAIN and not self._args.benchmark:
+            epochs_left = self._args.epochs - self._epoch - 1
+            run_left_s = (steps_left + epochs_left * self.end_step) * batch_time
+        progress.show(step, self.end_step, steps_left * batch_time, run_left_s, figures)
 
     def _drain(self):
         """Wait until all dispatched steps are done: their metrics are there before they end."""
@@ -454,6 +483,15 @@ def _confusion_over_all_processes(meter):
     images = confusion.sum(axis=1)
     class_top1 = np.divide(confusion.diagonal(), images, out=np.full(len(images), np.nan), where=images > 0)
     return {"confusion": confusion, "class_top1": class_top1}
+
+
+def _predictions_on_rank_0(labels, rows):
+    """The rows of all processes in the order of the data set, whose parts follow that of the ranks."""
+    mine = np.column_stack([labels, rows])
+    everyone = exchange.gather(mine.tobytes())
+    if everyone is None:
+        return {}
+    return {"predictions": np.frombuffer(b"".join(everyone)).reshape(-1, mine.shape[1])}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""What a run says about itself: its first and last lines, and the CSV files beside --report-file."""
+"""What a run says about itself: its first and last lines, and the CSV files beside --report-file.
+
+`python -m paddle_resnet.report RUN...` compares runs (results/comparison.py).
+"""
 
 import csv
 import os
@@ -11,12 +14,31 @@ import numpy as np
 import nvidia.dali
 import paddle
 
+import config
 from paddle_resnet.job import exchange, processes
-from utils import logger
+from utils import files, logger
 from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
 MIB = 2**20
+STARVED_SHARE = 0.2  # of a step that a GPU waits for images
+
+
+def check_outputs(args):
+    """Refuse files that could not be written at the end of the run.
+
+    Raises:
+        UsageError: --predictions or --report-html cannot be written.
+    """
+    for name in ("predictions", "report_html"):
+        path = getattr(args, name)
+        if path is not None and processes.rank() == 0:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                open(path, "a").close()
+            except OSError as e:
+                flag = config.flag(name)
+                raise UsageError(f"{flag} {path} cannot be written ({e.strerror}): name another file") from e
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):
@@ -54,6 +76,40 @@ def all_done(args, found):
     logger.info(f"--resume: all {args.epochs} epochs are done in {found.folder}")
 
 
+def advise_on_loader(args, epoch, trained):
+    """Warn if a GPU waits for the loader for more than a fifth of an epoch, with the flag to try. A CPU program shares
+    its cores with the loader and is not starved by it. A short first epoch is mostly start-up and does not count.
+
+    Args:
+        args: flags.
+        epoch: number of the epoch.
+        trained: result of program.run.
+    Returns:
+        whether it warned.
+    """
+    share = trained["data_time"] / trained["batch_time"]
+    if args.device != "gpu" or share <= STARVED_SHARE or (epoch == 0 and trained["steps"] < 50):
+        return False
+    logger.warn(
+        f"epoch {epoch}: the GPU waited for images {share:.0%} of the time: try {_loader_flag(args)}; "
+        f"`python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}` measures the loader alone"
+    )
+    return True
+
+
+def _loader_flag(args):
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
+    if args.dali_num_threads < cores:
+        return f"--dali-num-threads {cores}"
+    if args.dali_device == "cpu":
+        return "--dali-device gpu"
+    if args.hw_decoder_load < 0.9:
+        return "--hw-decoder-load 0.9"
+    if args.cpu_decoder_load == 0:
+        return "--cpu-decoder-load 0.1"
+    return f"--dali-prefetch {2 * args.dali_prefetch}"
+
+
 def conclude(args, argv, result, mode):
     """Log the result of a benchmark or of an evaluation without training as the summary of the run.
 
@@ -70,8 +126,9 @@ def conclude(args, argv, result, mode):
     data = {f"{mode.value}.{name}": value for name, value in result.items()}
     if not args.benchmark:
         logger.log((), data)
+        _write_page(args, argv)
         return
-    command = f"{_python()} train.py {shlex.join(argv)}"
+    command = _command(argv)
     about = {"versions": _versions(args), "processes": processes.world_size(), "command": command}
     logger.report((), data | about)
     if processes.rank() == 0:
@@ -139,11 +196,28 @@ def summarise(args, argv, trained, evaluated, best, folder):
         data |= {"best.epoch": best["epoch"], "best.val.top1": best["top1"]}
     logger.log((), data)
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
+    _write_page(args, argv)
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
-        flags += ["--report-file", str(_beside(args, "eval.json"))]
-        flags += ["--profile-steps", "None"] if args.profile_steps else []
+        flags += ["--report-file", str(files.beside(args.report_file, "eval.json"))]
+        for name in ("profile_steps", "tensorboard_dir", "report_html"):
+            flags += [config.flag(name), "None"] if getattr(args, name) else []
         logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
+
+
+def _write_page(args, argv):
+    if args.report_html is None or processes.rank() != 0:
+        return
+    from paddle_resnet.results import page
+
+    environment = _versions(args) | {"system": platform.platform(), "cores": os.cpu_count()}
+    environment |= {"processes": processes.world_size(), "command": _command(argv)}
+    page.write(args.report_html, args.report_file, environment)
+    logger.info(f"page: {args.report_html}")
+
+
+def _command(argv):
+    return f"{_python()} train.py {shlex.join(argv)}"
 
 
 def _python():
@@ -156,8 +230,9 @@ def write_classes(args, result, classes):
     nothing: its images are no data set.
 
     REPORT.classes.csv has a line for each class: label, class, images, correct, top1. REPORT.confusion.csv has a line
-    for each pair that occurred, the most frequent first: label, predicted, images, class, predicted_class. Each
-    evaluation replaces the files of the one before.
+    for each pair that occurred, the most frequent first: label, predicted, images, class, predicted_class.
+    REPORT.predictions.csv is there with --report-html, unless --predictions names a file. Each evaluation replaces the
+    files of the one before.
 
     Args:
         args: flags.
@@ -184,13 +259,19 @@ def write_classes(args, result, classes):
     pairs = sorted(zip(*confusion.nonzero(), strict=True), key=lambda pair: -confusion[pair])
     rows = [(*pair, confusion[pair], *(names[label] for label in pair)) for pair in pairs]
     _write(args, "confusion", ("label", "predicted", "images", "class", "predicted_class"), rows)
+    if "predictions" in result:
+        from paddle_resnet.results import predictions
+
+        predictions.write(
+            args.predictions or files.beside(args.report_file, "predictions.csv"), args, result["predictions"], names
+        )
     return numbers
 
 
 def _write(args, what, header, rows):
     if Path(args.report_file).exists() and not Path(args.report_file).is_file():
         return  # /dev/null, a pipe
-    path = _beside(args, f"{what}.csv")
+    path = files.beside(args.report_file, f"{what}.csv")
     try:
         with open(path, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
@@ -198,7 +279,7 @@ def _write(args, what, header, rows):
         raise RunError(f"{path}, beside --report-file, cannot be written ({e.strerror}): make room") from e
 
 
-def _beside(args, ending):
-    """The path of a file that belongs to the report: run.json, eval.json -> run.eval.json."""
-    path = Path(args.report_file)
-    return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
+if __name__ == "__main__":
+    from paddle_resnet.results import comparison
+
+    sys.exit(comparison.main())

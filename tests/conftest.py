@@ -44,7 +44,10 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "soak" not in config.option.markexpr:  # -m gpu runs no soak test either
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
         return
     for item in items:

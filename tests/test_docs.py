@@ -12,7 +12,12 @@ import config
 from conftest import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
-COMMANDS = ("paddle_resnet/dataset.py", "paddle_resnet/export.py", *map(str, ROOT.glob("benchmarks/*.py")))
+COMMANDS = (
+    "paddle_resnet/dataset.py",
+    "paddle_resnet/export.py",
+    "paddle_resnet/results/comparison.py",
+    *map(str, ROOT.glob("benchmarks/*.py")),
+)
 # Flags of Paddle's launcher and of Slurm.
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
 OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}

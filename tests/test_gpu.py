@@ -178,7 +178,14 @@ def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": False})
 
 
-@pytest.mark.parametrize("flags, step", STOPS.values(), ids=STOPS)
+# test_resume.py stops in all epochs, on the CPU.
+@pytest.mark.parametrize(
+    "flags, step",
+    [
+        pytest.param(*stop, id=name, marks=pytest.mark.soak if "last epoch" in name else [])
+        for name, stop in STOPS.items()
+    ],
+)
 def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
     run_train, losses_with_a_stop, deterministic, flags, step
 ):
@@ -226,8 +233,14 @@ def test_overflows_leave_the_parameters_alone(run_train, tmp_path, flags):
             np.testing.assert_array_equal(overflows[name], still[name], err_msg=name)
 
 
-@pytest.mark.parametrize("flags", [FP32, O2], ids=["fp32", "O2"])
-@pytest.mark.parametrize("algorithm", MASK_ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm, flags",
+    [
+        pytest.param(algorithm, flags, id=f"{algorithm}-{name}", marks=pytest.mark.soak if is_more else [])
+        for algorithm in MASK_ALGORITHMS
+        for name, flags, is_more in (("fp32", FP32, algorithm != MASK_ALGORITHMS[0]), ("O2", O2, False))
+    ],
+)
 def test_sparse_training_keeps_the_pattern(run_train, tmp_path, algorithm, flags):
     """After training and after --resume with another epoch to go."""
     for e in range(2):

@@ -9,13 +9,19 @@ from utils.errors import UsageError
 EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032}
 
 
-def build(network, shape):
-    """(program, executor, logits) of a network in evaluation mode with fresh parameters."""
+def describe(network, shape):
+    """(program, start-up program, logits) of a network in evaluation mode."""
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup), paddle.utils.unique_name.guard():
         model = network()
         model.eval()
         out = model(static.data("data", [None, *shape], dtype="float32"))
+    return main, startup, out
+
+
+def build(network, shape):
+    """(program, executor, logits) of a network in evaluation mode with fresh parameters."""
+    main, startup, out = describe(network, shape)
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
     return main, exe, out
@@ -67,7 +73,7 @@ def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch, depths,
 
 def test_names_and_order_are_those_of_nvidias_example():
     """Its checkpoints are loaded by name: 53 convolutions with BN, projections after their branch, the classifier."""
-    program, _, _ = build(MODELS["ResNet50"], (3, 64, 64))
+    program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
     names = [p.name for p in program.all_parameters()]
     expected = []
     for i in range(53):
@@ -80,19 +86,19 @@ def test_names_and_order_are_those_of_nvidias_example():
 
 @pytest.mark.parametrize("arch", EXPECTED_PARAMETERS)
 def test_parameter_count(arch):
-    program, _, _ = build(MODELS[arch], (3, 64, 64))
+    program, _, _ = describe(MODELS[arch], (3, 64, 64))
     trainable = sum(int(np.prod(p.shape)) for p in program.all_parameters() if p.trainable)
     assert trainable == EXPECTED_PARAMETERS[arch]
 
 
 @pytest.mark.parametrize(("arch", "convolutions"), [("ResNet34", 36), ("ResNet101", 104), ("ResNet152", 155)])
 def test_depth(arch, convolutions):
-    program, _, _ = build(MODELS[arch], (3, 64, 64))
+    program, _, _ = describe(MODELS[arch], (3, 64, 64))
     assert sum(op.type == "conv2d" for op in program.global_block().ops) == convolutions
 
 
 def test_stride_is_in_the_3x3_convolution():
-    program, _, _ = build(MODELS["ResNet50"], (3, 64, 64))
+    program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
     block = program.global_block()
     strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
     kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]

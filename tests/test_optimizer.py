@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -156,9 +157,12 @@ def use_native():
     return use_native
 
 
-@pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "is_dynamic"),
+    [("float16", True), ("float16", False), ("bfloat16", None)],
+    ids=["float16-dynamic", "float16-static", "bfloat16"],
+)
 def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic):
     """Each with its own gradient, velocity, decay, and master if it has one; and Paddle's operators are gone."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01")
@@ -229,11 +233,20 @@ def test_bfloat16_parameters_follow_their_float32_masters(parse):
 START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
-@pytest.mark.parametrize("kernels", ["paddle", "native"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("flags", [[], ["--asp", "--prune-model"]], ids=["dense", "ASP"])
-def test_overflow_leaves_the_parameters_alone(request, parse, flags, level, kernels):
+def pairs_first(*parameters):
+    """The product of three lists of two values: four combinations have each pair of values once, the others run with
+    -m soak."""
+    for indices in itertools.product((0, 1), repeat=3):
+        values = [values[i] for values, i in zip(parameters, indices, strict=True)]
+        yield pytest.param(*values, marks=[pytest.mark.soak] if sum(indices) % 2 else [])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "level", "is_sparse"), pairs_first(["paddle", "native"], ["O1", "O2"], [False, True])
+)
+def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is_sparse):
     """AMP on the CPU: everything stays in float32, and the loss is scaled."""
+    flags = ["--asp", "--prune-model"] if is_sparse else []
     is_native = kernels == "native"
     args = parse("--lr", "0.1", "--weight-decay", "0.01", *(NHWC if is_native else []), *flags)
     if is_native:

@@ -136,3 +136,47 @@ def test_start_line_names_what_runs(parse, monkeypatch):
     line = report.start_line(args, [1, 2], None, {"fused_a": 4, "native_b": 1}, 2)
     assert "4 fused_a, 1 native_b" in line
     assert line.endswith("train 2 steps an epoch, 2 gradient all-reduces a step")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"dali_num_threads": 2}, "--dali-num-threads 8"),
+        ({"dali_device": "cpu"}, "--dali-device gpu"),
+        ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
+        ({}, "--cpu-decoder-load 0.1"),
+        ({"cpu_decoder_load": 0.2}, "--dali-prefetch 6"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_loader_that_starves_the_gpu_is_said_with_the_flag_to_try(parse, capsys, monkeypatch, flags, says):
+    monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid: range(8))
+    args = parse()
+    vars(args).update({"device": "gpu", "dali_device": "gpu", "dali_num_threads": 8} | flags)
+    trained = {"data_time": 0.03, "batch_time": 0.1, "steps": 40}
+    assert not report.advise_on_loader(args, 0, trained)  # a short first epoch
+    assert not report.advise_on_loader(args, 1, trained | {"data_time": 0.01})
+    assert capsys.readouterr().err == ""
+    assert report.advise_on_loader(args, 1, trained)
+    assert report.advise_on_loader(args, 0, trained | {"steps": 50})
+    [line, _] = capsys.readouterr().err.splitlines()
+    assert f"the GPU waited for images 30% of the time: try {says}; `python -m" in line
+
+
+def test_loader_is_not_blamed_on_a_cpu(run_train, parse, capsys, monkeypatch):
+    assert not report.advise_on_loader(parse(), 5, {"data_time": 0.9, "batch_time": 1.0, "steps": 100})
+    monkeypatch.setattr(report, "STARVED_SHARE", -1.0)
+    assert run_train("--epochs", "2")[0] == 0
+    assert "waited" not in capsys.readouterr().err
+
+
+def test_loader_is_blamed_once_a_run(run_train, capsys, monkeypatch):
+    advise = report.advise_on_loader
+    monkeypatch.setattr(report, "STARVED_SHARE", -1.0)
+
+    def on_a_gpu(args, epoch, trained):
+        return advise(type(args)(**vars(args) | {"device": "gpu"}), epoch, trained)
+
+    monkeypatch.setattr(report, "advise_on_loader", on_a_gpu)
+    assert run_train("--epochs", "4")[0] == 0
+    assert capsys.readouterr().err.count("the GPU waited for images") == 1

@@ -1,8 +1,15 @@
-"""Opening files that others may have put there: regular files up to a size, without waiting for a pipe's writer."""
+"""Names and opening of files: regular ones up to a size, without waiting for a pipe's writer."""
 
 import errno
 import os
 import stat
+from pathlib import Path
+
+
+def beside(path, ending):
+    """The path of a file that belongs to another one: run.json, eval.json -> run.eval.json."""
+    path = Path(path)
+    return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
 
 
 def open_regular(path, limit_bytes=None):

@@ -6,6 +6,7 @@ start writes "PARAMETER" first, after all checks have passed. After a resume, th
 """
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -13,9 +14,11 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from utils import progress
 from utils.errors import RunError, UsageError
 
 _path = _report = None
+_followers = []
 _quiet = False
 _start_s = time.time()
 
@@ -76,8 +79,15 @@ def _whole_lines(path):
     return path.read_bytes().rfind(b"\n") + 1
 
 
+def follow(follower):
+    """Hand each entry of the report from now on to follower.add(step, data), and call follower.close() at the end."""
+    _followers.append(follower)
+
+
 def close():
     global _path, _report
+    while _followers:
+        _followers.pop().close()
     if _report is not None:
         _report.close()
     _path = _report = None
@@ -85,9 +95,37 @@ def close():
 
 def write_line(text, stream):
     """Write a line in one call. print writes the newline separately, and under `python -u`, which the launcher uses,
-    another thread or process with the same log file may write in between."""
-    stream.write(f"{text}\n")
-    stream.flush()
+    another thread or process with the same log file may write in between.
+
+    A stream that breaks, a pipe into `head` or a full disk, costs its lines and nothing else."""
+    if progress.write_above(text, stream):
+        return
+    try:
+        stream.write(f"{text}\n")
+        stream.flush()
+    except OSError as e:
+        _abandon(stream)
+        if stream is sys.stdout:
+            warn(f"the output can no longer be written ({e.strerror}): the run goes on without it; see --report-file")
+
+
+def _abandon(stream):
+    """Send the rest of a stream nowhere. What it still holds would fail again at the end, with exit code 120."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _prepare(stream):
+    """A standard stream that takes every character, and one that exists where the process was started without it."""
+    if stream is None:
+        stream = open(os.devnull, "w")  # noqa: SIM115  as long as the process
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 
 def elapsed_s():
@@ -108,7 +146,7 @@ def warn(message):
 
 
 def log(step, data):
-    """Print and report metrics.
+    """Print and report metrics. Where a live line shows the steps, their lines are not printed.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
@@ -116,7 +154,8 @@ def log(step, data):
     """
     if _quiet:
         return
-    write_line(_line(step, data), sys.stdout)
+    if len(step) < 2 or not progress.is_shown():
+        write_line(_line(step, data), sys.stdout)
     report(step, data)
 
 
@@ -145,6 +184,8 @@ def report(step, data):
                 failed.close()
             remedy = "make room, and start a training again with --resume"
             raise RunError(f"--report-file {failed.name} can no longer be written ({e.strerror}): {remedy}") from e
+        for follower in _followers:
+            follower.add(step, data)
 
 
 def _line(step, data):

@@ -91,11 +91,46 @@ class ConfusionMeter:
         assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
         self._pairs.append(np.array(pairs))  # a copy: Paddle may own the memory
 
+    def labels(self):
+        """The label of each image, int64 [n]."""
+        return np.concatenate([np.empty((0, 2), np.int64), *self._pairs])[:, 0]
+
     def counts(self):
         """The pairs that occurred, sorted, and their counts: label * class_num + prediction [k], images [k]."""
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
+
+
+class TopMeter:
+    """The most probable classes of each image, from its logits.
+
+    Args:
+        k: number of classes to keep.
+    """
+
+    def __init__(self, k):
+        self._k = k
+        self.reset()
+
+    def reset(self):
+        self._classes, self._probabilities = [], []
+
+    def update(self, logits, n):
+        """Add one batch: logits [n, C]. Of equal ones the lower class comes first, and NaN last."""
+        logits = np.asarray(logits, dtype=np.float64)
+        assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
+        classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
+        with np.errstate(invalid="ignore"):  # logits that are not finite
+            probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
+        probabilities /= probabilities.sum(axis=1, keepdims=True)
+        self._classes.append(classes)
+        self._probabilities.append(np.take_along_axis(probabilities, classes, axis=1))
+
+    def rows(self):
+        """float64 [images, 2 k]: k classes, the most probable first, then their probabilities."""
+        empty = np.empty((0, self._k))
+        return np.hstack([np.concatenate([empty, *part]) for part in (self._classes, self._probabilities)])
 
 
 class StepClock:
@@ -131,6 +166,12 @@ class StepClock:
     def resume(self):
         """Leave out the time since close_step."""
         self._tick = perf_counter()
+
+    def recent(self):
+        """(seconds of waiting for the loader, seconds) of a step: means of the last steps."""
+        data_times, batch_times = self.data_times[-20:], self.batch_times[-20:]
+        n = len(batch_times) or 1
+        return sum(data_times) / n, sum(batch_times) / n
 
     def since_last_log(self):
         steps, images, seconds = self._logged

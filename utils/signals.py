@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT: a run that is asked to stop saves a checkpoint at a step that all processes agree on."""
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: a run that is asked to stop saves a checkpoint at a step that all processes
+agree on."""
 
 import contextlib
 import ctypes
@@ -6,7 +7,7 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 _received = None
 
@@ -17,8 +18,8 @@ class Preempted(Exception):
 
 @contextlib.contextmanager
 def watched():
-    """Record SIGTERM and SIGINT instead of ending by them. A second SIGINT is a KeyboardInterrupt. Repeats of SIGTERM
-    are ignored, because Paddle's launcher sends it up to three times."""
+    """Record these signals instead of ending by them. A second SIGINT is a KeyboardInterrupt. Repeats of the others are
+    ignored: Paddle's launcher sends SIGTERM up to three times. SIGHUP stays ignored if it was, as under nohup."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -34,12 +35,14 @@ def watched():
         is_leaving = is_leaving or _received is not None
         for number, handler in previous.items():
             # A signal during shutdown must not change the exit code.
-            signal.signal(number, signal.SIG_IGN if is_leaving and number == signal.SIGTERM else handler)
+            signal.signal(number, signal.SIG_IGN if is_leaving and number != signal.SIGINT else handler)
 
 
 def leaving(exit_code):
-    """Return the exit code, and ignore SIGTERM from here on so that it cannot change it during shutdown."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Return the exit code, and ignore signals from here on so that they cannot change it during shutdown."""
+    for number in NUMBERS:
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)
     return exit_code
 
 
@@ -72,6 +75,8 @@ def die_with_parent(parent):
 
 def _listen():
     for number in NUMBERS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue
         signal.signal(number, _note)
         # Paddle's TCP store treats a system call interrupted by a signal as a lost connection.
         signal.siginterrupt(number, False)

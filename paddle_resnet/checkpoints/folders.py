@@ -6,10 +6,15 @@ kill may leave them behind; the next start removes them:
 
     .NAME.partial    being written
     .NAME.replaced   an older folder of that name while the new one takes its place
-    .NAME.deleted    being deleted
     .lock            held by the run that writes here
+
+A folder that is being deleted loses its meta.json first and holds a file .unfinished until the end.
+
+The form "rename" writes a checkpoint under a hidden name and renames it. The form "marker" is for storage whose renames
+are not atomic: it writes NAME/ itself, with NAME/.unfinished first and meta.json last.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -30,7 +35,7 @@ META = "meta.json"
 FORMAT = 2
 META_LIMIT = 16 << 20  # bytes; 1,000 classes and 1,000 processes take 2 MB
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
-_PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
+_PARTIAL, _REPLACED, _UNFINISHED = ".partial", ".replaced", ".unfinished"
 
 
 class DamagedError(Exception):
@@ -64,9 +69,10 @@ def lock(root):
         an open file. The lock lasts until this process ends or closes any open file of ROOT/.lock.
     Raises:
         BlockingIOError: another process holds the lock; strerror names it.
+        OSError: .lock cannot be opened, or is a link, whose target would be overwritten.
     """
+    file = _open_lock(Path(root) / ".lock")
     # A POSIX lock belongs to the process, so a forked child that outlives this process does not keep it.
-    file = open(Path(root) / ".lock", "a+", encoding="utf-8")  # noqa: SIM115  open as long as the run
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -83,31 +89,63 @@ def lock(root):
     return file
 
 
+def _open_lock(path):
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    if not path.is_symlink():
+        file = open(path, "r+", encoding="utf-8", opener=lambda name, _: os.open(name, flags, 0o666))  # noqa: SIM115
+        if os.fstat(file.fileno()).st_nlink <= 1:
+            return file
+        file.close()
+    raise OSError(errno.EEXIST, f"{path} is a link: remove it", str(path))
+
+
+def keep(root, file):
+    """Return a lock of ROOT: the given one, or a new one if .lock has been deleted or replaced meanwhile.
+
+    Raises:
+        BlockingIOError: as lock.
+    """
+    try:
+        if os.path.samestat(os.fstat(file.fileno()), os.lstat(Path(root) / ".lock")):
+            return file
+    except FileNotFoundError:
+        pass
+    logger.warn(f"{root}/.lock was deleted or replaced during the run: another run could have written there")
+    return lock(root)
+
+
 def unwritable(args, error):
     """The UsageError for an OSError that the run's folder caused at the start."""
     return UsageError(f"--output-dir {args.output_dir} cannot be written ({error.strerror}): name another folder")
 
 
-def commit(root, name, files, meta):
-    """Write a checkpoint. It appears under its name once all of it is on the disk.
+def commit(root, name, files, meta, form="rename"):
+    """Write a checkpoint. It counts as one once all of it is on the disk.
 
     Args:
         root: folder of the run's checkpoints.
         name: "EPOCH" or "EPOCH_STEP". An existing folder of that name belongs to another run and is replaced.
         files: {file name: function that writes the file's content to a given binary file}.
         meta: content of meta.json except format, files and checksum; plain data.
+        form: "rename" or "marker".
     Returns:
         the folder.
     Raises:
         OSError: full disk, read-only folder, ...; no checkpoint has appeared.
     """
     folder, partial = Path(root) / name, _hidden(root, name, _PARTIAL)
+    if form == "marker":
+        if folder.exists():
+            _unmark(folder)
+            _remove_unmarked(folder)
+        folder.mkdir(parents=True)
+        (folder / _UNFINISHED).touch()
+        _write_files(folder, files, meta)
+        (folder / _UNFINISHED).unlink()
+        return folder
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    manifest = {file_name: _write(partial / file_name, write) for file_name, write in files.items()}
-    meta = {"format": FORMAT, **meta, "files": manifest}
-    text = json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
-    _write(partial / META, lambda file: file.write(text.encode()))
+    _write_files(partial, files, meta)
     fsync(partial)
     replaced = _hidden(root, name, _REPLACED)
     if folder.exists():
@@ -118,6 +156,26 @@ def commit(root, name, files, meta):
     if replaced.exists():
         _remove(replaced)
     return folder
+
+
+def _write_files(folder, files, meta):
+    manifest = {file_name: _write(folder / file_name, write) for file_name, write in files.items()}
+    meta = {"format": FORMAT, **meta, "files": manifest}
+    text = json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
+    _write(folder / META, lambda file: file.write(text.encode()))
+
+
+def _unmark(folder):
+    """Let a folder be no checkpoint from here on, and one that clean() removes."""
+    (folder / _UNFINISHED).touch()
+    (folder / META).unlink(missing_ok=True)
+
+
+def _remove_unmarked(folder):
+    for path in folder.iterdir():
+        if path.name != _UNFINISHED:  # goes last: a kill in between leaves a folder that clean() knows
+            _remove(path)
+    _remove(folder)
 
 
 def mark(root, marker, name):
@@ -215,14 +273,11 @@ def newest_first(root):
 def delete(folder):
     """Delete a checkpoint. A kill in between leaves nothing that looks complete; a failure is a warning."""
     try:
-        (folder / META).unlink(missing_ok=True)
-        hidden = _hidden(folder.parent, folder.name, _DELETED)
-        shutil.rmtree(hidden, ignore_errors=True)
-        folder.rename(hidden)
+        _unmark(folder)
     except OSError as e:
         logger.warn(f"{folder} cannot be deleted ({e.strerror}): delete it by hand")
         return
-    _remove(hidden)
+    _remove_unmarked(folder)
 
 
 def clean(root):
@@ -231,8 +286,13 @@ def clean(root):
         name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
         if suffix == _REPLACED and not (path.parent / name).exists():
             path.rename(path.parent / name)
-        elif suffix in (_PARTIAL, _REPLACED, _DELETED):
+        elif suffix in (_PARTIAL, _REPLACED, ".deleted"):  # older versions deleted under that name
             _remove(path)
+    for folder in below(root):
+        with contextlib.suppress(OSError):  # a folder that cannot be listed is no work of this program
+            left = os.listdir(folder)
+            if META not in left and (_UNFINISHED in left or not left):
+                _remove_unmarked(folder)
 
 
 def _hidden(root, name, suffix):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import paddle
 
 import config
 from paddle_resnet.checkpoints import folders, schema, variables
@@ -223,7 +224,7 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
     for _ in range(found.epoch * len(loader) + (len(loader) if found.trained else found.step)):
         lr_scheduler.step()
     if found.goes_on:
-        _tell_schedule_changes(args, found.meta)
+        _tell_changes(args, found.meta)
         random.setstate(schema.as_tuples(json.loads(found.meta["seeds"]["python"])))
         np.random.set_state(schema.as_tuples(json.loads(found.meta["seeds"]["numpy"])))
     if found.step and not found.trained:
@@ -250,7 +251,10 @@ def _epoch_of(folder):
         return at[0] if at and at[1] is None else None
 
 
-def _tell_schedule_changes(args, meta):
+def _tell_changes(args, meta):
+    before = meta.get("paddle_version", paddle.__version__)  # missing in older checkpoints
+    if before != paddle.__version__:
+        logger.warn(f"the checkpoint is of Paddle {before}, and this is {paddle.__version__}: numbers may differ")
     before = {config.flag(name): meta["arguments"].get(name) for name in _SCHEDULE_FLAGS}
     now = {config.flag(name): getattr(args, name) for name in _SCHEDULE_FLAGS}
     before["number of processes"], now["number of processes"] = meta["world_size"], processes.world_size()

@@ -17,6 +17,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import paddle
 
 import config
 from paddle_resnet.checkpoints import folders, variables
@@ -60,8 +61,8 @@ class Saver:
     """
 
     def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
-        self._locks = []
-        exchange.from_rank_0(lambda: self._locks.append(_prepare(args)))
+        self._lock = None
+        exchange.from_rank_0(lambda: self._prepare(args))
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
         self._root = folders.run_folder(args)
@@ -71,6 +72,18 @@ class Saver:
         self._pending = None
         self.best = found and found.best
         self.folder = found and found.folder
+
+    def _prepare(self, args):
+        """Make the checkpoint folder, lock it against other runs, and remove what a killed run left there."""
+        folder = folders.run_folder(args)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            self._lock = folders.hold(args)
+            folders.clean(folder)
+        except OSError as e:
+            raise folders.unwritable(args, e) from e
 
     def note(self, epoch, evaluated):
         """Remember the best evaluation, whether its epoch is saved or not."""
@@ -109,6 +122,7 @@ class Saver:
         files |= {f"bn_rank{r}.npz": _bytes(arrays) for r, (_, arrays) in enumerate(ranks) if arrays}
         meta = {
             "run": self._run,
+            "paddle_version": paddle.__version__,
             "epoch": epoch,
             "step": step,
             "steps_each_epoch": len(self._loader),
@@ -165,9 +179,15 @@ class Saver:
     def _write(self, name, files, meta, states):
         _refuse_non_finite(self._root / name, states)
         try:
+            self._lock = folders.keep(self._root, self._lock)
             whole, _ = folders.newest_first(self._root)
             meta["sequence"] = whole[0][1]["sequence"] + 1 if whole else 0
-            folder = folders.commit(self._root, name, files, meta)
+            folder = folders.commit(self._root, name, files, meta, self._args.checkpoint_commit)
+        except BlockingIOError as e:
+            raise RunError(
+                f"checkpoint {self._root / name} is not written: {self._root}/.lock was deleted, and another run "
+                f"({e.strerror}) has locked the folder since: start again with another --output-dir"
+            ) from e
         except OSError as e:
             raise RunError(
                 f"checkpoint {self._root / name} cannot be written ({e.strerror}): make room or name another "
@@ -206,21 +226,6 @@ class Saver:
 
     def _bn_statistics(self):
         return {name: variables.read(name) for name in all_reduces.bn_statistics(self._program)}
-
-
-def _prepare(args):
-    """Make the checkpoint folder, lock it against other runs, and remove what a killed run left there. Returns the
-    lock."""
-    folder = folders.run_folder(args)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        lock = folders.hold(args)
-        folders.clean(folder)
-        return lock
-    except OSError as e:
-        raise folders.unwritable(args, e) from e
 
 
 def _refuse_non_finite(folder, states):

@@ -175,7 +175,7 @@ def _has_type_of(name, array):
 
 
 def _shape(shape):
-    """The learning rate has shape () in Paddle until the first step, and (1,) from then on."""
+    """The learning rate has shape () here; files of Paddle, and older ones of this project, may have (1,)."""
     return tuple(shape) or (1,)
 
 
@@ -191,7 +191,8 @@ def set_variable(name, array, place):
     tensor = _tensor(name)
     if array.dtype.kind == "f":
         array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
-    tensor.set(np.ascontiguousarray(array), place)
+    # The shape stays the tensor's: ascontiguousarray would give a scalar, the learning rate, one dimension.
+    tensor.set(np.ascontiguousarray(array).reshape(tensor.shape()), place)
 
 
 def _bfloat16(array):

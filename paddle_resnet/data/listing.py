@@ -98,15 +98,19 @@ def _has_split(image_root, mode):
     return os.path.exists(os.path.join(image_root, mode.value)) or detect(image_root, mode) != "folder"
 
 
-def images(image_root, mode):
-    """List all images of a split in stored order.
+def images(image_root, mode, data_format=None):
+    """List all images of a split in stored order, which is the order of an evaluation.
 
+    Args:
+        image_root: the folder that holds both splits.
+        mode: Mode.TRAIN or Mode.EVAL.
+        data_format: one of STORAGE_FORMATS; None to detect it.
     Returns:
         (storage format, class names or None, [Image])
     Raises:
         UsageError: the split cannot be used.
     """
-    data_format = detect(image_root, mode)
+    data_format = data_format or detect(image_root, mode)
     if data_format in FILE_FORMATS:
         files, labels, classes = LISTINGS[data_format](image_root, mode)
         found = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]

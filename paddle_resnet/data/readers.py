@@ -8,6 +8,7 @@ through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at
 visit their shards in a new random order each epoch, the same on every process.
 """
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,12 +39,14 @@ class DataSet:
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
             every process makes the same number of steps; ShardIterator removes the copies.
+        digest: sha256 of names and labels in the order of listing; None for containers.
     """
 
     data_format: str
     size: int
     classes: list
     read: Callable
+    digest: str | None = None
 
 
 def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset()):
@@ -87,13 +90,14 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip):
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
         if not files:
             raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
+    digest = hashlib.sha256("\n".join([*files, *map(str, labels)]).encode()).hexdigest()
     if mode is Mode.TRAIN:
         # DALI's own shuffle has a fixed seed. This one makes the order follow --dali-random-seed.
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
 
-    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels))
+    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest)
 
 
 def single_files(paths):

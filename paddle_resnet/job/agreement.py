@@ -1,4 +1,4 @@
-"""What all processes of a job have to have in common, compared before step 1."""
+"""What must be the same on all processes of a job, compared before step 1."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
 from utils.errors import UsageError
 
-# Flags that may differ from machine to machine: where things are, and how fast they are read.
+# Flags that may differ between machines: paths, and the speed of the loader.
 LOCAL_FLAGS = (
     *("image_root", "skip_list", "report_file", "show_config", "enable_cpu_affinity"),
     *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
@@ -20,13 +20,13 @@ LOCAL_FLAGS = (
 
 
 def check_start(args):
-    """Compare flags and versions.
+    """Compare flags, versions and sources.
 
     Raises:
-        UsageError: on every rank, naming what differs and where.
+        UsageError: on every rank; names what differs and on which ranks.
     """
     facts = {config.flag(name): v for name, v in config.as_dict(args).items() if name not in LOCAL_FLAGS}
-    # As settled: the same command may have found a compiler on one machine and none on another.
+    # After `auto` is resolved: one machine may have a compiler and another none.
     facts["--kernels (auto follows the machine, paddle runs on all)"] = facts.pop("--kernels")
     facts["the version of Paddle"] = paddle.__version__
     facts["the version of DALI"] = nvidia.dali.__version__
@@ -35,7 +35,7 @@ def check_start(args):
 
 
 def check_work(train_loader, eval_loader, program):
-    """Compare the data sets and the network, as check_start.
+    """Compare data sets and network, like check_start.
 
     Args:
         train_loader, eval_loader: results of dali.build_dataloader, or None.
@@ -43,7 +43,7 @@ def check_work(train_loader, eval_loader, program):
     """
     facts = {}
     if train_loader is not None:
-        facts["the number of steps an epoch"] = len(train_loader)
+        facts["the number of steps per epoch"] = len(train_loader)
     for name, loader in (("training", train_loader), ("validation", eval_loader)):
         if loader is not None:
             facts[f"the number of {name} images"] = loader.data_set_size
@@ -60,7 +60,7 @@ def _compare(facts):
 
 
 def _refuse_differences(everyone):
-    """Raise UsageError for the facts that are not the same on all ranks, [{name: value} of each rank]."""
+    """Raise UsageError if a fact differs between ranks; everyone: [{name: value} of each rank]."""
     differences = []
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         values = {}

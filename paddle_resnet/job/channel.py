@@ -131,7 +131,7 @@ async def serve(listener, keys, welcome):
         meetings.add(task := asyncio.create_task(meet(reader, writer)))
         task.add_done_callback(meetings.discard)
 
-    await asyncio.start_server(accept, sock=listener, limit=LINE_BYTES)
+    await asyncio.start_server(accept, sock=listener, limit=LINE_BYTES, backlog=len(keys) + MAX_STRANGERS)
 
 
 async def _verify(reader, writer, keys):

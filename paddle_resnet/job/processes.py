@@ -73,7 +73,7 @@ def is_one_host():
 
 
 def local_gpu():
-    """This process's GPU as Paddle counts, that is within CUDA_VISIBLE_DEVICES; set by the launcher."""
+    """This process's GPU by Paddle's count, which is within CUDA_VISIBLE_DEVICES; set by the launcher."""
     return int(os.environ.get("FLAGS_selected_gpus", "0").split(",")[0])  # noqa: SIM112  Paddle's name
 
 
@@ -109,8 +109,8 @@ def resolve_devices(args):
         args.dali_device = args.device
     if args.cpu_decoder_load and args.dali_device == "cpu":
         raise UsageError(
-            f"--cpu-decoder-load {args.cpu_decoder_load} takes images off the GPU's decoders, and the CPU decodes all "
-            "(--dali-device cpu): leave it out"
+            f"--cpu-decoder-load {args.cpu_decoder_load} moves images from the GPU's decoders to the CPU, which "
+            "decodes all of them with --dali-device cpu: leave it out"
         )
 
 

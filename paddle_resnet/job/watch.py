@@ -89,7 +89,7 @@ class Watch:
         self._is_rank_gone = False
 
     async def run(self):
-        reader, writer = await asyncio.open_unix_connection(sock=self._process, limit=channel.LINE_BYTES)
+        reader, writer = await asyncio.open_unix_connection(sock=self._process, limit=1 << 30)  # all keys
         work = map(asyncio.create_task, (self._hear_rank(reader), self._look_around(), self._hear_judge()))
         done, _ = await asyncio.wait({self._verdict, *work}, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
@@ -102,7 +102,8 @@ class Watch:
             await _until(lambda: self._to_judge)
         if self._to_judge:
             self._tell({"at": self._position.read()})
-            self._tell(last_words or {})
+            if last_words:
+                self._tell(last_words)
             channel.end(self._to_judge)
             await _until(lambda: not self._to_judge)
         if code:

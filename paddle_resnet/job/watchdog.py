@@ -15,7 +15,7 @@ import time
 
 from paddle_resnet.job import channel, watch
 from paddle_resnet.job.position import Position
-from utils import logger
+from utils import logger, progress
 from utils.errors import RunError, UsageError
 
 # How long a rank waits for word of the first cause. The launcher terminates it 3 s after another rank has ended.
@@ -32,6 +32,7 @@ _watch = None
 def phase(name):
     """Note what this rank does now. All ranks must go through the same phases."""
     _position.phase(name)
+    progress.phase(name)
 
 
 def step(number, waits=False):
@@ -55,7 +56,7 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
     host = master.rpartition(":")[0]
     near, far = socket.socketpair()
     with far, contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(host, world_size, master)) if rank == 0 else None
+        listener = stack.enter_context(_listen(host, master)) if rank == 0 else None
         port = listener and listener.getsockname()[1]
         _watch = one = _Watch(near, watch.start(rank, world_size, timeout_s, master, far, _position, listener))
     private, public = channel.key_pair()
@@ -67,9 +68,9 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
     one.tell({"address": address})
 
 
-def _listen(host, world_size, master):
+def _listen(host, master):
     try:
-        return socket.create_server((host, 0), backlog=world_size)
+        return socket.create_server((host, 0))
     except OSError as e:
         raise UsageError(
             f"PADDLE_MASTER {master}: rank 0's machine cannot listen on that address ({e.strerror}): give the launcher "

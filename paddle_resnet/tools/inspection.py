@@ -15,7 +15,7 @@ from rich.table import Table
 
 import config
 from paddle_resnet import dali
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import listing, pixels, records
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -59,11 +59,7 @@ def first_images(root, images, words):
         except StopIteration:
             loader.reset()
             continue
-        pixels = np.array(batch["data"], dtype=np.float32)
-        if args.data_layout == "NCHW":
-            pixels = pixels.transpose(0, 2, 3, 1)
-        pixels = (pixels[..., :3] * args.normalize_std + args.normalize_mean) / args.normalize_scale
-        pictures += list(pixels.clip(0, 255).round().astype(np.uint8))
+        pictures += list(pixels.pictures(args, batch["data"]))
         classes += [loader.classes[label] for label in np.array(batch["label"])[:, 0]]
     return pictures[:images], classes[:images]
 

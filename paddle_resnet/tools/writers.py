@@ -125,7 +125,8 @@ class _LMDBWriter:
         self._complete = os.path.exists(self._path)
         path = self._path if self._complete else f"{self._path}.partial"
         # 64 MB of address space at first; write() doubles it when it is full.
-        self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
+        with _lmdb_errors(path):
+            self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
         self._count = self._environment.stat()["entries"]
         return self
 
@@ -142,7 +143,7 @@ class _LMDBWriter:
         values = [message(data=image, label=label, encoded=True).SerializeToString() for image, label in images]
         while True:
             try:
-                with self._environment.begin(write=True) as transaction:
+                with _lmdb_errors(self._path), self._environment.begin(write=True) as transaction:
                     for number, value in enumerate(values, self._count):
                         transaction.put(f"{number:08d}".encode(), value, append=True)
                 break
@@ -156,6 +157,19 @@ class _LMDBWriter:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(f"{self._path}.partial", "lock.mdb"))
             os.replace(f"{self._path}.partial", self._path)
+
+
+@contextlib.contextmanager
+def _lmdb_errors(path):
+    """Turn LMDB's own errors, of a full disk for instance, into OSError; a full map is for the caller to enlarge."""
+    import lmdb
+
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise
+    except lmdb.Error as e:
+        raise OSError(0, str(e), path) from e
 
 
 def _sync(f):

@@ -375,6 +375,7 @@ def stray(root, good):
     for kind in ("pipe", "device", "folder", "loop", "nothing at all"):
         folder = root / str(next(name))
         folder.mkdir()
+        (folder / "notes").write_text("of the user")
         put(folder / "meta.json", kind)
     (root / str(next(name))).symlink_to("nowhere")
     (root / str(next(name))).write_text("a file")

@@ -19,7 +19,7 @@ def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
-        with pytest.raises(RunError, match=f"port {port}, which the launcher has chosen, is taken .*: start again"):
+        with pytest.raises(RunError, match=f"port {port} of PADDLE_TRAINER_ENDPOINTS is taken .*: start the job again"):
             fleet._prepare_for_gloo()
 
 

@@ -367,3 +367,17 @@ def test_a_rank_that_is_alone_ends_after_the_timeout(photos, tmp_path, rank):
     assert done.returncode == (1 if rank else -signal.SIGKILL)
     says = f"--comm-timeout-s 3: the ranks have not found each other for 3 s (PADDLE_MASTER 127.0.0.1:{free[0]})"
     assert_one_sentence(done.stderr, [says])
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_predictions_of_a_job_are_those_of_one_process(launch, run_train, checkpoint, tmp_path, processes):
+    scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--batch-size", "4"]
+    assert run_train(*scope, "--predictions", tmp_path / "one.csv")[0] == 0
+    launch(processes, *scope, "--predictions", tmp_path / "job.csv")
+    one, job = ((tmp_path / name).read_text().splitlines() for name in ("one.csv", "job.csv"))
+    assert len(job) == 24
+    for expected, found in zip(one[1:], job[1:], strict=True):
+        assert found.split(",")[:5] == expected.split(",")[:5]
+        assert list(map(float, found.split(",")[5:])) == pytest.approx(
+            list(map(float, expected.split(",")[5:])), rel=1e-5
+        )

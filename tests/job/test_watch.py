@@ -98,6 +98,16 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
+def test_keys_of_many_ranks_reach_the_judge():
+    async def scenario(job):
+        job.keys = [(rank, "0" * 64) for rank in range(5000)]
+        rank = await job.start(0)
+        await until(lambda: len(job.judge._seen) == 5000 and 0 in job.judge._peers)
+        rank.watch.cancel()
+
+    run(scenario)
+
+
 def test_first_cause_goes_to_all_ranks(capsys):
     async def scenario(job):
         ranks = await job.start_all()

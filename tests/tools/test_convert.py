@@ -303,3 +303,21 @@ def is_alive(pid):
             return f.read().rpartition(")")[2].split()[0] != "Z"  # ended, and nobody has asked how
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("to", ["lmdb", "recordio"])
+def test_full_disk_is_a_sentence(photos, tmp_path, to):
+    """RLIMIT_FSIZE lets every write beyond a size fail. The same command goes on once there is room."""
+    code = (
+        "import resource, sys; limit = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
+    )
+    code += "from paddle_resnet import dataset; sys.exit(dataset.main(sys.argv[1:]))"
+    command = ["convert", "--from", photos, "--to", to, "--output", tmp_path / "out", "--workers", "1"]
+    for limit in (25_000, 10**9):
+        words = [sys.executable, "-c", code, *map(str, command), str(limit)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert "Traceback" not in done.stderr
+        assert done.returncode == (2 if limit == 25_000 else 0), done.stderr
+        if limit == 25_000:
+            assert f"--output {tmp_path}/out cannot be written (" in done.stderr
+    assert "30 train and 23 val images" in done.stdout

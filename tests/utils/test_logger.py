@@ -1,4 +1,5 @@
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -188,3 +189,49 @@ def test_unwritable_report_is_refused(tmp_path, name):
     message = str(error.value)
     assert f"--report-file {tmp_path / name} cannot be written" in message
     assert "\n" not in message
+
+
+TALK = r"""
+from utils import logger
+logger.setup({report!r})
+logger.begin(dict(lr=0.1))
+for step in range(3):
+    logger.log((0, step), {{"train.loss": 1.0}})
+    logger.info("\u00fcber \u2192 \udcff")
+"""
+
+
+def talk(tmp_path, **options):
+    """A process that logs three steps and names beyond ASCII; its report and what it said on stderr."""
+    report = tmp_path / "report.json"
+    code = TALK.format(report=str(report))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert len(entries(report)) == 3
+    return done
+
+
+@pytest.mark.parametrize("fault", ["full", "broken pipe", "closed", "both closed"])
+def test_output_that_cannot_be_written_costs_only_its_lines(tmp_path, fault):
+    if fault == "full":
+        with open("/dev/full", "w") as full:
+            said = talk(tmp_path, stdout=full).stderr
+        assert said.count("the output can no longer be written (No space left on device): the run goes on") == 1
+    elif fault == "broken pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        said = talk(tmp_path, stdout=writer).stderr
+        os.close(writer)
+        assert said.count("the output can no longer be written (Broken pipe): the run goes on") == 1
+    else:
+        numbers = (1,) if fault == "closed" else (1, 2)
+        said = talk(tmp_path, preexec_fn=lambda: [os.close(number) for number in numbers]).stderr
+        assert said == ""
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LANG": "C", "LC_ALL": "C"}], ids=str)
+def test_output_in_ascii_takes_every_name(tmp_path, environment):
+    done = talk(tmp_path, stdout=subprocess.PIPE, env={**os.environ, **environment})
+    assert done.stdout.count("ber ") == 3
+    assert r"\udcff" in done.stdout

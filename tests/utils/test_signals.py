@@ -12,7 +12,7 @@ from utils import signals
 
 @pytest.fixture(autouse=True)
 def handlers_of_the_tests():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in signals.NUMBERS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -22,12 +22,26 @@ def send(name):
     os.kill(os.getpid(), getattr(signal, name))
 
 
-def test_signals_are_noted_and_repeats_of_sigterm_ignored():
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_signals_are_noted_and_repeats_ignored(name):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with signals.watched():
         assert signals.received() is None
         for _ in range(3):
-            send("SIGTERM")
-            assert signals.received() == "SIGTERM"
+            send(name)
+            assert signals.received() == name
+    send(name)  # while the process leaves
+
+
+def test_sighup_stays_ignored_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals.watched():
+        with signals.held_back():
+            pass
+        send("SIGHUP")
+        assert signals.received() is None
+        send("SIGTERM")
+    assert signals.received() == "SIGTERM"
 
 
 @pytest.mark.parametrize("first", [[], ["SIGTERM"]])

@@ -1,0 +1,1 @@
+"""What a user takes away from a run: TensorBoard events, predictions, the HTML page, the comparison of runs."""

@@ -1,0 +1,128 @@
+"""`python -m paddle_resnet.report RUN...`: runs side by side, from their reports."""
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paddle_resnet.results import page, reading
+from paddle_resnet.results.curves import chart
+from utils import exit_codes
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
+# Flags that say where a run writes, not what it does.
+PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
+
+
+def main(argv=None):
+    """Compare runs and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paddle_resnet.report",
+        description="Compare runs: figures, curves, flags that differ, and the first step at which the losses differ.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a report, or a folder with report.json")
+    parser.add_argument("--html", metavar="FILE", help="also write a page; that of a single run has all its details")
+    args = parser.parse_args(argv)
+    return exit_codes.of(parser.prog, lambda: _compare(args.runs, args.html))
+
+
+def _compare(places, html):
+    runs = dict(zip(_names(places), map(reading.read, places), strict=True))
+    tables = [("figures", figures(runs)), ("flags that differ", flags(runs))]
+    partings = [(name, parting(next(iter(runs.values())), run)) for name, run in list(runs.items())[1:]]
+    console = Console()
+    for title, rows in tables:
+        if rows:
+            _print(console, title, runs, rows)
+    _print_curves(console, runs)
+    for name, text in partings:
+        console.print(Text(f"{name}: {text}"), soft_wrap=True)
+    if html is not None and len(runs) == 1:
+        page.write(html, *(run.path for run in runs.values()))
+    elif html is not None:
+        charts = [(title, chart(_series(runs, name))) for name, title in CURVES.items()]
+        page.save(html, "comparison.html.j2", runs=list(runs), tables=tables, charts=charts, partings=partings)
+
+
+def _names(places):
+    """A name for each run: its place, without what all places begin with, and with a number if it came before."""
+    parts = [place.rstrip("/").removesuffix("/report.json").split("/") for place in places]
+    while len(places) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
+        parts = [p[1:] for p in parts]
+    names = ["/".join(p) for p in parts]
+    return [name if names.index(name) == i else f"{name} ({i + 1})" for i, name in enumerate(names)]
+
+
+def figures(runs):
+    """[(what, [text of each run])]."""
+
+    def of(run):
+        best = run.best()
+        numbers = {name: run.last(name) for name in ("val.top1", "val.loss", "train.loss", "train.ips")}
+        text = {name: "" if value is None else f"{value:.4f}" for name, value in numbers.items()}
+        return {
+            "epochs": str(len(run.epochs)) + ("" if run.summary else ", not ended"),
+            "best top1": "" if best is None else f"{best[1]:.4f} (epoch {best[0]})",
+            "last top1": text["val.top1"],
+            "last validation loss": text["val.loss"],
+            "last training loss": text["train.loss"],
+            "images/s, last epoch": "" if numbers["train.ips"] is None else f"{numbers['train.ips']:,.0f}",
+            "seconds in all": f"{run.total_s:,.0f}",
+        }
+
+    found = [of(run) for run in runs.values()]
+    return [(what, [column[what] for column in found]) for what in found[0]]
+
+
+def flags(runs):
+    """[(flag, [value of each run])] where they differ; a report of another version may lack a flag."""
+    names = dict.fromkeys(name for run in runs.values() for name in run.parameters if name not in PLACES)
+    rows = [(name, [str(run.parameters.get(name, "-")) for run in runs.values()]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def parting(first, other):
+    """Where the training losses of two runs differ for the first time, in words."""
+    steps = [
+        (step, a["train.loss"], other.steps[step]["train.loss"])
+        for step, a in sorted(first.steps.items())
+        if "train.loss" in a and "train.loss" in other.steps.get(step, {})
+    ]
+    for i, ((epoch, step), a, b) in enumerate(steps):
+        if repr(a) != repr(b):  # NaN equals itself here
+            before = f"; equal in all steps logged before ({i})" if i else ", the first logged step"
+            return f"parts from the first run at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
+    return (
+        f"has the first run's losses in all {len(steps)} common steps" if steps else "shares no step with the first run"
+    )
+
+
+def _print(console, title, runs, rows):
+    table = Table(title=title, title_justify="left")
+    for column in ("", *runs):
+        table.add_column(Text(column), overflow="fold")
+    for what, values in rows:
+        table.add_row(what, *map(Text, values))
+    console.print(table)
+
+
+def _print_curves(console, runs):
+    """A row of bars for each run and figure, on one scale for all runs."""
+    for name, title in CURVES.items():
+        curves = {run: [y for _, y in points if y == y] for run, _, points in _series(runs, name)}
+        values = [y for curve in curves.values() for y in curve]
+        if len(values) < 2:
+            continue
+        low, high = min(values), max(values)
+        console.print(f"{title}, {low:.4g} to {high:.4g}")
+        for run, curve in curves.items():
+            kept = curve[:: -(-len(curve) // 60) or 1]
+            bars = "".join(BARS[round((y - low) / ((high - low) or 1) * (len(BARS) - 1))] for y in kept)
+            console.print(Text(f"  {bars}  {run}"), soft_wrap=True)
+
+
+def _series(runs, name):
+    return [(run, f"c{i % 6}", runs[run].curve(name)) for i, run in enumerate(runs)]

@@ -1,0 +1,84 @@
+"""Line charts as SVG, coloured by the style of the page that they stand in."""
+
+import math
+
+from markupsafe import Markup, escape
+
+WIDTH, HEIGHT = 460, 270
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 34
+
+
+def chart(series, xlabel="epochs done", mark=None, from_zero=False):
+    """Draw lines over one axis.
+
+    Args:
+        series: [(name, CSS class, [(x, y)])]; values that are not finite are left out.
+        xlabel: of the x axis.
+        mark: (x, y) of a point to mark, or None.
+        from_zero: the y axis begins at 0. Otherwise it is logarithmic where positive values span a factor of 30.
+    Returns:
+        Markup of an <svg>, or "" without points.
+    """
+    series = [(name, css, [p for p in points if math.isfinite(p[1])]) for name, css, points in series]
+    points = [p for _, _, line in series for p in line]
+    if not points:
+        return ""
+    xs = ticks(0, max(x for x, _ in points))
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    is_log = not from_zero and 0 < 30 * low < high
+    scale = math.log10 if is_log else float
+    ys = decades(low, high) if is_log else ticks(0 if from_zero else low, high)
+    right = max(x for x, _ in points) or 1
+
+    def px(x):
+        return LEFT + (x - xs[0]) / (right - xs[0]) * (WIDTH - LEFT - RIGHT)
+
+    def py(y):
+        share = (scale(y) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+    names = ", ".join(name for name, _, line in series if line)
+    svg = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(names)}">']
+    for y in ys:
+        svg.append(f'<path class="grid" d="M{LEFT} {py(y):.1f}H{WIDTH - RIGHT}"/>')
+        svg.append(f'<text x="{LEFT - 7}" y="{py(y) + 4:.1f}" text-anchor="end">{label(y)}</text>')
+    for x in xs:
+        if x <= right:
+            svg.append(f'<text x="{px(x):.1f}" y="{HEIGHT - 17}" text-anchor="middle">{label(x)}</text>')
+    svg.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 2}" text-anchor="middle">{escape(xlabel)}</text>')
+    for name, css, line in series:
+        css, title = escape(css), f"<title>{escape(name)}</title>"
+        path = "L".join(f"{px(x):.1f} {py(y):.1f}" for x, y in line)
+        svg.append(f'<path class="line {css}" d="M{path}">{title}</path>' if len(line) > 1 else "")
+        if len(line) <= 30 and all(float(x).is_integer() for x, _ in line):
+            svg += [
+                f'<circle class="dot {css}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6">'
+                f"<title>{escape(name)}, {label(x)}: {y:.4g}</title></circle>"
+                for x, y in line
+            ]
+    if mark is not None:
+        svg.append(f'<circle class="mark" cx="{px(mark[0]):.1f}" cy="{py(mark[1]):.1f}" r="5.5"/>')
+    return Markup("".join([*svg, "</svg>"]))
+
+
+def ticks(low, high):
+    """Round numbers, about five, from at most low to at least high."""
+    if low == high:
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+    rough = (high - low) / 4
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def decades(low, high):
+    """1, 2 and 5 times powers of ten, or the powers alone, from at most low to at least high."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
+    first = max(i for i, y in enumerate(found) if y <= low)
+    return found[first : 1 + min(i for i, y in enumerate(found) if y >= high)]
+
+
+def label(value):
+    return f"{value / 1000:g}k" if abs(value) >= 10000 else f"{value:.5g}"

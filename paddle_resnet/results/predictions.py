@@ -1,0 +1,54 @@
+"""What an evaluation predicted for each image (--predictions), as a CSV file.
+
+A row for each image, in the order of the data set: image (listing.Image.name), label, prediction, class and
+predicted_class (their names), then label_1, probability_1 and so on for the five most probable classes.
+"""
+
+import csv
+import os
+
+from paddle_resnet.data import listing
+from utils.errors import RunError
+from utils.mode import Mode
+
+
+def write(path, args, predictions, names):
+    """Write the file, which appears under its name when it is complete.
+
+    Args:
+        path: of the file.
+        args: flags.
+        predictions: of program.run.
+        names: of all outputs of the network.
+    Raises:
+        RunError: the data set has changed since the start, or the file cannot be written.
+    """
+    images = _images(args)
+    if len(images) != len(predictions):
+        raise RunError(
+            f"--image-root {args.image_root} had {len(predictions)} validation images at the start and has "
+            f"{len(images)} now: evaluate again"
+        )
+    k = predictions.shape[1] // 2
+    header = ["image", "label", "prediction", "class", "predicted_class"]
+    header += [column for i in range(1, k + 1) for column in (f"label_{i}", f"probability_{i}")]
+    partial = f"{path}.partial"
+    try:
+        with open(partial, "w", encoding="utf-8", newline="") as f:
+            writer = csv.writer(f)
+            writer.writerow(header)
+            for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
+                label, classes, probabilities = int(label), [int(c) for c in row[:k]], row[k:]
+                top = [x for c, p in zip(classes, probabilities, strict=True) for x in (c, f"{p:.7g}")]
+                writer.writerow([image.name, label, classes[0], names[label], names[classes[0]], *top])
+        os.replace(partial, path)
+    except OSError as e:
+        raise RunError(f"{path} cannot be written ({e.strerror}): make room") from e
+
+
+def _images(args):
+    """The validation images in the order in which the loader reads them."""
+    skip = listing.read_skip_list(args.skip_list, args.image_root) if args.skip_list is not None else ()
+    data_format = None if args.data_format == "auto" else args.data_format
+    images = listing.images(args.image_root, Mode.EVAL, data_format)[2]
+    return [image for image in images if os.path.normpath(image.name) not in skip]

@@ -1,0 +1,97 @@
+"""A run for TensorBoard (--tensorboard-dir): the report's scalars, the first augmented batch, the configuration.
+
+A step's figures are at the number of training steps before it, in "train/"; those of an epoch at its last step, in
+"train_epoch/" and "val/". A run that continues hides the events after its start that an earlier part left.
+"""
+
+import paddle
+import yaml
+from tensorboardX import SummaryWriter
+
+from paddle_resnet.data import pixels
+from paddle_resnet.job import processes
+from utils import logger
+from utils.errors import UsageError
+
+PICTURES = 64
+
+
+def follow(args, loader, found):
+    """Write events from now on, on rank 0; logger.close() ends them.
+
+    Args:
+        args: flags.
+        loader: of training.
+        found: restore.Found or None.
+    Returns:
+        the loader to train with, which shows its first batch.
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    if processes.rank() != 0:
+        return loader
+    first_step = 0
+    if found is not None:
+        done = loader.step if found.trained is None else found.step
+        first_step = found.epoch * len(loader) + done
+    try:
+        board = _Board(args.tensorboard_dir, len(loader), first_step)
+    except OSError as e:
+        raise UsageError(
+            f"--tensorboard-dir {args.tensorboard_dir} cannot be written ({e.strerror}): name another folder"
+        ) from e
+    logger.follow(board)
+    return _Shown(loader, lambda batch: board.show(args, batch))
+
+
+class _Board:
+    """A follower of the log that writes TensorBoard events."""
+
+    def __init__(self, folder, steps_each_epoch, first_step):
+        self._steps_each_epoch, self._first_step = steps_each_epoch, first_step
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def add(self, step, data):
+        if step == "PARAMETER":
+            text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None)
+            self._writer.add_text("configuration", f"```yaml\n{text}```", self._first_step)
+            return
+        if not step:
+            return  # the summary repeats the last epoch
+        epoch, number = step if len(step) == 2 else (*step, self._steps_each_epoch - 1)
+        for name, value in data.items():
+            phase, _, metric = name.partition(".")
+            if len(step) == 1 or phase == "train":  # an evaluation's own steps have no place among those of training
+                tag = f"{phase}_epoch/{metric}" if len(step) == 1 and phase == "train" else f"{phase}/{metric}"
+                self._writer.add_scalar(tag, value, epoch * self._steps_each_epoch + number)
+        if len(step) == 1:
+            self._writer.flush()
+
+    def show(self, args, batch):
+        if args.device == "gpu":
+            paddle.device.cuda.synchronize()  # the loader copies on another stream
+        images = pixels.pictures(args, batch["data"])[:PICTURES]
+        self._writer.add_images("first_batch", images, self._first_step, dataformats="NHWC")
+
+    def close(self):
+        self._writer.close()
+
+
+class _Shown:
+    """A loader that calls a function with its first batch."""
+
+    def __init__(self, loader, show):
+        self._loader, self._show = loader, show
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def __len__(self):
+        return len(self._loader)
+
+    def __iter__(self):
+        for batch in self._loader:
+            if self._show is not None:
+                self._show(batch[0])
+                self._show = None
+            yield batch

@@ -1,0 +1,144 @@
+"""What an evaluation predicted for each image."""
+
+import csv
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import phase
+from paddle_resnet.data import listing, records
+from paddle_resnet.native import build as native
+from utils.meters import TopMeter
+from utils.mode import Mode
+
+KERNELS = [[], *([["--kernels", "native", "--data-layout", "NHWC"]] if native.missing() is None else [])]
+
+
+def read(path):
+    with open(path, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+@pytest.fixture
+def predict(run_train, checkpoint, tmp_path):
+    """Evaluate the checkpoint; returns (rows, result)."""
+
+    def predict(*flags, **more):
+        scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
+        code, report = run_train(*scope, "--predictions", tmp_path / "out/predictions.csv", *flags, **more)
+        assert code == 0
+        return read(tmp_path / "out/predictions.csv"), phase(report, [], "val.")
+
+    return predict
+
+
+@pytest.mark.parametrize("flags", KERNELS, ids=["paddle", "native"][: len(KERNELS)])
+def test_rows_are_the_images_in_order_and_agree_with_the_evaluation(
+    run_train, checkpoint, photos, predict, flags, tmp_path
+):
+    scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
+    plain = phase(run_train(*scope, *flags)[1], [], "val.")
+    rows, result = predict(*flags)
+    assert {name: result[name] for name in ("loss", "top1", "top5")} == {n: plain[n] for n in ("loss", "top1", "top5")}
+    assert list(rows[0]) == [
+        *("image", "label", "prediction", "class", "predicted_class"),
+        *("label_1", "probability_1", "label_2", "probability_2", "label_3", "probability_3"),
+    ]
+    assert [row["image"] for row in rows] == sorted(str(p.relative_to(photos)) for p in photos.glob("val/*/*"))
+    assert all(row["class"] == Path(row["image"]).parent.name == f"class{row['label']}" for row in rows)
+    assert all(row["predicted_class"] == f"class{row['prediction']}" for row in rows)
+    assert np.mean([row["label"] == row["prediction"] for row in rows]) == pytest.approx(result["top1"], abs=1e-12)
+    losses = []
+    for row in rows:
+        top = {row[f"label_{i}"]: float(row[f"probability_{i}"]) for i in (1, 2, 3)}
+        assert list(top.values()) == sorted(top.values(), reverse=True) and row["prediction"] == next(iter(top))
+        assert sum(top.values()) == pytest.approx(1, abs=1e-6)
+        losses.append(-np.log(top[row["label"]]))
+    assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)  # so each probability belongs to its image
+    confusion = read(tmp_path / "report.confusion.csv")
+    for pair in confusion:
+        found = [row for row in rows if (row["label"], row["prediction"]) == (pair["label"], pair["predicted"])]
+        assert len(found) == int(pair["images"])
+
+
+def test_every_format_names_the_images_that_it_reads(predict, converted, tmp_path):
+    """By content: the same probabilities for the same bytes, whatever the container, its shards and a skip list."""
+    expected = None
+    for data_format, root in converted.items():
+        skips = [None] if data_format == "lmdb" else [None, [2, 3, 11]]
+        everything = listing.images(root, Mode.EVAL)[2]
+        for skip in skips:
+            flags = ["--batch-size", "5"]
+            images = everything
+            if skip is not None:
+                (tmp_path / "skip.txt").write_text("".join(f"{everything[i].name}\n" for i in skip))
+                flags += ["--skip-list", tmp_path / "skip.txt"]
+                images = [image for i, image in enumerate(everything) if i not in skip]
+            rows, _ = predict(*flags, image_root=root)
+            assert [row["image"] for row in rows] == [image.name for image in images], data_format
+            found = {}
+            for row, image in zip(rows, images, strict=True):
+                data, label = (
+                    (Path(image.path).read_bytes(), image.label) if image.kind is None else records.read(image)
+                )
+                assert int(row["label"]) == label
+                found[hashlib.sha256(data).hexdigest()] = [float(row[f"probability_{i}"]) for i in (1, 2, 3)]
+            expected = expected or found
+            assert len(found) == len(images)
+            for key, probabilities in found.items():
+                assert probabilities == pytest.approx(expected[key], abs=1e-6), data_format
+    assert len({tuple(p) for p in expected.values()}) == 23  # or the comparison could not fail
+
+
+def test_without_the_flag_the_program_has_no_logits_to_copy(parse):
+    from paddle import static
+
+    from paddle_resnet import program
+
+    def fetched(*flags):
+        return set(program.build(parse(*flags), static.Program(), static.Program(), 0, is_train=False)[0])
+
+    assert fetched() == {"loss", "top1", "top5", "confusion"}
+    assert fetched("--report-html", "x.html") == {"loss", "top1", "top5", "confusion", "logits"}
+
+
+def test_top_meter_equals_numpy_and_keeps_nan_last():
+    random = np.random.RandomState(0)
+    logits = random.randn(12, 9).astype("float32") * 5
+    logits[3] = 1000 * logits[3]
+    meter = TopMeter(5)
+    meter.update(logits[:8], 8)
+    meter.update(logits[8:], 4)
+    rows = meter.rows()
+    p = np.exp(logits.astype(float) - logits.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    for row, probabilities in zip(rows, p, strict=True):
+        assert row[:5].tolist() == np.argsort(-probabilities, kind="stable")[:5].tolist() or not probabilities[1:].all()
+        np.testing.assert_allclose(row[5:], np.sort(probabilities)[::-1][:5], atol=1e-12)
+    meter.reset()
+    assert meter.rows().shape == (0, 10)
+    meter.update(np.array([[1.0, 1.0, 3.0, 0.0, 0.0, np.nan]]), 1)
+    assert meter.rows()[0, :5].tolist() == [2, 0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--predictions", "x.csv"], "--predictions x.csv are those of one evaluation: add --run-scope eval_only"),
+        (
+            ["--predictions", "/proc/no/x.csv", "--run-scope", "eval_only"],
+            "--predictions /proc/no/x.csv cannot be written",
+        ),
+        (["--report-html", "/proc/no/x.html"], "--report-html /proc/no/x.html cannot be written"),
+        (["--report-html", "x.html", "--benchmark"], "--report-html x.html is about a data set"),
+        (["--report-html", "x.html", "--data-format", "synthetic"], "--report-html names images"),
+        (["--tensorboard-dir", "x", "--benchmark"], "--tensorboard-dir x shows a training"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_flags_that_do_not_fit_are_refused(run_train, checkpoint, capsys, flags, says):
+    start = ["--from-pretrained-params", checkpoint] if "eval_only" in flags else []
+    assert run_train(*flags, *start)[0] == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""The events of --tensorboard-dir, read back."""
+
+import struct
+import subprocess
+import sys
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, losses
+from paddle_resnet.data import pixels
+
+tensorboard = pytest.importorskip("tensorboardX")
+
+
+def events(folder):
+    """All events in the order in which they were written, without those that a later start hides."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            [length] = struct.unpack_from("<Q", data)
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            if event.HasField("session_log"):
+                found = [e for e in found if e.step < event.step]
+            found.append(event)
+    return found
+
+
+def scalars(folder):
+    """{tag: {step: value}}."""
+    found = defaultdict(dict)
+    for event in events(folder):
+        for value in event.summary.value:
+            if value.WhichOneof("value") == "simple_value":
+                assert event.step not in found[value.tag]
+                found[value.tag][event.step] = value.simple_value
+    return found
+
+
+def test_figures_are_those_of_the_report(run_train, tmp_path):
+    code, report = run_train("--epochs", "2", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board")
+    assert code == 0
+    found = scalars(tmp_path / "board")
+    expected = {3 * key[0] + key[1]: v for key, v in losses(report).items() if isinstance(key[1], int)}
+    assert found["train/loss"] == pytest.approx(expected)
+    assert list(expected) == list(range(6))
+    for phase, tag in (("train", "train_epoch/loss"), ("val", "val/loss")):
+        assert found[tag] == pytest.approx({3 * e + 2: losses(report)[e, phase] for e in range(2)})
+    assert found["train/lr"][0] == pytest.approx(0.05)
+    assert {"train/ips", "train/top1", "train_epoch/ips", "val/top1", "val/ips"} <= found.keys()
+    assert all(step in (2, 5) for step in found["val/loss"])
+
+
+def test_loss_scale_is_written(run_train, tmp_path, monkeypatch):
+    from paddle_resnet import program
+
+    run = program.run_and_save
+    monkeypatch.setattr(program, "run_and_save", lambda *args, **more: run(*args, **more) | {"loss_scale": 128.0})
+    assert run_train("--tensorboard-dir", tmp_path / "board")[0] == 0
+    assert scalars(tmp_path / "board")["train_epoch/loss_scale"] == {2: 128.0}
+
+
+def test_first_batch_and_configuration(run_train, tmp_path, monkeypatch):
+    from PIL import Image
+
+    shown = []
+    pictures = pixels.pictures
+    monkeypatch.setattr(pixels, "pictures", lambda *args: shown.append(pictures(*args)) or shown[-1])
+    expected = losses(run_train("--epochs", "2", "--output-dir", tmp_path / "other")[1])
+    assert not shown
+    code, report = run_train("--epochs", "2", "--tensorboard-dir", tmp_path / "board")
+    assert code == 0
+    assert losses(report) == expected
+    [batch] = shown
+    assert batch.shape == (8, 32, 32, 3)
+    values = {value.tag: value for event in events(tmp_path / "board") for value in event.summary.value}
+    (tmp_path / "grid.png").write_bytes(values["first_batch"].image.encoded_image_string)
+    grid = np.asarray(Image.open(tmp_path / "grid.png"))
+    assert (grid[:32, :32] == batch[0]).all()
+    text = next(value for tag, value in values.items() if tag.startswith("configuration")).tensor.string_val[0].decode()
+    assert "model_arch_name: Tiny" in text and "lr: 0.05" in text
+
+
+def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ["--epochs", "3", "--print-interval", "1"]
+    assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", whole)[0] == 0
+    flags += ["--output-dir", tmp_path / "b", "--tensorboard-dir", parts, "--resume"]
+    stop_before(train_step=5)  # the polls of an epoch: before each step
+    assert run_train(*flags)[0] == 75
+    stop_before()
+    assert run_train(*flags)[0] == 0
+    expected, found = scalars(whole), scalars(parts)
+    for tag in ("train/loss", "train_epoch/loss", "val/loss"):
+        assert found[tag] == expected[tag], tag
+
+
+def test_folder_that_cannot_be_written_is_refused(run_train, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run_train("--tensorboard-dir", tmp_path / "file/board")[0] == 2
+    assert f"--tensorboard-dir {tmp_path}/file/board cannot be written" in capsys.readouterr().err
+
+
+def test_without_the_flag_nothing_is_imported():
+    program = "import sys, train; from paddle_resnet import phases, program, report; "
+    program += "print([m for m in ('tensorboardX', 'jinja2', 'rich', 'paddle_resnet.results') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

@@ -1,0 +1,119 @@
+"""The live line, in a pseudo-terminal of its own."""
+
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+
+import pytest
+
+from conftest import ROOT, TINY, losses, read_report
+from utils import progress
+
+
+def run_in_terminal(command, columns, **environment):
+    """(exit code, what a terminal of that width received), stderr included."""
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)} | environment
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    received = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        received += data
+    os.close(ours)
+    return process.wait(60), received.decode()
+
+
+def plain(text):
+    """Without colours and movements of the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def train_command(photos, folder, *flags):
+    places = ["--image-root", photos, "--output-dir", folder / "output", "--report-file", folder / "report.json"]
+    return [sys.executable, "tests/train_tiny.py", *TINY, *map(str, [*places, *flags])]
+
+
+def test_a_run_on_a_terminal_shows_phases_and_steps_and_logs_the_same(photos, tmp_path):
+    flags = ["--epochs", "2", "--print-interval", "1"]
+    (tmp_path / "live").mkdir()
+    command = train_command(photos, tmp_path / "live", *flags)
+    code, received = run_in_terminal(command, 250, SLOW_STEP="0.3")
+    text = plain(received)
+    assert code == 0, text
+    for phase in ("the import of Paddle", "the list of train images", "the building of a program"):
+        assert re.search(rf"{phase}  \d+ s", text), phase
+    steps = re.findall(
+        r"epoch (\d) (train|val)  step (\d)/3  (?:\d+:)?\d+:\d\d left( \(run [\d:]+\))?  (.*?)\s*[\r\n]", text
+    )
+    assert {(epoch, mode) for epoch, mode, *_ in steps} >= {("0", "train"), ("1", "train")}
+    trained = next(figures for _, mode, _, run, figures in steps if mode == "train" and run)
+    pattern = r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  waiting for data \d+%  lr [\d.e-]+"
+    assert re.fullmatch(pattern, trained), trained
+    assert "GPU memory" not in text
+    # Above it, whole and once, the lines of epochs; no lines of steps, which the report has.
+    lines = re.split(r"[\r\n]+", text)
+    assert len([line for line in lines if line.startswith("epoch 0 train  loss ")]) == 1
+    assert not any(line.startswith("epoch 0 step ") for line in lines)
+    assert received.rfind("\x1b[?25h") >= received.rfind("\x1b[?25l")  # the cursor is visible
+    command = train_command(photos, tmp_path / "plain", *flags)
+    piped = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert "epoch 0 step 1 train  loss " in piped.stdout and "\x1b" not in piped.stdout and "left" not in piped.stdout
+    reports = [read_report(tmp_path / name / "report.json") for name in ("live", "plain")]
+    assert losses(reports[0]) == losses(reports[1])
+    assert [entry["step"] for entry in reports[0]] == [entry["step"] for entry in reports[1]]
+
+
+def test_an_error_follows_the_live_line(tmp_path):
+    program = "from utils import progress\nwith progress.shown():\n    raise ZeroDivisionError"
+    code, received = run_in_terminal([sys.executable, "-c", program], 80)
+    assert code == 1
+    assert re.search(r"^ZeroDivisionError", plain(received), re.MULTILINE)
+
+
+def test_a_line_above_is_whole_and_as_it_is(tmp_path):
+    line = "[red] " + "a long command " * 20
+    program = f"from utils import logger, progress\nwith progress.shown():\n    logger.info({line!r})"
+    assert line in plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
+
+
+def test_the_live_line_is_one_row_of_any_terminal():
+    program = "from utils import progress\nwith progress.shown():\n"
+    program += "    progress.phase('p'); progress.show(1, 2, 3, 4, ['a figure'] * 20); import time; time.sleep(0.6)"
+    received = plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
+    assert max(map(len, re.split(r"[\r\n]", received))) == 40
+    assert "p  step 1/2  00:03 left (run 00:04)" in received
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"PADDLE_TRAINERS_NUM": "2"}], ids=str)
+def test_no_live_line_where_it_cannot_be_drawn_or_would_be_of_one_rank(environment):
+    program = "from utils import logger, progress\nwith progress.shown():\n    logger.info(progress.is_shown())"
+    assert run_in_terminal([sys.executable, "-c", program], 80, **environment) == (0, "False\r\n")
+
+
+def test_without_a_terminal_nothing_is_imported_nor_due():
+    program = "import sys\nfrom utils import logger, progress\nwith progress.shown():\n    progress.phase('a')\n"
+    program += "    logger.info((progress.is_due(), progress.is_shown(), 'rich' in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "(False, False, False)\n"
+
+
+def test_durations():
+    assert [progress._duration(s) for s in (0, 9.6, 61, 3600, 90000)] == [
+        "00:00",
+        "00:10",
+        "01:01",
+        "1:00:00",
+        "1 day, 1:00:00",
+    ]

@@ -1,0 +1,111 @@
+"""The live line of a run on a terminal: what the run does now and how far it is.
+
+Without a terminal nothing is shown and every call returns at once. A thread of rich draws the line four times a second;
+a step costs one comparison, and four times a second the figures that the host has anyway.
+"""
+
+import contextlib
+import os
+import sys
+from datetime import timedelta
+from time import monotonic
+
+PERIOD_S = 0.25
+_live = None
+_phase, _since_s, _figures, _due_s = "the start", 0.0, None, 0.0
+
+
+@contextlib.contextmanager
+def shown():
+    """Show the live line while the block runs, if stdout is a terminal.
+
+    A job of several processes has plain lines only: they hold the figures of the whole job, which no rank knows between
+    them. Its launcher redirects stdout to files anyway.
+    """
+    global _live
+    console = _console()
+    if console is None:
+        yield
+        return
+    from rich.live import Live
+
+    phase("the start")
+    live = Live(
+        console=console,
+        get_renderable=_line,
+        refresh_per_second=1 / PERIOD_S,
+        transient=True,
+        redirect_stderr=sys.stderr.isatty(),
+    )
+    with live:
+        console.show_cursor(True)  # the process may end without leaving this block
+        _live = live
+        try:
+            yield
+        finally:
+            _live = None
+
+
+def _console():
+    """A console on stdout, or None if that is no terminal that can redraw a line."""
+    is_alone = os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1"
+    if sys.stdout is None or not sys.stdout.isatty() or not is_alone:
+        return None
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    return None if console.is_dumb_terminal else console
+
+
+def is_shown():
+    return _live is not None
+
+
+def phase(name):
+    """Show what the run does from now on, and for how long."""
+    global _phase, _since_s, _figures, _due_s
+    _phase, _since_s, _figures, _due_s = name, monotonic(), None, 0.0
+    if _live is not None:
+        _live.refresh()  # now: what follows may keep Python's lock for seconds
+
+
+def is_due():
+    """Whether the live line takes new figures."""
+    return _live is not None and monotonic() >= _due_s
+
+
+def show(step, steps, left_s, run_left_s, figures):
+    """Show the figures of a step; call it when is_due().
+
+    Args:
+        step, steps: steps done in this phase, and all of them.
+        left_s: estimated seconds until the end of the phase.
+        run_left_s: of the training steps of the whole run, or None.
+        figures: texts.
+    """
+    global _figures, _due_s
+    left = f"{_duration(left_s)} left" + (f" (run {_duration(run_left_s)})" if run_left_s is not None else "")
+    _figures = "  ".join([f"step {step}/{steps}", left, *figures])
+    _due_s = monotonic() + PERIOD_S
+
+
+def write_above(line, stream):
+    """Write a line above the live line. Returns False if there is no live line on that stream."""
+    live = _live
+    if live is None or not stream.isatty():
+        return False
+    from rich.text import Text
+
+    live.console.print(Text(line), soft_wrap=True)
+    return True
+
+
+def _line():
+    from rich.text import Text
+
+    figures = _figures or f"{monotonic() - _since_s:.0f} s"
+    return Text.assemble((_phase, "bold cyan"), "  ", figures, no_wrap=True, overflow="ellipsis")
+
+
+def _duration(seconds):
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")
