@@ -39,6 +39,9 @@ def _run(args, argv):
         import paddle  # noqa: F401  takes seconds, so after the flags are known to be right
     from paddle import static
 
+    from paddle_resnet import compat
+
+    compat.check_version()
     from paddle_resnet import phases, report
     from paddle_resnet.checkpoints import restore
     from paddle_resnet.job import agreement, exchange, fleet, processes

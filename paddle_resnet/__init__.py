@@ -12,3 +12,5 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # Said for each training program, about what batch normalisation is expected to do.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
+# Paddle 3 says it at import, of a tool that this project does not use.
+warnings.filterwarnings("ignore", message="No ccache found")

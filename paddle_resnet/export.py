@@ -47,6 +47,9 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     output = Path(output)
     if output.exists():
         raise UsageError(f"{output} exists: remove it or name another folder")
+    from paddle_resnet import compat
+
+    compat.check_version()
     from paddle_resnet import inference, onnx_writer
     from paddle_resnet.checkpoints import folders
 

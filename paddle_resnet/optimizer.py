@@ -6,6 +6,7 @@ from paddle.incubate import asp
 from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 from paddle.static.amp import fp16_utils
 
+from paddle_resnet import compat
 from paddle_resnet.job import processes
 from paddle_resnet.models import loss_head
 from utils import logger
@@ -66,6 +67,7 @@ def decorate_amp(args, optimizer):
     """Wrap an optimizer for mixed precision of the current program: level O1, or O2 with float32 master weights."""
     if not args.amp:
         return optimizer
+    compat.accept_legacy_any()
     return static.amp.decorate(
         optimizer,
         amp_lists=_amp_lists(args, static.default_main_program()),

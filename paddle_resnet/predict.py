@@ -189,7 +189,10 @@ def _main(args):
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark measures the network on random images: drop images, --csv and --json")
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
-    from paddle_resnet import inference  # takes seconds
+    from paddle_resnet import compat  # imports Paddle, which takes seconds
+
+    compat.check_version()
+    from paddle_resnet import inference
 
     device = inference.resolve_device(args.device)
     if args.benchmark:

@@ -10,6 +10,7 @@ from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
+from paddle_resnet import compat
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
@@ -19,7 +20,7 @@ from paddle_resnet.passes import all_reduces, fusion
 from paddle_resnet.passes.updates import mend_updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
 from utils import logger, progress
-from utils.errors import RunError, UsageError
+from utils.errors import RunError
 from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles
 from utils.mode import Mode
 from utils.signals import Preempted
@@ -82,12 +83,7 @@ def create_strategy(args, is_train=True):
     """
     strategy = static.BuildStrategy()
     if args.fuse_resunit:
-        if not hasattr(strategy, "fuse_resunit"):
-            raise UsageError(
-                f"--fuse-resunit: Paddle {paddle.__version__} lacks the fused residual unit: drop the flag; the other "
-                "operators are fused without it"
-            )
-        strategy.fuse_resunit = True
+        compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
         # Paddle's fused addition and activation has no bfloat16 kernel. The passes that fuse BN skip bfloat16.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"

@@ -28,6 +28,7 @@ FLOORS = [
     ["paddle_resnet.job"],
     ["paddle_resnet.models"],
     ["paddle_resnet.preprocessing"],
+    ["paddle_resnet.compat"],
     ["config"],
     ["utils"],
 ]

@@ -388,7 +388,7 @@ def test_trace_has_the_kernels(run_train, tmp_path):
 FUSED = {
     "native": (
         "13 native_bn_act, 13 native_bn_act_backward, 4 native_bn_add_relu, 4 native_bn_add_relu_backward, "
-        "1 native_check_gradients, 1 native_loss, 1 native_loss_backward, 1 native_max_pool, "
+        "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
         "1 native_max_pool_backward, 1 native_momentum"
     ),
     # A residual unit's last BN, addition and ReLU; the other BN with a ReLU behind it.

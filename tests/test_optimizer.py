@@ -193,7 +193,7 @@ def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, le
     if dtype == "bfloat16":
         assert not op.input("Unscale@OPTIONAL")
     else:
-        maker = by_type["native_check_gradients" if is_dynamic else "reciprocal"]
+        maker = by_type["native_check_finite" if is_dynamic else "reciprocal"]
         assert op.input("Unscale@OPTIONAL")[0] in maker.output_arg_names
         if is_dynamic:
             assert set(maker.input("Gradients@VECTOR")) == {values[0] for values in expected.values()}

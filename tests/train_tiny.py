@@ -9,6 +9,7 @@ so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a r
 FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one
 rank alone, or "RANK version", and more of them behind commas.
 """
+# ruff: noqa: I001
 
 import ctypes
 import os
@@ -18,11 +19,12 @@ import threading
 import time
 from functools import partial
 
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
 import numpy as np
 import paddle
 from paddle import static
 
-import train  # first: sets Paddle's environment
+import train
 from paddle_resnet import dali, models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.checkpoints.saver import Saver
@@ -30,6 +32,7 @@ from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import resnet
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
+from utils import signals
 from utils.mode import Mode
 
 
@@ -180,7 +183,7 @@ if __name__ == "__main__":
         rank, *words = difference.split()
         if rank == my_rank:
             differ(words)
-    code = train.main()
+    code = signals.leaving(train.main())
     print(f"recordings: {len(recordings)}")
     if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:
         names = [f"conv2d_{i}.w_0" for i in range(17)] + ["linear_0.w_0", "linear_0.b_0"]

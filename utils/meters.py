@@ -54,7 +54,7 @@ class AverageMeter:
         self.value = total / n
         self.sum += total
         self.count += n
-        self.not_finite += np.count_nonzero(~np.isfinite(value)) * n // value.size
+        self.not_finite += int(np.count_nonzero(~np.isfinite(value))) * n // value.size
         self.bad_updates = 0 if math.isfinite(self.value) else self.bad_updates + 1
 
     def state(self):

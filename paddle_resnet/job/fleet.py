@@ -10,6 +10,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_optimizers.common import CollectiveHelper
 from paddle.distributed.fleet.utils.log_util import set_log_level
 
+from paddle_resnet import compat
 from paddle_resnet.job import exchange, processes, watchdog
 from utils import signals
 from utils.errors import RunError
@@ -58,8 +59,7 @@ def start(args):
     if processes.world_size() > 1 and args.device == "cpu":
         # Fleet adds the set-up of NCCL to the start-up program even if there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
-        _prepare_for_gloo()
-        paddle.distributed.init_parallel_env()
+        compat.start_gloo(_prepare_for_gloo)
 
 
 def reduces_at_the_end(args):

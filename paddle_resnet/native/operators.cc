@@ -156,18 +156,19 @@ PD_BUILD_GRAD_OP(native_loss)
 
 // Loss scale and momentum, update.h. An operator that has only in-place outputs needs no shapes.
 
-Shapes CheckGradientsShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
+Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
   return {{1}};
 }
-Types CheckGradientsType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
-PD_BUILD_OP(native_check_gradients)
+Types CheckFiniteType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
+// Paddle 3 takes an operator with "_grad" in its name for a gradient and looks for its forward operator.
+PD_BUILD_OP(native_check_finite)
     .Inputs({paddle::Vec("Gradients"), "Scale", "GoodSteps", "BadSteps"})
     .Outputs({"Unscale", "ScaleOut", "GoodStepsOut", "BadStepsOut"})
     .Attrs({"raise_after_steps: int", "lower_after_steps: int", "raise_by: float", "lower_by: float"})
     .SetInplaceMap({{"Scale", "ScaleOut"}, {"GoodSteps", "GoodStepsOut"}, {"BadSteps", "BadStepsOut"}})
-    .SetKernelFn(PD_KERNEL(CheckGradients))
-    .SetInferShapeFn(PD_INFER_SHAPE(CheckGradientsShape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(CheckGradientsType));
+    .SetKernelFn(PD_KERNEL(CheckFinite))
+    .SetInferShapeFn(PD_INFER_SHAPE(CheckFiniteShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(CheckFiniteType));
 
 PD_BUILD_OP(native_momentum)
     .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), "Rate",

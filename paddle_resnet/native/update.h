@@ -59,8 +59,8 @@ std::vector<unsigned> update_block() { return {kMaxThreads, 1}; }
 
 // Checks that all gradients are finite, then updates the loss scale and its counters in place. Returns [1]: 1 / the
 // scale that these gradients have, 0 if some are not finite.
-std::vector<Tensor> CheckGradients(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
-                                   int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
+std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
+                                int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
   LossScaling rule = {raise_after_steps, lower_after_steps, raise_by, lower_by};
   Tensor unscale = paddle::empty({1}, DataType::FLOAT32, scale.place());
   float *s = scale.data<float>(), *u = unscale.data<float>();
@@ -89,7 +89,7 @@ std::vector<Tensor> CheckGradients(const Tensors &gradients, Tensor &scale, Tens
 }
 
 // Momentum without Nesterov's variant, in place. `masters`: the float32 parameters, of which `parameters` are copies
-// in a narrower type; null where the parameters themselves are float32. `unscale` is what CheckGradients returned.
+// in a narrower type; null where the parameters themselves are float32. `unscale` is what CheckFinite returned.
 void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
               const paddle::optional<Tensor> &unscale, float mu, const std::vector<float> &decays) {
   if (gradients.size() != parameters.size() || velocities.size() != parameters.size() ||

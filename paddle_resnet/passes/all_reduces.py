@@ -3,6 +3,7 @@
 import paddle
 from paddle import static
 
+from paddle_resnet import compat
 from paddle_resnet.job import fleet, processes
 
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
@@ -13,9 +14,9 @@ def adapt_communication(args, main_prog, startup_prog):
     if processes.world_size() == 1:
         return
     _order_fused_all_reduces(main_prog.global_block())
-    if fleet.reduces_at_the_end(args):
+    if compat.HAS_CALC_STREAM and fleet.reduces_at_the_end(args):
         for op in main_prog.global_block().ops:
-            if op.type == "c_allreduce_sum":
+            if op.type == compat.ALL_REDUCE:
                 op._set_attr("use_calc_stream", True)
     if args.device == "cpu":
         for program in (main_prog, startup_prog):
@@ -32,8 +33,8 @@ def _order_fused_all_reduces(block):
     gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
     for i in reversed(range(len(block.ops))):
         op = block.ops[i]
-        if op.type == "c_allreduce_sum" and op.input("X")[0] in gradients:
-            buffer = op.input("X")[0]
+        if op.type == compat.ALL_REDUCE and op.input_arg_names[0] in gradients:
+            buffer = op.input_arg_names[0]
             block._insert_op_without_sync(
                 i,
                 type="depend",
@@ -56,7 +57,7 @@ def count_gradient_all_reduces(train_prog):
     """The number of all-reduces of gradients in a training step, after fusing."""
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     ops = train_prog.global_block().ops
-    return sum(op.type == "c_allreduce_sum" and bool(op.attr("op_role") & backward) for op in ops)
+    return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & backward) for op in ops)
 
 
 def bn_averager(exe, train_prog):
@@ -78,7 +79,7 @@ def bn_averager(exe, train_prog):
         for name in bn_statistics(train_prog):
             source = train_prog.global_block().var(name)
             value = block.create_var(name=name, shape=source.shape, dtype=source.dtype, persistable=True)
-            paddle.distributed.all_reduce(value)
+            compat.append_all_reduce(block, value)
             paddle.assign(paddle.scale(value, 1 / processes.world_size()), output=value)
     return lambda: exe.run(average_prog)
 

@@ -7,6 +7,8 @@ half precision, evaluation spends more time on BN than on convolutions: benchmar
 import paddle
 from paddle import static
 
+from paddle_resnet import compat
+
 
 def fold_batch_norms(args, program, exe):
     """Rewrite an evaluation program in half precision in place. Float32 programs stay: they are the exact reference.
@@ -68,7 +70,7 @@ def _compute(fold_block, block, bn, filters, folded, shift):
         _persistable(fold_block, variable.name, variable.shape, variable.dtype)
         for variable in (*(block.var(bn.input(name)[0]) for name in ("Scale", "Bias", "Mean", "Variance")), filters)
     )
-    factor = scale / paddle.sqrt(variance + bn.attr("epsilon"))
+    factor = scale / compat.sqrt(variance + bn.attr("epsilon"))
     product = filters.astype("float32") * paddle.reshape(factor, [-1, 1, 1, 1])
     for value, target in ((product, folded), (bias - mean * factor, shift)):
         target = _persistable(fold_block, target.name, target.shape, target.dtype)

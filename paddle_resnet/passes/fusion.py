@@ -249,5 +249,5 @@ def _fuse_loss_scaling(graph):
     rule = {"raise_after_steps": "incr_every_n_steps", "lower_after_steps": "decr_every_n_nan_or_inf"}
     rule |= {"raise_by": "incr_ratio", "lower_by": "decr_ratio"}
     attrs = {ours: scalings[0].attr(name) for ours, name in rule.items()}
-    graph.replace([*checks, *scalings], scalings[0], "native_check_gradients", inputs, outputs, attrs)
+    graph.replace([*checks, *scalings], scalings[0], "native_check_finite", inputs, outputs, attrs)
     return unscale

@@ -21,6 +21,7 @@ import paddle
 from paddle import static
 from paddle.device.cuda.graphs import CUDAGraph
 
+from paddle_resnet import compat
 from paddle_resnet.job import exchange, processes
 from utils.errors import RunError, UsageError
 
@@ -36,7 +37,7 @@ REPEATABLE = {
     *("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "grad_add"),
     *("elementwise_add", "elementwise_add_grad", "elementwise_mul", "elementwise_mul_grad"),
     *("flatten_contiguous_range", "flatten_contiguous_range_grad"),
-    *("c_allreduce_sum", "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
+    *(compat.ALL_REDUCE, "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
 }
 _numbers = itertools.count()
 _recorders = weakref.WeakKeyDictionary()  # {compiled program: its Recorder}: one recording serves all epochs

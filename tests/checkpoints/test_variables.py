@@ -187,7 +187,7 @@ def test_bfloat16_variables_get_the_nearest_values():
     variables.set_variable("rounded", values, paddle.CPUPlace())
     assert tensor._dtype() == paddle.bfloat16
     rounded, below, above = (
-        ((variables.read("rounded").astype(np.uint32) + step) << 16).astype(np.uint32).view(np.float32)
+        ((variables.read("rounded").astype(np.int64) + step) << 16).astype(np.uint32).view(np.float32)
         for step in (0, -1, 1)
     )
     assert rounded[:5].tolist() == [0, 1, 1 + 2**-6, -1, 1 + 2**-7]

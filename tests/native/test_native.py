@@ -313,7 +313,7 @@ def test_check_of_gradients_follows_the_loss_scale(device, where, dtype, bad):
             gradients[spoilt][-1] = bad
         gradients = [paddle.to_tensor(g).astype("float32" if i % 5 == 4 else dtype) for i, g in enumerate(gradients)]
         scale, good, bad_steps = (paddle.to_tensor(v) for v in (np.float32([8]), np.int32([3]), np.int32([1])))
-        found = run("native_check_gradients", gradients, scale, good, bad_steps, 4, 2, 2.0, 0.25)[0]
+        found = run("native_check_finite", gradients, scale, good, bad_steps, 4, 2, 2.0, 0.25)[0]
         state = [t.item() for t in (found, scale, good, bad_steps)]
         assert state == ([1 / 8, 16, 0, 0] if bad is None else [0, 2, 0, 0]), spoilt
 
@@ -329,7 +329,7 @@ def test_loss_scale_is_that_of_paddle(device, where):
         for _ in range(40):
             overflows = random.rand() < 0.4
             gradient = paddle.full([8], np.inf if overflows else 1.0)
-            run("native_check_gradients", [gradient], *ours, 3, 2, 2.0, 0.5)
+            run("native_check_finite", [gradient], *ours, 3, 2, 2.0, 0.5)
             paddle._C_ops.update_loss_scaling_(
                 [gradient], paddle.to_tensor([overflows]), *theirs, 3, 2, 2.0, 0.5, False
             )

@@ -6,7 +6,15 @@ import paddle
 import pytest
 from paddle import static
 
+from paddle_resnet import compat
 from paddle_resnet.passes import all_reduces
+
+
+def append_all_reduce(block, name, role=1):
+    compat.append_all_reduce(block, block.var(name))
+    block.ops[-1]._set_attr("op_role", role)
+    if compat.HAS_CALC_STREAM:
+        block.ops[-1]._set_attr("use_calc_stream", False)  # as Fleet writes it
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
@@ -18,11 +26,10 @@ def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
             block.create_var(name=name, shape=[2], dtype="float32")
     fused = {"Input": ["a", "b"]}, {"Output": ["a@GRAD", "b@GRAD"], "FusedOutput": ["fused"]}
     block.append_op(type="coalesce_tensor", inputs=fused[0], outputs=fused[1], attrs={"dtype": block.var("a").dtype})
-    reduce = {"type": "c_allreduce_sum", "attrs": {"ring_id": 0, "op_role": 1}}
-    block.append_op(inputs={"X": "fused"}, outputs={"Out": "fused"}, **reduce)
-    block.append_op(inputs={"X": "a@GRAD"}, outputs={"Out": "a@GRAD"}, **reduce)
+    append_all_reduce(block, "fused")
+    append_all_reduce(block, "a@GRAD")
     all_reduces._order_fused_all_reduces(block)
-    assert [op.type for op in block.ops] == ["coalesce_tensor", "depend", "c_allreduce_sum", "c_allreduce_sum"]
+    assert [op.type for op in block.ops] == ["coalesce_tensor", "depend", *[compat.ALL_REDUCE] * 2]
     depend = block.ops[1]
     assert depend.input("X") == depend.output("Out") == ["fused"]
     assert depend.input("Dep") == ["a@GRAD", "b@GRAD"]
@@ -37,11 +44,12 @@ def test_gradients_travel_on_the_computations_stream_within_a_host(monkeypatch, 
     main = static.Program()
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
-    main.global_block().append_op(
-        type="c_allreduce_sum", inputs={"X": "g"}, outputs={"Out": "g"}, attrs={"ring_id": 0, "op_role": 1}
-    )
+    append_all_reduce(main.global_block(), "g")
     all_reduces.adapt_communication(SimpleNamespace(device=device), main, static.Program())
-    assert main.global_block().ops[0].attr("use_calc_stream") == expected
+    op = main.global_block().ops[0]
+    assert op.has_attr("use_calc_stream") == compat.HAS_CALC_STREAM
+    if compat.HAS_CALC_STREAM:
+        assert op.attr("use_calc_stream") == expected
 
 
 def test_all_reduces_of_gradients_are_counted():
@@ -50,6 +58,5 @@ def test_all_reduces_of_gradients_are_counted():
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
         for role in (backward, backward, 0):  # the last one is no gradient's
-            places = {"inputs": {"X": "g"}, "outputs": {"Out": "g"}}
-            main.global_block().append_op(type="c_allreduce_sum", **places, attrs={"ring_id": 0, "op_role": role})
+            append_all_reduce(main.global_block(), "g", role)
     assert all_reduces.count_gradient_all_reduces(main) == 2

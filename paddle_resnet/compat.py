@@ -1,0 +1,114 @@
+"""Where Paddle 2.6 and Paddle 3 differ. tests/test_compat.py fails for each difference that is gone.
+
+The project builds legacy Programs on both (`FLAGS_enable_pir_api=0`, set in paddle_resnet/__init__.py).
+"""
+
+import paddle
+from paddle.base import core
+from paddle.base.framework import Variable
+from paddle.base.layer_helper import LayerHelper
+
+from utils.errors import UsageError
+
+# The whole suite passes with these. A newer patch release of the same line is taken.
+LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
+
+
+def check_version(version=paddle.__version__):
+    """Refuse a Paddle that is neither of the line of LOWEST nor of that of HIGHEST.
+
+    Raises:
+        UsageError: it is another one.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
+        lowest, highest = (".".join(map(str, tested)) for tested in (LOWEST, HIGHEST))
+        raise UsageError(
+            f"Paddle {version} is not supported: this project was tested with {lowest} (lowest) and {highest} "
+            f"(highest): install one of them, for example with make venv PADDLE={highest}"
+        )
+
+
+IS_PADDLE_3 = paddle.version.major == "3"
+
+# What Fleet writes for a gradient. Paddle 3's operator has no attribute use_calc_stream: it always runs on the
+# communication's own stream.
+ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"
+HAS_CALC_STREAM = not IS_PADDLE_3
+
+
+def append_all_reduce(block, variable):
+    """Append the sum of a variable over all processes, in place.
+
+    In Paddle 3.3, paddle.distributed.all_reduce fails in a legacy Program: "expected str instance, ReduceOp found".
+    """
+    if IS_PADDLE_3:
+        x, out, attrs = "x", "out", {"reduce_type": int(paddle.distributed.ReduceOp.SUM)}
+    else:
+        x, out, attrs = "X", "Out", {"use_calc_stream": True}
+    attrs["ring_id"] = 0
+    block.append_op(type=ALL_REDUCE, inputs={x: variable}, outputs={out: variable}, attrs=attrs)
+
+
+def start_gloo(prepare):
+    """Connect the processes of a job on CPUs.
+
+    The operators of Paddle 3 want a communicator over the launcher's store; without it they fail with "NCCLCommContext
+    is nullptr". Those of Paddle 2.6 want what init_parallel_env makes, which starts processes.
+
+    Args:
+        prepare: called before processes are started.
+    """
+    if IS_PADDLE_3:
+        store, environment = core.create_or_get_global_tcp_store(), paddle.distributed.ParallelEnv()
+        core.CommContextManager.create_gloo_comm_context(store, "0", environment.rank, environment.world_size)
+    else:
+        prepare()
+        paddle.distributed.init_parallel_env()
+
+
+def sqrt(x):
+    """paddle.sqrt of a legacy variable, which Paddle 3.3 refuses: "sqrt(): argument (position 1) must be Value"."""
+    return _append("sqrt", x)
+
+
+def accept_legacy_any():
+    """Let paddle.any take legacy variables again, which Paddle 3.3 refuses like those of sqrt.
+
+    Paddle's own mixed precision calls it at level O2, for the gradients of both precisions.
+    """
+    if IS_PADDLE_3:
+        paddle.any = _any
+
+
+_paddle_any = paddle.any
+
+
+def _any(x, *args, **kwargs):
+    if isinstance(x, Variable) and not args and not kwargs:
+        return _append("reduce_any", x, dim=[0], keep_dim=False, reduce_all=True)
+    return _paddle_any(x, *args, **kwargs)
+
+
+def _append(op_type, x, **attrs):
+    helper = LayerHelper(op_type)
+    out = helper.create_variable_for_type_inference(x.dtype)
+    helper.append_op(type=op_type, inputs={"X": x}, outputs={"Out": out}, attrs=attrs)
+    return out
+
+
+def fuse_residual_units(strategy):
+    """Set BuildStrategy.fuse_resunit, which Paddle 2.6 lacks and Paddle 3 has in GPU builds with cuDNN's frontend.
+
+    Raises:
+        UsageError: this Paddle lacks it.
+    """
+    try:
+        if not hasattr(strategy, "fuse_resunit"):
+            raise RuntimeError
+        strategy.fuse_resunit = True
+    except RuntimeError as e:
+        raise UsageError(
+            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit: drop the flag, the "
+            "other operators are fused without it"
+        ) from e

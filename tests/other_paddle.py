@@ -1,0 +1,110 @@
+"""What another version of Paddle has written: a checkpoint, its next losses, and an exported model.
+
+`python tests/other_paddle.py write FOLDER` writes them with the installed Paddle, `... check FOLDER` compares. .ci/run
+does so in both directions; tests/goldens/paddle_* are such folders.
+"""
+# ruff: noqa: I001
+
+import json
+import pickle
+import shutil
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
+import numpy as np
+import paddle
+from paddle import static
+
+import config
+from conftest import TINY
+from paddle_resnet import models, program
+from paddle_resnet.checkpoints import variables
+from paddle_resnet.job import fleet, processes
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+from test_export import predict
+
+STEPS = 3
+RANDOM = np.random.RandomState(0)
+IMAGES = RANDOM.standard_normal((2 * STEPS, 8, 3, 32, 32)).astype("float32")
+LABELS = RANDOM.randint(0, 3, (2 * STEPS, 8, 1))
+FILES = ["tiny.pdparams", "tiny.pdopt"]
+
+
+class Run:
+    """A training program of a few hundred parameters."""
+
+    def __init__(self):
+        paddle.enable_static()
+        models.MODELS["Speck"] = partial(ResNet, BottleneckBlock, (1,), width=2)
+        self.args = config.parse_args([*TINY, "--model-arch-name", "Speck"])
+        processes.resolve_devices(self.args)
+        fleet.start(self.args)
+        paddle.seed(0)
+        self.main, startup, self._exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
+        self._fetchs, self._scheduler, *_ = program.build(self.args, self.main, startup, 2 * STEPS)
+        self._exe.run(startup)
+        self._compiled = program.compile_prog(self.args, self.main)
+
+    def train(self, first, count=STEPS):
+        """Losses of `count` steps from the step `first`."""
+        losses = []
+        for step in range(first, first + count):
+            self._scheduler.step(step)
+            feed = {"data": IMAGES[step], "label": LABELS[step]}
+            losses.append(self._exe.run(self._compiled, feed, [self._fetchs["loss"][0]])[0].item())
+        return losses
+
+    def export(self, folder):
+        evaluation = static.Program()
+        with static.program_guard(evaluation, static.Program()), paddle.utils.unique_name.guard():
+            images = static.data("images", [None, 3, 32, 32], "float32")
+            network = models.build_model(self.args)
+            network.eval()
+            out = paddle.nn.functional.softmax(network(images))
+        static.save_inference_model(str(folder / "model"), [images], [out], self._exe, program=evaluation)
+
+
+def write(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run()
+    first = run.train(0)
+    for name, state in zip(FILES, variables.snapshot(run.main), strict=True):
+        (folder / name).write_bytes(pickle.dumps(state, protocol=4))
+    run.export(folder)
+    expected = {"losses": first + run.train(STEPS), "probabilities": _predict(folder).tolist()}
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
+def check(folder, rtol):
+    """Train from the same seed; load the checkpoint, bit for bit, and train on; let Paddle Inference run the model.
+
+    Args:
+        folder: that write has filled.
+        rtol: how far losses and probabilities may be from those that the other version got.
+    """
+    expected = json.loads((folder / "expected.json").read_text())
+    run = Run()
+    np.testing.assert_allclose(run.train(0), expected["losses"][:STEPS], rtol=rtol)
+    variables.load(run.args, folder, run.main, paddle.CPUPlace())
+    states = [pickle.loads((folder / name).read_bytes()) for name in FILES]
+    for name, array in (states[0] | states[1]).items():
+        np.testing.assert_array_equal(variables.read(name).reshape(array.shape), array, err_msg=name)
+    np.testing.assert_allclose(run.train(STEPS), expected["losses"][STEPS:], rtol=rtol)
+    np.testing.assert_allclose(_predict(folder), expected["probabilities"], rtol=rtol)
+
+
+def _predict(folder):
+    with tempfile.TemporaryDirectory() as copy:
+        for path in folder.glob("model.*"):
+            shutil.copy(path, copy)
+        return predict(Path(copy), IMAGES[0])
+
+
+if __name__ == "__main__":
+    action, path = sys.argv[1:]
+    write(Path(path)) if action == "write" else check(Path(path), rtol=1e-5)
