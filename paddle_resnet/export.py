@@ -1,146 +1,242 @@
-"""Export a checkpoint for Paddle Inference: `python -m paddle_resnet.export --help`."""
+"""Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export --help`."""
 
 import argparse
-import errno
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-import config
-from utils.errors import UsageError
+import numpy as np
 
-NAME = "model"  # of the files: model.pdmodel, model.pdiparams, model.json
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+from utils import exit_codes, logger
+from utils.errors import RunError, UsageError
+
+# --verify: how far an engine may be from the checkpoint. Two classes whose probabilities are closer than the tolerance
+# are a tie, which rounding decides; only images with a tie at the top may count differently in top1.
+LOSS_TOLERANCE = 1e-4  # of the mean loss, relative where that is above 1
+TIE = 1e-4
+ONNX_TOLERANCE = 1e-4  # of probabilities, on random images, at every export with ONNX
+TRITON_MAX_BATCH = 64
 
 
-def export(checkpoint, output):
+def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=False):
     """Write the inference network: float32 parameters, no masks, no optimizer.
 
-    Input "images" [N, 3, H, W], float32, normalised RGB. The network pads it itself if it was trained with a fourth
-    channel. Output: probabilities [N, classes], float32. model.json has the class names and the preprocessing. The
-    layout is NCHW, whatever the layout in training.
+    The folder has model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output, preprocessing,
+    classes), labels.txt (a class a line) and preprocess.py (preprocessing.py, which runs on its own).
 
     Args:
         checkpoint: folder of a checkpoint of this program, at the end of an epoch.
         output: folder to make. It appears once it is complete.
+        onnx: also write model.onnx, and compare it with the checkpoint on random images.
+        verify: folder of a data set, whose validation images all that is written must score like the checkpoint; None
+            for no such check.
+        uint8: input "images" is uint8 [N, H, W, 3], and the network normalises it. Otherwise it is normalised float32
+            [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is NCHW, whatever the
+            layout in training.
+        triton: also write triton/, a model repository for Triton.
     Returns:
         content of model.json.
     Raises:
         UsageError: the checkpoint does not exist, is damaged or is of the middle of an epoch; the output exists or
-            cannot be written.
+            cannot be written; a package for ONNX is missing.
+        RunError: what was written does not compute what the checkpoint computes. Nothing is left of it.
     """
-    import paddle
-    from paddle import static
-
-    from paddle_resnet import compat
-
-    compat.check_version()
-    from paddle_resnet.checkpoints import folders, variables
-    from paddle_resnet.models import build_model
-
-    meta = _read_meta(checkpoint)
-    try:
-        args = config.from_dict(meta["arguments"])
-    except UsageError as e:
-        raise UsageError(f"{checkpoint} has impossible arguments in its meta.json: {e}") from e
-    if f"{args.model_prefix}.pdparams" not in meta["files"]:
-        raise UsageError(f"{checkpoint} is damaged: meta.json lists no {args.model_prefix}.pdparams: name another")
-    args.data_layout = "NCHW"
     output = Path(output)
     if output.exists():
         raise UsageError(f"{output} exists: remove it or name another folder")
+    from paddle_resnet import compat
 
-    paddle.enable_static()
-    place = paddle.CPUPlace()
-    exe = static.Executor(place)
-    program, startup = static.Program(), static.Program()
-    with static.scope_guard(static.Scope()):
-        with static.program_guard(program, startup), paddle.utils.unique_name.guard():
-            channels, *size = args.image_shape
-            images = static.data("images", [None, 3, *size], dtype="float32")
-            model = build_model(args)
-            model.eval()
-            probabilities = paddle.nn.functional.softmax(model(_pad_channels(images, channels)))
-        exe.run(startup)
-        variables.load(args, checkpoint, program, place)
-        description = _describe(args, meta, images, probabilities)
-        parameters = static.serialize_persistables([images], [probabilities], exe, program=program)
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
-                partial = Path(beside) / output.name
-                static.save_inference_model(str(partial / NAME), [images], [probabilities], exe, program=program)
-                # Paddle writes this file in C++ and ignores a full disk.
-                if (partial / f"{NAME}.pdiparams").read_bytes() != parameters:
-                    raise OSError(errno.EIO, f"{NAME}.pdiparams is incomplete")
-                (partial / f"{NAME}.json").write_text(json.dumps(description, indent=1) + "\n")
-                for path in (*partial.iterdir(), partial):
-                    folders.fsync(path)
-                partial.rename(output)
-                folders.fsync(output.parent)
-        except OSError as e:
-            raise UsageError(f"{output} cannot be written ({e.strerror}): make room or name another folder") from e
-    return description
-
-
-def _read_meta(checkpoint):
+    compat.check_version()
+    from paddle_resnet import inference, onnx_writer
     from paddle_resnet.checkpoints import folders
 
-    if not Path(checkpoint).is_dir():
-        raise UsageError(f"{checkpoint} is not a folder: name a checkpoint, such as output/ResNet50/best")
+    for package in ("onnx", "onnxruntime") if onnx else ():
+        onnx_writer.require(package)
+    network = inference.load_checkpoint(checkpoint, uint8=uint8)
     try:
-        meta = folders.verify(checkpoint)
-    except folders.DamagedError as e:
-        raise UsageError(f"{checkpoint} is damaged: {e}: name another checkpoint") from e
-    if meta["step"] is not None:
-        raise UsageError(
-            f"{checkpoint} was saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes "
-            "averaged their BN statistics: name a checkpoint of the end of an epoch"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
+            partial = Path(beside) / output.name
+            partial.mkdir()
+            _write_paddle(network, partial)
+            _write_texts(network.description, partial)
+            if onnx:
+                _write_onnx(network, partial)
+            if verify is not None:
+                _verify(inference.load_checkpoint(checkpoint), partial, verify)
+            if triton:
+                _write_triton(network.description, partial)
+            for path in (*partial.rglob("*"), partial):
+                folders.fsync(path)
+            partial.rename(output)
+            folders.fsync(output.parent)
+    except OSError as e:
+        raise UsageError(f"{output} cannot be written ({e.strerror}): make room or name another folder") from e
+    return network.description
+
+
+def _write_paddle(network, folder):
+    from paddle import static
+
+    from paddle_resnet.inference import NAME
+
+    ends = [network.images], [network.probabilities]
+    with static.scope_guard(network.scope):
+        parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
+    program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
+    block = program.global_block()
+    # Paddle puts a multiplication by 1 before the output, which gives it another name.
+    *_, scale, fetch = block.ops
+    fetch._rename_input(scale.output("Out")[0], scale.input("X")[0])
+    block._remove_op(block.ops.index(scale))
+    # Written here, not by Paddle's function in C++, which ignores a full disk; without call stacks and their paths.
+    (folder / f"{NAME}.pdmodel").write_bytes(program._remove_training_info().desc.serialize_to_string())
+    (folder / f"{NAME}.pdiparams").write_bytes(parameters)
+
+
+def _write_texts(description, folder):
+    from paddle_resnet import inference, preprocessing
+
+    text = json.dumps(description, indent=1, ensure_ascii=False) + "\n"
+    (folder / f"{inference.NAME}.json").write_text(text, encoding="utf-8")
+    (folder / "labels.txt").write_text("".join(f"{name}\n" for name in description["classes"]), encoding="utf-8")
+    shutil.copyfile(preprocessing.__file__, folder / "preprocess.py")
+
+
+def _write_onnx(network, folder):
+    from paddle_resnet import inference, onnx_writer
+
+    ends = [network.images], [network.probabilities]
+    proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, json.dumps(network.description))
+    path = folder / f"{inference.NAME}.onnx"
+    path.write_bytes(proto.SerializeToString())
+    taken = network.description["input"]
+    images = np.random.RandomState(0).uniform(-2, 2, (2, *taken["shape"][1:]))
+    images = images.astype("float32") if taken["dtype"] == "float32" else (images * 64 + 128).astype("uint8")
+    expected, found = network.model().run(images), inference.open_onnx(path, "cpu").run(images)
+    if not np.allclose(found, expected, rtol=0, atol=ONNX_TOLERANCE):
+        raise RunError(
+            f"model.onnx gives other probabilities than the checkpoint, by up to {np.abs(found - expected).max():.2g} "
+            f"on random images, where {ONNX_TOLERANCE:g} is the tolerance: nothing was written; try another onnxruntime"
         )
-    return meta
 
 
-def _pad_channels(images, channels):
-    """Append zero channels, as the loader does for --image-shape 4,H,W."""
-    import paddle
+def _verify(network, folder, image_root):
+    """Score all validation images by the checkpoint, on normalised images, and by what was written; on the CPU.
 
-    # Not F.pad: its program crashes Paddle Inference 2.6 on a CPU.
-    return paddle.concat([images, *[paddle.zeros_like(images[:, :1])] * (channels - 3)], axis=1)
+    Args:
+        network: of the checkpoint, as evaluated.
+        folder: what was written.
+        image_root: folder of the data set.
+    Raises:
+        RunError: they disagree with each other, or with the recorded evaluation.
+    """
+    from paddle_resnet import inference
+
+    models = [network.model(), inference.open_paddle(folder, "cpu")]
+    if (file := folder / f"{inference.NAME}.onnx").exists():
+        models.append(inference.open_onnx(file, "cpu"))
+    expected, *others = (_score(network, model, image_root) for model in models)
+    for model, score in zip(models, (expected, *others), strict=True):
+        logger.info(
+            f"{model.engine}: top1 {score['correct'] / score['images']:.6g}, loss {score['loss']:.7g}, "
+            f"{score['images']} images"
+        )
+    for model, score in zip(models[1:], others, strict=True):
+        _refuse_disagreement(model.engine, score, "the checkpoint's network", expected)
+    recorded = network.meta["evaluated"]
+    # On a GPU the decoders are others, and convolutions are in TF32 or half precision.
+    is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
+    if is_comparable and recorded.get("images") == expected["images"]:
+        recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
+        _refuse_disagreement("the checkpoint's network", expected, "its recorded evaluation", recorded)
 
 
-def _describe(args, meta, images, probabilities):
-    return {
-        "arch": args.model_arch_name,
-        "input": {"name": images.name, "shape": [None, *images.shape[1:]], "dtype": "float32", "color": "RGB"},
-        "output": {"name": probabilities.name, "shape": [None, args.num_of_class], "values": "probabilities"},
-        "preprocessing": {
-            "resize_short": args.resize_short,
-            "interp": args.interp,
-            "center_crop": args.crop_size,
-            "scale": args.normalize_scale,
-            "mean": args.normalize_mean,
-            "std": args.normalize_std,
-        },
-        "classes": meta["classes"],
-        "epoch": meta["epoch"],
-        "evaluated": meta["evaluated"] and {name: meta["evaluated"][name] for name in ("top1", "top5", "loss")},
-    }
+def _score(network, model, image_root):
+    """{"images", "correct", "ties" (images where another class is as likely, within TIE), "loss"} of a Model."""
+    from paddle_resnet import dali, inference
+    from paddle_resnet.data import listing
+    from utils.mode import Mode
+
+    args = inference.loader_args(model.description, min(32, network.args.batch_size))
+    args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
+    args.data_format = listing.detect(args.image_root, Mode.EVAL)
+    losses, correct, ties = [], 0, 0
+    for (batch,) in dali.build_dataloader(args, Mode.EVAL):
+        labels = np.array(batch["label"])
+        probabilities = model.run(np.array(batch["data"]).astype(model.description["input"]["dtype"]))
+        of_label = np.take_along_axis(probabilities, labels, axis=1)
+        losses.append(-np.log(np.maximum(of_label, np.finfo(np.float32).tiny)))
+        correct += np.count_nonzero(probabilities.argmax(axis=1) == labels[:, 0])
+        second, first = np.sort(probabilities, axis=1)[:, -2:].T
+        ties += np.count_nonzero(first - second < TIE)
+    losses = np.concatenate(losses).astype(np.float64)
+    return {"images": len(losses), "correct": correct, "ties": ties, "loss": losses.mean()}
+
+
+def _refuse_disagreement(name, score, reference_name, reference):
+    apart = abs(score["correct"] - reference["correct"])
+    allowed = score["ties"] + reference["ties"]
+    loss_apart = abs(score["loss"] - reference["loss"]) / max(1, abs(reference["loss"]))
+    if apart > allowed or not loss_apart <= LOSS_TOLERANCE:
+        raise RunError(
+            f"--verify: {name} and {reference_name} disagree: {score['correct']} and {reference['correct']} of "
+            f"{score['images']} images right ({allowed} ties allowed), loss {score['loss']:.7g} and "
+            f"{reference['loss']:.7g} (tolerance {LOSS_TOLERANCE:g}): nothing was written; check that IMAGE_ROOT is "
+            "the data set of the training"
+        )
+
+
+def _write_triton(description, folder):
+    """A model repository: triton/MODEL/config.pbtxt, triton/MODEL/1/ with the names that the backends want."""
+    backends = {"paddle": ("pdmodel", "pdiparams"), "onnxruntime": ("onnx",)}
+    for backend, suffixes in backends.items():
+        files = [folder / f"model.{suffix}" for suffix in suffixes]
+        if not all(file.exists() for file in files):
+            continue
+        name = f"{description['arch'].lower()}_{backend}"
+        model = folder / "triton" / name
+        (model / "1").mkdir(parents=True)
+        for file in files:
+            shutil.copyfile(file, model / "1" / file.name)
+        shutil.copyfile(folder / "labels.txt", model / "labels.txt")
+        (model / "config.pbtxt").write_text(_triton_config(description, name, backend), encoding="utf-8")
+
+
+def _triton_config(description, name, backend):
+    taken, given = description["input"], description["output"]
+    dtype = {"float32": "TYPE_FP32", "uint8": "TYPE_UINT8"}[taken["dtype"]]
+    return f"""name: "{name}"
+backend: "{backend}"
+max_batch_size: {TRITON_MAX_BATCH}
+input [ {{ name: "{taken["name"]}" data_type: {dtype} dims: {taken["shape"][1:]} }} ]
+output [
+  {{ name: "{given["name"]}" data_type: TYPE_FP32 dims: {given["shape"][1:]} label_filename: "labels.txt" }}
+]
+dynamic_batching {{ }}
+"""
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 2 usage error or unusable checkpoint."""
+    """Run and return the exit code: 0 done, 1 what was written is wrong, 2 usage error or unusable checkpoint, 130
+    interrupted; nothing is left in the last three cases."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", help="folder of a checkpoint, such as output/ResNet50/best")
-    parser.add_argument("output", help=f"folder to make, with {NAME}.pdmodel, {NAME}.pdiparams and {NAME}.json")
-    args = parser.parse_args(argv)
-    try:
-        description = export(args.checkpoint, args.output)
-    except UsageError as e:
-        print(f"paddle_resnet.export: error: {e}", file=sys.stderr)
-        return 2
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, such as output/ResNet50/best")
+    parser.add_argument("output", metavar="OUT", help="folder to make")
+    parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
+    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="score the validation images by all that is written")
+    parser.add_argument("--uint8", action="store_true", help="input: uint8 [N, H, W, 3]; the network normalises it")
+    parser.add_argument("--triton", action="store_true", help="also write triton/, a model repository")
+    return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
+
+
+def _main(args):
+    description = export(**vars(args))
     found = description["arch"], len(description["classes"]), description["input"]["shape"]
     print("{}: {}, {} classes, images {}".format(args.output, *found))
-    return 0
 
 
 if __name__ == "__main__":

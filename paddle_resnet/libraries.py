@@ -6,13 +6,14 @@ searches, in this order,
 1. LD_LIBRARY_PATH,
 2. the folder that libphi.so was loaded from,
 3. the system's folders (ldconfig), then /usr/local/cuda/lib64.
-So libphi.so is loaded, before Paddle loads it, from a folder of links that has the packages' libraries beside it. The
-user's LD_LIBRARY_PATH wins over the packages, and the packages win over the system. Paddle 3 and Paddle's builds for
-CUDA 12 find their packages themselves.
+So libphi.so is loaded, before Paddle loads it, from a folder of links that has the packages' libraries beside it. This
+is done only where cuDNN or cuBLAS is neither on LD_LIBRARY_PATH nor in the system's folders: what the user has set up
+wins. Paddle 3 and Paddle's builds for CUDA 12 find their packages themselves.
 """
 
 import contextlib
 import ctypes
+import ctypes.util
 import hashlib
 import importlib.util
 import os
@@ -54,11 +55,21 @@ def prepare():
 
 def _load_phi():
     global _folder
-    links = _links()
+    links = {} if _are_set_up() else _links()
     if links:
         _folder = _make_folder(links)
         with contextlib.suppress(OSError):  # the import of Paddle says what is wrong
             ctypes.CDLL(str(_folder / "libphi.so"))
+
+
+def _are_set_up():
+    """Whether the user's path or the system has the libraries that every step needs."""
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    folders.append("/usr/local/cuda/lib64")
+    return all(
+        any(Path(folder, f"lib{name}.so").exists() for folder in folders) or ctypes.util.find_library(name)
+        for name in ("cudnn", "cublas")
+    )
 
 
 def _links():

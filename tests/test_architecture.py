@@ -10,7 +10,9 @@ from conftest import ROOT
 # From the top to the bottom; a line may import from the lines below it and from itself.
 FLOORS = [
     ["train"],
-    ["paddle_resnet.dataset", "paddle_resnet.export"],
+    ["paddle_resnet.dataset", "paddle_resnet.export", "paddle_resnet.predict"],
+    ["paddle_resnet.inference"],
+    ["paddle_resnet.onnx_writer"],
     ["paddle_resnet.phases"],
     ["paddle_resnet.program"],
     ["paddle_resnet.checkpoints"],
@@ -25,6 +27,7 @@ FLOORS = [
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.models"],
+    ["paddle_resnet.preprocessing"],
     ["paddle_resnet.compat", "paddle_resnet.gpus", "paddle_resnet.libraries"],
     ["config"],
     ["utils"],

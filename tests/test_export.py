@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import pickle
@@ -10,8 +11,8 @@ import pytest
 from paddle import static
 
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
-from paddle_resnet import dali, export
-from utils.errors import UsageError
+from paddle_resnet import dali, export, onnx_writer, preprocessing
+from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
 PREPROCESSING = [
@@ -50,6 +51,7 @@ predictor = inference.create_predictor(config)
 predictor.get_input_handle("images").copy_from_cpu(np.load(f"{folder}/images.npy"))
 predictor.run()
 (name,) = predictor.get_output_names()
+assert name == "probabilities"
 np.save(f"{folder}/probabilities.npy", predictor.get_output_handle(name).copy_to_cpu())
 """
 
@@ -88,6 +90,151 @@ def test_exported_model_scores_like_the_evaluation(trained, parse, photos, tmp_p
     assert np.mean(probabilities.argmax(axis=1) == labels[:, 0]) == expected["top1"]
     losses = -np.log(np.take_along_axis(probabilities, labels, axis=1))
     assert losses.mean() == pytest.approx(expected["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
+def test_all_that_is_written_scores_like_the_checkpoint(trained, photos, tmp_path, capsys, flags, uint8):
+    pytest.importorskip("onnxruntime")
+    checkpoint, expected = trained(*flags)
+    found = export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, uint8=uint8)
+    assert found["input"]["shape"] == ([None, 32, 32, 3] if uint8 else [None, 3, 32, 32])
+    scores = [line for line in capsys.readouterr().out.splitlines() if line.endswith("23 images")]
+    assert [line.split(":")[0] for line in scores[-3:]] == ["Executor", "paddle.inference", "onnxruntime"]
+    for line in scores[-3:]:
+        assert f"top1 {expected['top1']:.6g}, loss {expected['loss']:.4f}" in line
+
+
+def test_onnx_file(checkpoint, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    description = export.export(checkpoint, tmp_path / "exported", onnx=True)
+    model = onnx.load(tmp_path / "exported/model.onnx")
+    assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", onnx_writer.OPSET)]
+    assert json.loads(model.metadata_props[0].value) == description
+    assert (
+        len(model.graph.initializer) == len({name for node in model.graph.node for name in node.input[1:]} - {""}) - 4
+    )
+    session = onnxruntime.InferenceSession(tmp_path / "exported/model.onnx")
+    images = np.random.RandomState(0).normal(size=(7, 3, 32, 32)).astype("float32")
+    (found,) = session.run(["probabilities"], {"images": images})
+    assert found.shape == (7, 3)
+    np.testing.assert_allclose(found, predict(tmp_path / "exported", images), atol=1e-4)
+    (single,) = session.run(["probabilities"], {"images": images[:1]})
+    np.testing.assert_allclose(single, found[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
+def test_what_disagrees_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
+    """The second score is that of Paddle Inference."""
+    scores = []
+    real = export._score
+
+    def score(*args):
+        scores.append(real(*args))
+        if len(scores) == 2 and name == "correct":
+            scores[-1]["correct"] -= 1 + 2 * scores[-1]["ties"]
+        if len(scores) == 2 and name == "loss":
+            scores[-1]["loss"] += 1.5e-4
+        if name.startswith("images"):
+            scores[-1]["correct"] -= 1 + scores[-1]["ties"]  # all of them, so only the recorded one differs
+        return scores[-1]
+
+    monkeypatch.setattr(export, "_score", score)
+    with pytest.raises(RunError, match=r"--verify: .* disagree: .* nothing was written") as e:
+        export.export(checkpoint, tmp_path / "exported", verify=photos)
+    assert ("its recorded evaluation" in str(e.value)) == name.startswith("images")
+    assert not list(tmp_path.glob("*exported*"))
+    command = [str(checkpoint), str(tmp_path / "exported"), "--verify", str(photos)]
+    scores.clear()
+    assert export.main(command) == 1
+
+
+def test_ties_and_rounding_are_no_disagreement():
+    score = {"images": 100, "correct": 70, "ties": 1, "loss": 2.0}
+    export._refuse_disagreement("a", score, "b", score | {"correct": 72, "loss": 2.0001})
+    for other in ({"correct": 73}, {"loss": 2.0003}, {"loss": float("nan")}):
+        with pytest.raises(RunError):
+            export._refuse_disagreement("a", score, "b", score | other)
+
+
+def test_an_onnx_file_that_computes_something_else_is_not_kept(checkpoint, tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    real = onnx_writer.to_onnx
+    monkeypatch.setattr(
+        onnx_writer, "to_onnx", lambda program, i, o, read, text: real(program, i, o, lambda n: read(n) * 1.1, text)
+    )
+    with pytest.raises(RunError, match=r"model.onnx gives other probabilities than the checkpoint, by up to 0\."):
+        export.export(checkpoint, tmp_path / "exported", onnx=True)
+    assert not list(tmp_path.glob("*exported*"))
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
+def test_missing_packages_are_named(checkpoint, tmp_path, capsys, monkeypatch, package):
+    pytest.importorskip("onnx") if package == "onnxruntime" else None
+    monkeypatch.setitem(sys.modules, package, None)
+    assert export.main([str(checkpoint), str(tmp_path / "exported"), "--onnx"]) == 2
+    error = capsys.readouterr().err
+    assert f"ONNX needs the package {package}," in error
+    assert "pip install -r requirements-onnx.txt" in error
+    assert not (tmp_path / "exported").exists()
+
+
+def test_folder_of_an_export(checkpoint, photos, tmp_path):
+    export.export(checkpoint, tmp_path / "exported")
+    files = ["labels.txt", "model.json", "model.pdiparams", "model.pdmodel", "preprocess.py"]
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == files
+    assert (tmp_path / "exported/labels.txt").read_text() == "class0\nclass1\nclass2\n"
+    assert b"/" + ROOT.name.encode() + b"/" not in (tmp_path / "exported/model.pdmodel").read_bytes()
+    description = json.loads((tmp_path / "exported/model.json").read_text())
+    assert description["preprocessing"]["conventions"] == preprocessing.CONVENTIONS
+    (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
+    command = [sys.executable, "-I", tmp_path / "exported/preprocess.py", image]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
+
+
+def test_the_script_beside_an_onnx_file_predicts(checkpoint, photos, tmp_path):
+    pytest.importorskip("onnxruntime")
+    export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=True)
+    (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
+    command = [sys.executable, tmp_path / "exported/preprocess.py", image]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
+    assert len(lines) == 4
+    assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
+def test_triton_repository(checkpoint, tmp_path, uint8):
+    """Its shape. Whether Triton takes it is not tested."""
+    onnx = importlib.util.find_spec("onnxruntime") is not None
+    export.export(checkpoint, tmp_path / "exported", onnx=onnx, uint8=uint8, triton=True)
+    root = tmp_path / "exported/triton"
+    expected = ["tiny_paddle/1/model.pdiparams", "tiny_paddle/1/model.pdmodel"]
+    expected += ["tiny_onnxruntime/1/model.onnx"] if onnx else []
+    for path in expected:
+        assert (root / path).read_bytes() == (tmp_path / "exported" / path.rpartition("/")[2]).read_bytes()
+    assert sorted(path.name for path in root.iterdir()) == sorted({path.partition("/")[0] for path in expected})
+    for model in root.iterdir():
+        text = (model / "config.pbtxt").read_text()
+        assert f'name: "{model.name}"\nbackend: "{model.name.removeprefix("tiny_")}"\n' in text
+        taken = "TYPE_UINT8 dims: [32, 32, 3]" if uint8 else "TYPE_FP32 dims: [3, 32, 32]"
+        assert f'name: "images" data_type: {taken}' in text
+        assert 'name: "probabilities" data_type: TYPE_FP32 dims: [3] label_filename: "labels.txt"' in text
+        assert (model / "labels.txt").exists()
+
+
+def test_an_interrupt_is_a_sentence_and_leaves_nothing(checkpoint, tmp_path, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "_write_texts", interrupt)
+    assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 130
+    assert capsys.readouterr().err == "paddle_resnet.export: interrupted\n"
+    assert not list(tmp_path.glob("*exported*"))
 
 
 def test_sparse_weights_stay_sparse(trained, tmp_path):
@@ -153,18 +300,16 @@ sys.exit(export.main(sys.argv[1:]))
 
 
 def test_full_disk_is_a_sentence_and_leaves_nothing(trained, tmp_path):
-    """RLIMIT_FSIZE lets every write beyond a size fail. Paddle's writer of the parameters, the largest file, does not
-    tell."""
+    """RLIMIT_FSIZE lets every write beyond a size fail."""
     checkpoint, _ = trained()
     export.export(checkpoint, tmp_path / "whole")
     sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
     assert sizes[0] < sizes[1]
     (tmp_path / "exported.partial").mkdir()  # the user's own
-    for limit in (1000, sizes[1] - 1):
+    for limit in (sizes[0] - 1, sizes[1] - 1):
         command = [sys.executable, "-c", EXPORT_WITH_A_LIMIT, str(checkpoint), str(tmp_path / "exported"), str(limit)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2, done.stderr
-        says = "File too large" if limit == 1000 else "model.pdiparams is incomplete"
-        assert f"exported cannot be written ({says}): make room" in done.stderr
+        assert "exported cannot be written (File too large): make room" in done.stderr
         assert "Traceback" not in done.stderr
         assert sorted(p.name for p in tmp_path.glob("*export*")) == ["exported.partial"]

@@ -97,6 +97,18 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip):
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
 
+    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest)
+
+
+def single_files(paths):
+    """Image files anywhere, in the given order; the label of each is its number in it."""
+    paths = [os.path.abspath(path) for path in paths]
+    return DataSet("filelist", len(paths), [], _file_reader("/", paths, list(range(len(paths)))))
+
+
+def _file_reader(image_root, files, labels):
+    """DataSet.read for files below image_root."""
+
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.file(
             name=name,
@@ -111,7 +123,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip):
         )
         return encoded, fn.cast(label, dtype=types.INT64)
 
-    return DataSet(data_format, len(files), classes, read, digest)
+    return read
 
 
 def recordio(image_root, mode, num_of_class, seed, skip):

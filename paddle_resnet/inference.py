@@ -1,0 +1,293 @@
+"""Networks that turn images into probabilities: a checkpoint's, an exported one, an ONNX file. All have one interface.
+
+Images and probabilities are NumPy arrays. `description`, the content of model.json, says which images a network takes.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import paddle
+from paddle import static
+
+import config
+from paddle_resnet import onnx_writer, preprocessing
+from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.job import processes
+from paddle_resnet.models import build_model
+from paddle_resnet.program import compile_prog
+from utils import files
+from utils.errors import UsageError
+
+NAME = "model"  # of the files of an export: model.pdmodel, model.pdiparams, model.json, model.onnx
+
+
+@dataclass
+class Model:
+    """A network that is ready to run.
+
+    Attributes:
+        engine: what runs it: "Executor", "paddle.inference" or "onnxruntime".
+        description: content of model.json.
+        run: function from images (shape and type: description["input"]) to probabilities, float32 [N, classes].
+    """
+
+    engine: str
+    description: dict
+    run: Callable
+
+
+@dataclass
+class Network:
+    """The inference network of a checkpoint: float32, NCHW, three channels, without masks and optimizer.
+
+    Attributes:
+        args: flags of the training, for this device and layout.
+        meta: content of meta.json.
+        program, images, probabilities: static.Program, its input and its output.
+        description: content of model.json.
+        scope: holds the parameters.
+    """
+
+    args: object
+    meta: dict
+    program: static.Program
+    images: object
+    probabilities: object
+    description: dict
+    scope: static.Scope = field(default_factory=static.Scope)
+
+    @property
+    def exe(self):
+        return static.Executor(processes.place(self.args))
+
+    def parameter(self, name):
+        return np.array(self.scope.find_var(name).get_tensor())
+
+    def model(self):
+        """The Model that the Executor runs, compiled as for an evaluation."""
+        compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
+
+        def run(images):
+            feed = {self.images.name: images}
+            return exe.run(compiled, feed=feed, fetch_list=[self.probabilities], scope=self.scope)[0]
+
+        return Model("Executor", self.description, run)
+
+
+def load_checkpoint(checkpoint, device="cpu", uint8=False):
+    """The inference network of a checkpoint.
+
+    Args:
+        checkpoint: folder of a checkpoint of this program, at the end of an epoch. Its meta.json has the architecture,
+            the classes, the image shape, the names of the files and the preprocessing.
+        device: "cpu" or "gpu".
+        uint8: the network takes pixels, uint8 [N, H, W, 3], and normalises them. Otherwise it takes normalised images,
+            float32 [N, 3, H, W].
+    Returns:
+        Network.
+    Raises:
+        UsageError: the checkpoint does not exist, is damaged or is of the middle of an epoch.
+    """
+    meta = _read_meta(checkpoint)
+    try:
+        args = config.from_dict(meta["arguments"])
+    except UsageError as e:
+        raise UsageError(f"{checkpoint} has impossible arguments in its meta.json: {e}") from e
+    if f"{args.model_prefix}.pdparams" not in meta["files"]:
+        raise UsageError(f"{checkpoint} is damaged: meta.json lists no {args.model_prefix}.pdparams: name another")
+    for name, value in {"amp": False, "kernels": "paddle", "fuse_resunit": False, "resume": False}.items():
+        setattr(args, name, value)
+    args.device, args.data_layout = device, "NCHW"
+    paddle.enable_static()
+    trained, startup, *_ = _build(args)
+    channels, args.image_shape = args.image_shape[0], [3, *args.image_shape[1:]]
+    program, _, images, probabilities = _build(args, uint8)
+    network = Network(args, meta, program, images, probabilities, _describe(args, meta, images, probabilities))
+    with static.scope_guard(network.scope):
+        network.exe.run(startup)
+        variables.load(args, checkpoint, trained, processes.place(args))
+        if channels > 3:  # the loader's fourth channel is zero, so what the filters make of it is, too
+            stem = program.all_parameters()[0].name
+            network.scope.find_var(stem).get_tensor().set(
+                np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args)
+            )
+    return network
+
+
+def _read_meta(checkpoint):
+    if not Path(checkpoint).is_dir():
+        raise UsageError(f"{checkpoint} is not a folder: name a checkpoint, such as output/ResNet50/best")
+    if below := [path.name for path in folders.below(checkpoint)]:
+        raise UsageError(f"{checkpoint} holds the checkpoints {', '.join(below)}: name one of them")
+    try:
+        meta = folders.verify(checkpoint)
+    except folders.DamagedError as e:
+        raise UsageError(f"{checkpoint} is damaged: {e}: name another checkpoint") from e
+    if meta["step"] is not None:
+        raise UsageError(
+            f"{checkpoint} was saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes "
+            "averaged their BN statistics: name a checkpoint of the end of an epoch"
+        )
+    return meta
+
+
+def _build(args, uint8=False):
+    """(program, its start-up program, images, probabilities)"""
+    program, startup = static.Program(), static.Program()
+    with static.program_guard(program, startup), paddle.utils.unique_name.guard():
+        channels, *size = args.image_shape
+        if uint8:
+            images = static.data("images", [None, *size, channels], dtype="uint8")
+            # (level * scale - mean) / std, as one multiplication and one addition
+            factor = np.float64(args.normalize_scale) / args.normalize_std
+            shift = -np.divide(args.normalize_mean, args.normalize_std)
+            factor, shift = (paddle.to_tensor(x.astype("float32").reshape(1, 3, 1, 1)) for x in (factor, shift))
+            normalised = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
+        else:
+            images = normalised = static.data("images", [None, channels, *size], dtype="float32")
+        model = build_model(args)
+        model.eval()
+        probabilities = paddle.nn.functional.softmax(model(normalised))
+        block = program.global_block()
+        block._rename_var(probabilities.name, "probabilities")
+    return program, startup, images, block.var("probabilities")
+
+
+def _describe(args, meta, images, probabilities):
+    dtype, layout = ("float32", "NCHW") if images.shape[1] == 3 else ("uint8", "NHWC")
+    evaluated = meta["evaluated"]
+    return {
+        "arch": args.model_arch_name,
+        "input": {
+            **{"name": images.name, "shape": [None, *images.shape[1:]], "dtype": dtype, "layout": layout},
+            **{"color": "RGB", "values": "normalised" if dtype == "float32" else "levels from 0 to 255"},
+        },
+        "output": {"name": probabilities.name, "shape": [None, args.num_of_class], "values": "probabilities"},
+        "preprocessing": {
+            "resize_short": args.resize_short,
+            "interp": args.interp,
+            "center_crop": args.crop_size,
+            "scale": args.normalize_scale,
+            "mean": args.normalize_mean,
+            "std": args.normalize_std,
+            "conventions": preprocessing.CONVENTIONS,
+        },
+        "classes": meta["classes"],
+        "epoch": meta["epoch"],
+        "evaluated": evaluated and {name: evaluated[name] for name in ("top1", "top5", "loss")},
+    }
+
+
+def open_model(path, device):
+    """Open a checkpoint's folder, an export's folder or an ONNX file.
+
+    Raises:
+        UsageError: it is none of these, is damaged, or its engine is not installed.
+    """
+    path = Path(path)
+    if path.suffix == ".onnx":
+        return open_onnx(path, device)
+    if (path / f"{NAME}.json").is_file():
+        return open_paddle(path, device)
+    if path.is_dir():
+        return load_checkpoint(path, device).model()
+    raise UsageError(f"{path} does not exist: name the folder of a checkpoint or of an export, or an ONNX file")
+
+
+def open_paddle(folder, device):
+    """The network of an export's folder, run by Paddle Inference; errors of open_model."""
+    from paddle import inference
+
+    description = _read_description(folder)
+    settings = inference.Config(*(f"{Path(folder) / NAME}.{suffix}" for suffix in ("pdmodel", "pdiparams")))
+    settings.disable_glog_info()
+    settings.set_cpu_math_library_num_threads(len(os.sched_getaffinity(0)))
+    if device == "gpu":
+        settings.enable_use_gpu(100, processes.local_gpu())
+    else:
+        settings.disable_gpu()
+    try:
+        predictor = inference.create_predictor(settings)
+    except (RuntimeError, ValueError) as e:
+        reason = str(e).strip().splitlines()[-1]
+        raise UsageError(f"{folder} cannot be opened by Paddle Inference ({reason}): export it again") from e
+
+    def run(images):
+        predictor.get_input_handle(description["input"]["name"]).copy_from_cpu(np.ascontiguousarray(images))
+        predictor.run()
+        return predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()
+
+    return Model("paddle.inference", description, run)
+
+
+def open_onnx(path, device):
+    """The network of an ONNX file that the export wrote, run by onnxruntime; errors of open_model."""
+    onnxruntime = onnx_writer.require("onnxruntime")
+    if not Path(path).is_file():
+        raise UsageError(f"{path} does not exist: name an ONNX file of an export")
+    wanted = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
+    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=providers)
+    except Exception as e:  # onnxruntime's errors have no common class
+        reason = str(e).strip().splitlines()[-1]
+        raise UsageError(f"{path} cannot be opened by onnxruntime ({reason}): export it again") from e
+    text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
+    description = _checked_description(text, path)
+    name = description["input"]["name"]
+    return Model("onnxruntime", description, lambda images: session.run(None, {name: images})[0])
+
+
+def _read_description(folder):
+    path = Path(folder) / f"{NAME}.json"
+    try:
+        with files.open_regular(path) as f:
+            return _checked_description(f.read(), path)
+    except OSError as e:
+        raise UsageError(f"{path} cannot be read ({e.strerror}): name the folder of an export") from e
+
+
+def _checked_description(text, path):
+    try:
+        description = json.loads(text)
+        loader_args(description, 1)
+        if len(description["classes"]) <= description["output"]["shape"][1]:
+            return description
+    except (ValueError, KeyError, TypeError) as e:
+        raise UsageError(f"{path} does not describe a network of this program ({e!r}): export it again") from e
+    raise UsageError(f"{path} names more classes than the network has: export it again")
+
+
+def resolve_device(wanted):
+    """ "cpu" or "gpu" for "auto", "cpu" or "gpu"; raises UsageError where there is no GPU."""
+    args = config.from_dict({"device": wanted})
+    processes.resolve_devices(args)
+    return args.device
+
+
+def loader_args(description, batch_size, device="cpu", threads=4):
+    """The flags with which dali.py makes the images that a network takes, but for their type: levels are float32.
+
+    Args:
+        description: content of model.json.
+        batch_size: images a batch.
+        device: "cpu" or "gpu".
+        threads: of DALI.
+    """
+    told, is_levels = description["preprocessing"], description["input"]["dtype"] == "uint8"
+    crop = told["center_crop"]
+    values = {
+        **{"crop_size": crop, "image_shape": [3, crop, crop], "resize_short": told["resize_short"]},
+        **{"interp": told["interp"], "data_layout": description["input"]["layout"]},
+        **{"normalize_scale": 1 if is_levels else told["scale"]},
+        **{"normalize_mean": [0, 0, 0] if is_levels else told["mean"]},
+        **{"normalize_std": [1, 1, 1] if is_levels else told["std"]},
+        **{"batch_size": batch_size, "dali_num_threads": threads, "device": device},
+    }
+    args = config.from_dict(values)
+    processes.resolve_devices(args)
+    return args
