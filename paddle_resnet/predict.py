@@ -20,6 +20,7 @@ from utils.errors import RunError, UsageError
 from utils.meters import latency_percentiles
 
 TOP = 5
+FIGURES = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")  # of a line of --benchmark
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # a measurement lasts at least so long and so many steps
 
 
@@ -43,10 +44,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
 
 
 def _images(description, paths, batch_size, device, threads):
-    """Yield (paths, images, None) of each batch, and ([path], None, reason) of each file that cannot be decoded.
-
-    A DALI pipeline ends with the first such file. The images that it was about to deliver are then decoded one by one.
-    """
+    """Yield (paths, images, None) of each batch, and ([path], None, reason) of each file that cannot be decoded. A DALI
+    pipeline ends with the first such file; the images that it was about to deliver are then decoded one by one."""
     done = 0
     while done < len(paths):
         try:
@@ -108,9 +107,9 @@ def find_images(words, stdin):
             paths += [line.rstrip("\n") for line in stdin if line.strip()]
         elif os.path.isdir(word):
             found = sorted(str(p) for p in Path(word).rglob("[!.]*") if p.name.lower().endswith(IMAGE_SUFFIXES))
+            paths += found
             if not found:
                 raise UsageError(f"{word} holds no images ({', '.join(IMAGE_SUFFIXES)}): name another folder")
-            paths += found
         else:
             paths.append(word)
     if not paths:
@@ -145,7 +144,7 @@ def benchmark(models, batch_sizes):
 
 @contextlib.contextmanager
 def engines(path, device):
-    """All ways to run a model here: [inference.Model]. A checkpoint is exported to a temporary folder first."""
+    """All ways to run a model, [inference.Model]; a checkpoint is exported to a temporary folder first."""
     from paddle_resnet import export, inference, onnx_writer
 
     models = [inference.open_model(path, device)]
@@ -233,12 +232,11 @@ def _csv_writer(path):
 
 
 def _print_benchmark(args, device):
-    columns = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms")
     logger.info(f"{'batch':>5}  {'engine':16}  {'p50':>9}  {'p90':>9}  {'p99':>9}  {'images/s':>9}")
     with engines(args.model, device) as models:
         for found in benchmark(models, args.benchmark_batches):
-            figures = "  ".join(f"{found[name]:9.2f}" for name in columns)
+            figures = "  ".join(f"{found[name]:9.2f}" for name in FIGURES)
             logger.info(f"{found['batch']:5}  {found['engine']:16}  {figures}")
 
 

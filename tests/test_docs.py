@@ -15,6 +15,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 COMMANDS = (
     "paddle_resnet/dataset.py",
     "paddle_resnet/export.py",
+    "paddle_resnet/predict.py",
     "paddle_resnet/results/comparison.py",
     *map(str, ROOT.glob("benchmarks/*.py")),
 )
