@@ -119,8 +119,8 @@ def find_images(words, stdin):
 
 def top(probabilities, classes):
     """[(label, class name, probability)], the likeliest first; of equal ones the lower label."""
-    labels = np.argsort(-probabilities, kind="stable")[:TOP].tolist()
-    return [(i, classes[i] if i < len(classes) else str(i), float(probabilities[i])) for i in labels]
+    names = classes + [str(i) for i in range(len(classes), len(probabilities))]
+    return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
 
 
 def benchmark(models, batch_sizes):
@@ -152,11 +152,11 @@ def engines(path, device):
         folder = Path(path)
         if models[0].engine == "Executor":
             folder = Path(temporary) / "export"
-            export.export(path, folder, onnx=importlib.util.find_spec("onnx") is not None)
+            export.export(path, folder, onnx=all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))))
             models.append(inference.open_paddle(folder, device))
         if (file := folder / f"{inference.NAME}.onnx").is_file() and importlib.util.find_spec("onnxruntime"):
             models.append(inference.open_onnx(file, device))
-        if models[-1].engine != "onnxruntime":
+        elif models[0].engine != "onnxruntime":
             logger.info(f"without onnxruntime: it takes an export with --onnx, and {onnx_writer.INSTALL}")
         yield models
 
