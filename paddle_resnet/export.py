@@ -88,10 +88,11 @@ def _write_paddle(network, folder):
         parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
     program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
     block = program.global_block()
-    # Paddle puts a multiplication by 1 before the output, which gives it another name.
-    *_, scale, fetch = block.ops
-    fetch._rename_input(scale.output("Out")[0], scale.input("X")[0])
-    block._remove_op(block.ops.index(scale))
+    # Paddle 2.6 appends a multiplication by 1, whose output has a name of its own.
+    written, name = block.ops[-1].input("X")[0], network.probabilities.name
+    if written != name:
+        block._rename_var(name, "softmax")
+        block._rename_var(written, name)
     # Written here, not by Paddle's function in C++, which ignores a full disk; without call stacks and their paths.
     (folder / f"{NAME}.pdmodel").write_bytes(program._remove_training_info().desc.serialize_to_string())
     (folder / f"{NAME}.pdiparams").write_bytes(parameters)

@@ -20,6 +20,7 @@ from utils.errors import RunError, UsageError
 from utils.meters import latency_percentiles
 
 TOP = 5
+FIGURES = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")  # of a line of --benchmark
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # a measurement lasts at least so long and so many steps
 
 
@@ -43,10 +44,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
 
 
 def _images(description, paths, batch_size, device, threads):
-    """Yield (paths, images, None) of each batch, and ([path], None, reason) of each file that cannot be decoded.
-
-    A DALI pipeline ends with the first such file. The images that it was about to deliver are then decoded one by one.
-    """
+    """Yield (paths, images, None) of each batch, and ([path], None, reason) of each file that cannot be decoded. A DALI
+    pipeline ends with the first such file; the images that it was about to deliver are then decoded one by one."""
     done = 0
     while done < len(paths):
         try:
@@ -108,9 +107,9 @@ def find_images(words, stdin):
             paths += [line.rstrip("\n") for line in stdin if line.strip()]
         elif os.path.isdir(word):
             found = sorted(str(p) for p in Path(word).rglob("[!.]*") if p.name.lower().endswith(IMAGE_SUFFIXES))
+            paths += found
             if not found:
                 raise UsageError(f"{word} holds no images ({', '.join(IMAGE_SUFFIXES)}): name another folder")
-            paths += found
         else:
             paths.append(word)
     if not paths:
@@ -120,8 +119,8 @@ def find_images(words, stdin):
 
 def top(probabilities, classes):
     """[(label, class name, probability)], the likeliest first; of equal ones the lower label."""
-    labels = np.argsort(-probabilities, kind="stable")[:TOP].tolist()
-    return [(i, classes[i] if i < len(classes) else str(i), float(probabilities[i])) for i in labels]
+    names = classes + [str(i) for i in range(len(classes), len(probabilities))]
+    return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
 
 
 def benchmark(models, batch_sizes):
@@ -145,7 +144,7 @@ def benchmark(models, batch_sizes):
 
 @contextlib.contextmanager
 def engines(path, device):
-    """All ways to run a model here: [inference.Model]. A checkpoint is exported to a temporary folder first."""
+    """All ways to run a model, [inference.Model]; a checkpoint is exported to a temporary folder first."""
     from paddle_resnet import export, inference, onnx_writer
 
     models = [inference.open_model(path, device)]
@@ -153,11 +152,11 @@ def engines(path, device):
         folder = Path(path)
         if models[0].engine == "Executor":
             folder = Path(temporary) / "export"
-            export.export(path, folder, onnx=importlib.util.find_spec("onnx") is not None)
+            export.export(path, folder, onnx=all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))))
             models.append(inference.open_paddle(folder, device))
         if (file := folder / f"{inference.NAME}.onnx").is_file() and importlib.util.find_spec("onnxruntime"):
             models.append(inference.open_onnx(file, device))
-        if models[-1].engine != "onnxruntime":
+        elif models[0].engine != "onnxruntime":
             logger.info(f"without onnxruntime: it takes an export with --onnx, and {onnx_writer.INSTALL}")
         yield models
 
@@ -233,12 +232,11 @@ def _csv_writer(path):
 
 
 def _print_benchmark(args, device):
-    columns = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms")
     logger.info(f"{'batch':>5}  {'engine':16}  {'p50':>9}  {'p90':>9}  {'p99':>9}  {'images/s':>9}")
     with engines(args.model, device) as models:
         for found in benchmark(models, args.benchmark_batches):
-            figures = "  ".join(f"{found[name]:9.2f}" for name in columns)
+            figures = "  ".join(f"{found[name]:9.2f}" for name in FIGURES)
             logger.info(f"{found['batch']:5}  {found['engine']:16}  {figures}")
 
 

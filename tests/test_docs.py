@@ -15,6 +15,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 COMMANDS = (
     "paddle_resnet/dataset.py",
     "paddle_resnet/export.py",
+    "paddle_resnet/predict.py",
     "paddle_resnet/results/comparison.py",
     *map(str, ROOT.glob("benchmarks/*.py")),
 )
@@ -22,6 +23,7 @@ COMMANDS = (
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
 OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}
 OTHER_FLAGS |= {"--inference-dir", "--qat"}  # of NVIDIA's example, which this project lacks
+OTHER_FLAGS |= {"--model-repository"}  # of Triton
 CORE = ("train.py", "config.py", *(f"paddle_resnet/{name}.py" for name in ("program", "dali", "optimizer", "report")))
 
 
