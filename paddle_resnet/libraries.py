@@ -92,6 +92,13 @@ def _links():
     return links and {path.name: path for path in (paddle / "libs").glob("*.so*")} | links
 
 
+def is_served():
+    """Whether the imported Paddle is one that this module serves. Others bring their libraries, or look for them."""
+    import paddle
+
+    return _is_served(paddle.version.full_version, str(paddle.version.cuda()))
+
+
 def _is_served(version, cuda):
     return version.startswith("2.6") and cuda.startswith("11.")
 
@@ -130,8 +137,8 @@ def problem(several_gpus=False):
     """
     import paddle
 
-    if not _is_served(paddle.version.full_version, str(paddle.version.cuda())):
-        return None  # this build brings its libraries and the search for them
+    if not is_served():
+        return None
     needed = NEEDED | (NEEDED_BY_SEVERAL_GPUS if several_gpus else {})
     for name, (library, major) in needed.items():
         path = find(name)
