@@ -9,8 +9,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 BIN := .venv/bin
-# Processes that share the tests. On a GPU, 6.
-TEST_PROCESSES ?= 2
+# Processes that share the tests: for two cores, since the tests of jobs wait a lot. 6 on a GPU.
+TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 # Which Paddle: any requirement with pip's options, or a bare version of the CPU build: make venv PADDLE=3.3.1
