@@ -9,24 +9,52 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 BIN := .venv/bin
-INSTALLED := .venv/installed-$(REQUIREMENTS)
+# Processes that share the tests. On a GPU, 6.
+TEST_PROCESSES ?= 2
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+# Which Paddle: any requirement with pip's options, or a bare version of the CPU build: make venv PADDLE=3.3.1
+PADDLE ?= $(shell cat .venv/paddle 2>/dev/null)
+PADDLE_WORDS := $(if $(filter 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(PADDLE)),paddlepaddle==$(PADDLE),$(PADDLE))
+export PADDLE PADDLE_WORDS
+# requirements-base.txt serves every Paddle, the other list Paddle 2.6.
+LISTS := requirements-base.txt $(if $(and $(PADDLE_WORDS),$(if $(findstring 2.6,$(PADDLE_WORDS)),,yes)),,$(REQUIREMENTS))
+PIN := $(shell grep '^paddlepaddle' $(REQUIREMENTS))
+# One stamp for each content of the requirement files and of PADDLE.
+INSTALLED := .venv/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE)'; } | cksum))
 
 .PHONY: help venv data train test clean
 help:
 	@echo "make train   install, write the sample data set and train on it"
 	@echo "make test    install, lint and test"
-	@echo "make venv    install only"
+	@echo "make venv    install only; PADDLE=... chooses another build of Paddle"
 	@echo "make clean   remove .venv, data/digits and output/digits"
 
 venv: $(INSTALLED)
 
-# The stamp is made last, so that an interrupted installation starts again.
-$(INSTALLED): $(REQUIREMENTS) requirements-base.txt
+$(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.10, 3.11 or 3.12 found: install one, or make PYTHON=/path/to/it" >&2; exit 2; }
-	rm -rf .venv
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
-	touch $@
+	@echo "creating .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+
+# Updates .venv in place. A Paddle that is in .venv stays, unless PADDLE asks for another one.
+# The stamp is made last, so that an interrupted installation starts again.
+$(INSTALLED): | $(BIN)/pip
+	@if ls .venv/installed-* >/dev/null 2>&1; then echo "updating .venv in place: the requirements changed"; \
+	else echo "installing into .venv: about 2 GB without a GPU, more with one; some minutes"; fi
+	@rm -f .venv/installed-*
+	@sed '/^-r/d; /^paddlepaddle/d' $(LISTS) > .venv/requirements.txt
+	@$(PIP) install -r .venv/requirements.txt
+	@set -f; want="$${PADDLE_WORDS:-$(PIN)}"; \
+	here=$$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep '^paddlepaddle' || true); \
+	if [ -n "$$here" ] && [ "$$here" != "$$want" ] && [ "$$PADDLE" != "$$(cat .venv/paddle 2>/dev/null)" ]; then \
+		echo "replacing $$here by $$want"; \
+		$(PIP) uninstall -y paddlepaddle paddlepaddle-gpu; \
+		here=; fi; \
+	if [ -z "$$here" ]; then $(PIP) install $$want; \
+	elif [ "$$here" != "$$want" ]; then echo "keeping $${here/==/ }: make venv PADDLE=$(PIN) replaces it"; fi; \
+	echo "$$PADDLE" > .venv/paddle
+	@touch $@
 
 data: $(INSTALLED)
 	$(BIN)/python -m paddle_resnet.dataset sample --output data/digits
@@ -38,7 +66,7 @@ train: data
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 clean:
 	rm -rf .venv data/digits output/digits

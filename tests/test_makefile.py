@@ -1,0 +1,132 @@
+"""What `make venv` installs, with a Python that only notes what pip is asked for."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Stands for the system's Python and for that of .venv; a file per installed Paddle takes the place of site-packages.
+PYTHON = r"""#!/bin/bash
+set -eu
+case "$*" in
+    "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; touch .venv/bin/pip ;;
+    "-m pip list"*) cat packages 2>/dev/null || true ;;
+    *" install -r "*) echo "requirements" >> calls; cp "${@: -1}" requirements.installed ;;
+    *" install nosuch"*) exit 1 ;;
+    *" install "*) all="$*"; echo "install ${all##* install }" >> calls; for word in "$@"; do
+        case "$word" in paddlepaddle*) echo "$word" > packages ;; esac; done ;;
+    *" uninstall "*) echo "uninstall" >> calls; rm packages ;;
+    *) echo "unexpected: $*" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(*words) runs `make` in a copy of what it reads; it returns (pip's calls, what make printed)."""
+    for name in ("Makefile", "requirements.txt", "requirements-cpu.txt", "requirements-base.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(*words):
+        calls = tmp_path / "calls"
+        calls.unlink(missing_ok=True)
+        command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        return calls.read_text().splitlines() if calls.exists() else [], done.stdout
+
+    return run
+
+
+def test_installs_once(make, tmp_path):
+    calls, output = make("venv")
+    assert calls == ["requirements", "install paddlepaddle==2.6.2"]
+    assert "about 2 GB" in output
+    wanted = (tmp_path / "requirements.installed").read_text()
+    assert "nvidia-dali" in wanted and "paddlepaddle=" not in wanted
+    calls, output = make("venv")
+    assert calls == [] and "Nothing to be done" in output
+
+
+def test_gpu_requirements(make, tmp_path):
+    calls, _ = make("venv", "HAS_GPU=yes")
+    assert calls == ["requirements", "install paddlepaddle-gpu==2.6.2"]
+    wanted = (tmp_path / "requirements.installed").read_text()
+    assert "nvidia-ml-py" in wanted and "nvidia-cudnn-cu11" in wanted and "numpy<2" in wanted
+
+
+@pytest.mark.parametrize(
+    ("paddle", "is_2_6"),
+    [
+        ("2.6.2", True),
+        ("paddlepaddle-gpu==2.6.2.post120 -i URL", True),
+        ("3.3.1", False),
+        ("paddlepaddle>=3,<4", False),
+    ],
+)
+def test_another_paddle_gets_nothing_that_only_2_6_needs(make, tmp_path, paddle, is_2_6):
+    make("venv", f"PADDLE={paddle}", "HAS_GPU=yes")
+    wanted = (tmp_path / "requirements.installed").read_text()
+    assert ("numpy<2" in wanted) == ("nvidia-cudnn-cu11" in wanted) == is_2_6
+    assert "nvidia-dali" in wanted and "numpy>=1.26" in wanted
+
+
+def test_changed_requirements_update_in_place(make, tmp_path):
+    make("venv")
+    (tmp_path / ".venv/mine").touch()
+    with (tmp_path / "requirements-base.txt").open("a") as file:
+        file.write("tqdm\n")
+    calls, output = make("venv")
+    assert calls == ["requirements"] and "updating .venv in place" in output
+    assert "tqdm" in (tmp_path / "requirements.installed").read_text()
+    assert (tmp_path / ".venv/mine").exists()
+
+
+def test_a_paddle_that_a_user_installed_stays(make, tmp_path):
+    make("venv")
+    (tmp_path / "packages").write_text("paddlepaddle-gpu==3.3.1\n")
+    with (tmp_path / "requirements-base.txt").open("a") as file:
+        file.write("tqdm\n")
+    calls, output = make("venv")
+    assert calls == ["requirements"]
+    assert "keeping paddlepaddle-gpu 3.3.1" in output
+    assert (tmp_path / "packages").read_text() == "paddlepaddle-gpu==3.3.1\n"
+
+
+def test_paddle_of_choice_is_kept_on_later_makes(make):
+    wanted = "paddlepaddle-gpu==3.3.1 -i https://index.example/cu126/"
+    assert make("venv", f"PADDLE={wanted}")[0] == ["requirements", f"install {wanted}"]
+    assert make("venv")[0] == []
+    assert make("venv", f"PADDLE={wanted}")[0] == []
+    assert make("venv", "PADDLE=3.3.1")[0] == ["requirements", "uninstall", "install paddlepaddle==3.3.1"]
+    assert make("venv")[0] == []
+    assert make("venv", "PADDLE=")[0] == ["requirements", "uninstall", "install paddlepaddle==2.6.2"]
+
+
+def test_paddle_of_choice_that_is_there_already(make):
+    make("venv")
+    assert make("venv", "PADDLE=2.6.2")[0] == ["requirements"]
+
+
+def test_failed_replacement_is_repaired_by_the_next_make(make, tmp_path):
+    make("venv")
+    with pytest.raises(AssertionError):
+        make("venv", "PADDLE=nosuch")
+    assert not (tmp_path / "packages").exists()
+    assert make("venv")[0] == ["requirements", "install paddlepaddle==2.6.2"]
+
+
+def test_paddle_range_is_not_a_redirection(make, tmp_path):
+    assert make("venv", "PADDLE=paddlepaddle>=3,<4")[0] == ["requirements", "install paddlepaddle>=3,<4"]
+    assert not (tmp_path / "=3,").exists()
+
+
+def test_interrupted_installation_starts_again(make, tmp_path):
+    make("venv")
+    next((tmp_path / ".venv").glob("installed-*")).unlink()
+    assert make("venv")[0] == ["requirements"]
