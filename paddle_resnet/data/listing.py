@@ -3,13 +3,14 @@
 Imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
 
+import json
 import os
 import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_resnet.data import records
+from paddle_resnet.data import indexes, records
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -28,6 +29,8 @@ SHARD_NAMES = {
 }
 FILE_FORMATS = ("folder", "filelist")  # one file per image
 STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
+# Describes a conversion; tools/convert.py writes it into the output folder.
+MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
     "recordio": "{}.rec",
     "tfrecord": "{}-00000-of-00001",
@@ -118,7 +121,7 @@ def images(image_root, mode):
             keys = records.lmdb_keys(shard)
             found += [Image(f"{name}@{os.fsdecode(key)}", shard, None, data_format, key) for key in keys]
             continue
-        index = records.open_index(shard, data_format)
+        index = indexes.open_index(shard, data_format)
         for row in np.hstack([index.images, index.labels]).tolist():
             found.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row)))
     return data_format, class_names(image_root), found
@@ -261,7 +264,7 @@ def shards(image_root, mode, data_format):
     Raises:
         UsageError: there are none, a shard is missing, or a conversion is unfinished.
     """
-    records.check_complete(image_root)
+    _check_complete(image_root)
     found = find_shards(image_root, data_format, mode)
     if not found:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
@@ -274,6 +277,18 @@ def shards(image_root, mode, data_format):
                 f"--image-root {image_root} has {len(found)} of {total} shards of {mode.value}: add the missing ones"
             )
     return found
+
+
+def _check_complete(image_root):
+    """Raise UsageError if the folder holds an unfinished conversion."""
+    path = os.path.join(image_root, MANIFEST)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            if not json.load(f)["complete"]:
+                raise UsageError(
+                    f"--image-root {image_root} is an interrupted conversion: repeat its "
+                    "`python -m paddle_resnet.dataset convert` command to finish it"
+                )
 
 
 def class_names(image_root, num_of_class=None):

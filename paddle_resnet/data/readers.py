@@ -17,6 +17,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, int64, string
 
 from paddle_resnet.data import listing, records
+from paddle_resnet.data.indexes import open_index
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -241,7 +242,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip):
         for place in places:
             if not place.isdecimal():
                 raise UsageError(f"--skip-list: {os.path.basename(shard)}@{place} has no offset after @: remove it")
-        index = records.open_index(shard, data_format, frozenset(map(int, places)))
+        index = open_index(shard, data_format, frozenset(map(int, places)))
         if len(index):
             shards.append(shard)
             indexes.append(index)

@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from utils import signals
 from utils.errors import UsageError
@@ -88,7 +88,7 @@ def convert(
     if complete:
         return counts
     if classes is not None:
-        records.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
+        indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
     total = sum(counts.values())
     with _Workers(workers or len(os.sched_getaffinity(0)), resize_short, quality) as pool:
         done = 0
@@ -101,7 +101,7 @@ def convert(
             done += len(images)
     for name in _partial(output):
         os.unlink(os.path.join(output, name))
-    records.write_file(os.path.join(output, records.MANIFEST), _json({**manifest, "complete": True}))
+    indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": True}))
     return counts
 
 
@@ -120,12 +120,12 @@ def build_indexes(image_root):
     for kind in INDEXED:
         for mode in Mode:
             for shard in listing.find_shards(image_root, kind, mode):
-                path = records.index_path(shard)
+                path = indexes.index_path(shard)
                 found += os.path.exists(path)
                 if not os.path.exists(path):
-                    records.write_file(path, records.scan(shard, kind))
+                    indexes.write_file(path, indexes.scan(shard, kind))
                     made += 1
-                records.check_index(shard, path, kind)
+                indexes.check_index(shard, path, kind)
     if made + found == 0:
         raise UsageError(f"{image_root} has no RecordIO file, TFRecord or tar shard: give the folder that holds them")
     return made, found
@@ -160,7 +160,7 @@ def _json(manifest):
 
 def _begin(output, manifest):
     """Create the output folder, or check that it holds this conversion. Return whether it is complete."""
-    path = os.path.join(output, records.MANIFEST)
+    path = os.path.join(output, listing.MANIFEST)
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             found = json.load(f)
@@ -176,7 +176,7 @@ def _begin(output, manifest):
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
         raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
     os.makedirs(output, exist_ok=True)
-    records.write_file(path, _json({**manifest, "complete": False}))
+    indexes.write_file(path, _json({**manifest, "complete": False}))
     return False
 
 
@@ -298,7 +298,7 @@ def _write_shard(to, path, first, images):
                 _images.value += 1
     with open(partial_path, "rb") as f:
         os.fsync(f.fileno())
-    records.write_file(records.index_path(path), records.scan(partial_path, to))
+    indexes.write_file(indexes.index_path(path), indexes.scan(partial_path, to))
     os.replace(partial_path, path)
 
 
