@@ -10,8 +10,8 @@ Imports neither DALI nor Paddle, so that the tools' worker processes start quick
 
 import contextlib
 import hashlib
+import itertools
 import os
-import struct
 import tarfile
 from dataclasses import dataclass
 
@@ -21,6 +21,10 @@ from paddle_resnet.data import records
 from paddle_resnet.data.records import IMAGE_EXTENSIONS
 from utils import cache, logger
 from utils.errors import UsageError
+
+# Records whose headers are compared with the rows of an index: of a RecordIO file, and of each tar shard.
+CHECKED_RECORDS = 256
+CHECKED_TAR_HEADERS = 16
 
 
 @dataclass
@@ -143,12 +147,13 @@ def write_file(path, data):
 
 
 def scan(shard, kind):
-    """Scan a container and return the bytes of its index file.
+    """Scan a container and return the bytes of its index file. Of TFRecords it checks all checksums.
 
     Raises:
-        UsageError: a damaged or empty shard.
+        UsageError: a damaged or empty shard, or one that cannot be read.
     """
-    lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
+    with records.readable(shard):
+        lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
     if not lines:
         raise UsageError(f"{shard} has no records: remove it or write it again")
     if kind == "webdataset":
@@ -157,26 +162,24 @@ def scan(shard, kind):
 
 
 def _scan_tfrecord(shard):
-    import crc32c
-
     lines = []
-    size, offset = os.path.getsize(shard), 0
-    with open(shard, "rb") as f:
+    with records.open_regular(shard) as f:
+        size, offset = os.fstat(f.fileno()).st_size, 0
         while offset < size:
-            f.seek(offset)
-            head = f.read(12)
-            end = offset + 16 + struct.unpack_from("<Q", head)[0] if len(head) == 12 else size + 1
-            if end > size or struct.unpack_from("<I", head, 8)[0] != records.masked_crc(crc32c.crc32c(head[:8])):
-                raise UsageError(f"{shard} is damaged at byte {offset}: write or copy it again")
-            lines.append(f"{offset} {end - offset}\n")
-            offset = end
+            try:
+                record = records.tfrecord_payload(f, size - offset)
+            except ValueError as e:
+                raise UsageError(f"{shard} is damaged at byte {offset} ({e}): write or copy it again") from e
+            length = len(record) + records.TFRECORD_OVERHEAD
+            lines.append(f"{offset} {length}\n")
+            offset += length
     return lines
 
 
 def _scan_recordio(shard):
     lines = []
-    size, offset = os.path.getsize(shard), 0
-    with open(shard, "rb") as f:
+    with records.open_regular(shard) as f:
+        size, offset = os.fstat(f.fileno()).st_size, 0
         while offset < size:
             lines.append(f"{len(lines)}\t{offset}\n")
             try:
@@ -187,88 +190,179 @@ def _scan_recordio(shard):
 
 
 def _scan_webdataset(shard):
-    samples, last_key = [], None
+    samples, last_key, offset = [], None, -1
     try:
-        with tarfile.open(shard, "r:") as tar:
+        with records.open_regular(shard) as f, tarfile.open(fileobj=f, mode="r:") as tar:
             for member in tar:
-                folder, _, name = member.name.rpartition("/")
-                base, _, extension = name.partition(".")
-                if member.isreg() and base:
+                if member.size < 0 or tar.offset <= offset:
+                    raise tarfile.ReadError(f"a negative size at byte {member.offset}")
+                offset = tar.offset
+                if _is_sample_file(member):
+                    folder, _, name = member.name.rpartition("/")
+                    base, _, extension = name.partition(".")
+                    if len(extension.split()) != 1:
+                        raise tarfile.ReadError(f"a blank in the extension of {member.name!r}")
                     if (folder, base) != last_key:
                         samples.append([])
                         last_key = (folder, base)
                     samples[-1].append((extension, member.offset_data, member.size))
                 tar.members = []  # tarfile would keep them all
             # tarfile accepts the end of the file as the end of the archive, which is a block of zeros.
-            tar.fileobj.seek(tar.offset)
-            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            f.seek(tar.offset)
+            if f.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("its end is missing")
-    except tarfile.TarError as e:
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as e:
         raise UsageError(f"{shard} is damaged ({e}): write or copy it again") from e
     return [" ".join(f"{extension} {offset} {size}" for extension, offset, size in sample) + "\n" for sample in samples]
+
+
+def _is_sample_file(member):
+    """Whether a tarfile.TarInfo belongs to a sample: a regular file KEY.EXTENSION."""
+    base, _, extension = member.name.rpartition("/")[2].partition(".")
+    return member.isreg() and bool(base and extension)
 
 
 def check_index(shard, path, kind):
     """Read an index and check it against its shard.
 
+    Every row is checked: no record may be missing, listed twice, out of order or outside the shard. The headers of some
+    records, evenly spread, must agree with their rows.
+
+    Args:
+        shard: path of the container.
+        path: its index file.
+        kind: "tfrecord", "recordio" or "webdataset".
     Returns:
         Index.
     Raises:
-        UsageError: it does not fit the shard.
+        UsageError: it does not fit the shard, or one of the two cannot be read.
     """
+    read_rows = {"tfrecord": _tfrecord_rows, "recordio": _recordio_rows, "webdataset": _webdataset_rows}[kind]
     try:
-        with open(path, "rb") as f:
-            data = f.read()
-        shard_size = os.path.getsize(shard)
-        if kind == "webdataset":
-            images, labels = _webdataset_records(shard, data)
-        else:
-            images = np.array(data.split(), dtype=np.int64).reshape(-1, 2)
-            if kind == "tfrecord":
-                end = int(images[-1].sum())
-            else:
-                # DALI sorts the offsets and ignores the keys.
-                images = np.stack([np.sort(images[:, 1]), np.zeros(len(images), np.int64)], axis=1)
-                with open(shard, "rb") as f:
-                    end = records.recordio_end(f, int(images[-1, 0]), shard_size)
-            if end != shard_size:
-                raise ValueError
-            labels = images
-    except UsageError:
-        raise
-    except OSError as e:
-        raise UsageError(f"{e.filename} cannot be read ({e.strerror}): make it readable") from e
-    except (ValueError, IndexError, KeyError, tarfile.TarError) as e:
+        with records.readable(shard), records.open_regular(path) as index, records.open_regular(shard) as f:
+            images, labels = read_rows(index.read(), f, os.fstat(f.fileno()).st_size)
+    except (ValueError, tarfile.TarError) as e:
+        if isinstance(e, UsageError):
+            raise
         raise UsageError(
             f"the index {path} does not fit {shard}: remove it and run `python -m paddle_resnet.dataset index`"
         ) from e
     return Index(path, images, labels)
 
 
-def _webdataset_records(shard, data):
-    head, *lines = data.decode().splitlines()
-    version, count = head.split()
-    step = {"v1.1": 3, "v1.2": 4}[version]
-    if len(lines) != int(count):
+def _tfrecord_rows(data, f, shard_size):
+    rows = _numbers(data.split(), shard_size).reshape(-1, 2)
+    ends = rows.sum(axis=1)
+    if len(rows) == 0 or rows[0, 0] != 0 or (rows[1:, 0] != ends[:-1]).any() or ends[-1] != shard_size:
         raise ValueError
-    places = np.empty((2, len(lines), 2), np.int64)
-    for i, line in enumerate(lines):
-        words = line.split()
-        extensions = [word.lower() for word in words[::step]]
-        image = next((k for k, extension in enumerate(extensions) if extension in IMAGE_EXTENSIONS), None)
-        if "cls" not in extensions or image is None:
+    if rows[:, 1].min() <= records.TFRECORD_OVERHEAD:
+        raise ValueError
+    return rows, rows
+
+
+def _recordio_rows(data, f, shard_size):
+    keys, offsets = _numbers(data.split(), None).reshape(-1, 2).T
+    offsets = np.sort(offsets)  # DALI sorts them and ignores the keys
+    ends = np.append(offsets[1:], shard_size)
+    if len(offsets) == 0 or offsets[0] != 0 or (ends <= offsets).any():
+        raise ValueError
+    # Where the keys are 0 to n-1, no row is missing, and a look at some headers suffices.
+    is_whole = np.array_equal(np.sort(keys), np.arange(len(keys)))
+    for i in _spread(len(offsets), CHECKED_RECORDS if is_whole else len(offsets)):
+        if records.recordio_end(f, int(offsets[i]), shard_size) != ends[i]:
+            raise ValueError
+    rows = np.stack([offsets, np.zeros_like(offsets)], axis=1)
+    return rows, rows
+
+
+def _webdataset_rows(data, f, shard_size):
+    head, *lines = data.removesuffix(b"\n").split(b"\n")
+    version, count = head.split()
+    width = {b"v1.1": 3, b"v1.2": 4}.get(version)
+    words = [line.split() for line in lines]
+    if width is None or count != b"%d" % len(lines) or not lines or any(len(row) % width for row in words):
+        raise ValueError
+    row_of = np.repeat(np.arange(len(lines)), [len(row) // width for row in words])
+    flat = list(itertools.chain.from_iterable(words))
+    extensions = flat[::width]
+    places = np.stack([_numbers(flat[1::width], shard_size), _numbers(flat[2::width], shard_size)], axis=1)
+    _check_tar_places(f, places, shard_size)
+    part_of = {word: _part(word) for word in set(extensions)}
+    parts = np.array([part_of[word] for word in extensions])
+    found = []
+    for part in ("image", "label"):
+        of_part = np.flatnonzero(parts == part)
+        rows, first = np.unique(row_of[of_part], return_index=True)
+        if len(rows) != len(lines):
+            row = words[int(np.setdiff1d(np.arange(len(lines)), rows)[0])]
+            there = b" and ".join(row[::width]).decode(errors="replace")
             raise UsageError(
-                f"{shard}: the sample at byte {words[1]} has {' and '.join(extensions)}, not an image "
+                f"{f.name}: the sample at byte {row[1].decode()} has {there}, not an image "
                 f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls: write the shard again without it"
             )
-        for place, k in zip(places[:, i], (image, extensions.index("cls")), strict=True):
-            place[:] = int(words[step * k + 1]), int(words[step * k + 2])
-    offset, size = places[1, -1].tolist()
-    if offset < tarfile.BLOCKSIZE:
+        found.append(places[of_part[first]])
+    return found
+
+
+def _part(extension):
+    extension = extension.decode(errors="replace").lower()
+    return "label" if extension == "cls" else "image" if extension in IMAGE_EXTENSIONS else "other"
+
+
+def _check_tar_places(f, places, shard_size):
+    """Check that all sample files of an archive are there in stored order. Raises ValueError or tarfile.TarError.
+
+    Args:
+        f: the open archive.
+        places: int64 [n, 2], offsets and sizes of the sample files.
+        shard_size: length of the archive in bytes.
+    """
+    headers = places[:, 0] - tarfile.BLOCKSIZE
+    blocks = -(-places[:, 1] // tarfile.BLOCKSIZE)
+    ends = places[:, 0] + blocks * tarfile.BLOCKSIZE
+    starts = np.append(0, ends[:-1])
+    if (headers < starts).any() or (headers % tarfile.BLOCKSIZE).any() or ends[-1] > shard_size:
         raise ValueError
-    with open(shard, "rb") as f:
-        f.seek(offset - tarfile.BLOCKSIZE)
-        header = tarfile.TarInfo.frombuf(f.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
-    if header.size != size:
+    for i in np.flatnonzero(headers != starts).tolist():
+        _check_between(f, int(starts[i]), int(headers[i]))
+    _check_between(f, int(ends[-1]), None)
+    for i in _spread(len(places), CHECKED_TAR_HEADERS):
+        member = _tar_header(f, int(headers[i]))
+        if not member.isreg() or member.size != places[i, 1]:
+            raise ValueError
+
+
+def _check_between(f, position, stop):
+    """Check that there is no sample file from a position in an archive to the next one, or to the archive's end."""
+    while position != stop:
+        f.seek(position)
+        if stop is None and f.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
+            return
+        member = _tar_header(f, position)
+        if _is_sample_file(member) or (stop is not None and position > stop):
+            raise ValueError
+        has_data = member.isreg() or member.type not in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
+        position += tarfile.BLOCKSIZE * (1 + has_data * -(-member.size // tarfile.BLOCKSIZE))
+
+
+def _tar_header(f, position):
+    f.seek(position)
+    member = tarfile.TarInfo.frombuf(f.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
+    if member.size < 0:
         raise ValueError
-    return places
+    return member
+
+
+def _numbers(words, limit):
+    """Decimal digits as int64 [n]. Raises ValueError for other words and for numbers above a limit, if there is one."""
+    if not all(map(bytes.isdigit, words)) or len(max(words, key=len, default=b"")) > 18:  # 19 may exceed an int64
+        raise ValueError
+    numbers = np.array(words, dtype=np.int64)
+    if limit is not None and (numbers > limit).any():
+        raise ValueError
+    return numbers
+
+
+def _spread(count, at_most):
+    """Indices of `count` items, or of at most so many that are evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, at_most)).astype(int)).tolist()

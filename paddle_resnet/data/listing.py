@@ -124,6 +124,7 @@ def images(image_root, mode):
         index = indexes.open_index(shard, data_format)
         for row in np.hstack([index.images, index.labels]).tolist():
             found.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row)))
+    check_count(image_root, mode, data_format, len(found))
     return data_format, class_names(image_root), found
 
 
@@ -264,7 +265,12 @@ def shards(image_root, mode, data_format):
     Raises:
         UsageError: there are none, a shard is missing, or a conversion is unfinished.
     """
-    _check_complete(image_root)
+    manifest = read_manifest(image_root)
+    if manifest is not None and not manifest["complete"]:
+        raise UsageError(
+            f"--image-root {image_root} is an interrupted conversion: repeat its "
+            "`python -m paddle_resnet.dataset convert` command to finish it"
+        )
     found = find_shards(image_root, data_format, mode)
     if not found:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
@@ -276,19 +282,48 @@ def shards(image_root, mode, data_format):
             raise UsageError(
                 f"--image-root {image_root} has {len(found)} of {total} shards of {mode.value}: add the missing ones"
             )
+    check_count(image_root, mode, data_format, len(found), "shards")
     return found
 
 
-def _check_complete(image_root):
-    """Raise UsageError if the folder holds an unfinished conversion."""
+def read_manifest(image_root):
+    """Read convert.json, which describes a conversion.
+
+    Returns:
+        {"complete": bool, "format": str, "splits": {split: {"images": int, ...}}, "shards": {split: int}, ...}, or None
+        if there is no such file.
+    Raises:
+        UsageError: it cannot be read or has another form.
+    """
     path = os.path.join(image_root, MANIFEST)
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            if not json.load(f)["complete"]:
-                raise UsageError(
-                    f"--image-root {image_root} is an interrupted conversion: repeat its "
-                    "`python -m paddle_resnet.dataset convert` command to finish it"
-                )
+    if not os.path.lexists(path):
+        return None
+    try:
+        with records.readable(path), records.open_regular(path) as f:
+            manifest = json.loads(f.read())
+        for split, described in manifest["splits"].items():
+            if not all(type(number) is int for number in (described["images"], manifest["shards"][split])):
+                raise TypeError
+        if type(manifest["complete"]) is not bool or manifest["format"] not in SHARD_NAMES:
+            raise TypeError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(f"{path} is damaged: convert the data set again, or remove the file") from e
+    return manifest
+
+
+def check_count(image_root, mode, data_format, count, what="images"):
+    """Raise UsageError if a split that `convert` wrote has another number of images or shards than it wrote."""
+    manifest = read_manifest(image_root)
+    if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
+        return
+    wanted = manifest["splits"][mode.value]["images"] if what == "images" else manifest["shards"][mode.value]
+    if count != wanted:
+        raise UsageError(
+            f"--image-root {image_root} has {count} {what} of {mode.value}, but {MANIFEST} says {wanted}: copy the "
+            "folder or convert the data set again"
+        )
 
 
 def class_names(image_root, num_of_class=None):

@@ -9,6 +9,7 @@ visit their shards in a new random order each epoch, the same on every process.
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -164,6 +165,7 @@ def lmdb(image_root, mode, num_of_class, seed, skip):
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)
     if size == 0:
         raise UsageError(f"{path} has no records: write it again")
+    listing.check_count(image_root, mode, "lmdb", size)
     listing.check_labels(path, labels, num_of_class, classes)
 
     def read(name, shard_id, num_shards, shuffle):
@@ -236,18 +238,21 @@ def _skipped(skip, shard):
 def _open_shards(image_root, mode, data_format, num_of_class, skip):
     """Open the containers of a split and check some labels: (paths, records.Index of each, class names, images)."""
     classes = listing.class_names(image_root, num_of_class)
-    shards, indexes = [], []
+    shards, indexes, whole = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
         for place in places:
-            if not place.isdecimal():
+            if not re.fullmatch("[0-9]{1,18}", place):
                 raise UsageError(f"--skip-list: {os.path.basename(shard)}@{place} has no offset after @: remove it")
-        index = open_index(shard, data_format, frozenset(map(int, places)))
+        places = frozenset(map(int, places))
+        index = open_index(shard, data_format, places)
+        whole += len(index) + len(places)
         if len(index):
             shards.append(shard)
             indexes.append(index)
     if not shards:
         raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
+    listing.check_count(image_root, mode, data_format, whole)
     ends = np.cumsum([len(index) for index in indexes])
     size = int(ends[-1])
     for i in np.unique(np.linspace(0, size - 1, CHECKED_LABELS).astype(int)).tolist():

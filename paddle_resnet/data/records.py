@@ -4,8 +4,11 @@ Imports neither DALI nor Paddle, so that the tools' worker processes start quick
 """
 
 import contextlib
+import errno
 import functools
 import os
+import re
+import stat
 import struct
 
 from utils.errors import UsageError
@@ -14,7 +17,32 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
 RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
+TFRECORD_OVERHEAD = 16  # bytes of a record beside its payload: length and two checksums
+LABEL_DIGITS = 9  # of a label in a tar file; the pipeline parses as many
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
+
+
+@contextlib.contextmanager
+def readable(path):
+    """Turn an OSError into a UsageError that names its file, or else the path."""
+    try:
+        yield
+    except OSError as e:
+        name = os.fsdecode(e.filename or path)
+        raise UsageError(f"{name} cannot be read ({e.strerror or e}): make it readable, or remove it") from e
+
+
+def open_regular(path):
+    """Open a regular file for reading in binary mode.
+
+    Raises:
+        OSError: it cannot be opened, or is of another kind, such as a FIFO, which would block.
+    """
+    f = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+        f.close()
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return f
 
 
 def read(image):
@@ -25,52 +53,55 @@ def read(image):
     Returns:
         (bytes of the image file as stored, label: any number, not checked against the classes)
     Raises:
-        UsageError: the record is not an image with one label.
+        UsageError: the record is damaged, or not an image with one label.
         OSError: the file cannot be read.
     """
-    if image.kind is None:
-        with open(image.path, "rb") as f:
-            return f.read(), image.label
     if image.kind == "lmdb":
         return _read_datum(image.path, image.place)
-    offset, size, label_offset, label_size = image.place
-    if image.kind != "webdataset":
-        return _read_record(image.path, image.kind, offset, size)
-    with open(image.path, "rb") as f:
+    with open_regular(image.path) as f:
+        if image.kind is None:
+            return f.read(), image.label
+        offset, size, label_offset, label_size = image.place
+        if image.kind != "webdataset":
+            return _read_record(f, image.kind, offset, size)
         f.seek(offset)
-        return f.read(size), read_label(image.path, image.kind, label_offset, label_size)
+        return f.read(size), _read_digits(f, label_offset, label_size)
 
 
 def read_label(shard, kind, offset, size):
     """Read the label of one record of a container. Errors as for `read`."""
-    if kind != "webdataset":
-        return _read_record(shard, kind, offset, size)[1]
-    with open(shard, "rb") as f:
-        f.seek(offset)
-        try:
-            return int(f.read(size).decode().strip())
-        except ValueError as e:
-            raise _no_label(shard, offset, e) from e
+    with open_regular(shard) as f:
+        if kind == "webdataset":
+            return _read_digits(f, offset, size)
+        return _read_record(f, kind, offset, size)[1]
 
 
-def _read_record(shard, kind, offset, size):
-    with open(shard, "rb") as f:
-        f.seek(offset)
-        try:
-            if kind == "tfrecord":
-                return _read_example(f.read(size)[12:-4])
-            data = _read_recordio(f)
-            flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
-            if flag != 0:
-                raise ValueError("it has several labels")
-            return data[RECORDIO_HEAD.size :], label
-        except (ValueError, struct.error) as e:
-            raise _no_label(shard, offset, e) from e
+def _read_digits(f, offset, size):
+    f.seek(offset)
+    text = f.read(size)
+    if not re.fullmatch(rb"[0-9]{1,%d}\s*" % LABEL_DIGITS, text):
+        shown = ascii(text[:20].decode(errors="replace"))
+        raise _no_label(f.name, offset, f"{shown} is not a number of up to {LABEL_DIGITS} digits")
+    return int(text)
+
+
+def _read_record(f, kind, offset, size):
+    f.seek(offset)
+    try:
+        if kind == "tfrecord":
+            return _read_example(tfrecord_payload(f, size))
+        data = _read_recordio(f)
+        flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
+        if flag != 0:
+            raise ValueError("it has several labels")
+        return data[RECORDIO_HEAD.size :], label
+    except (ValueError, struct.error) as e:
+        raise _no_label(f.name, offset, e) from e
 
 
 def _no_label(shard, offset, reason):
     reason = " ".join(str(reason).split())
-    return UsageError(f"{shard}: the record at byte {offset} has no label ({reason}): write it again")
+    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}): write it again")
 
 
 def recordio_end(f, offset, size):
@@ -111,7 +142,30 @@ def _read_recordio(f):
             return magic.to_bytes(4, "little").join(parts)
 
 
-def masked_crc(crc):
+def tfrecord_payload(f, size):
+    """Read the payload of the TFRecord at the file's position and check both checksums.
+
+    Args:
+        f: the open file.
+        size: largest length of the record in bytes, TFRECORD_OVERHEAD included.
+    Raises:
+        ValueError: no complete record starts there, or a checksum is wrong.
+    """
+    import crc32c
+
+    head = f.read(12)
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 12 or _masked(crc32c.crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
+        raise ValueError("no record starts there")
+    if length > size - TFRECORD_OVERHEAD:
+        raise ValueError("its end is missing")
+    payload = f.read(length)
+    if _masked(crc32c.crc32c(payload)) != int.from_bytes(f.read(4), "little"):
+        raise ValueError("its checksum is wrong")
+    return payload
+
+
+def _masked(crc):
     """TFRecord's masked CRC: rotated right by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

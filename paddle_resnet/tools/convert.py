@@ -161,10 +161,8 @@ def _json(manifest):
 def _begin(output, manifest):
     """Create the output folder, or check that it holds this conversion. Return whether it is complete."""
     path = os.path.join(output, listing.MANIFEST)
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            found = json.load(f)
-        complete = found.pop("complete")
+    found = listing.read_manifest(output)
+    if found is not None:
         for key, value in manifest.items():
             if found.get(key) != value:
                 what = "other images" if key == "splits" else f"{key} {found.get(key)}"
@@ -172,7 +170,7 @@ def _begin(output, manifest):
                     f"--output {output} holds a conversion with {what}: remove it, give another folder, or repeat "
                     "the command that wrote it"
                 )
-        return complete
+        return found["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
         raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
     os.makedirs(output, exist_ok=True)

@@ -59,7 +59,7 @@ def test_records_without_a_label_are_refused(tmp_path):
         records.read_label(str(tmp_path / "flagged"), "recordio", 0, 0)
 
     (tmp_path / "words").write_bytes(b"cat")
-    with pytest.raises(UsageError, match="the record at byte 0 has no label"):
+    with pytest.raises(UsageError, match="the record at byte 0 is not an image with a label"):
         records.read_label(str(tmp_path / "words"), "webdataset", 0, 3)
 
 
