@@ -60,8 +60,9 @@ def open_index(shard, kind, skip=frozenset()):
     Raises:
         UsageError: a damaged shard, an index that does not fit it, no writable place for a new one.
     """
-    index = _open_whole_index(shard, kind)
-    return _reduced_index(index, shard, kind, skip) if skip else index
+    with records.readable(shard):
+        index = _open_whole_index(shard, kind)
+        return _reduced_index(index, shard, kind, skip) if skip else index
 
 
 def _open_whole_index(shard, kind):

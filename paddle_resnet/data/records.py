@@ -8,8 +8,11 @@ import errno
 import functools
 import os
 import re
+import signal
 import stat
 import struct
+import subprocess
+import sys
 
 from utils.errors import UsageError
 
@@ -51,7 +54,8 @@ def read(image):
     Args:
         image: listing.Image.
     Returns:
-        (bytes of the image file as stored, label: any number, not checked against the classes)
+        (bytes of the image file as stored, label: an int, or a float in a damaged RecordIO file;
+        not checked against the classes)
     Raises:
         UsageError: the record is damaged, or not an image with one label.
         OSError: the file cannot be read.
@@ -94,7 +98,7 @@ def _read_record(f, kind, offset, size):
         flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
         if flag != 0:
             raise ValueError("it has several labels")
-        return data[RECORDIO_HEAD.size :], label
+        return data[RECORDIO_HEAD.size :], int(label) if label.is_integer() else label
     except (ValueError, struct.error) as e:
         raise _no_label(f.name, offset, e) from e
 
@@ -209,14 +213,28 @@ def _lmdb_transaction(folder):
         with _lmdb_environment(os.path.realpath(folder)).begin() as transaction:
             yield transaction
     except (lmdb.Error, DecodeError) as e:
-        raise UsageError(f"{folder} is not a Caffe LMDB ({e}): write or copy it again") from e
+        raise UsageError(f"{folder} is not a Caffe LMDB, or is damaged ({e}): write or copy it again") from e
 
 
 @functools.cache
 def _lmdb_environment(folder):
     import lmdb
 
+    _check_lmdb(folder)
     return lmdb.open(folder, readonly=True, lock=False)  # cached, because a process must not open an LMDB twice
+
+
+def _check_lmdb(folder):
+    """Raise UsageError if an LMDB is damaged. Checks it in a process of its own, which the damage may end."""
+    words = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        reason = done.stdout.strip() or f"reading it ends with {_how_it_ended(done.returncode)}"
+        raise UsageError(f"{folder} is not a Caffe LMDB, or is damaged ({reason}): write or copy it again")
+
+
+def _how_it_ended(code):
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def lmdb_keys(folder):
@@ -243,7 +261,7 @@ def lmdb_labels(folder, count):
 
 def _read_datum(folder, key):
     with _lmdb_transaction(folder) as transaction:
-        record = datum_class().FromString(transaction.get(key))
+        record = datum_class().FromString(transaction.get(key) or b"")
         if not (record.encoded and record.HasField("label")):
             raise UsageError(
                 f"{folder}: record {key.decode(errors='replace')} is not an encoded image with a label: "

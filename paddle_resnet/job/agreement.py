@@ -14,7 +14,7 @@ from utils.errors import UsageError
 
 # Flags that may differ from machine to machine: where things are, and how fast they are read.
 LOCAL_FLAGS = (
-    *("image_root", "skip_list", "report_file", "show_config", "enable_cpu_affinity"),
+    *("image_root", "skip_list", "allow_outside", "report_file", "show_config", "enable_cpu_affinity"),
     *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
 )
 

@@ -37,7 +37,16 @@ BLOCK = 64  # images per task of a worker and per sync of a RecordIO file or LMD
 
 
 def convert(
-    source, output, to, shards=None, resize_short=None, quality=95, workers=None, progress=None, skip_list=None
+    source,
+    output,
+    to,
+    shards=None,
+    resize_short=None,
+    quality=95,
+    workers=None,
+    progress=None,
+    skip_list=None,
+    allow_outside=False,
 ):
     """Write a data set in a container format, with all its splits.
 
@@ -56,13 +65,14 @@ def convert(
         workers: number of processes; default: the number of cores.
         progress: called with (images done, total images).
         skip_list: file with the images to leave out (--skip-list).
+        allow_outside: whether file lists and skip_list may name files outside source.
     Returns:
         {split: number of images}.
     Raises:
         UsageError: an unusable source or image, an output folder with other content, an impossible number of shards.
         OSError: the output cannot be written.
     """
-    splits, classes = _list_source(source, skip_list)
+    splits, classes = _list_source(source, skip_list, allow_outside)
     if to in SINGLE_FILE and shards is not None:
         raise UsageError(f"--shards {shards}: {to} has one file per split: drop --shards")
     counts = {split: len(images) for split, images in splits.items()}
@@ -87,6 +97,8 @@ def convert(
     complete = _begin(output, manifest)
     if complete:
         return counts
+    if any("\n" in name or "\r" in name for name in classes or []):
+        raise UsageError(f"{source} has a class whose name has a line break: rename the class folder")
     if classes is not None:
         indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
     total = sum(counts.values())
@@ -131,12 +143,12 @@ def build_indexes(image_root):
     return made, found
 
 
-def _list_source(source, skip_list):
+def _list_source(source, skip_list, allow_outside):
     """List the source: ({split: [listing.Image]}, class names or None), training images in random order."""
-    skip = listing.read_skip_list(skip_list, source) if skip_list is not None else frozenset()
+    skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
-        _, names, images = listing.images(source, mode)
+        _, names, images = listing.images(source, mode, allow_outside)
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
@@ -226,7 +238,7 @@ def _prepare(image):
         data, label = records.read(image)
     except OSError as e:
         raise UsageError(f"{image.path} cannot be read ({e.strerror}): repair it or use --skip-list") from e
-    if label != int(label):
+    if not listing.is_class(label):
         raise UsageError(f"{image.name} has the label {label:g}, which is not a class: use --skip-list")
     label = int(label)
     if _resize_short is None:
@@ -241,7 +253,7 @@ def _prepare(image):
             picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+    except Exception as e:  # Pillow's plugins raise exceptions of all kinds at damaged files
         raise UsageError(f"{image.name} cannot be decoded ({e}): repair it or leave it out with --skip-list") from e
     return out.getvalue(), "jpg", label
 
