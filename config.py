@@ -15,6 +15,18 @@ from utils import files
 from utils.errors import UsageError
 from utils.mode import RunScope
 
+# Beyond these DALI fails, or makes images that are not finite.
+AUGMENTATION_RANGES = {
+    "rand_crop_ratio": (1e-3, 1e3),
+    "rand_crop_scale": (1e-6, 1),
+    "color_jitter": (0, 100),
+    "lighting": (0, 100),
+    "normalize_scale": (1e-12, 1e12),
+    "normalize_std": (1e-12, 1e12),
+    "normalize_mean": (-1e12, 1e12),
+    "resize_short": (1, 8192),
+}
+
 
 def parse_args(argv=None):
     """Read the flags.
@@ -217,6 +229,7 @@ def _add_dataset(group):
     group.add_argument(
         "--skip-list", metavar="FILE", help="images to leave out, one path below IMAGE_ROOT a line: see dataset verify"
     )
+    _add_switch(group, "--allow-outside", help="file lists and --skip-list may name files outside IMAGE_ROOT")
 
 
 def _add_augmentation(group):
@@ -406,6 +419,14 @@ def _check(args):
         low, high = getattr(args, name)
         if low > high or (name == "rand_crop_scale" and high > 1):
             raise UsageError(f"{flag(name)} {low},{high} is no range: give MIN,MAX with MIN <= MAX, areas up to 1")
+    for name, (low, high) in AUGMENTATION_RANGES.items():
+        value = getattr(args, name)
+        values = value if isinstance(value, list) else [value]
+        if min(values) < low or max(values) > high:
+            raise UsageError(
+                f"{flag(name)} {','.join(f'{value:g}' for value in values)} is out of range: give values from {low:g} "
+                f"to {high:g}"
+            )
     if args.rotate_degrees > 180:
         raise UsageError(f"--rotate-degrees {args.rotate_degrees:g} is more than a half turn: give 180 or less")
     if args.asp and not args.prune_model and args.from_checkpoint is None:

@@ -14,6 +14,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # CUDA libraries of Python packages, for Paddle.
 libraries.prepare()
+# Larger images in PNG, BMP, WebP and other formats that OpenCV decodes are refused: a file of 100 kB can claim 7 GB.
+os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 
 # Said for each training program, about what batch normalisation is expected to do.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")

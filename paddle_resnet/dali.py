@@ -68,9 +68,11 @@ def build_dataloader(args, mode, state=None):
         conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
         return SyntheticIterator(args, images, mode, conditions, _usable(state, conditions))
 
-    skip = listing.read_skip_list(args.skip_list, args.image_root) if args.skip_list is not None else frozenset()
+    skip = frozenset()
+    if args.skip_list is not None:
+        skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
     data_set = readers.open_split(
-        args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip
+        args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip, args.allow_outside
     )
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:

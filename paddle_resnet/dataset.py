@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.tools import convert
-from utils.errors import UsageError
+from utils.errors import UsageError, printable
 
 SIDE = 64  # pixels of a sample image
 
@@ -69,7 +69,7 @@ def main(argv=None):
         args.words = words
         return args.run(args) or 0
     except UsageError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {printable(str(e))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -122,6 +122,7 @@ def _add_convert(commands):
     )
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (default: one per core)")
     command.add_argument("--skip-list", metavar="FILE", help="images to leave out, as for train.py")
+    _add_allow_outside(command)
 
 
 def _run_convert(args):
@@ -142,6 +143,7 @@ def _run_convert(args):
                 workers=args.workers,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
                 skip_list=args.skip_list,
+                allow_outside=args.allow_outside,
             )
         except BrokenProcessPool as e:
             raise UsageError(
@@ -186,6 +188,8 @@ def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--fix-list", metavar="FILE", help="write the failing images to FILE for train.py --skip-list")
+    command.add_argument("--num-of-class", type=_positive, metavar="N", help="outputs of the network (default: any)")
+    _add_allow_outside(command)
 
 
 def _run_verify(args):
@@ -195,7 +199,7 @@ def _run_verify(args):
         with _fix_list_errors(args.fix_list):
             open(args.fix_list, "a").close()  # fail before the work, which may take hours
     try:
-        report = verify.verify(args.root)
+        report = verify.verify(args.root, args.num_of_class, args.allow_outside)
     except BrokenProcessPool as e:
         raise UsageError(
             "a worker process was killed, perhaps out of memory, before all images were checked: repeat the command "
@@ -221,12 +225,13 @@ def _add_info(commands):
     command = _add(commands, "info", _run_info, "count images and classes, measure the images")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", metavar="FILE", help="PNG file for a drawing of class balance and image sizes")
+    _add_allow_outside(command)
 
 
 def _run_info(args):
     from paddle_resnet.tools import inspection
 
-    inspection.info(args.root, args.output)
+    inspection.info(args.root, args.output, args.allow_outside)
 
 
 def _add_speed(commands):
@@ -246,6 +251,10 @@ def _run_speed(args):
     from paddle_resnet.tools import inspection
 
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.words)
+
+
+def _add_allow_outside(command):
+    command.add_argument("--allow-outside", action="store_true", help="file lists may name files outside DIR")
 
 
 def _positive(text):

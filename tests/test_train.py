@@ -173,11 +173,13 @@ def test_label_that_is_no_class_ends_the_run(run_train, capsys, monkeypatch, bad
     """Of containers, whose labels are not all read before the first step: not NaN for the gradients of a batch, nor an
     image of another class."""
 
-    def list_folder(image_root, mode, num_of_class=None):
-        files, labels, classes = listing.list_folder(image_root, mode, num_of_class)
+    original = listing.list_folder
+
+    def list_folder(image_root, mode, *more):
+        files, labels, classes = original(image_root, mode, *more)
         return files, [*labels[:-1], label if mode is bad else labels[-1]], classes
 
-    monkeypatch.setitem(listing.LISTINGS, "folder", list_folder)
+    monkeypatch.setattr(listing, "list_folder", list_folder)
     assert run_train(*flags)[0] == 2
     assert_one_sentence(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
 

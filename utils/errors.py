@@ -1,5 +1,11 @@
 """Errors with a known cause. train.py prints each as one sentence."""
 
+
+def printable(text):
+    """A text with escapes such as \\n and \\x1b for the characters that would break the line or steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 NO_CLASS = (
     "an image has a label that is not a class of the network: give a larger --num-of-class or number classes from 0"
 )

@@ -11,6 +11,7 @@ from nvidia.dali import fn, pipeline_def, types
 # How DALI names a record of RecordIO and TFRecord, of WebDataset and of LMDB in source_info.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
 SEARCH_S = 40  # a run that meets a bad image ends within a minute
+MAX_PIXELS = 2**28  # of an image that is decoded; paddle_resnet/__init__.py sets this limit for DALI's OpenCV
 _decoder = None
 
 
@@ -30,6 +31,9 @@ def decode(data):
         # Evaluation uses the first, training the second. Some files are accepted by only one of them.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 
+    problem = header_problem(data)
+    if problem is not None:
+        return problem
     if _decoder is None:
         _decoder = decoder()
         _decoder.build()
@@ -38,27 +42,39 @@ def decode(data):
         _decoder.run()
     except RuntimeError as e:
         _decoder = None  # a failed pipeline cannot run again
-        if not has_header(data):
-            return "is not in an image format that DALI knows"
         if "bad_alloc" in str(e):
             return "declares more pixels than fit into memory"
         return "has damaged image data, or a variant of its format that DALI cannot decode"
     return None
 
 
-def has_header(data):
-    """Whether the bytes of a file start with an image header that DALI knows."""
+def header_problem(data):
+    """Why the header of an image file shows that it cannot be decoded, or None."""
     try:
-        return bool(nvimgcodec.CodeStream(data).height)
+        stream = nvimgcodec.CodeStream(data)
+        width, height = stream.width, stream.height
     except RuntimeError:
-        return False
+        width, height = 0, 0
+    if not height:
+        return "is not in an image format that DALI knows"
+    if width * height > MAX_PIXELS:
+        return f"declares {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}"
+    return None
+
+
+def reader_problem(message):
+    """What a DALI reader complains about in the text of an error, or None if the error is not one of a reader."""
+    if "nvidia.dali.fn.readers." not in message:
+        return None
+    reason = message.partition("encountered:")[2].strip().partition("\n")[0]
+    return re.sub(r'^Assert on ".*?" failed: ', "", reason) or "it cannot be read"
 
 
 def bad_image(message, data_set, image_root):
     """Find the image that an error of DALI is about.
 
     DALI names a file that it cannot read and most images that it cannot decode. It does not name an image whose header
-    it cannot parse. Then this reads the headers of all images and, if all can be parsed, decodes all images, until one
+    it cannot parse. Then this checks the headers of all images and, if all are right, decodes all images, until one
     fails or SEARCH_S seconds have passed.
 
     Args:
@@ -75,10 +91,10 @@ def bad_image(message, data_set, image_root):
     if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape)", message):
         return None
     deadline = monotonic() + SEARCH_S
-    for is_usable in (has_header, lambda encoded: decode(encoded) is None):
+    for find_problem in (header_problem, decode):
         try:
             for encoded, source in _undecoded(data_set):
-                if not is_usable(encoded):
+                if find_problem(encoded) is not None:
                     return os.path.join(image_root, _image_name(source))
                 if monotonic() > deadline:
                     return f"an image in {image_root}"

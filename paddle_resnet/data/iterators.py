@@ -60,15 +60,15 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self._conditions = conditions
         self._left = images - step * pipeline.max_batch_size
         self._targets = {}
-        super().__init__(
-            [pipeline],
-            ["data", "label"],
-            reader_name=READER,
-            # Full padded batches; this class cuts them, not DALI.
-            last_batch_policy=LastBatchPolicy.FILL,
-            prepare_first_batch=False,
-        )
         with self._naming_bad_images():
+            super().__init__(
+                [pipeline],
+                ["data", "label"],
+                reader_name=READER,
+                # Full padded batches; this class cuts them, not DALI.
+                last_batch_policy=LastBatchPolicy.FILL,
+                prepare_first_batch=False,
+            )
             self._schedule_runs(False)  # start decoding while the program is being built
 
     def state(self):
@@ -105,8 +105,14 @@ class ShardIterator(_Steps, DALIGenericIterator):
             yield
         except RuntimeError as e:
             path = bad_images.bad_image(str(e), self._data_set, self._image_root)
-            if path is None:  # not about an image
+            problem = bad_images.reader_problem(str(e))
+            if path is None and problem is None:
                 raise
+            if path is None:
+                raise DataError(
+                    f"the {self._data_set.data_format} data in {self._image_root} cannot be read (rank "
+                    f"{processes.rank()}: {problem}): run `python -m paddle_resnet.dataset verify {self._image_root}`"
+                ) from e
             next_command = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
             raise DataError(
                 f"{path} cannot be decoded (rank {processes.rank()}): repair or remove it, or run "

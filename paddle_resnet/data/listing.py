@@ -3,13 +3,14 @@
 Imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
 
+import json
 import os
 import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_resnet.data import records
+from paddle_resnet.data import indexes, records
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -28,6 +29,8 @@ SHARD_NAMES = {
 }
 FILE_FORMATS = ("folder", "filelist")  # one file per image
 STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
+# Describes a conversion; tools/convert.py writes it into the output folder.
+MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
     "recordio": "{}.rec",
     "tfrecord": "{}-00000-of-00001",
@@ -98,13 +101,14 @@ def _has_split(image_root, mode):
     return os.path.exists(os.path.join(image_root, mode.value)) or detect(image_root, mode) != "folder"
 
 
-def images(image_root, mode, data_format=None):
+def images(image_root, mode, data_format=None, allow_outside=False):
     """List all images of a split in stored order, which is the order of an evaluation.
 
     Args:
-        image_root: the folder that holds both splits.
+        image_root: the folder that holds the split.
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS; None to detect it.
+        allow_outside: whether a file list may name files outside image_root.
     Returns:
         (storage format, class names or None, [Image])
     Raises:
@@ -112,7 +116,10 @@ def images(image_root, mode, data_format=None):
     """
     data_format = data_format or detect(image_root, mode)
     if data_format in FILE_FORMATS:
-        files, labels, classes = LISTINGS[data_format](image_root, mode)
+        if data_format == "folder":
+            files, labels, classes = list_folder(image_root, mode)
+        else:
+            files, labels, classes = list_filelist(image_root, mode, allow_outside=allow_outside)
         found = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
         return data_format, classes, found
     found = []
@@ -122,13 +129,14 @@ def images(image_root, mode, data_format=None):
             keys = records.lmdb_keys(shard)
             found += [Image(f"{name}@{os.fsdecode(key)}", shard, None, data_format, key) for key in keys]
             continue
-        index = records.open_index(shard, data_format)
+        index = indexes.open_index(shard, data_format)
         for row in np.hstack([index.images, index.labels]).tolist():
             found.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row)))
+    check_count(image_root, mode, data_format, len(found))
     return data_format, class_names(image_root), found
 
 
-def list_folder(image_root, mode, num_of_class=None):
+def list_folder(image_root, mode, num_of_class=None, skip=frozenset()):
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
     Labels number the sorted class folders of train/, or of val/ if there is no train/. A class without validation
@@ -138,10 +146,12 @@ def list_folder(image_root, mode, num_of_class=None):
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
         num_of_class: number of outputs of the network, or None for any.
+        skip: names of images that may be unusable, because they will be left out.
     Returns:
         (paths relative to image_root, labels, class names)
     Raises:
-        UsageError: a missing folder, no class folders, more classes than outputs, a class in val/ only.
+        UsageError: a missing folder, no class folders, more classes than outputs, a class in val/ only, an image that
+            is not a regular file.
     """
     split = mode.value
     split_dir = os.path.join(image_root, split)
@@ -173,7 +183,13 @@ def list_folder(image_root, mode, num_of_class=None):
     for name in class_folders(split_dir):
         if name not in label_of:
             raise UsageError(f"--image-root {image_root}: val/{name} has no train/{name}: add it, or remove val/{name}")
-        found = image_files(os.path.join(split_dir, name))
+        found, unusable = image_files(os.path.join(split_dir, name))
+        for file in unusable:
+            if f"{split}/{name}/{file}" not in skip:
+                raise UsageError(
+                    f"{os.path.join(split_dir, name, file)} is a link that leads nowhere, or not a regular file: "
+                    "remove it, or leave it out with --skip-list"
+                )
         files += [f"{split}/{name}/{file}" for file in found]
         labels += [label_of[name]] * len(found)
     try:
@@ -184,29 +200,39 @@ def list_folder(image_root, mode, num_of_class=None):
     return files, labels, classes
 
 
-def list_filelist(image_root, mode, num_of_class=None):
+def list_filelist(image_root, mode, num_of_class=None, allow_outside=False):
     """Read a file list, IMAGE_ROOT/train.txt or val.txt: lines `PATH LABEL`, paths relative to image_root.
 
-    The arguments are those of list_folder.
-
+    Args:
+        image_root: the folder that holds the list.
+        mode: Mode.TRAIN reads train.txt, Mode.EVAL val.txt.
+        num_of_class: number of outputs of the network, or None for any.
+        allow_outside: whether the list may name files outside image_root. Links in image_root may lead anywhere.
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
-        UsageError: a missing or empty list, a malformed line, a label without an output of the network.
+        UsageError: a missing or empty list, a malformed line, a path outside image_root, a label without an output of
+            the network.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
     classes = class_names(image_root, num_of_class)
     files, labels = [], []
     try:
-        with open(path, encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):
-                if not line.strip():
-                    continue
-                name, *label = line.rsplit(maxsplit=1)
-                if not label or not label[0].isascii() or not label[0].isdigit():
-                    raise UsageError(f"{path} line {number} is not `PATH LABEL` but `{line.strip()}`: correct it")
-                files.append(name)
-                labels.append(int(label[0]))
+        with records.open_regular(path) as f:
+            lines = f.read().decode().split("\n")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            name, *label = line.rsplit(maxsplit=1)
+            if not label or not re.fullmatch("[0-9]{1,9}", label[0]) or "\0" in name:
+                raise UsageError(f"{path} line {number} is not `PATH LABEL` but `{line.strip()[:200]}`: correct it")
+            if not allow_outside and _is_outside(name, image_root):
+                raise UsageError(
+                    f"{path} line {number} names {name}, which is outside {image_root}: correct it, or add "
+                    "--allow-outside"
+                )
+            files.append(name)
+            labels.append(int(label[0]))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
         raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}): write or correct it") from e
@@ -219,26 +245,55 @@ def list_filelist(image_root, mode, num_of_class=None):
     return files, labels, classes
 
 
-LISTINGS = {"folder": list_folder, "filelist": list_filelist}
+def _is_no_folder(path):
+    return os.path.lexists(path) and not os.path.isdir(path)
+
+
+def _is_outside(name, image_root):
+    """Whether a path, relative to image_root or absolute, leaves image_root, links aside."""
+    if ".." not in name and not name.startswith("/"):
+        return False
+    root = os.path.abspath(image_root)
+    return os.path.commonpath([root, os.path.abspath(os.path.join(root, name))]) != root
 
 
 def class_folders(path):
     """Names of the class folders in a folder, sorted.
 
     Raises:
-        UsageError: the folder cannot be listed.
+        UsageError: the folder cannot be listed, or has a link that leads nowhere.
     """
-    return sorted(e.name for e in _listed(path) if e.is_dir() and not e.name.startswith("."))
+    entries = [(entry.name, _type(entry)) for entry in _listed(path) if not entry.name.startswith(".")]
+    for name, found in entries:
+        if found == "link":
+            raise UsageError(f"{os.path.join(path, name)} is a link that leads nowhere: repair or remove it")
+    return sorted(name for name, found in entries if found == "folder")
 
 
 def image_files(path):
-    """Names of the images in a class folder, sorted.
+    """Images of a class folder, by their suffixes.
 
+    Returns:
+        (sorted names, sorted names of those that are no regular files: links that lead nowhere, FIFOs, devices)
     Raises:
         UsageError: the folder cannot be listed.
     """
-    files = [e.name for e in _listed(path) if e.is_file() and not e.name.startswith(".")]
-    return sorted(name for name in files if name.lower().endswith(IMAGE_SUFFIXES))
+    entries = [entry for entry in _listed(path) if not entry.name.startswith(".")]
+    found = {entry.name: _type(entry) for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES)}
+    names = sorted(name for name, kind in found.items() if kind != "folder")
+    return names, [name for name in names if found[name] != "file"]
+
+
+def _type(entry):
+    """What an os.DirEntry leads to: "file", "folder", "link" (to nothing) or "other"."""
+    try:
+        if entry.is_file():
+            return "file"
+        if entry.is_dir():
+            return "folder"
+    except OSError:  # for example a link to itself
+        pass
+    return "link" if entry.is_symlink() and not os.path.exists(entry.path) else "other"
 
 
 def _listed(path):
@@ -256,7 +311,9 @@ def find_shards(image_root, data_format, mode):
         data_format: a key of SHARD_NAMES.
     """
     pattern = SHARD_NAMES[data_format][mode]
-    return [os.path.join(image_root, name) for name in sorted(os.listdir(image_root)) if pattern.fullmatch(name)]
+    with records.readable(image_root):
+        names = sorted(os.listdir(image_root))
+    return [os.path.join(image_root, name) for name in names if pattern.fullmatch(name)]
 
 
 def shards(image_root, mode, data_format):
@@ -265,7 +322,12 @@ def shards(image_root, mode, data_format):
     Raises:
         UsageError: there are none, a shard is missing, or a conversion is unfinished.
     """
-    records.check_complete(image_root)
+    manifest = read_manifest(image_root)
+    if manifest is not None and not manifest["complete"]:
+        raise UsageError(
+            f"--image-root {image_root} is an interrupted conversion: repeat its "
+            "`python -m paddle_resnet.dataset convert` command to finish it"
+        )
     found = find_shards(image_root, data_format, mode)
     if not found:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
@@ -277,7 +339,48 @@ def shards(image_root, mode, data_format):
             raise UsageError(
                 f"--image-root {image_root} has {len(found)} of {total} shards of {mode.value}: add the missing ones"
             )
+    check_count(image_root, mode, data_format, len(found), "shards")
     return found
+
+
+def read_manifest(image_root):
+    """Read convert.json, which describes a conversion.
+
+    Returns:
+        {"complete": bool, "format": str, "splits": {split: {"images": int, ...}}, "shards": {split: int}, ...}, or None
+        if there is no such file.
+    Raises:
+        UsageError: it cannot be read or has another form.
+    """
+    path = os.path.join(image_root, MANIFEST)
+    if not os.path.lexists(path):
+        return None
+    try:
+        with records.readable(path), records.open_regular(path) as f:
+            manifest = json.loads(f.read())
+        for split, described in manifest["splits"].items():
+            if not all(type(number) is int for number in (described["images"], manifest["shards"][split])):
+                raise TypeError
+        if type(manifest["complete"]) is not bool or manifest["format"] not in SHARD_NAMES:
+            raise TypeError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(f"{path} is damaged: convert the data set again, or remove the file") from e
+    return manifest
+
+
+def check_count(image_root, mode, data_format, count, what="images"):
+    """Raise UsageError if a split that `convert` wrote has another number of images or shards than it wrote."""
+    manifest = read_manifest(image_root)
+    if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
+        return
+    wanted = manifest["splits"][mode.value]["images"] if what == "images" else manifest["shards"][mode.value]
+    if count != wanted:
+        raise UsageError(
+            f"--image-root {image_root} has {count} {what} of {mode.value}, but {MANIFEST} says {wanted}: copy the "
+            "folder or convert the data set again"
+        )
 
 
 def class_names(image_root, num_of_class=None):
@@ -287,11 +390,12 @@ def class_names(image_root, num_of_class=None):
         UsageError: more names than outputs of the network, or the file cannot be read.
     """
     path = os.path.join(image_root, "classes.txt")
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         return None
     try:
-        with open(path, encoding="utf-8") as f:
-            classes = f.read().splitlines()
+        with records.open_regular(path) as f:
+            text = f.read().decode().replace("\r\n", "\n").removesuffix("\n")
+        classes = text.split("\n") if text else []
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{path} cannot be read ({e}): write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:
@@ -315,7 +419,7 @@ def check_labels(path, labels, num_of_class, classes):
     """
     limit = len(classes) if classes else num_of_class
     for label in labels:
-        if label != int(label) or label < 0 or (limit is not None and label >= limit):
+        if not is_class(label, limit):
             source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
             allowed = "labels are whole numbers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
             raise UsageError(
@@ -324,25 +428,47 @@ def check_labels(path, labels, num_of_class, classes):
             )
 
 
-def read_skip_list(path, image_root):
-    """Read a --skip-list: one Image.name per line, as `dataset verify --fix-list` writes them.
+def is_class(label, limit=None):
+    """Whether a number, which may be NaN, is a whole number from 0 and below the limit, by default that of int32."""
+    return 0 <= label < (limit or 2**31) and label == int(label)
 
+
+def skip_list_line(name):
+    """The line of a --skip-list for an image: its name, or a JSON string if the name contains characters that cannot
+    be printed, begins with a quotation mark or is blank."""
+    is_plain = name.isprintable() and name.strip() and not name.startswith('"')
+    return f"{name if is_plain else json.dumps(name)}\n"
+
+
+def read_skip_list(path, image_root, allow_outside=False):
+    """Read a --skip-list: one Image.name per line, as skip_list_line writes it.
+
+    Args:
+        path: the file.
+        image_root: the folder that the names are relative to.
+        allow_outside: whether names may lead outside image_root.
     Returns:
         frozenset of the names.
     Raises:
-        UsageError: the file cannot be read, or an entry matches no file.
+        UsageError: the file cannot be read, or an entry matches no file or leads outside image_root.
     """
     try:
-        with open(path, encoding="utf-8") as f:
-            names = [line.rstrip("\n") for line in f]
+        with open(path, encoding="utf-8", newline="\n") as f:
+            lines = [line.rstrip("\r\n") for line in f]
+        names = [json.loads(line) if line.startswith('"') else line for line in lines]
+    except json.JSONDecodeError as e:
+        raise UsageError(f'--skip-list {path}: a line with " in front is not a JSON string ({e}): correct it') from e
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"--skip-list {path} cannot be read ({e}): give a text file with one path per line") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
         # Opening the shard's index checks that SHARD has a record at PLACE.
         shard = name.rpartition("@")[0]
-        if not os.path.isfile(os.path.join(image_root, name)) and not (
-            shard and os.path.exists(os.path.join(image_root, shard))
-        ):
+        if not allow_outside and _is_outside(name, image_root):
+            raise UsageError(
+                f"--skip-list {path}: {name} is outside {image_root}: remove the line, or add --allow-outside"
+            )
+        is_shard = shard and os.path.exists(os.path.join(image_root, shard))
+        if not is_shard and not _is_no_folder(os.path.join(image_root, name)):
             raise UsageError(f"--skip-list {path}: {name} is not a file in {image_root}: remove the line")
     return skip

@@ -3,6 +3,9 @@
 `DataSet.read` adds the format's DALI reader to the pipeline under construction. docs/data.md describes the layout of
 each format.
 
+DALI reads without mmap: a file that is truncated while it is mapped would end the process with SIGBUS. Its LMDB reader
+always uses mmap.
+
 Order. Class folders and file lists are shuffled as a whole before each epoch. Containers are read in stored order
 through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. TFRecord and WebDataset also
 visit their shards in a new random order each epoch, the same on every process.
@@ -10,6 +13,7 @@ visit their shards in a new random order each epoch, the same on every process.
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +22,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.tfrecord import FixedLenFeature, int64, string
 
 from paddle_resnet.data import listing, records
+from paddle_resnet.data.indexes import open_index
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -49,16 +54,18 @@ class DataSet:
     digest: str | None = None
 
 
-def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset()):
+def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset(), allow_outside=False):
     """Open the split that --image-root and --data-format name.
 
     Args:
         image_root: the folder that holds both splits.
         data_format: one of listing.STORAGE_FORMATS, or "auto" to detect and log it.
         mode: Mode.TRAIN or Mode.EVAL.
-        num_of_class: number of outputs of the network.
+        num_of_class: number of outputs of the network, or None for any; then only classes.txt and class folders name
+            classes.
         seed: seed of the training order.
         skip: names (listing.Image.name) of images to leave out. A class that becomes empty keeps its label.
+        allow_outside: whether a file list may name files outside image_root.
     Returns:
         DataSet.
     Raises:
@@ -67,24 +74,28 @@ def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset
     """
     image_root = str(image_root)
     if data_format == "auto":
-        data_set = open_split(image_root, listing.detect(image_root, mode), mode, num_of_class, seed, skip)
+        data_format = listing.detect(image_root, mode)
+        data_set = open_split(image_root, data_format, mode, num_of_class, seed, skip, allow_outside)
         logger.info(f"--data-format auto: the {mode.value} split in {image_root} is {data_set.data_format}")
         return data_set
     if data_format in listing.FILE_FORMATS:
-        return _files(data_format, image_root, mode, num_of_class, seed, skip)
+        return _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside)
     if not os.path.isdir(image_root):
         raise UsageError(f"--image-root {image_root} is not a folder: give the folder of the {data_format} files")
     return CONTAINER_READERS[data_format](image_root, mode, num_of_class, seed, skip)
 
 
-def _files(data_format, image_root, mode, num_of_class, seed, skip):
+def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside):
     """Class folders and file lists; listing.list_folder and list_filelist describe them."""
-    files, labels, classes = listing.LISTINGS[data_format](image_root, mode, num_of_class)
+    if data_format == "folder":
+        files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip)
+    else:
+        files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside)
     if not files:
         suffixes = ", ".join(records.IMAGE_SUFFIXES)
         raise UsageError(f"--image-root {image_root}: {mode.value}/ has no images ({suffixes}): add some")
     if classes is None:
-        classes = _numbers(max(labels) + 1)
+        classes = _numbers(None if num_of_class is None else max(labels) + 1)
     if skip:
         kept = [i for i, name in enumerate(files) if os.path.normpath(name) not in skip]
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
@@ -120,6 +131,7 @@ def _file_reader(image_root, files, labels):
             shuffle_after_epoch=shuffle,
             stick_to_shard=not shuffle,
             pad_last_batch=True,
+            dont_use_mmap=True,
         )
         return encoded, fn.cast(label, dtype=types.INT64)
 
@@ -137,9 +149,10 @@ def recordio(image_root, mode, num_of_class, seed, skip):
         encoded, label = fn.readers.mxnet(
             path=shards,
             index_path=[index.path for index in indexes],
+            dont_use_mmap=True,
             **_container(name, shard_id, num_shards, shuffle, size, seed),
         )
-        return encoded, fn.cast(label, dtype=types.INT64)
+        return encoded, _whole(label)
 
     return DataSet("recordio", size, classes, read)
 
@@ -159,6 +172,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip):
                 records.TFRECORD_IMAGE: FixedLenFeature((), string, ""),
                 records.TFRECORD_LABEL: FixedLenFeature([1], int64, -1),
             },
+            dont_use_mmap=True,
             **_container(name, shard_id, num_shards, shuffle, size, seed),
             **_shard_order(shuffle, seed),
         )
@@ -179,6 +193,7 @@ def lmdb(image_root, mode, num_of_class, seed, skip):
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)
     if size == 0:
         raise UsageError(f"{path} has no records: write it again")
+    listing.check_count(image_root, mode, "lmdb", size)
     listing.check_labels(path, labels, num_of_class, classes)
 
     def read(name, shard_id, num_shards, shuffle):
@@ -203,6 +218,7 @@ def webdataset(image_root, mode, num_of_class, seed, skip):
             ext=[";".join(records.IMAGE_EXTENSIONS), "cls"],
             case_sensitive_extensions=False,
             missing_component_behavior="error",
+            dont_use_mmap=True,
             **_container(name, shard_id, num_shards, shuffle, size, seed),
             **_shard_order(shuffle, seed),
         )
@@ -211,15 +227,29 @@ def webdataset(image_root, mode, num_of_class, seed, skip):
     return DataSet("webdataset", size, classes, read)
 
 
+def _whole(number):
+    """DALI operators that turn a float label into int64, and one that is not a whole number into -1."""
+    label = fn.cast(number, dtype=types.INT64)
+    is_whole = fn.cast(fn.cast(label, dtype=types.FLOAT) == number, dtype=types.INT64)
+    return (label + 1) * is_whole - 1
+
+
 def _decimal(text):
-    """DALI operators that parse ASCII digits, and ignore what follows them such as a line end, to an int64 [1]."""
-    places = 9
+    """DALI operators that parse up to LABEL_DIGITS ASCII digits, and blanks after them, to an int64 [1]; -1 for other
+    texts."""
+    places = records.LABEL_DIGITS
+    length = text.shape()
     is_digit = fn.cast((text >= ord("0")) & (text <= ord("9")), dtype=types.INT64)
+    is_blank = fn.cast((text == ord(" ")) | (text >= ord("\t")) & (text <= ord("\r")), dtype=types.INT64)
     count = fn.reductions.sum(is_digit, axes=[0], keep_dims=True)
+    blanks = fn.reductions.sum(is_blank, axes=[0], keep_dims=True)
     weights = types.Constant(np.array([10**i for i in reversed(range(places))], dtype=np.int32), device="cpu")
-    weights = fn.slice(weights, places - count, text.shape(), axes=[0], out_of_bounds_policy="pad")
+    weights = fn.slice(weights, places - count, length, axes=[0], out_of_bounds_policy="pad")  # 0 behind the digits
     digits = (fn.cast(text, dtype=types.INT64) - ord("0")) * is_digit
-    return fn.reductions.sum(digits * weights, axes=[0], keep_dims=True)
+    number = fn.reductions.sum(digits * weights, axes=[0], keep_dims=True)
+    in_front = fn.reductions.sum(is_digit * fn.cast(weights > 0, dtype=types.INT64), axes=[0], keep_dims=True)
+    is_number = (count > 0) & (count <= places) & (in_front == count) & (count + blanks == length)
+    return (number + 1) * fn.cast(is_number, dtype=types.INT64) - 1
 
 
 def _container(name, shard_id, num_shards, shuffle, size, seed):
@@ -251,18 +281,21 @@ def _skipped(skip, shard):
 def _open_shards(image_root, mode, data_format, num_of_class, skip):
     """Open the containers of a split and check some labels: (paths, records.Index of each, class names, images)."""
     classes = listing.class_names(image_root, num_of_class)
-    shards, indexes = [], []
+    shards, indexes, whole = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
         for place in places:
-            if not place.isdecimal():
+            if not re.fullmatch("[0-9]{1,18}", place):
                 raise UsageError(f"--skip-list: {os.path.basename(shard)}@{place} has no offset after @: remove it")
-        index = records.open_index(shard, data_format, frozenset(map(int, places)))
+        places = frozenset(map(int, places))
+        index = open_index(shard, data_format, places)
+        whole += len(index) + len(places)
         if len(index):
             shards.append(shard)
             indexes.append(index)
     if not shards:
         raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
+    listing.check_count(image_root, mode, data_format, whole)
     ends = np.cumsum([len(index) for index in indexes])
     size = int(ends[-1])
     for i in np.unique(np.linspace(0, size - 1, CHECKED_LABELS).astype(int)).tolist():
@@ -273,7 +306,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip):
 
 
 def _numbers(count):
-    return [str(i) for i in range(count)]
+    return [str(i) for i in range(count or 0)]
 
 
 CONTAINER_READERS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}

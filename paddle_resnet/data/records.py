@@ -1,216 +1,111 @@
-"""Containers record by record: index files, which locate the records, and reading of single records.
+"""Single records of the containers, for the checks before step 1 and for the data-set tools; in training DALI reads.
 
-DALI reads the containers in training. It needs an index for each TFRecord shard and RecordIO file, and for a tar shard
-to start without a scan. This module makes and checks these indexes. It reads single records for the checks before
-step 1 and for the data-set tools. It imports neither DALI nor Paddle, so that the tools' worker processes start
-quickly.
-
-Index files have DALI's formats. TFRecord: a line `offset size` per record. RecordIO: a line `key offset` per record.
-WebDataset: a line `v1.1 COUNT`, then a line per sample with `extension offset size` for each of its files. Offsets and
-sizes are in bytes.
+Imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
 
 import contextlib
+import errno
 import functools
-import hashlib
-import json
 import os
+import re
+import signal
+import stat
 import struct
-import tarfile
-from dataclasses import dataclass
+import subprocess
+import sys
 
-import numpy as np
-
-from utils import cache, logger
 from utils.errors import UsageError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
 RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
+TFRECORD_OVERHEAD = 16  # bytes of a record beside its payload: length and two checksums
+LABEL_DIGITS = 9  # of a label in a tar file; the pipeline parses as many
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
-# Describes a conversion; tools/convert.py writes it into the output folder.
-MANIFEST = "convert.json"
 
 
-@dataclass
-class Index:
-    """An index file and its content.
+@contextlib.contextmanager
+def readable(path):
+    """Turn an OSError into a UsageError that names its file, or else the path."""
+    try:
+        yield
+    except OSError as e:
+        name = os.fsdecode(e.filename or path)
+        raise UsageError(f"{name} cannot be read ({e.strerror or e}): make it readable, or remove it") from e
 
-    Attributes:
-        path: the index file.
-        images: int64 [n, 2], offset and size in bytes of each record, or for "webdataset" of each image file. A
-            RecordIO index stores no sizes; they are 0.
-        labels: int64 [n, 2], the same for the label: the record, or for "webdataset" the .cls file.
+
+def open_regular(path):
+    """Open a regular file for reading in binary mode.
+
+    Raises:
+        OSError: it cannot be opened, or is of another kind, such as a FIFO, which would block.
     """
-
-    path: str
-    images: np.ndarray
-    labels: np.ndarray
-
-    def __len__(self):
-        return len(self.images)
+    f = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+        f.close()
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return f
 
 
-def check_complete(image_root):
-    """Raise UsageError if the folder holds an unfinished conversion."""
-    path = os.path.join(image_root, MANIFEST)
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            if not json.load(f)["complete"]:
-                raise UsageError(
-                    f"--image-root {image_root} is an interrupted conversion: repeat its "
-                    "`python -m paddle_resnet.dataset convert` command to finish it"
-                )
-
-
-def open_index(shard, kind, skip=frozenset()):
-    """Open the index of a container, and make it first if there is none.
-
-    The index lies beside the shard, or in the user's cache folder if the shard's folder cannot be written.
+def read(image):
+    """Read one image of a data set.
 
     Args:
-        shard: path of the container.
-        kind: "tfrecord", "recordio" or "webdataset".
-        skip: offsets of images to leave out. The reduced index is written to the cache folder.
+        image: listing.Image.
     Returns:
-        Index.
+        (bytes of the image file as stored, label: an int, or a float in a damaged RecordIO file;
+        not checked against the classes)
     Raises:
-        UsageError: a damaged shard, an index that does not fit it, no writable place for a new one.
+        UsageError: the record is damaged, or not an image with one label.
+        OSError: the file cannot be read.
     """
-    index = _open_whole_index(shard, kind)
-    return _reduced_index(index, shard, kind, skip) if skip else index
+    if image.kind == "lmdb":
+        return _read_datum(image.path, image.place)
+    with open_regular(image.path) as f:
+        if image.kind is None:
+            return f.read(), image.label
+        offset, size, label_offset, label_size = image.place
+        if image.kind != "webdataset":
+            return _read_record(f, image.kind, offset, size)
+        f.seek(offset)
+        return f.read(size), _read_digits(f, label_offset, label_size)
 
 
-def _open_whole_index(shard, kind):
-    beside, cached = index_path(shard), _cached_index_path(shard)
-    for path in (beside, cached):
-        if os.path.exists(path):
-            return check_index(shard, path, kind)
-    text = scan(shard, kind)
+def read_label(shard, kind, offset, size):
+    """Read the label of one record of a container. Errors as for `read`."""
+    with open_regular(shard) as f:
+        if kind == "webdataset":
+            return _read_digits(f, offset, size)
+        return _read_record(f, kind, offset, size)[1]
+
+
+def _read_digits(f, offset, size):
+    f.seek(offset)
+    text = f.read(size)
+    if not re.fullmatch(rb"[0-9]{1,%d}\s*" % LABEL_DIGITS, text):
+        shown = ascii(text[:20].decode(errors="replace"))
+        raise _no_label(f.name, offset, f"{shown} is not a number of up to {LABEL_DIGITS} digits")
+    return int(text)
+
+
+def _read_record(f, kind, offset, size):
+    f.seek(offset)
     try:
-        write_file(beside, text)
-    except OSError as e:
-        try:
-            write_file(cached, text)
-        except OSError as e2:
-            raise UsageError(
-                f"{shard} has no index, and neither {beside} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
-                "written: make one of the folders writable"
-            ) from e2
-        logger.info(f"index of {shard}: {cached} ({os.path.dirname(beside)} cannot be written)")
-        return check_index(shard, cached, kind)
-    return check_index(shard, beside, kind)
+        if kind == "tfrecord":
+            return _read_example(tfrecord_payload(f, size))
+        data = _read_recordio(f)
+        flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
+        if flag != 0:
+            raise ValueError("it has several labels")
+        return data[RECORDIO_HEAD.size :], int(label) if label.is_integer() else label
+    except (ValueError, struct.error) as e:
+        raise _no_label(f.name, offset, e) from e
 
 
-def _reduced_index(index, shard, kind, skip):
-    """Write the index without the images at some offsets into the cache folder."""
-    starts = index.images[:, 0]
-    unknown = sorted(skip.difference(starts.tolist()))
-    if unknown:
-        raise UsageError(f"{shard} has no record at byte {unknown[0]}: remove {os.path.basename(shard)}@{unknown[0]}")
-    kept = ~np.isin(starts, list(skip))
-    if kind == "webdataset":
-        with open(index.path, encoding="utf-8") as f:
-            version = f.readline().split()[0]
-            lines = [line for line, keep in zip(f, kept, strict=True) if keep]
-        lines.insert(0, f"{version} {len(lines)}\n")
-    elif kind == "tfrecord":
-        lines = [f"{offset} {size}\n" for offset, size in index.images[kept].tolist()]
-    else:
-        lines = [f"{i}\t{offset}\n" for i, offset in enumerate(starts[kept].tolist())]
-    path = _cached_index_path(shard, skip)
-    try:
-        write_file(path, "".join(lines).encode())
-    except OSError as e:
-        raise UsageError(
-            f"{path}, the index for --skip-list, cannot be written ({e.strerror}): make it writable"
-        ) from e
-    return Index(path, index.images[kept], index.labels[kept])
-
-
-def index_path(shard):
-    """Path of an index: `train.rec` has `train.idx`, `train-000000.tar` has `train-000000.idx`, and
-    `train-00000-of-00008` (with or without .tfrecord) has that name with `.idx` added.
-    """
-    root, extension = os.path.splitext(shard)
-    return f"{root}.idx" if extension in (".rec", ".tar") else f"{shard}.idx"
-
-
-def _cached_index_path(shard, skip=frozenset()):
-    # A rewritten shard has another size or time, and therefore another name here.
-    shard, state = os.path.realpath(shard), os.stat(shard)
-    key = f"{shard} {state.st_size} {state.st_mtime_ns} {sorted(skip)}"
-    key = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
-    return os.path.join(cache.folder(), "indexes", f"{os.path.basename(shard)}-{key}.idx")
-
-
-def write_file(path, data):
-    """Write bytes to a file that appears under its name only when complete, even if several processes write it.
-
-    Creates the folder if necessary.
-    """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    partial = f"{path}.{os.getpid()}.partial"
-    try:
-        with open(partial, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
-
-
-def scan(shard, kind):
-    """Scan a container and return the bytes of its index file.
-
-    Raises:
-        UsageError: a damaged or empty shard.
-    """
-    lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
-    if not lines:
-        raise UsageError(f"{shard} has no records: remove it or write it again")
-    if kind == "webdataset":
-        lines.insert(0, f"v1.1 {len(lines)}\n")
-    return "".join(lines).encode()
-
-
-def _scan_tfrecord(shard):
-    import crc32c
-
-    lines = []
-    size, offset = os.path.getsize(shard), 0
-    with open(shard, "rb") as f:
-        while offset < size:
-            f.seek(offset)
-            head = f.read(12)
-            end = offset + 16 + struct.unpack_from("<Q", head)[0] if len(head) == 12 else size + 1
-            if end > size or struct.unpack_from("<I", head, 8)[0] != _masked(crc32c.crc32c(head[:8])):
-                raise UsageError(f"{shard} is damaged at byte {offset}: write or copy it again")
-            lines.append(f"{offset} {end - offset}\n")
-            offset = end
-    return lines
-
-
-def _masked(crc):
-    """TFRecord's masked CRC: rotated right by 15 bits, plus a constant."""
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _scan_recordio(shard):
-    lines = []
-    size, offset = os.path.getsize(shard), 0
-    with open(shard, "rb") as f:
-        while offset < size:
-            lines.append(f"{len(lines)}\t{offset}\n")
-            try:
-                offset = recordio_end(f, offset, size)
-            except ValueError as e:
-                raise UsageError(f"{shard} is damaged at byte {offset}: write or copy it again") from e
-    return lines
+def _no_label(shard, offset, reason):
+    reason = " ".join(str(reason).split())
+    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}): write it again")
 
 
 def recordio_end(f, offset, size):
@@ -237,150 +132,6 @@ def recordio_end(f, offset, size):
             return offset
 
 
-def _scan_webdataset(shard):
-    samples, last_key = [], None
-    try:
-        with tarfile.open(shard, "r:") as tar:
-            for member in tar:
-                folder, _, name = member.name.rpartition("/")
-                base, _, extension = name.partition(".")
-                if member.isreg() and base:
-                    if (folder, base) != last_key:
-                        samples.append([])
-                        last_key = (folder, base)
-                    samples[-1].append((extension, member.offset_data, member.size))
-                tar.members = []  # tarfile would keep them all
-            # tarfile accepts the end of the file as the end of the archive, which is a block of zeros.
-            tar.fileobj.seek(tar.offset)
-            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("its end is missing")
-    except tarfile.TarError as e:
-        raise UsageError(f"{shard} is damaged ({e}): write or copy it again") from e
-    return [" ".join(f"{extension} {offset} {size}" for extension, offset, size in sample) + "\n" for sample in samples]
-
-
-def check_index(shard, path, kind):
-    """Read an index and check it against its shard.
-
-    Returns:
-        Index.
-    Raises:
-        UsageError: it does not fit the shard.
-    """
-    try:
-        with open(path, "rb") as f:
-            data = f.read()
-        shard_size = os.path.getsize(shard)
-        if kind == "webdataset":
-            images, labels = _webdataset_records(shard, data)
-        else:
-            images = np.array(data.split(), dtype=np.int64).reshape(-1, 2)
-            if kind == "tfrecord":
-                end = int(images[-1].sum())
-            else:
-                # DALI sorts the offsets and ignores the keys.
-                images = np.stack([np.sort(images[:, 1]), np.zeros(len(images), np.int64)], axis=1)
-                with open(shard, "rb") as f:
-                    end = recordio_end(f, int(images[-1, 0]), shard_size)
-            if end != shard_size:
-                raise ValueError
-            labels = images
-    except UsageError:
-        raise
-    except OSError as e:
-        raise UsageError(f"{e.filename} cannot be read ({e.strerror}): make it readable") from e
-    except (ValueError, IndexError, KeyError, tarfile.TarError) as e:
-        raise UsageError(
-            f"the index {path} does not fit {shard}: remove it and run `python -m paddle_resnet.dataset index`"
-        ) from e
-    return Index(path, images, labels)
-
-
-def _webdataset_records(shard, data):
-    head, *lines = data.decode().splitlines()
-    version, count = head.split()
-    step = {"v1.1": 3, "v1.2": 4}[version]
-    if len(lines) != int(count):
-        raise ValueError
-    places = np.empty((2, len(lines), 2), np.int64)
-    for i, line in enumerate(lines):
-        words = line.split()
-        extensions = [word.lower() for word in words[::step]]
-        image = next((k for k, extension in enumerate(extensions) if extension in IMAGE_EXTENSIONS), None)
-        if "cls" not in extensions or image is None:
-            raise UsageError(
-                f"{shard}: the sample at byte {words[1]} has {' and '.join(extensions)}, not an image "
-                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls: write the shard again without it"
-            )
-        for place, k in zip(places[:, i], (image, extensions.index("cls")), strict=True):
-            place[:] = int(words[step * k + 1]), int(words[step * k + 2])
-    offset, size = places[1, -1].tolist()
-    if offset < tarfile.BLOCKSIZE:
-        raise ValueError
-    with open(shard, "rb") as f:
-        f.seek(offset - tarfile.BLOCKSIZE)
-        header = tarfile.TarInfo.frombuf(f.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
-    if header.size != size:
-        raise ValueError
-    return places
-
-
-def read(image):
-    """Read one image of a data set.
-
-    Args:
-        image: listing.Image.
-    Returns:
-        (bytes of the image file as stored, label: any number, not checked against the classes)
-    Raises:
-        UsageError: the record is not an image with one label.
-        OSError: the file cannot be read.
-    """
-    if image.kind is None:
-        with open(image.path, "rb") as f:
-            return f.read(), image.label
-    if image.kind == "lmdb":
-        return _read_datum(image.path, image.place)
-    offset, size, label_offset, label_size = image.place
-    if image.kind != "webdataset":
-        return _read_record(image.path, image.kind, offset, size)
-    with open(image.path, "rb") as f:
-        f.seek(offset)
-        return f.read(size), read_label(image.path, image.kind, label_offset, label_size)
-
-
-def read_label(shard, kind, offset, size):
-    """Read the label of one record of a container. Errors as for `read`."""
-    if kind != "webdataset":
-        return _read_record(shard, kind, offset, size)[1]
-    with open(shard, "rb") as f:
-        f.seek(offset)
-        try:
-            return int(f.read(size).decode().strip())
-        except ValueError as e:
-            raise _no_label(shard, offset, e) from e
-
-
-def _read_record(shard, kind, offset, size):
-    with open(shard, "rb") as f:
-        f.seek(offset)
-        try:
-            if kind == "tfrecord":
-                return _read_example(f.read(size)[12:-4])
-            data = _read_recordio(f)
-            flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
-            if flag != 0:
-                raise ValueError("it has several labels")
-            return data[RECORDIO_HEAD.size :], label
-        except (ValueError, struct.error) as e:
-            raise _no_label(shard, offset, e) from e
-
-
-def _no_label(shard, offset, reason):
-    reason = " ".join(str(reason).split())
-    return UsageError(f"{shard}: the record at byte {offset} has no label ({reason}): write it again")
-
-
 def _read_recordio(f):
     """Read the payload of a record and join its parts; recordio_end describes them."""
     parts = []
@@ -393,6 +144,34 @@ def _read_recordio(f):
         f.seek(-length % 4, os.SEEK_CUR)
         if flag in (0, 3):
             return magic.to_bytes(4, "little").join(parts)
+
+
+def tfrecord_payload(f, size):
+    """Read the payload of the TFRecord at the file's position and check both checksums.
+
+    Args:
+        f: the open file.
+        size: largest length of the record in bytes, TFRECORD_OVERHEAD included.
+    Raises:
+        ValueError: no complete record starts there, or a checksum is wrong.
+    """
+    import crc32c
+
+    head = f.read(12)
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 12 or _masked(crc32c.crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
+        raise ValueError("no record starts there")
+    if length > size - TFRECORD_OVERHEAD:
+        raise ValueError("its end is missing")
+    payload = f.read(length)
+    if _masked(crc32c.crc32c(payload)) != int.from_bytes(f.read(4), "little"):
+        raise ValueError("its checksum is wrong")
+    return payload
+
+
+def _masked(crc):
+    """TFRecord's masked CRC: rotated right by 15 bits, plus a constant."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _read_example(example):
@@ -434,14 +213,28 @@ def _lmdb_transaction(folder):
         with _lmdb_environment(os.path.realpath(folder)).begin() as transaction:
             yield transaction
     except (lmdb.Error, DecodeError) as e:
-        raise UsageError(f"{folder} is not a Caffe LMDB ({e}): write or copy it again") from e
+        raise UsageError(f"{folder} is not a Caffe LMDB, or is damaged ({e}): write or copy it again") from e
 
 
 @functools.cache
 def _lmdb_environment(folder):
     import lmdb
 
+    _check_lmdb(folder)
     return lmdb.open(folder, readonly=True, lock=False)  # cached, because a process must not open an LMDB twice
+
+
+def _check_lmdb(folder):
+    """Raise UsageError if an LMDB is damaged. Checks it in a process of its own, which the damage may end."""
+    words = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        reason = done.stdout.strip() or f"reading it ends with {_how_it_ended(done.returncode)}"
+        raise UsageError(f"{folder} is not a Caffe LMDB, or is damaged ({reason}): write or copy it again")
+
+
+def _how_it_ended(code):
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def lmdb_keys(folder):
@@ -468,7 +261,7 @@ def lmdb_labels(folder, count):
 
 def _read_datum(folder, key):
     with _lmdb_transaction(folder) as transaction:
-        record = datum_class().FromString(transaction.get(key))
+        record = datum_class().FromString(transaction.get(key) or b"")
         if not (record.encoded and record.HasField("label")):
             raise UsageError(
                 f"{folder}: record {key.decode(errors='replace')} is not an encoded image with a label: "

@@ -14,7 +14,7 @@ from utils.errors import UsageError
 
 # Flags that may differ between machines: paths, and the speed of the loader.
 LOCAL_FLAGS = (
-    *("image_root", "skip_list", "report_file", "show_config", "enable_cpu_affinity"),
+    *("image_root", "skip_list", "allow_outside", "report_file", "show_config", "enable_cpu_affinity"),
     *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
 )
 

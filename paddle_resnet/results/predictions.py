@@ -48,7 +48,11 @@ def write(path, args, predictions, names):
 
 def _images(args):
     """The validation images in the order in which the loader reads them."""
-    skip = listing.read_skip_list(args.skip_list, args.image_root) if args.skip_list is not None else ()
+    skip = (
+        listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
+        if args.skip_list is not None
+        else ()
+    )
     data_format = None if args.data_format == "auto" else args.data_format
-    images = listing.images(args.image_root, Mode.EVAL, data_format)[2]
+    images = listing.images(args.image_root, Mode.EVAL, data_format, args.allow_outside)[2]
     return [image for image in images if os.path.normpath(image.name) not in skip]

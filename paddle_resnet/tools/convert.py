@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
 from utils import signals
 from utils.errors import UsageError
@@ -37,7 +37,16 @@ BLOCK = 64  # images per task of a worker and per sync of a RecordIO file or LMD
 
 
 def convert(
-    source, output, to, shards=None, resize_short=None, quality=95, workers=None, progress=None, skip_list=None
+    source,
+    output,
+    to,
+    shards=None,
+    resize_short=None,
+    quality=95,
+    workers=None,
+    progress=None,
+    skip_list=None,
+    allow_outside=False,
 ):
     """Write a data set in a container format, with all its splits.
 
@@ -56,13 +65,14 @@ def convert(
         workers: number of processes; default: the number of cores.
         progress: called with (images done, total images).
         skip_list: file with the images to leave out (--skip-list).
+        allow_outside: whether file lists and skip_list may name files outside source.
     Returns:
         {split: number of images}.
     Raises:
         UsageError: an unusable source or image, an output folder with other content, an impossible number of shards.
         OSError: the output cannot be written.
     """
-    splits, classes = _list_source(source, skip_list)
+    splits, classes = _list_source(source, skip_list, allow_outside)
     if to in SINGLE_FILE and shards is not None:
         raise UsageError(f"--shards {shards}: {to} has one file per split: drop --shards")
     counts = {split: len(images) for split, images in splits.items()}
@@ -87,8 +97,10 @@ def convert(
     complete = _begin(output, manifest)
     if complete:
         return counts
+    if any("\n" in name or "\r" in name for name in classes or []):
+        raise UsageError(f"{source} has a class whose name has a line break: rename the class folder")
     if classes is not None:
-        records.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
+        indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
     total = sum(counts.values())
     with _Workers(workers or len(os.sched_getaffinity(0)), resize_short, quality) as pool:
         done = 0
@@ -101,7 +113,7 @@ def convert(
             done += len(images)
     for name in _partial(output):
         os.unlink(os.path.join(output, name))
-    records.write_file(os.path.join(output, records.MANIFEST), _json({**manifest, "complete": True}))
+    indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": True}))
     return counts
 
 
@@ -120,23 +132,23 @@ def build_indexes(image_root):
     for kind in INDEXED:
         for mode in Mode:
             for shard in listing.find_shards(image_root, kind, mode):
-                path = records.index_path(shard)
+                path = indexes.index_path(shard)
                 found += os.path.exists(path)
                 if not os.path.exists(path):
-                    records.write_file(path, records.scan(shard, kind))
+                    indexes.write_file(path, indexes.scan(shard, kind))
                     made += 1
-                records.check_index(shard, path, kind)
+                indexes.check_index(shard, path, kind)
     if made + found == 0:
         raise UsageError(f"{image_root} has no RecordIO file, TFRecord or tar shard: give the folder that holds them")
     return made, found
 
 
-def _list_source(source, skip_list):
+def _list_source(source, skip_list, allow_outside):
     """List the source: ({split: [listing.Image]}, class names or None), training images in random order."""
-    skip = listing.read_skip_list(skip_list, source) if skip_list is not None else frozenset()
+    skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
-        _, names, images = listing.images(source, mode)
+        _, names, images = listing.images(source, mode, allow_outside=allow_outside)
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
@@ -160,11 +172,9 @@ def _json(manifest):
 
 def _begin(output, manifest):
     """Create the output folder, or check that it holds this conversion. Return whether it is complete."""
-    path = os.path.join(output, records.MANIFEST)
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            found = json.load(f)
-        complete = found.pop("complete")
+    path = os.path.join(output, listing.MANIFEST)
+    found = listing.read_manifest(output)
+    if found is not None:
         for key, value in manifest.items():
             if found.get(key) != value:
                 what = "other images" if key == "splits" else f"{key} {found.get(key)}"
@@ -172,11 +182,11 @@ def _begin(output, manifest):
                     f"--output {output} holds a conversion with {what}: remove it, give another folder, or repeat "
                     "the command that wrote it"
                 )
-        return complete
+        return found["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
         raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
     os.makedirs(output, exist_ok=True)
-    records.write_file(path, _json({**manifest, "complete": False}))
+    indexes.write_file(path, _json({**manifest, "complete": False}))
     return False
 
 
@@ -228,7 +238,7 @@ def _prepare(image):
         data, label = records.read(image)
     except OSError as e:
         raise UsageError(f"{image.path} cannot be read ({e.strerror}): repair it or use --skip-list") from e
-    if label != int(label):
+    if not listing.is_class(label):
         raise UsageError(f"{image.name} has the label {label:g}, which is not a class: use --skip-list")
     label = int(label)
     if _resize_short is None:
@@ -243,7 +253,7 @@ def _prepare(image):
             picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+    except Exception as e:  # Pillow's plugins raise exceptions of all kinds at damaged files
         raise UsageError(f"{image.name} cannot be decoded ({e}): repair it or leave it out with --skip-list") from e
     return out.getvalue(), "jpg", label
 
@@ -298,7 +308,7 @@ def _write_shard(to, path, first, images):
                 _images.value += 1
     with open(partial_path, "rb") as f:
         os.fsync(f.fileno())
-    records.write_file(records.index_path(path), records.scan(partial_path, to))
+    indexes.write_file(indexes.index_path(path), indexes.scan(partial_path, to))
     os.replace(partial_path, path)
 
 

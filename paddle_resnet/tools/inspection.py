@@ -12,12 +12,13 @@ from matplotlib import pyplot
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import config
 from paddle_resnet import dali
 from paddle_resnet.data import listing, pixels, records
 from paddle_resnet.job import processes
-from utils.errors import UsageError
+from utils.errors import UsageError, printable
 from utils.mode import Mode
 
 matplotlib.use("Agg")  # draws into files, without a display
@@ -64,12 +65,13 @@ def first_images(root, images, words):
     return pictures[:images], classes[:images]
 
 
-def info(root, output=None):
+def info(root, output=None, allow_outside=False):
     """Count images and classes, measure the images, and print and draw the result.
 
     Args:
         root: folder of a data set in any format, with train, val or both.
         output: PNG file for the drawing, or None.
+        allow_outside: whether file lists may name files outside root.
     Returns:
         {split: {"classes": {class: images}, "sizes": int array [images, 2], width and height in pixels as stored}}.
         Images whose header cannot be read are counted but not measured.
@@ -80,23 +82,24 @@ def info(root, output=None):
     result = {}
     with ThreadPoolExecutor(16) as pool:  # the disk limits this, not the processor
         for mode in listing.splits(root):
-            _, names, images = listing.images(root, mode)
+            _, names, images = listing.images(root, mode, allow_outside=allow_outside)
             measured = list(pool.map(_measure, images))
             counts = Counter(label for label, _ in measured if label is not None)
-            names = names or list(map(str, range(int(max(counts, default=0)) + 1)))
-            names += map(str, range(len(names), int(max(counts, default=0)) + 1))  # labels beyond classes.txt
-            repeated = {name for name, count in Counter(names).items() if count > 1}  # ImageNet has some
-            names = [f"{name} ({label})" if name in repeated else name for label, name in enumerate(names)]
+            name_of = dict(enumerate(names or []))
+            name_of |= {label: str(label) for label in sorted(counts) if label not in name_of}
+            repeated = {name for name, count in Counter(name_of.values()).items() if count > 1}  # ImageNet has some
             result[mode.value] = {
-                "classes": {name: counts[label] for label, name in enumerate(names)},
+                "classes": {
+                    f"{name} ({label})" if name in repeated else name: counts[label] for label, name in name_of.items()
+                },
                 "sizes": np.array([size for _, size in measured if size is not None], dtype=int).reshape(-1, 2),
             }
     splits = list(result)
-    table = Table(title=str(root))
+    table = Table(title=Text(printable(root)))
     for column in ("", *splits):
         table.add_column(column, justify="right")
     for what, of_split in _figures().items():
-        table.add_row(what, *(of_split(**result[split]) for split in splits))
+        table.add_row(what, *(Text(printable(of_split(**result[split]))) for split in splits))
     Console().print(table)
     if output is not None:
         figure, axes = _subplots(2, len(splits), size=4)
@@ -149,7 +152,7 @@ def _measure(image):
             source = BytesIO(data)
         with Image.open(source) as picture:
             return label, picture.size
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except Exception:  # Pillow's plugins raise exceptions of all kinds at damaged files
         return label, None
 
 
@@ -187,7 +190,8 @@ def speed(root, threads, loads, batches, repeats, words):
             rates.append(batches * args.batch_size / (perf_counter() - start))
             del loader
         rows.append((decoder, n, load, rates))
-    table = Table(title=f"{root}: images/s of the loader alone, n = {repeats}, {batches} batches of {args.batch_size}")
+    title = f"{root}: images/s of the loader alone, n = {repeats}, {batches} batches of {args.batch_size}"
+    table = Table(title=Text(printable(title)))
     for column in ("decoder", "threads", "hw-decoder-load", "median", "lowest", "highest"):
         table.add_column(column, justify="right")
     for decoder, n, load, rates in rows:

@@ -3,22 +3,28 @@
 Separate from dataset.py because the worker processes import this module, which does not import Paddle.
 """
 
+import contextlib
 import hashlib
 import io
+import itertools
 import multiprocessing
 import os
+import signal
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from nvidia import nvimgcodec
-from PIL import Image, UnidentifiedImageError
+from nvidia.dali import pipeline_def
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paddle_resnet.data import bad_images, listing, readers, records
-from utils.errors import UsageError
+from utils.errors import UsageError, printable
 from utils.mode import Mode
 
 # The codec, by nvImageCodec's name, that the suffix of a file name promises.
@@ -27,6 +33,7 @@ CODEC_OF_SUFFIX = {
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
 EXIF_ORIENTATION = 0x0112
+DALI_BATCH = 64
 SHOWN = 50  # number of failing images that are printed
 
 
@@ -51,11 +58,16 @@ class Report:
         return bool(self.errors or self.failing)
 
 
-def verify(root):
+def verify(root, num_of_class=None, allow_outside=False):
     """Decode every image of both splits with training's CPU decoders, on all cores.
+
+    Containers are read twice: record by record, which names the damaged ones, and by DALI in a process of its own,
+    which must find the same images with the same labels in the same order.
 
     Args:
         root: folder of a data set in any format, with train, val or both.
+        num_of_class: number of outputs of the network, or None for any.
+        allow_outside: whether file lists may name files outside root.
     Returns:
         Report.
     Raises:
@@ -63,34 +75,41 @@ def verify(root):
     """
     root = str(root)
     report = Report()
-    images = []
+    tasks, splits = [], []
     for mode in listing.splits(root):
         try:
-            readers.open_split(root, "auto", mode, 2**31, 0)
+            readers.open_split(root, "auto", mode, num_of_class, 0, allow_outside=allow_outside)
         except UsageError as e:
             report.errors.append(str(e))
         try:
-            data_format, classes, found = listing.images(root, mode)
+            data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
         except UsageError as e:
-            # For example a class only in val. The images can still be checked.
+            # For example a class only in val, or an image that is a link to nowhere. The others can still be checked.
             report.errors += [str(e)] if str(e) not in report.errors else []
-            data_format, classes, found = "folder", None, _images_of_folders(root, mode)
-        images += [(mode, image, len(classes) if classes else None) for image in found]
+            data_format, classes, images = "folder", None, _images_of_folders(root, mode)
+        limit = len(classes) if classes else num_of_class
+        splits.append((mode, data_format, images))
+        tasks += [(image, limit) for image in images]
         if data_format == "folder":
             _check_folders(root, mode, report)
     _compare_folders(root, report)
-    report.images = len(images)
-    digests = defaultdict(list)
+    report.images = len(tasks)
     # Spawned, not forked: the threads of DALI do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _keep_quiet) as pool:
-        results = pool.map(check, [(image, limit) for _, image, limit in images], chunksize=16)
-        for (mode, image, _), (failure, oddities, digest) in zip(images, results, strict=True):
+    workers = max(1, min(len(os.sched_getaffinity(0)), len(tasks) // 16))
+    with ProcessPoolExecutor(workers, context, _keep_quiet) as pool:
+        results = pool.map(check, tasks, chunksize=16)
+        found = [(mode, list(itertools.islice(results, len(images)))) for mode, _, images in splits]
+    digests = defaultdict(list)
+    for (mode, data_format, images), (_, checked) in zip(splits, found, strict=True):
+        for image, (failure, oddities, digest, _) in zip(images, checked, strict=True):
             if failure is not None:
                 report.failing[image.name] = failure
             for kind in oddities:
                 report.odd[kind].append(image.name)
             digests[digest].append((mode, image.name))
+        if data_format in readers.CONTAINER_READERS:
+            _compare_with_dali(context, root, mode, data_format, images, checked, report)
     for same in digests.values():
         if len({mode for mode, _ in same}) > 1:
             report.odd["the same file in train and val"].append(" = ".join(name for _, name in same))
@@ -98,38 +117,106 @@ def verify(root):
 
 
 def _images_of_folders(root, mode):
-    folders = Path(root) / mode.value
-    if not folders.is_dir():
-        return []
+    """Images of class folders that list_folder refuses, as far as they can be listed."""
+    folder = Path(root) / mode.value
     return [
-        listing.Image(f"{mode.value}/{label}/{name}", str(folders / label / name), 0)
-        for label in listing.class_folders(folders)
-        for name in listing.image_files(folders / label)
+        listing.Image(f"{mode.value}/{label}/{name}", str(folder / label / name), 0)
+        for label, (names, _) in _listed_folders(folder)
+        for name in names
     ]
+
+
+def _listed_folders(folder):
+    """[(name of a class folder, result of listing.image_files)] of those that can be listed."""
+    found = []
+    with contextlib.suppress(UsageError):  # report.errors has it
+        for label in listing.class_folders(folder):
+            with contextlib.suppress(UsageError):
+                found.append((label, listing.image_files(folder / label)))
+    return found
 
 
 def _check_folders(root, mode, report):
     """Report class folders without images, and files that training ignores."""
-    folders = Path(root) / mode.value
-    if not folders.is_dir():
-        return
-    for label in listing.class_folders(folders):
-        images = set(listing.image_files(folders / label))
+    folder = Path(root) / mode.value
+    for label, (images, _) in _listed_folders(folder):
         if not images:
             report.odd["class folder without an image"].append(f"{mode.value}/{label}")
-        others = sorted(e.name for e in os.scandir(folders / label) if e.is_file() and e.name not in images)
-        if others:
-            report.odd["file that is ignored for its name"] += [f"{mode.value}/{label}/{name}" for name in others]
+        with contextlib.suppress(OSError), os.scandir(folder / label) as entries:
+            others = sorted(entry.name for entry in entries if entry.is_file() and entry.name not in set(images))
+            if others:
+                report.odd["file that is ignored for its name"] += [f"{mode.value}/{label}/{name}" for name in others]
 
 
 def _compare_folders(root, report):
     folders = [Path(root) / mode.value for mode in Mode]
     if not all(folder.is_dir() for folder in folders):
         return
-    train, val = (set(listing.class_folders(folder)) for folder in folders)
+    train, val = ({label for label, _ in _listed_folders(folder)} for folder in folders)
     for kind, labels in (("class only in train", train - val), ("class only in val", val - train)):
         if labels:
             report.odd[kind] += sorted(labels)
+
+
+def _compare_with_dali(context, root, mode, data_format, images, checked, report):
+    """Let DALI read a container and compare its images and labels with those of `check`; failing ones are left out."""
+    if data_format == "lmdb" and any(failure for failure, *_ in checked):
+        return  # its reader can skip none
+    pairs = zip(images, checked, strict=True)
+    kept = [(image.name, digest, label) for image, (failure, _, digest, label) in pairs if failure is None]
+    skip = frozenset(image.name for image, (failure, *_) in zip(images, checked, strict=True) if failure is not None)
+    if not kept:
+        return
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (root, data_format, mode, skip, [(digest, label) for _, digest, label in kept], sender)
+    process = context.Process(target=_read_with_dali, args=arguments)
+    process.start()
+    sender.close()
+    try:
+        differing, problem = receiver.recv()
+    except EOFError:  # it was ended by a signal
+        process.join()
+        differing, problem = [], f"{signal.Signals(-process.exitcode).name} ended it"
+    process.join()
+    for place in differing:
+        report.failing[kept[place][0]] = "is another image, or has another label, when DALI reads it"
+    if problem is not None:
+        report.errors.append(f"DALI cannot read the {mode.value} split in {root} ({problem}): write it again")
+
+
+def _read_with_dali(root, data_format, mode, skip, expected, sender):
+    """Send ([places of the images that differ], what is wrong or None) for the images that DALI reads in order.
+
+    Args:
+        expected: [(digest, label)].
+    """
+    _keep_quiet()
+    differing, place = [], 0
+
+    @pipeline_def(batch_size=DALI_BATCH, num_threads=1, device_id=None)
+    def read():
+        return data_set.read("Reader", 0, 1, shuffle=False)
+
+    try:
+        data_set = readers.open_split(root, data_format, mode, None, 0, skip)
+        if data_set.size != len(expected):
+            raise UsageError(f"it finds {data_set.size} images and not {len(expected)}")
+        pipeline = read()
+        while place < len(expected):
+            encoded, labels = pipeline.run()
+            # The last batch is filled with copies.
+            for data, label in itertools.islice(zip(encoded, labels, strict=True), len(expected) - place):
+                if (_digest(np.asarray(data).tobytes()), np.asarray(label).item()) != expected[place]:
+                    differing.append(place)
+                place += 1
+    except (UsageError, RuntimeError) as e:
+        sender.send((differing, bad_images.reader_problem(str(e)) or str(e).partition("\n")[0]))
+    else:
+        sender.send((differing, None))
+
+
+def _digest(data):
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _keep_quiet():
@@ -143,22 +230,22 @@ def check(task):
     Args:
         task: (listing.Image, number of classes or None)
     Returns:
-        (None or why training fails at it, [kinds of oddities], digest of its bytes or None)
+        (None or why training fails at it, [kinds of oddities], digest of its bytes or None, label or None)
     """
     image, num_of_class = task
     try:
         data, label = records.read(image)
     except OSError as e:
-        return f"cannot be read ({e.strerror})", [], None
+        return f"cannot be read ({e.strerror})", [], None, None
     except UsageError as e:
-        return f"is not an image with a label: {e}", [], None
-    digest = hashlib.blake2b(data, digest_size=16).digest()
+        return f"cannot be used: {e}", [], None, None
     if not data:
-        return "is empty", ["0 bytes"], None
+        return "is empty", ["0 bytes"], None, label
     failure = bad_images.decode(data)
-    if failure is None and num_of_class is not None and not 0 <= label < num_of_class:
-        failure = f"has the label {label:g}, but there are {num_of_class} classes"
-    return failure, _oddities(image, data), digest
+    if failure is None and not listing.is_class(label, num_of_class):
+        allowed = "a whole number from 0" if num_of_class is None else f"one of {num_of_class} classes"
+        failure = f"has the label {label:g}, which is not {allowed}"
+    return failure, _oddities(image, data), _digest(data), label
 
 
 def _oddities(image, data):
@@ -178,15 +265,7 @@ def _oddities(image, data):
         with Image.open(io.BytesIO(data)) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
             orientation = picture.getexif().get(EXIF_ORIENTATION, 1)
-    except (
-        UnidentifiedImageError,
-        Image.DecompressionBombError,
-        OSError,
-        ValueError,
-        SyntaxError,
-        TypeError,
-        KeyError,
-    ):
+    except Exception:  # Pillow's plugins raise exceptions of all kinds at damaged files
         return [*found, "unknown to Pillow"]
     if mode == "CMYK":
         found.append("CMYK")
@@ -203,7 +282,7 @@ def _oddities(image, data):
 
 def write_fix_list(report, path):
     """Write the names of the failing images, one per line, for --skip-list."""
-    Path(path).write_text("".join(f"{name}\n" for name in report.failing), encoding="utf-8")
+    Path(path).write_text("".join(map(listing.skip_list_line, report.failing)), encoding="utf-8")
 
 
 def show(report, console=None):
@@ -215,14 +294,16 @@ def show(report, console=None):
     odd.add_column("fail")
     odd.add_column("for example", overflow="fold")
     for kind, names in sorted(report.odd.items()):
-        odd.add_row(kind, str(len(names)), str(sum(name in report.failing for name in names)), names[0])
+        odd.add_row(
+            kind, str(len(names)), str(sum(name in report.failing for name in names)), Text(printable(names[0]))
+        )
     if odd.row_count:
         console.print(odd)
     for name, why in list(report.failing.items())[:SHOWN]:
-        console.print(f"fails: {name} {why}", soft_wrap=True, markup=False, highlight=False)
+        console.print(printable(f"fails: {name} {why}"), soft_wrap=True, markup=False, highlight=False)
     if len(report.failing) > SHOWN:
         console.print(f"fails: {len(report.failing) - SHOWN} more: --fix-list FILE writes all")
     for error in report.errors:
-        console.print(f"error: {error}", soft_wrap=True, markup=False)
+        console.print(printable(f"error: {error}"), soft_wrap=True, markup=False)
     verdict = "training would fail" if report.training_would_fail else "training can read them all"
     console.print(f"{report.images} images, {len(report.failing)} cannot be decoded: {verdict}", highlight=False)

@@ -1,3 +1,4 @@
+import json
 import os
 
 import numpy as np
@@ -293,7 +294,8 @@ def test_unfinished_conversion_is_refused(converted, tmp_path):
     for path in converted["webdataset"].iterdir():
         if path.name != "convert.json":
             (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "convert.json").write_text('{"complete": false}')
+    manifest = json.loads((converted["webdataset"] / "convert.json").read_text())
+    (tmp_path / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
     assert "is an interrupted conversion" in refusal(tmp_path, Mode.TRAIN, data_format="auto")
 
 

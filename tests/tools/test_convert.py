@@ -15,7 +15,7 @@ from PIL import Image
 
 from conftest import ROOT
 from paddle_resnet import dataset
-from paddle_resnet.data import listing, records
+from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools import convert
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -60,7 +60,7 @@ def test_shards_are_as_many_as_asked_and_of_equal_size(photos, tmp_path, to, nam
     convert.convert(photos, tmp_path / "x", to, shards=7, workers=2)
     shards = sorted(path for path in (tmp_path / "x").glob(names))
     assert len(shards) == 7
-    sizes = [len(records.open_index(str(shard), to)) for shard in shards]
+    sizes = [len(indexes.open_index(str(shard), to)) for shard in shards]
     assert sum(sizes) == 30
     assert max(sizes) - min(sizes) <= 1
 

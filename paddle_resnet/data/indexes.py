@@ -1,0 +1,369 @@
+"""Index files of the containers: where they lie, how they are made and how they are checked.
+
+DALI needs an index for each TFRecord shard and RecordIO file, and for a tar shard to start without a scan. Index files
+have DALI's formats. TFRecord: a line `offset size` per record. RecordIO: a line `key offset` per record. WebDataset: a
+line `v1.1 COUNT`, then a line per sample with `extension offset size` for each of its files. Offsets and sizes are in
+bytes.
+
+Imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import tarfile
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_resnet.data import records
+from paddle_resnet.data.records import IMAGE_EXTENSIONS
+from utils import cache, logger
+from utils.errors import UsageError
+
+# Records whose headers are compared with the rows of an index: of a RecordIO file, and of each tar shard.
+CHECKED_RECORDS = 256
+CHECKED_TAR_HEADERS = 16
+
+
+@dataclass
+class Index:
+    """An index file and its content.
+
+    Attributes:
+        path: the index file.
+        images: int64 [n, 2], offset and size in bytes of each record, or for "webdataset" of each image file. A
+            RecordIO index stores no sizes; they are 0.
+        labels: int64 [n, 2], the same for the label: the record, or for "webdataset" the .cls file.
+    """
+
+    path: str
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self):
+        return len(self.images)
+
+
+def open_index(shard, kind, skip=frozenset()):
+    """Open the index of a container, and make it first if there is none.
+
+    The index lies beside the shard, or in the user's cache folder if the shard's folder cannot be written.
+
+    Args:
+        shard: path of the container.
+        kind: "tfrecord", "recordio" or "webdataset".
+        skip: offsets of images to leave out. The reduced index is written to the cache folder.
+    Returns:
+        Index.
+    Raises:
+        UsageError: a damaged shard, an index that does not fit it, no writable place for a new one.
+    """
+    with records.readable(shard):
+        index = _open_whole_index(shard, kind)
+        return _reduced_index(index, shard, kind, skip) if skip else index
+
+
+def _open_whole_index(shard, kind):
+    beside, cached = index_path(shard), _cached_index_path(shard)
+    for path in (beside, cached):
+        if os.path.exists(path):
+            return check_index(shard, path, kind)
+    text = scan(shard, kind)
+    try:
+        write_file(beside, text)
+    except OSError as e:
+        try:
+            write_file(cached, text)
+        except OSError as e2:
+            raise UsageError(
+                f"{shard} has no index, and neither {beside} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
+                "written: make one of the folders writable"
+            ) from e2
+        logger.info(f"index of {shard}: {cached} ({os.path.dirname(beside)} cannot be written)")
+        return check_index(shard, cached, kind)
+    return check_index(shard, beside, kind)
+
+
+def _reduced_index(index, shard, kind, skip):
+    """Write the index without the images at some offsets into the cache folder."""
+    starts = index.images[:, 0]
+    unknown = sorted(skip.difference(starts.tolist()))
+    if unknown:
+        raise UsageError(f"{shard} has no record at byte {unknown[0]}: remove {os.path.basename(shard)}@{unknown[0]}")
+    kept = ~np.isin(starts, list(skip))
+    if kind == "webdataset":
+        with open(index.path, encoding="utf-8") as f:
+            version = f.readline().split()[0]
+            lines = [line for line, keep in zip(f, kept, strict=True) if keep]
+        lines.insert(0, f"{version} {len(lines)}\n")
+    elif kind == "tfrecord":
+        lines = [f"{offset} {size}\n" for offset, size in index.images[kept].tolist()]
+    else:
+        lines = [f"{i}\t{offset}\n" for i, offset in enumerate(starts[kept].tolist())]
+    path = _cached_index_path(shard, skip)
+    try:
+        write_file(path, "".join(lines).encode())
+    except OSError as e:
+        raise UsageError(
+            f"{path}, the index for --skip-list, cannot be written ({e.strerror}): make it writable"
+        ) from e
+    return Index(path, index.images[kept], index.labels[kept])
+
+
+def index_path(shard):
+    """Path of an index: `train.rec` has `train.idx`, `train-000000.tar` has `train-000000.idx`, and
+    `train-00000-of-00008` (with or without .tfrecord) has that name with `.idx` added.
+    """
+    root, extension = os.path.splitext(shard)
+    return f"{root}.idx" if extension in (".rec", ".tar") else f"{shard}.idx"
+
+
+def _cached_index_path(shard, skip=frozenset()):
+    # A rewritten shard has another size or time, and therefore another name here.
+    shard, state = os.path.realpath(shard), os.stat(shard)
+    key = f"{shard} {state.st_size} {state.st_mtime_ns} {sorted(skip)}"
+    key = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
+    return os.path.join(cache.folder(), "indexes", f"{os.path.basename(shard)}-{key}.idx")
+
+
+def write_file(path, data):
+    """Write bytes to a file that appears under its name only when complete, even if several processes write it.
+
+    Creates the folder if necessary.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def scan(shard, kind):
+    """Scan a container and return the bytes of its index file. Of TFRecords it checks all checksums.
+
+    Raises:
+        UsageError: a damaged or empty shard, or one that cannot be read.
+    """
+    with records.readable(shard):
+        lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
+    if not lines:
+        raise UsageError(f"{shard} has no records: remove it or write it again")
+    if kind == "webdataset":
+        lines.insert(0, f"v1.1 {len(lines)}\n")
+    return "".join(lines).encode()
+
+
+def _scan_tfrecord(shard):
+    lines = []
+    with records.open_regular(shard) as f:
+        size, offset = os.fstat(f.fileno()).st_size, 0
+        while offset < size:
+            try:
+                record = records.tfrecord_payload(f, size - offset)
+            except ValueError as e:
+                raise UsageError(f"{shard} is damaged at byte {offset} ({e}): write or copy it again") from e
+            length = len(record) + records.TFRECORD_OVERHEAD
+            lines.append(f"{offset} {length}\n")
+            offset += length
+    return lines
+
+
+def _scan_recordio(shard):
+    lines = []
+    with records.open_regular(shard) as f:
+        size, offset = os.fstat(f.fileno()).st_size, 0
+        while offset < size:
+            lines.append(f"{len(lines)}\t{offset}\n")
+            try:
+                offset = records.recordio_end(f, offset, size)
+            except ValueError as e:
+                raise UsageError(f"{shard} is damaged at byte {offset}: write or copy it again") from e
+    return lines
+
+
+def _scan_webdataset(shard):
+    samples, last_key, offset = [], None, -1
+    try:
+        with records.open_regular(shard) as f, tarfile.open(fileobj=f, mode="r:") as tar:
+            for member in tar:
+                if member.size < 0 or tar.offset <= offset:
+                    raise tarfile.ReadError(f"a negative size at byte {member.offset}")
+                offset = tar.offset
+                if _is_sample_file(member):
+                    folder, _, name = member.name.rpartition("/")
+                    base, _, extension = name.partition(".")
+                    if len(extension.split()) != 1:
+                        raise tarfile.ReadError(f"a blank in the extension of {member.name!r}")
+                    if (folder, base) != last_key:
+                        samples.append([])
+                        last_key = (folder, base)
+                    samples[-1].append((extension, member.offset_data, member.size))
+                tar.members = []  # tarfile would keep them all
+            # tarfile accepts the end of the file as the end of the archive, which is a block of zeros.
+            f.seek(tar.offset)
+            if f.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("its end is missing")
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as e:
+        raise UsageError(f"{shard} is damaged ({e}): write or copy it again") from e
+    return [" ".join(f"{extension} {offset} {size}" for extension, offset, size in sample) + "\n" for sample in samples]
+
+
+def _is_sample_file(member):
+    """Whether a tarfile.TarInfo belongs to a sample: a regular file KEY.EXTENSION."""
+    base, _, extension = member.name.rpartition("/")[2].partition(".")
+    return member.isreg() and bool(base and extension)
+
+
+def check_index(shard, path, kind):
+    """Read an index and check it against its shard.
+
+    Every row is checked: no record may be missing, listed twice, out of order or outside the shard. The headers of some
+    records, evenly spread, must agree with their rows.
+
+    Args:
+        shard: path of the container.
+        path: its index file.
+        kind: "tfrecord", "recordio" or "webdataset".
+    Returns:
+        Index.
+    Raises:
+        UsageError: it does not fit the shard, or one of the two cannot be read.
+    """
+    read_rows = {"tfrecord": _tfrecord_rows, "recordio": _recordio_rows, "webdataset": _webdataset_rows}[kind]
+    try:
+        with records.readable(shard), records.open_regular(path) as index, records.open_regular(shard) as f:
+            images, labels = read_rows(index.read(), f, os.fstat(f.fileno()).st_size)
+    except (ValueError, tarfile.TarError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(
+            f"the index {path} does not fit {shard}: remove it and run `python -m paddle_resnet.dataset index`"
+        ) from e
+    return Index(path, images, labels)
+
+
+def _tfrecord_rows(data, f, shard_size):
+    rows = _numbers(data.split(), shard_size).reshape(-1, 2)
+    ends = rows.sum(axis=1)
+    if len(rows) == 0 or rows[0, 0] != 0 or (rows[1:, 0] != ends[:-1]).any() or ends[-1] != shard_size:
+        raise ValueError
+    if rows[:, 1].min() <= records.TFRECORD_OVERHEAD:
+        raise ValueError
+    return rows, rows
+
+
+def _recordio_rows(data, f, shard_size):
+    keys, offsets = _numbers(data.split(), None).reshape(-1, 2).T
+    offsets = np.sort(offsets)  # DALI sorts them and ignores the keys
+    ends = np.append(offsets[1:], shard_size)
+    if len(offsets) == 0 or offsets[0] != 0 or (ends <= offsets).any():
+        raise ValueError
+    # Where the keys are 0 to n-1, no row is missing, and a look at some headers suffices.
+    is_whole = np.array_equal(np.sort(keys), np.arange(len(keys)))
+    for i in _spread(len(offsets), CHECKED_RECORDS if is_whole else len(offsets)):
+        if records.recordio_end(f, int(offsets[i]), shard_size) != ends[i]:
+            raise ValueError
+    rows = np.stack([offsets, np.zeros_like(offsets)], axis=1)
+    return rows, rows
+
+
+def _webdataset_rows(data, f, shard_size):
+    head, *lines = data.removesuffix(b"\n").split(b"\n")
+    version, count = head.split()
+    width = {b"v1.1": 3, b"v1.2": 4}.get(version)
+    words = [line.split() for line in lines]
+    if width is None or count != b"%d" % len(lines) or not lines or any(len(row) % width for row in words):
+        raise ValueError
+    row_of = np.repeat(np.arange(len(lines)), [len(row) // width for row in words])
+    flat = list(itertools.chain.from_iterable(words))
+    extensions = flat[::width]
+    places = np.stack([_numbers(flat[1::width], shard_size), _numbers(flat[2::width], shard_size)], axis=1)
+    _check_tar_places(f, places, shard_size)
+    part_of = {word: _part(word) for word in set(extensions)}
+    parts = np.array([part_of[word] for word in extensions])
+    found = []
+    for part in ("image", "label"):
+        of_part = np.flatnonzero(parts == part)
+        rows, first = np.unique(row_of[of_part], return_index=True)
+        if len(rows) != len(lines):
+            row = words[int(np.setdiff1d(np.arange(len(lines)), rows)[0])]
+            there = b" and ".join(row[::width]).decode(errors="replace")
+            raise UsageError(
+                f"{f.name}: the sample at byte {row[1].decode()} has {there}, not an image "
+                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls: write the shard again without it"
+            )
+        found.append(places[of_part[first]])
+    return found
+
+
+def _part(extension):
+    extension = extension.decode(errors="replace").lower()
+    return "label" if extension == "cls" else "image" if extension in IMAGE_EXTENSIONS else "other"
+
+
+def _check_tar_places(f, places, shard_size):
+    """Check that all sample files of an archive are there in stored order. Raises ValueError or tarfile.TarError.
+
+    Args:
+        f: the open archive.
+        places: int64 [n, 2], offsets and sizes of the sample files.
+        shard_size: length of the archive in bytes.
+    """
+    headers = places[:, 0] - tarfile.BLOCKSIZE
+    blocks = -(-places[:, 1] // tarfile.BLOCKSIZE)
+    ends = places[:, 0] + blocks * tarfile.BLOCKSIZE
+    starts = np.append(0, ends[:-1])
+    if (headers < starts).any() or (headers % tarfile.BLOCKSIZE).any() or ends[-1] > shard_size:
+        raise ValueError
+    for i in np.flatnonzero(headers != starts).tolist():
+        _check_between(f, int(starts[i]), int(headers[i]))
+    _check_between(f, int(ends[-1]), None)
+    for i in _spread(len(places), CHECKED_TAR_HEADERS):
+        member = _tar_header(f, int(headers[i]))
+        if not member.isreg() or member.size != places[i, 1]:
+            raise ValueError
+
+
+def _check_between(f, position, stop):
+    """Check that there is no sample file from a position in an archive to the next one, or to the archive's end."""
+    while position != stop:
+        f.seek(position)
+        if stop is None and f.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
+            return
+        member = _tar_header(f, position)
+        if _is_sample_file(member) or (stop is not None and position > stop):
+            raise ValueError
+        has_data = member.isreg() or member.type not in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
+        position += tarfile.BLOCKSIZE * (1 + has_data * -(-member.size // tarfile.BLOCKSIZE))
+
+
+def _tar_header(f, position):
+    f.seek(position)
+    member = tarfile.TarInfo.frombuf(f.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
+    if member.size < 0:
+        raise ValueError
+    return member
+
+
+def _numbers(words, limit):
+    """Decimal digits as int64 [n]. Raises ValueError for other words and for numbers above a limit, if there is one."""
+    if not all(map(bytes.isdigit, words)) or len(max(words, key=len, default=b"")) > 18:  # 19 may exceed an int64
+        raise ValueError
+    numbers = np.array(words, dtype=np.int64)
+    if limit is not None and (numbers > limit).any():
+        raise ValueError
+    return numbers
+
+
+def _spread(count, at_most):
+    """Indices of `count` items, or of at most so many that are evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, at_most)).astype(int)).tolist()

@@ -1,0 +1,57 @@
+"""Walks through an LMDB and checks that every record lies inside its file: `python lmdb_check.py DIR`.
+
+A damaged LMDB ends the process that reads it, by SIGBUS or SIGABRT. This script is therefore a process of its own. It
+imports nothing of this project, so that it starts quickly and runs by its path.
+
+Prints the reason and exits with 2 if the LMDB is damaged. Exits with 0 otherwise.
+"""
+
+import os
+import sys
+
+import lmdb
+import numpy as np
+
+
+def problem(folder):
+    """Why an LMDB cannot be used, or None."""
+    path = os.path.join(folder, "data.mdb")
+    if not os.path.isfile(path):
+        return "it has no file data.mdb"
+    try:
+        environment = lmdb.open(folder, readonly=True, lock=False, create=False)
+        entries, page = environment.stat()["entries"], environment.stat()["psize"]
+        size, pages = os.path.getsize(path), environment.info()["last_pgno"] + 1
+        if size < pages * page:
+            return f"the file has {size} bytes and {pages * page} are in use"
+        start = _mapped_at(path)
+        with environment.begin(buffers=True) as transaction:
+            count, last = 0, None
+            for key, value in transaction.cursor():
+                key, count = bytes(key), count + 1
+                place = np.frombuffer(value, np.uint8).__array_interface__["data"][0] - start if value else 0
+                if not 0 <= place <= size - len(value):
+                    return f"record {key!r} lies outside the file"
+                if count > entries or (last is not None and key <= last):
+                    return f"record {key!r} is not in its place"
+                last = key
+        if count != entries:
+            return f"{count} of {entries} records can be found"
+    except (lmdb.Error, OSError, OverflowError, MemoryError, ValueError) as e:
+        return str(e) or type(e).__name__
+    return None
+
+
+def _mapped_at(path):
+    """The address at which this process has mapped a file."""
+    path = os.path.realpath(path)
+    with open("/proc/self/maps") as f:
+        addresses = [line.split("-")[0] for line in f if line.rstrip("\n").endswith(f" {path}")]
+    return int(addresses[0], 16)
+
+
+if __name__ == "__main__":
+    found = problem(sys.argv[1])
+    if found is not None:
+        print(" ".join(found.split()))
+        sys.exit(2)

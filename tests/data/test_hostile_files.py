@@ -1,0 +1,508 @@
+"""Files and folders that are damaged, or made to do harm: each ends with a sentence, and verify and training agree."""
+
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import tarfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from webdataset import TarWriter
+
+from paddle_resnet import dali, dataset
+from paddle_resnet.data import bad_images, indexes, listing, readers, records
+from paddle_resnet.tools import inspection, verify
+from utils.errors import DataError, UsageError
+from utils.mode import Mode
+
+INDEXED = ("recordio", "tfrecord", "webdataset")
+
+
+@pytest.fixture
+def copy(converted, tmp_path):
+    """Copy a converted data set; returns the copy's folder."""
+
+    def copy(data_format):
+        root = tmp_path / data_format
+        shutil.copytree(converted[data_format], root)
+        return root
+
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """verify decodes in this process: new ones take seconds to start. tests/tools/test_verify.py has them."""
+    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda workers, context, initializer: ThreadPoolExecutor(1))
+
+
+def open_split(root, mode=Mode.EVAL, num_of_class=3):
+    return readers.open_split(root, "auto", mode, num_of_class, 0)
+
+
+def negative(rows):
+    """Each number of the third row with a minus."""
+    words = rows[2].replace("\t", " ").split(" ")
+    return [*rows[:2], " ".join(f"-{word}" if word.isdigit() else word for word in words), *rows[3:]]
+
+
+def shifted(rows):
+    words = rows[2].replace("\t", " ").split(" ")
+    words[1 if len(words) > 2 or "\t" in rows[2] else 0] = "4"
+    return [*rows[:2], " ".join(words), *rows[3:]]
+
+
+ROWS = {
+    "first missing": lambda rows: rows[1:],
+    "one missing": lambda rows: [*rows[:3], *rows[4:]],
+    "last missing": lambda rows: rows[:-1],
+    "one twice": lambda rows: [*rows[:3], rows[2], *rows[3:]],
+    "one in the place of another": lambda rows: [*rows[:3], rows[2], *rows[4:]],
+    "one for all": lambda rows: [rows[0]] * len(rows),
+    "negative": negative,
+    "off a record's header": shifted,
+    "huge": lambda rows: [*rows[:-1], rows[-1] + "0" * 5000],
+    "above int64": lambda rows: [*rows[:-1], rows[-1] + "0" * 18],
+    "with an underscore": lambda rows: [f"{rows[0][:-1]}_{rows[0][-1]}", *rows[1:]],
+    "no rows": lambda rows: [],
+}
+
+
+@pytest.mark.parametrize("damage", ROWS)
+@pytest.mark.parametrize("data_format", INDEXED)
+def test_damaged_index_is_refused(copy, data_format, damage):
+    root = copy(data_format)
+    shard = listing.find_shards(str(root), data_format, Mode.EVAL)[0]
+    path = Path(indexes.index_path(shard))
+    rows = path.read_text().splitlines()
+    head = [] if data_format != "webdataset" else [f"v1.1 {len(ROWS[damage](rows[1:]))}"]
+    path.write_text("\n".join([*head, *ROWS[damage](rows[len(head) :])]) + "\n")
+    with pytest.raises(UsageError, match="the index .* does not fit .*: remove it and run"):
+        open_split(root)
+
+
+@pytest.mark.parametrize("data_format", ["tfrecord", "webdataset"])
+def test_index_in_another_order_is_refused(copy, data_format):
+    root = copy(data_format)
+    path = Path(indexes.index_path(listing.find_shards(str(root), data_format, Mode.EVAL)[0]))
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*rows[:2], rows[3], rows[2], *rows[4:]]))
+    with pytest.raises(UsageError, match="the index .* does not fit"):
+        open_split(root)
+
+
+def test_recordio_index_with_a_gap_in_its_keys_is_compared_with_all_headers(copy, monkeypatch):
+    root = copy("recordio")
+    monkeypatch.setattr(indexes, "CHECKED_RECORDS", 1)
+    path = root / "val.idx"
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows).replace("5\t", "99\t", 1))
+    assert open_split(root).size == 23
+    path.write_text("".join([*rows[:5], *rows[6:]]))
+    with pytest.raises(UsageError, match="does not fit"):
+        open_split(root)
+
+
+def test_tar_index_may_leave_out_what_is_no_sample_file(tmp_path):
+    shard = str(tmp_path / "val-0.tar")
+    with tarfile.open(shard, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("README", "folder/", "folder/ü.jpg", "folder/ü.cls", "folder/.hidden", "b.jpg", "b.cls", "end"):
+            info = tarfile.TarInfo(name.rstrip("/"))
+            info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            info.size = 0 if name.endswith("/") else 1
+            info.pax_headers = {"comment": "x" * 600} if name.startswith("b") else {}
+            archive.addfile(info, io.BytesIO(b"1"))
+    index = indexes.open_index(shard, "webdataset")
+    assert len(index) == 2
+    assert indexes.open_index(shard, "webdataset").images.tolist() == index.images.tolist()
+
+
+@pytest.mark.parametrize("data_format", [*INDEXED, "lmdb"])
+def test_other_number_of_images_than_convert_wrote_is_refused(copy, data_format):
+    root = copy(data_format)
+    manifest = json.loads((root / "convert.json").read_text())
+    manifest["splits"]["val"]["images"] = 24
+    (root / "convert.json").write_text(json.dumps(manifest))
+    for read in (open_split, lambda root: listing.images(str(root), Mode.EVAL)):
+        with pytest.raises(UsageError, match=r"has 23 images of val, but convert.json says 24"):
+            read(root)
+
+
+def test_missing_tar_shard_is_noticed(copy):
+    root = copy("webdataset")
+    (root / "train-000002.tar").unlink()
+    with pytest.raises(UsageError, match=r"has 2 shards of train, but convert.json says 3"):
+        open_split(root, Mode.TRAIN)
+
+
+MANIFESTS = ["", "[]", "{}", "null", '"x"', "[" * 100000, '{"complete": 1}', '{"splits": []}', "\xff"]
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
+def test_damaged_manifest_is_refused(copy, text):
+    root = copy("recordio")
+    (root / "convert.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UsageError, match=r"convert.json is damaged"):
+        open_split(root)
+
+
+@pytest.mark.parametrize("key", ["complete", "format", "splits", "shards"])
+@pytest.mark.parametrize("value", [None, 5, "x", [1], {"val": None}, {"val": {"images": "3"}}])
+def test_manifest_with_values_of_other_types_is_refused(copy, key, value):
+    root = copy("tfrecord")
+    manifest = json.loads((root / "convert.json").read_text())
+    (root / "convert.json").write_text(json.dumps({**manifest, key: value}))
+    with pytest.raises(UsageError, match=r"convert.json is damaged"):
+        open_split(root)
+
+
+@pytest.mark.parametrize("offset", [-1, 100, 12, 3, 9])
+def test_tfrecord_checksums_are_checked_when_an_index_is_made_and_when_a_record_is_read(copy, offset):
+    root = copy("tfrecord")
+    shard = listing.find_shards(str(root), "tfrecord", Mode.EVAL)[0]
+    [image, *_] = listing.images(str(root), Mode.EVAL)[2]
+    data = bytearray(Path(shard).read_bytes())
+    data[offset % image.place[1]] ^= 1
+    Path(shard).write_bytes(data)
+    with pytest.raises(UsageError, match=r"checksum is wrong|no record starts there"):
+        records.read(image)
+    os.unlink(indexes.index_path(shard))
+    with pytest.raises(UsageError, match="is damaged at byte 0"):
+        open_split(root)
+
+
+def truncate(root):
+    """Cut the files of a split's images to a quarter."""
+    for path in root.rglob("*"):
+        if path.is_file() and path.suffix not in (".idx", ".json", ".txt"):
+            os.truncate(path, path.stat().st_size // 4)
+
+
+@pytest.mark.parametrize("data_format", ["folder", "filelist", *INDEXED])
+def test_file_that_is_truncated_during_a_run_ends_it_with_a_sentence(parse, photos, copy, tmp_path, data_format):
+    """Mapped into memory, it would end the process with SIGBUS."""
+    root = copy(data_format) if data_format in INDEXED else tmp_path / "photos"
+    if data_format not in INDEXED:
+        shutil.copytree(photos, root)
+        images, labels, _ = listing.list_folder(str(root), Mode.EVAL)
+        (root / "val.txt").write_text("".join(f"{i} {k}\n" for i, k in zip(images, labels, strict=True)))
+    flags = ["--image-root", root, "--data-format", data_format, "--batch-size", "1", "--dali-prefetch", "1"]
+    loader = dali.build_dataloader(parse(*flags), Mode.EVAL)
+    next(loader)
+    truncate(root)
+    with pytest.raises(DataError, match=r"cannot be (decoded|read) \(rank 0") as error:
+        list(loader)
+    assert "dataset verify" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 4096, 10000, 0.5, 0.999])
+def test_truncated_lmdb_is_refused(copy, keep):
+    root = copy("lmdb")
+    data = root / "val_lmdb" / "data.mdb"
+    os.truncate(data, int(keep if keep > 1 else keep * data.stat().st_size))
+    with pytest.raises(UsageError, match="val_lmdb is not a Caffe LMDB, or is damaged"):
+        open_split(root)
+    if keep == 0.5:
+        assert "is damaged" in verify.verify(root).errors[0]
+
+
+def test_lmdb_that_ends_its_reader_is_refused(copy, monkeypatch):
+    root = copy("lmdb")
+    ended = subprocess.CompletedProcess([], -signal.SIGBUS, "", "")
+    monkeypatch.setattr(records.subprocess, "run", lambda *words, **options: ended)
+    with pytest.raises(UsageError, match=r"is damaged \(reading it ends with SIGBUS\): write or copy it again"):
+        open_split(root)
+
+
+LABELS = [b"", b" 7", b"1a", b"-1", b"1\0", b"1234567890", b"9" * 5000, b"\xd9\xa1", b"1 2", b"nan", b"0x1"]
+
+
+def write_tar(root, labels):
+    pixels = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(pixels, "PNG")
+    with open(root / "val-0.tar", "wb") as f, TarWriter(f, encoder=False) as writer:
+        for number, text in enumerate(labels):
+            writer.write({"__key__": f"{number:03d}", "png": pixels.getvalue(), "cls": text})
+
+
+def labels_of(loader):
+    return np.concatenate([np.array(batch[0]["label"])[:, 0] for batch in loader]).tolist()
+
+
+def test_texts_that_are_no_labels_are_refused_and_never_become_a_class(parse, tmp_path, monkeypatch):
+    write_tar(tmp_path, [b"1", *LABELS, b"2\n"])
+    names = [image.name for image in listing.images(str(tmp_path), Mode.EVAL)[2]]
+    assert list(verify.verify(tmp_path).failing) == names[1:-1]
+    with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
+        open_split(tmp_path)
+    # Where the check before step 1 happens to miss them: -1, which the loss refuses.
+    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
+    assert labels_of(loader) == [1, *[-1] * len(LABELS), 2]
+
+
+@pytest.mark.parametrize("label", [float("nan"), float("inf"), -1.0, 0.5, 3e9])
+def test_recordio_label_that_is_no_class_is_refused_and_never_becomes_one(parse, copy, monkeypatch, label):
+    root = copy("recordio")
+    data = bytearray((root / "val.rec").read_bytes())
+    image = listing.images(str(root), Mode.EVAL)[2][4]
+    struct.pack_into("<f", data, image.place[0] + 12, label)
+    (root / "val.rec").write_bytes(data)
+    failure, _, _, found = verify.check((image, 3))
+    assert failure.startswith("has the label ")
+    assert found == label or label != label
+    if label == -1:
+        assert list(verify.verify(root).failing) == [image.name]
+    with pytest.raises(UsageError, match="has the label"):
+        open_split(root)
+    monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
+    found = labels_of(dali.build_dataloader(parse("--image-root", root), Mode.EVAL))
+    assert not 0 <= found[4] < 3
+    assert found[:4] + found[5:] == [0] * 4 + [0] * 3 + [1] * 8 + [2] * 7
+
+
+def test_without_class_names_no_names_are_made_up(copy, capsys):
+    root = copy("recordio")
+    (root / "classes.txt").unlink()
+    assert open_split(root, num_of_class=None).classes == []
+    assert not verify.verify(root).training_would_fail
+    data = bytearray((root / "val.rec").read_bytes())
+    struct.pack_into("<f", data, 12, 2e9)
+    (root / "val.rec").write_bytes(data)
+    classes = inspection.info(root)["val"]["classes"]
+    assert classes == {"0": 7, "1": 8, "2": 7, "2000000000": 1}
+
+
+def test_verify_takes_the_number_of_classes(copy, capsys):
+    root = copy("tfrecord")
+    (root / "classes.txt").unlink()
+    assert dataset.main(["verify", str(root), "--num-of-class", "3"]) == 0
+    assert dataset.main(["verify", str(root), "--num-of-class", "2"]) == 1
+    assert "has the label 2, which is not one of 2 classes" in capsys.readouterr().out
+
+
+def png_of(side):
+    """A PNG of one bit a pixel, all black."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compressobj(9)
+    data = b"".join(rows.compress(bytes(1 + -(-side // 8))) for _ in range(side)) + rows.flush()
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def test_png_bomb_is_refused_without_its_memory(parse, tmp_path):
+    """109 kB that would become 7 GB."""
+    assert os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] == str(bad_images.MAX_PIXELS)
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "bomb.png").write_bytes(png_of(30000))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for mode in Mode:
+        with pytest.raises(DataError, match=r"a/bomb.png cannot be decoded"):
+            next(dali.build_dataloader(parse("--image-root", tmp_path, "--batch-size", "1"), mode))
+    image = listing.images(str(tmp_path), Mode.EVAL)[2][0]
+    assert verify.check((image, None))[0] == "declares 30000 x 30000 pixels, more than the limit of 268,435,456"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10**6  # kB
+
+
+def loop(path):
+    path.symlink_to(path.name)
+
+
+def dangling(path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [loop, dangling, os.mkfifo])
+def test_image_that_is_no_file_is_named_and_not_left_out(photos, run_train, tmp_path, capsys, make):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    names = ["train/class0/00.jpg", "train/class2/02.jpg", "val/class1/01.jpg"]
+    for name in names:
+        (root / name).unlink()
+        make(root / name)
+    assert run_train(image_root=root)[0] == 2
+    message = capsys.readouterr().err
+    assert f"{root}/{names[0]} is a link that leads nowhere, or not a regular file: remove it, or leave" in message
+    fix_list = tmp_path / "bad.txt"
+    assert dataset.main(["verify", str(root), "--fix-list", str(fix_list)]) == 1
+    assert fix_list.read_text().split() == names
+    assert "50 images" not in capsys.readouterr().out
+    assert dataset.main(["convert", "--from", str(root), "--to", "lmdb", "--output", str(tmp_path / "x")]) == 2
+    assert run_train("--skip-list", fix_list, image_root=root)[0] == 0
+
+
+@pytest.mark.parametrize("make", [loop, dangling])
+def test_class_folder_that_is_a_link_to_nowhere_is_named(photos, tmp_path, make):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    shutil.rmtree(root / "val" / "class1")
+    make(root / "val" / "class1")
+    with pytest.raises(UsageError, match=r"val/class1 is a link that leads nowhere: repair or remove it"):
+        open_split(root)
+    assert "class1 is a link that leads nowhere" in verify.verify(root).errors[0]
+
+
+IN_THE_WAY = {
+    "tfrecord": ["val-00000-of-00003", "val-00000-of-00003.idx", "classes.txt", "convert.json"],
+    "recordio": ["val.rec", "val.idx", "classes.txt", "convert.json"],
+    "webdataset": ["val-000000.tar", "val-000000.idx"],
+    "lmdb": ["val_lmdb/data.mdb"],
+}
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, loop])
+@pytest.mark.parametrize(
+    ("data_format", "name"), [(kind, name) for kind, names in IN_THE_WAY.items() for name in names]
+)
+def test_what_cannot_be_read_is_named(copy, data_format, name, make):
+    """As a file without the right to read it, which root has everywhere."""
+    root = copy(data_format)
+    for path in root.glob("train*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (root / name).unlink()
+    make(root / name)
+    if name.endswith(".idx") and make is loop:
+        assert open_split(root).size == 23  # made anew
+        return
+    with pytest.raises(UsageError, match=name.partition("/")[0]):
+        open_split(root)
+    report = verify.verify(root)
+    assert report.training_would_fail
+    assert name.partition("/")[0] in report.errors[0]
+
+
+def test_folder_that_cannot_be_listed_is_named(photos, tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(listing.os, "listdir", denied)
+    with pytest.raises(UsageError, match=f"{photos} cannot be read \\(Permission denied\\)"):
+        open_split(photos)
+
+
+def write_list(root, *lines):
+    (root / "val.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("name", ["../secret.jpg", "a/../../secret.jpg", "{outside}/secret.jpg", "./..//secret.jpg"])
+def test_file_list_stays_below_its_folder(photos, tmp_path, capsys, name):
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    shutil.copy(photos / "val/class0/00.jpg", tmp_path / "secret.jpg")
+    shutil.copy(photos / "val/class0/00.jpg", root / "inside.jpg")
+    write_list(root, "inside.jpg 0", f"{name.format(outside=tmp_path)} 0")
+    says = r"val.txt line 2 names .*secret.jpg, which is outside .*: correct it, or add --allow-outside"
+    with pytest.raises(UsageError, match=says):
+        open_split(root)
+    words = ["convert", "--from", str(root), "--to", "webdataset", "--output", str(tmp_path / "x")]
+    assert dataset.main(words) == 2
+    assert dataset.main(["info", str(root)]) == 2
+    assert dataset.main(["verify", str(root)]) == 1
+    assert not (tmp_path / "x").exists()
+    assert dataset.main([*words, "--allow-outside"]) == 0
+    for tool in ("verify", "info"):
+        assert dataset.main([tool, str(root), "--allow-outside"]) == 0
+    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
+
+
+def test_file_list_may_name_files_of_its_folder_in_any_way(photos, tmp_path):
+    (tmp_path / "a").mkdir()
+    shutil.copy(photos / "val/class0/00.jpg", tmp_path / "a..b.jpg")
+    write_list(tmp_path, "a/../a..b.jpg 0", f"{tmp_path}/a..b.jpg 0")
+    assert open_split(tmp_path).size == 2
+
+
+@pytest.mark.parametrize("line", ["a.jpg " + "9" * 5000, "a.jpg \u0661", "a\0.jpg 0", "a.jpg 1e3", "a.jpg nan"])
+def test_line_that_names_no_class_is_refused(tmp_path, line):
+    write_list(tmp_path, line)
+    with pytest.raises(UsageError, match=r"val.txt line 1 is not `PATH LABEL`"):
+        open_split(tmp_path)
+
+
+def test_skip_list_stays_below_its_folder(parse, photos, tmp_path):
+    path, outside = tmp_path / "skip.txt", os.path.relpath(__file__, photos)
+    path.write_text(f"{outside}\n")
+    with pytest.raises(UsageError, match=r"skip.txt: .* is outside .*: remove the line, or add --allow-outside"):
+        dali.build_dataloader(parse("--image-root", photos, "--skip-list", path), Mode.EVAL)
+    dali.build_dataloader(parse("--image-root", photos, "--skip-list", path, "--allow-outside"), Mode.EVAL)
+
+
+NAMES = [
+    *("new\nline", "return\r", "\x1b[31mred", "[red]markup", "[x", '"quoted"', "back\\slash", "tab\there", " "),
+    *("unit\x1fseparator", "line\u2028separator", "\u202eright to left", "#hash", "a@b", "plain"),
+]
+
+
+def test_names_steer_neither_the_terminal_nor_the_fix_list(photos, run_train, tmp_path, capsys):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    bad = [f"train/class0/{name}.jpg" for name in NAMES]
+    for name in bad:
+        (root / name).write_bytes(b"no image")
+    (root / "train" / "class0" / "[b]ignored\x1b[0m\n.txt").touch()
+    assert dataset.main(["verify", str(root), "--fix-list", str(tmp_path / "bad.txt")]) == 1
+    printed = capsys.readouterr().out
+    assert set(printed) - {"\n"} <= {character for character in printed if character.isprintable()}
+    for shown in (r"new\nline.jpg is not", r"\x1b[31mred.jpg", "[red]markup.jpg", r"\u202eright to left"):
+        assert shown in printed
+    assert listing.read_skip_list(tmp_path / "bad.txt", root) == set(bad)
+    assert (tmp_path / "bad.txt").read_text().count("\n") == len(bad)
+    assert run_train("--skip-list", tmp_path / "bad.txt", image_root=root)[0] == 0
+    assert run_train(image_root=root)[0] == 2
+
+
+def test_classes_of_any_name_are_shown_and_those_with_line_breaks_are_not_converted(photos, tmp_path, capsys):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    for split in ("train", "val"):
+        (root / split / "class1").rename(root / split / "[b]\x1b[31m")
+    assert dataset.main(["info", str(root)]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert r"[b]\x1b[31m" in printed
+    words = ["convert", "--from", str(root), "--to", "recordio", "--output"]
+    assert dataset.main([*words, str(tmp_path / "x")]) == 0
+    assert open_split(tmp_path / "x").classes == ["[b]\x1b[31m", "class0", "class2"]
+    (tmp_path / "x" / "classes.txt").write_text("[/]\n[/b]\n[/nothing\n")
+    assert dataset.main(["info", str(tmp_path / "x")]) == 0
+    assert "[/nothing" in capsys.readouterr().out
+    for split in ("train", "val"):
+        (root / split / "class0").rename(root / split / "two\nlines")
+    assert dataset.main([*words, str(tmp_path / "y")]) == 2
+    assert "has a class whose name has a line break" in capsys.readouterr().err
+
+
+def test_error_of_a_tool_is_one_line(tmp_path, capsys):
+    assert dataset.main(["verify", str(tmp_path / "a\n\x1b[31mb")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["swapped", "twice"])
+def test_verify_sees_what_dali_would_read_differently(copy, monkeypatch, damage):
+    """Were an index wrong in a way that the checks miss."""
+    root = copy("tfrecord")
+    original = indexes.check_index
+
+    def check_index(shard, path, kind):
+        index = original(shard, path, kind)
+        rows = [1, 0] if damage == "swapped" else [0, 0]
+        index.images[:2] = index.images[rows]
+        return index
+
+    monkeypatch.setattr(indexes, "check_index", check_index)
+    report = verify.verify(root)
+    assert set(report.failing.values()) == {"is another image, or has another label, when DALI reads it"}

@@ -1,0 +1,194 @@
+import io
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from paddle_resnet.data import indexes, records
+from paddle_resnet.tools import writers
+from utils.errors import UsageError
+
+KINDS = {"tfrecord": "train-00000-of-00001", "recordio": "train.rec", "webdataset": "train-000000.tar"}
+
+
+def write(folder, kind, count=5):
+    """A container of `count` images of different lengths; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / KINDS[kind]
+    images = [(bytes([i]) * (100 + i), i) for i in range(count)]
+    if kind == "recordio":
+        with writers.SINGLE_FILE[kind](str(folder), "train") as writer:
+            writer.write(images)
+            writer.finish()
+        os.unlink(folder / "train.idx")
+    else:
+        with writers.SHARDED[kind](str(path)) as writer:
+            for number, (image, label) in enumerate(images):
+                writer(number, image, "jpg", label)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_index_is_made_beside_the_shard_and_names_every_record(tmp_path, kind):
+    shard = write(tmp_path, kind)
+    index = indexes.open_index(str(shard), kind)
+    assert index.path == indexes.index_path(str(shard))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([shard.name, os.path.basename(index.path)])
+    labels = [records.read_label(str(shard), kind, offset, size) for offset, size in index.labels.tolist()]
+    assert labels == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, cache, monkeypatch, capsys, kind):
+    shard = write(tmp_path / "data", kind)
+    beside = indexes.index_path(str(shard))
+    # Root may write everywhere: a folder in the index's place stops it as a read-only one would.
+    os.mkdir(f"{beside}.{os.getpid()}.partial")
+    index = indexes.open_index(str(shard), kind)
+    assert index.path.startswith(str(cache / "paddle_resnet"))
+    assert index.path in capsys.readouterr().out
+    assert not os.path.exists(beside)
+    assert len(index) == 5
+    # Found again without a scan.
+    monkeypatch.setattr(indexes, "scan", None)
+    assert indexes.open_index(str(shard), kind).path == index.path
+
+
+def test_cached_index_of_a_changed_shard_is_not_used(tmp_path, cache):
+    shard = write(tmp_path / "data", "tfrecord")
+    os.mkdir(f"{indexes.index_path(str(shard))}.{os.getpid()}.partial")
+    first = indexes.open_index(str(shard), "tfrecord")
+    write(tmp_path / "data", "tfrecord", count=7)
+    second = indexes.open_index(str(shard), "tfrecord")
+    assert len(second) == 7
+    assert first.path != second.path
+
+
+def test_no_place_for_an_index_is_refused(tmp_path, cache):
+    shard = write(tmp_path / "data", "tfrecord")
+    os.mkdir(f"{indexes.index_path(str(shard))}.{os.getpid()}.partial")
+    cache.write_text("a file")
+    with pytest.raises(UsageError, match="has no index, and neither .* nor .* can be written"):
+        indexes.open_index(str(shard), "tfrecord")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_index_of_another_shard_is_refused(tmp_path, kind):
+    shard = write(tmp_path, kind)
+    index = Path(indexes.open_index(str(shard), kind).path)
+    stale = index.read_bytes()
+    shard.unlink()
+    write(tmp_path, kind, count=2)
+    index.write_bytes(stale)
+    with pytest.raises(UsageError, match="the index .* does not fit .*: remove it"):
+        indexes.open_index(str(shard), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["", "nonsense", "v1.1 5\n", "1 2 3\n"])
+def test_index_of_another_form_is_refused(tmp_path, kind, text):
+    shard = write(tmp_path, kind)
+    with open(indexes.index_path(str(shard)), "w") as f:
+        f.write(text)
+    with pytest.raises(UsageError, match="the index .* does not fit .*: remove it"):
+        indexes.open_index(str(shard), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keep", [0.4, 0.9])
+def test_cut_off_shard_is_refused(tmp_path, kind, keep):
+    shard = write(tmp_path, kind)
+    data = shard.read_bytes()
+    if kind == "webdataset":
+        data = data[: data.rindex(b"4") + 1]  # without the zeros at the end
+    shard.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(UsageError, match=f"{shard} is damaged"):
+        indexes.open_index(str(shard), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shard_with_a_damaged_head_is_refused(tmp_path, kind):
+    shard = write(tmp_path, kind)
+    shard.write_bytes(b"\xff" * 40 + shard.read_bytes()[40:])
+    with pytest.raises(UsageError, match=f"{shard} is damaged"):
+        indexes.open_index(str(shard), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_shard_is_refused(tmp_path, kind):
+    shard = write(tmp_path, kind, count=0)
+    with pytest.raises(UsageError, match="has no records"):
+        indexes.open_index(str(shard), kind)
+
+
+def test_index_of_dalis_newer_form_keeps_it_without_skipped_images(tmp_path, cache):
+    """v1.2 has the name of each file behind its extension, offset and size."""
+    shard = str(write(tmp_path, "webdataset"))
+    first = indexes.open_index(shard, "webdataset")
+    head, *lines = Path(first.path).read_text().splitlines()
+    words = [line.split() for line in lines]
+    lines = [" ".join(f"{e} {o} {s} x.{e}" for e, o, s in zip(w[::3], w[1::3], w[2::3], strict=True)) for w in words]
+    Path(first.path).write_text("\n".join([head.replace("v1.1", "v1.2"), *lines]) + "\n")
+    assert indexes.open_index(shard, "webdataset").images.tolist() == first.images.tolist()
+    rest = indexes.open_index(shard, "webdataset", frozenset({int(first.images[0, 0])}))
+    assert rest.images.tolist() == first.images[1:].tolist()
+    assert Path(rest.path).read_text().splitlines() == ["v1.2 4", *lines[1:]]
+
+
+def tar(path, names):
+    with tarfile.open(path, "w") as archive:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            archive.addfile(info, io.BytesIO(b"123"))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["a.jpg"], "has jpg, not an image"),
+        (["a.cls"], "has cls"),
+        (["a.jpg", "a.cls", "b.txt", "b.cls"], "cls and txt"),
+    ],
+)
+def test_sample_without_image_or_class_is_refused(tmp_path, names, says):
+    with pytest.raises(UsageError, match="the sample at byte") as error:
+        indexes.open_index(tar(tmp_path / "train-0.tar", names), "webdataset")
+    assert all(word in str(error.value) for word in says.split(" and "))
+
+
+def test_tar_may_hold_folders_long_and_hidden_names_and_other_parts(tmp_path):
+    long = "folder/" + "x" * 150
+    names = ["dir/.hidden.jpg", "dir/a.b.json", "dir/a.JPG", "dir/a.cls", f"{long}.png", f"{long}.cls"]
+    path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[2:]])
+    index = indexes.open_index(path, "webdataset")
+    assert [records.read_label(path, "webdataset", *record) for record in index.labels.tolist()] == [123, 123]
+
+
+def test_recordio_index_in_another_order_is_sorted(tmp_path):
+    shard = write(tmp_path, "recordio")
+    index = indexes.open_index(str(shard), "recordio")
+    lines = Path(index.path).read_text().splitlines(keepends=True)
+    Path(index.path).write_text("".join(reversed(lines)))
+    again = indexes.open_index(str(shard), "recordio")
+    assert again.images.tolist() == index.images.tolist()
+
+
+def test_file_appears_complete_or_not_at_all(tmp_path):
+    path = tmp_path / "x.idx"
+    indexes.write_file(str(path), b"data")
+    assert path.read_bytes() == b"data"
+    assert stat.S_ISREG(path.stat().st_mode)
+    with pytest.raises(TypeError):
+        indexes.write_file(str(path), "no bytes")
+    assert path.read_bytes() == b"data"
+    assert [p.name for p in tmp_path.iterdir()] == ["x.idx"]
