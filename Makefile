@@ -9,14 +9,16 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 BIN := .venv/bin
-# Processes that share the tests. On a GPU, 6.
-TEST_PROCESSES ?= 2
+# Processes that share the tests: for two cores, since the tests of jobs wait a lot. 6 on a GPU.
+TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 # Which Paddle: any requirement with pip's options, or a bare version of the CPU build: make venv PADDLE=3.3.1
 PADDLE ?= $(shell cat .venv/paddle 2>/dev/null)
 PADDLE_WORDS := $(if $(filter 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(PADDLE)),paddlepaddle==$(PADDLE),$(PADDLE))
 export PADDLE PADDLE_WORDS
+# requirements-base.txt serves every Paddle, the other list Paddle 2.6.
+LISTS := requirements-base.txt $(if $(and $(PADDLE_WORDS),$(if $(findstring 2.6,$(PADDLE_WORDS)),,yes)),,$(REQUIREMENTS))
 PIN := $(shell grep '^paddlepaddle' $(REQUIREMENTS))
 # One stamp for each content of the requirement files and of PADDLE.
 INSTALLED := .venv/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE)'; } | cksum))
@@ -41,7 +43,7 @@ $(INSTALLED): | $(BIN)/pip
 	@if ls .venv/installed-* >/dev/null 2>&1; then echo "updating .venv in place: the requirements changed"; \
 	else echo "installing into .venv: about 2 GB without a GPU, more with one; some minutes"; fi
 	@rm -f .venv/installed-*
-	@sed '/^-r/d; /^paddlepaddle/d' requirements-base.txt $(REQUIREMENTS) > .venv/requirements.txt
+	@sed '/^-r/d; /^paddlepaddle/d' $(LISTS) > .venv/requirements.txt
 	@$(PIP) install -r .venv/requirements.txt
 	@set -f; want="$${PADDLE_WORDS:-$(PIN)}"; \
 	here=$$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep '^paddlepaddle' || true); \

@@ -3,12 +3,17 @@
 import os
 import warnings
 
+from paddle_resnet import libraries
+
 # Paddle reads its flags once, at import, so they are set before any module of the package imports it.
 # This project builds legacy Programs; Paddle 3 would otherwise build PIR ones, which lack Fleet's minimize and ASP.
 os.environ.setdefault("FLAGS_enable_pir_api", "0")
 os.environ.setdefault("GLOG_minloglevel", "2")
 # The decoder has more streams than CUDA has queues by default (8); in a shared queue training waits for it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+# CUDA libraries of Python packages, for Paddle.
+libraries.prepare()
 
 # Said for each training program, about what batch normalisation is expected to do.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")

@@ -56,7 +56,24 @@ def test_installs_once(make, tmp_path):
 def test_gpu_requirements(make, tmp_path):
     calls, _ = make("venv", "HAS_GPU=yes")
     assert calls == ["requirements", "install paddlepaddle-gpu==2.6.2"]
-    assert "nvidia-ml-py" in (tmp_path / "requirements.installed").read_text()
+    wanted = (tmp_path / "requirements.installed").read_text()
+    assert "nvidia-ml-py" in wanted and "nvidia-cudnn-cu11" in wanted and "numpy<2" in wanted
+
+
+@pytest.mark.parametrize(
+    ("paddle", "is_2_6"),
+    [
+        ("2.6.2", True),
+        ("paddlepaddle-gpu==2.6.2.post120 -i URL", True),
+        ("3.3.1", False),
+        ("paddlepaddle>=3,<4", False),
+    ],
+)
+def test_another_paddle_gets_nothing_that_only_2_6_needs(make, tmp_path, paddle, is_2_6):
+    make("venv", f"PADDLE={paddle}", "HAS_GPU=yes")
+    wanted = (tmp_path / "requirements.installed").read_text()
+    assert ("numpy<2" in wanted) == ("nvidia-cudnn-cu11" in wanted) == is_2_6
+    assert "nvidia-dali" in wanted and "numpy>=1.26" in wanted
 
 
 def test_changed_requirements_update_in_place(make, tmp_path):

@@ -102,7 +102,7 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
 ):
     """How the program is rewritten; a GPU runs it in test_gpu.py."""
     half = getattr(paddle, dtype)
-    args = parse("--dali-output-fp16", "--data-layout", "NHWC")
+    args = parse("--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html")  # with logits
     if kernels == "native":
         native.load()
         args.kernels = "native"

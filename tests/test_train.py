@@ -98,7 +98,9 @@ def test_dry_run_checks_everything_and_writes_nothing(run_train, tmp_path, capsy
     assert run_train("--dry-run", "--from-checkpoint", tmp_path / "nowhere")[0] == 2
     (tmp_path / "output").write_text("in the way")
     assert run_train("--dry-run")[0] == 2
-    assert_one_sentence(capsys.readouterr().err.partition("nowhere")[2], ["--output-dir", "output is no folder that"])
+    assert_one_sentence(
+        capsys.readouterr().err.partition("nowhere")[2], ["--output-dir", "output is not a writable folder"]
+    )
 
 
 def test_sparse_training_keeps_the_pattern(run_train, tmp_path):

@@ -37,13 +37,15 @@ def shown():
         transient=True,
         redirect_stderr=sys.stderr.isatty(),
     )
-    with live:
-        console.show_cursor(True)  # the process may end without leaving this block
-        _live = live
-        try:
-            yield
-        finally:
-            _live = None
+    live.start()
+    console.show_cursor(True)  # the process may end without leaving this block
+    _live = live
+    try:
+        yield
+    finally:
+        _live = None
+        with contextlib.suppress(OSError):
+            live.stop()
 
 
 def _console():
@@ -66,7 +68,8 @@ def phase(name):
     global _phase, _since_s, _figures, _due_s
     _phase, _since_s, _figures, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
-        _live.refresh()  # now: what follows may keep Python's lock for seconds
+        with contextlib.suppress(OSError):  # the terminal is gone
+            _live.refresh()  # now: what follows may keep Python's lock for seconds
 
 
 def is_due():

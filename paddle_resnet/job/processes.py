@@ -81,17 +81,14 @@ def resolve_devices(args):
     """Settle --device auto and --dali-device auto, and refuse what the device cannot do; changes the flags.
 
     Raises:
-        UsageError: --device gpu without a GPU, mixed precision on a CPU, bfloat16 on an old GPU, a GPU loader for a
-            CPU program, --cpu-decoder-load without a GPU loader.
+        UsageError: --device gpu without a GPU that Paddle can compute on, mixed precision on a CPU, bfloat16 on an old
+            GPU, a GPU loader for a CPU program, --cpu-decoder-load without a GPU loader.
     """
     import paddle
 
-    has_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-    if args.device == "gpu" and not has_gpu:
-        why = "sees no GPU" if paddle.is_compiled_with_cuda() else "is a CPU build"
-        raise UsageError(f"--device gpu: Paddle {paddle.__version__} {why}: give --device cpu, or install a GPU build")
-    if args.device == "auto":
-        args.device = "gpu" if has_gpu else "cpu"
+    from paddle_resnet import gpus
+
+    args.device = gpus.settle(args.device, local_gpu(), world_size() > 1)
     if args.amp and args.device == "cpu":
         raise UsageError(
             f"--amp needs a GPU and this run is on the CPU, which has no {args.amp_dtype} kernels: drop --amp"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jinja2
 import yaml
-from markupsafe import Markup, escape
 from PIL import Image, ImageOps
 
 from paddle_resnet.data import listing, records
@@ -64,19 +63,16 @@ def save(path, template, **content):
 
 def _figures(run):
     """[(value, what it is)], the most important first."""
-    top1, best = run.last("val.top1"), run.best()
-    ips = run.last("train.ips") or run.last("val.ips")
-    found = []
-    if best is not None and run.curve("train.loss"):
-        found.append((f"{best[1]:.2%}", f"best top1, epoch {best[0]}"))
-    if top1 is not None:
-        found.append((f"{top1:.2%}", "top1 at the end"))
-    if run.last("val.top5") is not None:
-        found.append((f"{run.last('val.top5'):.2%}", "top5 at the end"))
-    if run.last("val.loss") is not None:
-        found.append((f"{run.last('val.loss'):.4g}", "validation loss"))
-    if ips:
-        found.append((f"{ips:,.0f}", "images/s in training" if run.curve("train.ips") else "images/s"))
+    best, is_trained = run.best(), bool(run.curve("train.loss"))
+    found = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
+    ips = ("train.ips", ",.0f", "images/s in training") if is_trained else ("val.ips", ",.0f", "images/s")
+    last = (
+        ("val.top1", ".2%", "top1 at the end"),
+        ("val.top5", ".2%", "top5 at the end"),
+        ("val.loss", ".4g", "validation loss"),
+        ips,
+    )
+    found += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]
     return [*found, (str(timedelta(seconds=round(run.total_s))), "in all")]
 
 
@@ -84,21 +80,21 @@ def _charts(run):
     """[(title, [(name, CSS class)], SVG)] of what the report has curves of."""
     if not run.curve("train.loss"):
         return []
-    best, charts = run.best(), []
-    for metric in ("loss", "top1"):
-        series = [("training, steps", "faint", run.step_curve(f"train.{metric}"))] if metric == "loss" else []
-        series += [
-            ("training", "train", run.curve(f"train.{metric}")),
-            ("validation", "val", run.curve(f"val.{metric}")),
-        ]
-        mark = (best[0] + 1, best[1]) if best is not None and metric == "top1" else None
-        title = f"top1, best {best[1]:.4f} in epoch {best[0]}" if mark else metric
-        charts.append((title, series, chart(series, mark=mark)))
-    series = [("training", "train", run.curve("train.ips")), ("validation", "val", run.curve("val.ips"))]
-    charts.append(("images/s", series, chart(series, from_zero=True)))
-    if rate := run.step_curve("train.lr"):
-        charts.append(("learning rate", [], chart([("learning rate", "train", rate)], from_zero=True)))
-    return [(title, [(name, css) for name, css, points in series if points], svg) for title, series, svg in charts]
+
+    def of(metric):
+        both = (("training", "train"), ("validation", "val"))
+        return [(name, css, points) for name, css in both if (points := run.curve(f"{css}.{metric}"))]
+
+    best = run.best()
+    loss = [("training, steps", "faint", run.step_curve("train.loss")), *of("loss")]
+    title = f"top1, best {best[1]:.4f} in epoch {best[0]}" if best else "top1"
+    charts = [
+        ("loss", loss, chart(loss)),
+        (title, of("top1"), chart(of("top1"), mark=best and (best[0] + 1, best[1]))),
+        ("images/s", of("ips"), chart(of("ips"), from_zero=True)),
+        ("learning rate", [], chart([("", "train", run.step_curve("train.lr"))], from_zero=True)),
+    ]
+    return [(title, [line[:2] for line in series], svg) for title, series, svg in charts if svg]
 
 
 def _time(run):
@@ -116,10 +112,8 @@ def _time(run):
 
 def _worst(run, classes, confusion, rows):
     """The classes with the lowest accuracy: [{class, top1, images, taken_for, thumbnails}]."""
-    found = sorted(
-        (row for row in classes if row["top1"] and float(row["top1"]) < 1), key=lambda row: float(row["top1"])
-    )
-    worst = found[:WORST_CLASSES]
+    worst = [row for row in classes if row["top1"] and float(row["top1"]) < 1]
+    worst = sorted(worst, key=lambda row: float(row["top1"]))[:WORST_CLASSES]
     images = _images(run) if rows else {}
     for row in worst:
         taken = [p for p in confusion if p["label"] == row["label"] != p["predicted"]]
@@ -160,44 +154,16 @@ def _thumbnail(image):
 
 
 def _matrix(classes, confusion):
-    """(SVG of the confusions, classes in it, all classes); of many classes, those with most errors."""
-    errors = {row["label"]: int(row["images"]) - int(row["correct"]) for row in classes if int(row["images"])}
-    if not errors:
-        return None
-    shown = sorted(sorted(errors, key=lambda name: -errors[name])[:MATRIX], key=int)
-    place = {name: i for i, name in enumerate(shown)}
-    of_label = {row["label"]: row for row in classes}
-    n, longest = len(shown), max(len(_short(of_label[name]["class"])) for name in shown)
-    left, top = 14 + 6.5 * longest, 18 + 5 * longest
-    cell = min(44, 440 / n)
-    size = f'width="{cell - 1.5:.1f}" height="{cell - 1.5:.1f}"'
-    width, height = left + n * cell + 4 * longest, top + n * cell
-    svg = [
-        f'<svg class="matrix" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
-        f'style="min-width: {min(width, 20 * n + left):.0f}px">'
+    """What the template draws: names, cells (column, row, row of confusion.csv, share), number of all classes."""
+    of_label = {row["label"]: row for row in classes if int(row["images"])}
+    errors = {label: int(row["images"]) - int(row["correct"]) for label, row in of_label.items()}
+    shown = sorted(sorted(errors, key=lambda label: -errors[label])[:MATRIX], key=int)
+    place = {label: i for i, label in enumerate(shown)}
+    names = [of_label[label]["class"] for label in shown]
+    cells = [
+        (place[row["predicted"]], place[row["label"]], row, int(row["images"]) / int(of_label[row["label"]]["images"]))
+        for row in confusion
+        if row["label"] in place and row["predicted"] in place
     ]
-    for name, i in place.items():
-        text, at = escape(_short(of_label[name]["class"])), (i + 0.5) * cell
-        svg.append(f'<text x="{left - 6}" y="{top + at + 4:.1f}" text-anchor="end">{text}</text>')
-        svg.append(f'<text transform="translate({left + at + 4:.1f} {top - 6}) rotate(-50)">{text}</text>')
-        y = top + i * cell
-        svg += [f'<rect class="empty" x="{left + k * cell:.1f}" y="{y:.1f}" {size} rx="2"/>' for k in range(n)]
-    for row in confusion:
-        if row["label"] in place and row["predicted"] in place:
-            share = int(row["images"]) / int(of_label[row["label"]]["images"])
-            x, y = left + place[row["predicted"]] * cell, top + place[row["label"]] * cell
-            kind = "right" if row["label"] == row["predicted"] else "wrong"
-            svg.append(
-                f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" {size} rx="2" '
-                f'fill-opacity="{0.12 + 0.88 * share**0.6:.2f}"><title>{escape(row["class"])} taken for '
-                f"{escape(row['predicted_class'])}: {row['images']} ({share:.1%})</title></rect>"
-            )
-            if cell >= 24:
-                tone = "on" if share > 0.35 else "off"
-                middle = f'x="{x + cell / 2 - 0.7:.1f}" y="{y + cell / 2 + 3.5:.1f}"'
-                svg.append(f'<text class="count {tone}" {middle} text-anchor="middle">{row["images"]}</text>')
-    return Markup("".join([*svg, "</svg>"])), n, len(errors)
-
-
-def _short(name):
-    return name if len(name) <= 13 else f"{name[:12]}…"
+    names = [name if len(name) <= 13 else f"{name[:12]}…" for name in names]
+    return {"names": names, "cells": cells, "classes": len(errors)} if names else None

@@ -32,8 +32,7 @@ def follow(args, loader, found):
         return loader
     first_step = 0
     if found is not None:
-        done = loader.step if found.trained is None else found.step
-        first_step = found.epoch * len(loader) + done
+        first_step = found.epoch * len(loader) + (loader.step if found.trained is None else found.step)
     try:
         board = _Board(args.tensorboard_dir, len(loader), first_step)
     except OSError as e:
@@ -55,17 +54,17 @@ class _Board:
         if step == "PARAMETER":
             text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None)
             self._writer.add_text("configuration", f"```yaml\n{text}```", self._first_step)
-            return
-        if not step:
-            return  # the summary repeats the last epoch
-        epoch, number = step if len(step) == 2 else (*step, self._steps_each_epoch - 1)
+        elif len(step) == 1:
+            self._add(data, {"train": "train_epoch", "val": "val"}, (step[0] + 1) * self._steps_each_epoch - 1)
+            self._writer.flush()
+        elif len(step) == 2:  # an evaluation's own steps have no place among those of training
+            self._add(data, {"train": "train"}, step[0] * self._steps_each_epoch + step[1])
+
+    def _add(self, data, tags, step):
         for name, value in data.items():
             phase, _, metric = name.partition(".")
-            if len(step) == 1 or phase == "train":  # an evaluation's own steps have no place among those of training
-                tag = f"{phase}_epoch/{metric}" if len(step) == 1 and phase == "train" else f"{phase}/{metric}"
-                self._writer.add_scalar(tag, value, epoch * self._steps_each_epoch + number)
-        if len(step) == 1:
-            self._writer.flush()
+            if phase in tags:
+                self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
     def show(self, args, batch):
         if args.device == "gpu":

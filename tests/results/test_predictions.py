@@ -5,11 +5,15 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
+from paddle import static
 
 from conftest import phase
+from paddle_resnet import program
 from paddle_resnet.data import listing, records
 from paddle_resnet.native import build as native
+from paddle_resnet.steps import cuda_graph
 from utils.meters import TopMeter
 from utils.mode import Mode
 
@@ -93,15 +97,23 @@ def test_every_format_names_the_images_that_it_reads(predict, converted, tmp_pat
 
 
 def test_without_the_flag_the_program_has_no_logits_to_copy(parse):
-    from paddle import static
-
-    from paddle_resnet import program
-
     def fetched(*flags):
         return set(program.build(parse(*flags), static.Program(), static.Program(), 0, is_train=False)[0])
 
     assert fetched() == {"loss", "top1", "top5", "confusion"}
     assert fetched("--report-html", "x.html") == {"loss", "top1", "top5", "confusion", "logits"}
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_logits_can_be_part_of_a_recorded_step(parse):
+    native.load()
+    args = parse("--data-layout", "NHWC", "--kernels", "native", "--report-html", "x.html")
+    main, startup = static.Program(), static.Program()
+    fetchs, *_ = program.build(args, main, startup, 0, is_train=False)
+    static.Executor(paddle.CPUPlace()).run(startup)
+    types = {op.type for op in program.compile_prog(args, main, is_train=False)._program.global_block().ops}
+    assert "scale" in types and "logits" in fetchs
+    assert {name for name in types if not name.startswith("native_")} <= cuda_graph.REPEATABLE
 
 
 def test_top_meter_equals_numpy_and_keeps_nan_last():

@@ -19,7 +19,8 @@ def run_in_terminal(command, columns, **environment):
     """(exit code, what a terminal of that width received), stderr included."""
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)} | environment
+    # Empty: pytest-xdist sets COLUMNS for its workers, and the terminal's own width would not count.
+    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": ""} | environment
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
     received = b""
@@ -73,6 +74,23 @@ def test_a_run_on_a_terminal_shows_phases_and_steps_and_logs_the_same(photos, tm
     reports = [read_report(tmp_path / name / "report.json") for name in ("live", "plain")]
     assert losses(reports[0]) == losses(reports[1])
     assert [entry["step"] for entry in reports[0]] == [entry["step"] for entry in reports[1]]
+
+
+def test_a_terminal_that_is_gone_ends_no_run(tmp_path):
+    program = "import sys, time\nfrom utils import progress\nwith progress.shown():\n    print('ready', flush=True)\n"
+    program += "    time.sleep(1)\n    progress.phase('b')\nopen(sys.argv[1], 'w').close()"
+    ours, theirs = pty.openpty()
+    with open(tmp_path / "stderr", "w") as stderr:
+        environment = os.environ | {"TERM": "xterm"}
+        command = [sys.executable, "-c", program, tmp_path / "done"]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=stderr)
+    os.close(theirs)
+    received = b""
+    while b"ready" not in received:
+        received += os.read(ours, 100)
+    os.close(ours)
+    process.wait(60)
+    assert (tmp_path / "done").exists()
 
 
 def test_an_error_follows_the_live_line(tmp_path):

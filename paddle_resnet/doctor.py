@@ -1,0 +1,342 @@
+"""Says whether this machine can train, and what to do if not: `python -m paddle_resnet.doctor --help`.
+
+Whatever loads native libraries runs in a process of its own: its crash is a finding.
+"""
+
+import argparse
+import io
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+from time import monotonic
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
+LEAST_OPEN_FILES = 1024
+TIMEOUT_S = 300
+LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
+# The real command on a tiny network: four steps, so that a GPU runs a recorded one, too.
+STEP = [
+    *("--model-arch-name", "ResNet18", "--num-of-class", "8", "--image-shape", "4,32,32", "--crop-size", "32"),
+    *("--resize-short", "36", "--batch-size", "8", "--data-layout", "NHWC", "--data-format", "synthetic"),
+    *("--run-scope", "train_only", "--benchmark", "--benchmark-warmup-steps", "3", "--benchmark-steps", "1"),
+    *("--show-config", "false", "--warmup-epochs", "0"),
+]
+STEP_ON_A_GPU = ["--amp", "--amp-level", "O2", "--use-dynamic-loss-scaling"]
+
+# One line of the table. verdict: "ok"; "note", which training survives; "no", with which it would fail.
+Row = namedtuple("Row", "what found verdict remedy", defaults=["ok", ""])
+
+
+def examine(output_dir):
+    """Look at this machine, then try what training needs; yields a Row for each."""
+    facts, problem = _child(_tell_facts)
+    gpus = _nvidia_gpus()
+    facts = facts or {}
+    device = facts.get("device", "gpu" if gpus else "cpu")
+    yield from _gpu_rows(gpus, facts)
+    if problem:
+        yield Row("Paddle", problem, "no", "python -m pip install -r requirements.txt; see docs/install.md")
+    yield from [Row(*row) for row in facts.get("rows", [])]
+    yield _compiler()
+    yield from _machine(device, len(gpus))
+    yield _disk(Path(output_dir))
+    if not problem and facts["trains"]:
+        yield from _tries(device, facts["lack"])
+
+
+def _nvidia_gpus():
+    """[what nvidia-smi says of a GPU: name, memory, driver]; [] without a driver."""
+    words = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def _gpu_rows(gpus, facts):
+    if not gpus:
+        yield Row("driver", "no NVIDIA driver: training runs on the CPU")
+        return
+    yield Row("driver", gpus[0][2])
+    for index, (name, memory, _) in enumerate(gpus):
+        capabilities = facts.get("capabilities", [])
+        capability = f", compute capability {capabilities[index]}" if index < len(capabilities) else ""
+        yield Row(f"GPU {index}", f"{name}, {memory}{capability}")
+
+
+def _tell_facts():
+    """What Paddle, DALI and NVRTC say; runs in a child."""
+    import paddle
+
+    from paddle_resnet import compat, gpus, libraries
+    from paddle_resnet.native import build as native
+    from utils.errors import UsageError
+
+    has_gpus, rows, problem = bool(_nvidia_gpus()), [], None
+    count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    try:
+        compat.check_version()
+        refusal = None
+    except UsageError as e:
+        refusal = str(e)
+    build = gpus.describe_build() if paddle.is_compiled_with_cuda() else f"Paddle {paddle.__version__}, a CPU build"
+    rows.append(("Paddle", refusal or build, "no" if refusal else "ok"))
+    device = "gpu" if has_gpus else "cpu"
+    if has_gpus:
+        rows += [_library(libraries, *words) for words in LIBRARIES]
+        # The words of train.py.
+        problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
+        rows.append(("try: kernel", problem or f"one of Paddle's runs on {count} GPU(s)", "no" if problem else "ok"))
+    capability = paddle.device.cuda.get_device_capability(0) if count else None
+    lack = native.missing(capability)
+    rows += [_dali(device), _nvrtc(native, capability), _kernel_cache(native)]
+    capabilities = [".".join(map(str, paddle.device.cuda.get_device_capability(i))) for i in range(count)]
+    return {
+        "device": device,
+        "rows": rows,
+        "trains": not (refusal or problem),
+        "lack": lack,
+        "capabilities": capabilities,
+    }
+
+
+def _library(libraries, name, what):
+    if not libraries.is_served():
+        return (what, "this build of Paddle looks for it itself", "ok")
+    path = libraries.find(name)
+    return (what, path, "ok") if path else (what, "none", "note", "python -m pip install -r requirements.txt")
+
+
+def _dali(device):
+    import nvidia.dali
+
+    decoders = "decodes on the CPU"
+    if device == "gpu":
+        has_unit = _has_jpeg_unit()
+        decoders = f"decodes on the GPU, {'with' if has_unit else 'without'} a hardware JPEG decoder"
+    return ("DALI", f"{nvidia.dali.__version__}, {decoders}", "ok")
+
+
+def _has_jpeg_unit():
+    """Whether GPU 0 has a decoder in hardware: only then the driver tells how busy it is."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        pynvml.nvmlDeviceGetJpgUtilization(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+def _nvrtc(native, capability):
+    library = native._nvrtc()
+    if library is None:
+        verdict = "no" if capability else "ok"
+        return ("NVRTC", "none", verdict, "python -m pip install -r requirements.txt" if capability else "")
+    import ctypes
+
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return ("NVRTC", f"{major.value}.{minor.value}, {library._name}", "ok")
+
+
+def _kernel_cache(native):
+    try:
+        folder = native.cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, native.Unavailable) as e:
+        return ("kernel cache", str(e), "note", "XDG_CACHE_HOME names another place")
+    count = sum(1 for pattern in ("*.so", "*.cubin") for _ in folder.glob(pattern))
+    return ("kernel cache", f"{folder}, {count} files", "ok")
+
+
+def _compiler():
+    words = os.environ.get("CXX", "").split() or ["g++"]
+    path = shutil.which(words[0])
+    if path is None:
+        remedy = "install it, or name another one in CXX; without it training uses Paddle's kernels, which are slower"
+        return Row("C++ compiler", f"no {words[0]}", "note", remedy)
+    done = subprocess.run([path, "--version"], capture_output=True, text=True)
+    return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
+
+
+def _machine(device, gpu_count):
+    cores = len(os.sched_getaffinity(0))
+    yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
+    memory = _available_memory()
+    is_enough = memory >= LEAST_MEMORY
+    remedy = "" if is_enough else f"ResNet-50 wants {LEAST_MEMORY // GIB} GiB a process: give a smaller --batch-size"
+    yield Row("memory", f"{memory / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
+    try:
+        shared = os.statvfs("/dev/shm")
+        size = shared.f_blocks * shared.f_frsize
+    except OSError:
+        size = 0
+    is_enough = size >= LEAST_SHARED_MEMORY or gpu_count < 2
+    remedy = "" if is_enough else "NCCL wants it between GPUs: start the container with --shm-size=1g"
+    yield Row("/dev/shm", f"{size / GIB:.1f} GiB", "ok" if is_enough else "note", remedy)
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    is_enough = files >= LEAST_OPEN_FILES or files == resource.RLIM_INFINITY
+    remedy = "" if is_enough else f"ulimit -n {min(most_files, 65536)}"
+    words = f"open files {_limit(files)}, processes {_limit(processes)}"
+    yield Row("ulimits", words, "ok" if is_enough else "note", remedy)
+
+
+def _limit(value):
+    return "unlimited" if value == resource.RLIM_INFINITY else value
+
+
+def _available_memory():
+    """Bytes that processes can still get, within the container's limit."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):  # no cgroup of version 2, or no limit
+        return available
+
+
+def _disk(folder):
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as e:
+        return Row("disk", f"{folder} cannot be written ({e.strerror})", "no", "give another --output-dir")
+    free = shutil.disk_usage(existing).free
+    is_enough = free >= LEAST_DISK
+    remedy = "" if is_enough else f"a ResNet-50 run keeps about {LEAST_DISK // GIB} GiB of checkpoints"
+    return Row("disk", f"{free / GIB:.1f} GiB free for {folder}", "ok" if is_enough else "note", remedy)
+
+
+def _tries(device, lack):
+    """Run what training runs."""
+    _, problem = _child(_tell_image, device)
+    yield Row("try: image", problem or "decoded by DALI", "no" if problem else "ok")
+    # Without the project's own kernels a GPU trains with Paddle's.
+    flags = [*STEP, "--device", device, *(STEP_ON_A_GPU if device == "gpu" else [])]
+    yield _try_training("try: training step", [], [*flags, "--kernels", "paddle" if lack else "native"], lack)
+    launch = ["-m", "paddle.distributed.launch", *(["--nproc_per_node", "2"] if device == "cpu" else [])]
+    yield _try_training("try: all-reduce", launch, [*flags, "--kernels", "paddle"], None)
+
+
+def _tell_image(device):
+    """Decode a JPEG; runs in a child."""
+    import numpy as np
+    from nvidia.dali import fn, pipeline_def
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), (200, 100, 50)).save(file, "JPEG")
+
+    @pipeline_def(batch_size=1, num_threads=1, device_id=0 if device == "gpu" else None)
+    def decode():
+        encoded = fn.external_source(lambda: [np.frombuffer(file.getvalue(), np.uint8)])
+        return fn.decoders.image(encoded, device="mixed" if device == "gpu" else "cpu")
+
+    pipeline = decode()
+    pipeline.build()
+    (images,) = pipeline.run()
+    pixels = np.asarray((images.as_cpu() if device == "gpu" else images)[0])
+    if pixels.shape != (48, 64, 3) or np.abs(pixels.astype(int) - (200, 100, 50)).max() > 8:
+        raise ValueError(f"DALI decodes wrong pixels: {pixels.shape}, {pixels[0, 0]}")
+
+
+def _try_training(what, launcher, flags, lack):
+    begin = monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), str(ROOT / "train.py"), *flags]
+        words += ["--output-dir", folder, "--report-file", f"{folder}/report.json"]
+        done = _run(words)
+        logs = sorted(Path(folder).glob("log/workerlog.*"))
+        said = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
+    if done.returncode == 0:
+        kernels = f"with Paddle's kernels, which are slower ({lack})" if lack else "with the project's own kernels"
+        words = f"{len(logs)} processes" if launcher else kernels
+        return Row(what, f"{words}, {monotonic() - begin:.0f} s", "note" if lack else "ok")
+    return Row(what, _reason(done.returncode, said), "no")
+
+
+def _child(function, *arguments):
+    """(what a function returns, None) or (None, what went wrong), from a process of its own."""
+    code = f"from paddle_resnet import doctor; doctor._answer(doctor.{function.__name__}, *{arguments!r})"
+    done = _run(["-c", code])
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1]), None
+    return None, _reason(done.returncode, done.stderr)
+
+
+def _answer(function, *arguments):
+    print(json.dumps(function(*arguments)), flush=True)
+    os._exit(0)  # libraries may crash at the end of a process
+
+
+def _run(words):
+    words = [sys.executable, *words]
+    try:
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, 1, "", f"Error: nothing for {TIMEOUT_S} s")
+
+
+def _reason(returncode, said):
+    """The last line of what a process said that names an error, or the signal that ended it."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if "rror: " in line] or lines[-1:]
+    if returncode < 0:
+        errors = [f"killed by {signal.Signals(-returncode).name} {' '.join(errors[-1:])}".strip()]
+    return errors[-1] if errors else f"exit code {returncode}"
+
+
+def _print_table(rows):
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("what", "found", "ok", "remedy"):
+        table.add_column(title, overflow="fold")
+    colours = {"ok": "green", "note": "yellow", "no": "red"}
+    for row in rows:
+        table.add_row(row.what, row.found, f"[{colours[row.verdict]}]{row.verdict}[/]", row.remedy)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main(argv=None):
+    """Examine this machine; returns the exit code: 0 training works here, 1 it would fail."""
+    import config
+
+    parser = argparse.ArgumentParser(prog="python -m paddle_resnet.doctor", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--output-dir", default=config.parse_args([]).output_dir, help="where a run would save (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    args = parser.parse_args(argv)
+    rows = list(examine(args.output_dir))
+    works = all(row.verdict != "no" for row in rows)
+    if args.json:
+        print(json.dumps({"works": works, "rows": [row._asdict() for row in rows]}, indent=1))
+    else:
+        _print_table(rows)
+        print("training works on this machine" if works else "training would fail on this machine")
+    return 0 if works else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

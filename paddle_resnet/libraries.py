@@ -1,0 +1,181 @@
+"""CUDA libraries from Python packages: Paddle finds them without LD_LIBRARY_PATH.
+
+Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). The
+nvidia-*-cu11 packages hold libcudnn.so.8 in folders that nothing searches. Paddle's call comes from libphi.so and
+searches, in this order,
+1. LD_LIBRARY_PATH,
+2. the folder that libphi.so was loaded from,
+3. the system's folders (ldconfig), then /usr/local/cuda/lib64.
+So libphi.so is loaded, before Paddle loads it, from a folder of links that has the packages' libraries beside it. This
+is done only where cuDNN or cuBLAS is neither on LD_LIBRARY_PATH nor in the system's folders: what the user has set up
+wins. Paddle 3 and Paddle's builds for CUDA 12 find their packages themselves.
+"""
+
+import contextlib
+import ctypes
+import ctypes.util
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from utils import cache
+from utils.errors import UsageError
+
+# Package folder: the version in its libraries' names that CUDA 11.8 and Paddle 2.6 want. Another package may have put
+# another version into the same folder.
+PACKAGES = {"cudnn": "8", "cublas": "11", "nccl": "2", "cuda_cupti": "11.8", "cuda_nvrtc": "11.2", "nvtx": "1"}
+# What Paddle 2.6 opens in every training step: {name: (library, major version)}. cuDNN 8 opens its own parts, and ends
+# the process where one is missing.
+NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcublasLt.so": ("cuBLAS", 11)}
+NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_train", "cnn_infer", "cnn_train")}
+NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
+
+_folder = None  # of links, once Paddle is imported
+
+
+class _BeforePaddle:
+    """A finder that finds nothing and is asked when Paddle is about to be imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "paddle":
+            sys.meta_path.remove(self)
+            _load_phi()
+
+
+def prepare():
+    """Let the import of Paddle, whenever it comes, load libphi.so from the folder of links."""
+    if "paddle" not in sys.modules:
+        sys.meta_path.insert(0, _BeforePaddle())
+
+
+def _load_phi():
+    global _folder
+    links = {} if _are_set_up() else _links()
+    if links:
+        _folder = _make_folder(links)
+        with contextlib.suppress(OSError):  # the import of Paddle says what is wrong
+            ctypes.CDLL(str(_folder / "libphi.so"))
+
+
+def _are_set_up():
+    """Whether the user's path or the system has the libraries that every step needs."""
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    folders.append("/usr/local/cuda/lib64")
+    return all(
+        any(Path(folder, f"lib{name}.so").exists() for folder in folders) or ctypes.util.find_library(name)
+        for name in ("cudnn", "cublas")
+    )
+
+
+def _links():
+    """{name: target} for the folder; {} where this Paddle needs none."""
+    found = importlib.util.find_spec("paddle")
+    packages = importlib.util.find_spec("nvidia")
+    if found is None or packages is None:
+        return {}
+    paddle = Path(found.submodule_search_locations[0])
+    with contextlib.suppress(OSError):
+        text = (paddle / "version/__init__.py").read_text()
+        values = dict(re.findall(r"^(\w+) *= *'(.*)'", text, re.M))
+        if not _is_served(values["full_version"], values["cuda_version"]):
+            return {}
+    links = {}
+    for root in packages.submodule_search_locations:
+        for package, version in PACKAGES.items():
+            for library in Path(root, package, "lib").glob(f"lib*.so.{version}"):
+                links[library.name] = links[library.name.removesuffix(f".{version}")] = library
+    return links and {path.name: path for path in (paddle / "libs").glob("*.so*")} | links
+
+
+def is_served():
+    """Whether the imported Paddle is one that this module serves. Others bring their libraries, or look for them."""
+    import paddle
+
+    return _is_served(paddle.version.full_version, str(paddle.version.cuda()))
+
+
+def _is_served(version, cuda):
+    return version.startswith("2.6") and cuda.startswith("11.")
+
+
+def _make_folder(links):
+    key = hashlib.sha256("\0".join(f"{name}\0{target}" for name, target in sorted(links.items())).encode())
+    try:
+        folder = cache.folder() / f"libraries-{key.hexdigest()[:16]}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            part = Path(tempfile.mkdtemp(dir=folder.parent, prefix="libraries.part."))
+            _fill(part, links)
+            try:
+                part.rename(folder)
+            except OSError:  # another process was faster
+                shutil.rmtree(part)
+        return folder
+    except (OSError, UsageError):  # no cache folder: links for this process alone
+        _make_folder.temporary = tempfile.TemporaryDirectory(prefix="paddle_resnet_libraries.")
+        _fill(Path(_make_folder.temporary.name), links)
+        return Path(_make_folder.temporary.name)
+
+
+def _fill(folder, links):
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+
+
+def problem(several_gpus=False):
+    """What keeps Paddle from its CUDA libraries; to be called after the import of Paddle.
+
+    Args:
+        several_gpus: NCCL is needed, too.
+    Returns:
+        a sentence with the remedy, or None.
+    """
+    import paddle
+
+    if not is_served():
+        return None
+    needed = NEEDED | (NEEDED_BY_SEVERAL_GPUS if several_gpus else {})
+    for name, (library, major) in needed.items():
+        path = find(name)
+        if path is None:
+            found = "cannot be opened"
+        elif _major(path) != major:
+            found = f"is {path}"
+        else:
+            continue
+        return (
+            f"Paddle {paddle.__version__} needs {library} {major} and {name} {found}: python -m pip install -r "
+            "requirements.txt brings it; LD_LIBRARY_PATH goes before that"
+        )
+    return None
+
+
+def find(name):
+    """Open a library as Paddle will; returns the path of its file, or None if there is none."""
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    folders += [str(_folder)] if _folder else []
+    for candidate in (*[f"{folder}/{name}" for folder in folders], name, f"/usr/local/cuda/lib64/{name}"):
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(candidate)
+            return _path(library)
+    return None
+
+
+class _LinkMap(ctypes.Structure):
+    """The beginning of struct link_map (link.h), which glibc's dlopen returns."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
+
+
+def _path(library):
+    return os.path.realpath(_LinkMap.from_address(library._handle).name.decode())
+
+
+def _major(path):
+    found = re.search(r"\.so\.(\d+)", Path(path).name)
+    return found and int(found[1])

@@ -1,0 +1,145 @@
+"""The doctor on this machine, healthy and with something wrong."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import paddle
+import pytest
+
+from conftest import ROOT
+from paddle_resnet import doctor, gpus, libraries
+
+
+def test_healthy_machine_trains(tmp_path):
+    """The real thing, as a user starts it."""
+    command = [sys.executable, "-m", "paddle_resnet.doctor", "--json", "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["works"]
+    verdicts = {row["what"]: row["verdict"] for row in told["rows"]}
+    found = {row["what"]: row["found"] for row in told["rows"]}
+    expected = ["driver", "Paddle", "DALI", "NVRTC", "kernel cache", "C++ compiler", "cores", "memory", "/dev/shm"]
+    expected += ["ulimits", "disk", "try: image", "try: training step", "try: all-reduce"]
+    assert set(expected) <= set(verdicts)
+    assert "no" not in verdicts.values()
+    assert paddle.__version__ in found["Paddle"]
+    assert str(tmp_path) in found["disk"]
+
+
+@pytest.fixture
+def examine(monkeypatch, tmp_path):
+    """{what: Row} without the long tries."""
+    monkeypatch.setattr(doctor, "_tries", lambda device, lack: iter([doctor.Row("tries", f"{device}, {lack}")]))
+
+    def examine(output_dir=tmp_path):
+        return {row.what: row for row in doctor.examine(output_dir)}
+
+    return examine
+
+
+def test_table_and_exit_code(examine, capsys, tmp_path):
+    assert doctor.main(["--output-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "C++ compiler" in out and "training works on this machine" in out
+    (tmp_path / "file").write_text("")
+    assert doctor.main(["--output-dir", str(tmp_path / "file/output")]) == 1
+    out = capsys.readouterr().out
+    assert "give another --output-dir" in out and "training would fail on this machine" in out
+
+
+def test_machine_without_compiler_trains_with_paddles_kernels(examine, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "nosuch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = examine()
+    assert rows["C++ compiler"].found == "no nosuch" and rows["C++ compiler"].verdict == "note"
+    assert rows["tries"].found == "cpu, no C++ compiler (nosuch)"
+
+
+def test_cache_that_cannot_be_written(examine, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert examine()["kernel cache"].verdict == "note"
+
+
+def test_small_machine(examine, monkeypatch):
+    monkeypatch.setattr(doctor, "_available_memory", lambda: 2**30)
+    monkeypatch.setattr(doctor, "LEAST_DISK", 2**60)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
+    rows = examine()
+    assert {what for what, row in rows.items() if row.verdict == "note"} >= {"memory", "disk", "ulimits"}
+    assert rows["ulimits"].remedy == "ulimit -n 4096"
+
+
+def in_children(monkeypatch, tmp_path, code):
+    """Run code in every Python that is started from here."""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_library_that_crashes_is_a_finding(examine, monkeypatch, tmp_path):
+    in_children(monkeypatch, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    rows = examine()
+    assert rows["Paddle"].found == "killed by SIGSEGV" and rows["Paddle"].verdict == "no"
+    assert "tries" not in rows and "disk" in rows
+
+
+def test_paddle_that_is_not_installed_is_a_finding(examine, monkeypatch, tmp_path):
+    in_children(monkeypatch, tmp_path, "import sys\nsys.modules['paddle'] = None")
+    rows = examine()
+    assert "ModuleNotFoundError: " in rows["Paddle"].found and rows["Paddle"].verdict == "no"
+    assert "requirements.txt" in rows["Paddle"].remedy
+
+
+def test_unsupported_paddle_is_a_finding(examine, monkeypatch, tmp_path):
+    in_children(monkeypatch, tmp_path, "import paddle\npaddle.__version__ = '2.4.1'")
+    row = examine()["Paddle"]
+    assert row.verdict == "no" and "Paddle 2.4.1 is not supported" in row.found
+
+
+def test_hanging_child_is_a_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
+    done = doctor._run(["-c", "import time; time.sleep(60)"])
+    assert doctor._reason(done.returncode, done.stderr) == "Error: nothing for 1 s"
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    """A machine with two GPUs, and a Paddle whose answers are made up; the children's work is done here."""
+    monkeypatch.setattr(doctor, "_nvidia_gpus", lambda: [["NVIDIA H100", "81559 MiB", "550.54.15"]] * 2)
+    monkeypatch.setattr(doctor, "_child", lambda function, *arguments: (function(*arguments), None))
+    monkeypatch.setattr(doctor, "_has_jpeg_unit", lambda: True)
+    monkeypatch.setattr(gpus, "describe_build", lambda: "Paddle 2.6.2 for CUDA 11.8, capability 6.1 8.6")
+    monkeypatch.setattr(libraries, "is_served", lambda: True)
+    monkeypatch.setattr(libraries, "find", lambda name: f"/opt/{name}.8")
+    for name, value in {
+        "is_compiled_with_cuda": lambda: True,
+        "device.cuda.device_count": lambda: 2,
+        "device.cuda.get_device_capability": lambda index: (9, 0),
+    }.items():
+        monkeypatch.setattr(f"paddle.{name}", value)
+
+
+def test_gpu_machine(examine, gpu_machine, monkeypatch):
+    monkeypatch.setattr(gpus, "problem", lambda index, several: None)
+    rows = examine()
+    assert rows["driver"].found == "550.54.15"
+    assert rows["GPU 1"].found == "NVIDIA H100, 81559 MiB, compute capability 9.0"
+    assert rows["cuDNN"].found == "/opt/libcudnn.so.8"
+    assert rows["DALI"].found.endswith("with a hardware JPEG decoder")
+    assert rows["try: kernel"].verdict == "ok"
+    assert rows["tries"].found.startswith("gpu, ")
+
+
+def test_gpu_that_paddle_cannot_use_has_the_words_of_train(examine, gpu_machine, monkeypatch):
+    monkeypatch.setattr(gpus, "problem", lambda index, several: f"GPU {index} is too new" if index else None)
+    rows = examine()
+    assert rows["try: kernel"].found == "GPU 1 is too new" and rows["try: kernel"].verdict == "no"
+    assert "tries" not in rows
+
+
+def test_training_that_fails_says_why(monkeypatch):
+    row = doctor._try_training("try", [], ["--epochs", "none"], None)
+    assert row.verdict == "no" and row.found.startswith("train.py: error: ") and "--epochs" in row.found

@@ -1,0 +1,120 @@
+"""What is said of a GPU that Paddle cannot compute on; none is here, so Paddle's answers are made up."""
+
+import struct
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet import gpus, libraries
+from utils.errors import UsageError
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU build of Paddle, one GPU, and an Executor that answers what the list `answers` holds."""
+    answers = [np.arange(4, dtype=np.float32) * 2]
+
+    class Executor:
+        def __init__(self, place):
+            pass
+
+        def run(self, program, feed, fetch_list):
+            if isinstance(answers[0], Exception):
+                raise answers[0]
+            return answers[:1]
+
+    for name, value in {
+        "is_compiled_with_cuda": lambda: True,
+        "CUDAPlace": lambda index: index,
+        "device.cuda.device_count": lambda: 1,
+        "device.cuda.get_device_capability": lambda index: (9, 0),
+        "device.cuda.get_device_name": lambda index: "NVIDIA H100",
+        "version.cuda": lambda: "11.8",
+    }.items():
+        monkeypatch.setattr(f"paddle.{name}", value)
+    monkeypatch.setattr(static, "Executor", Executor)
+    monkeypatch.setattr(libraries, "problem", lambda several: None)
+    monkeypatch.setattr(gpus, "build_capabilities", lambda: ["6.1", "7.0", "8.6"])
+    return answers
+
+
+def test_gpu_that_works(gpu):
+    assert gpus.problem(0) is None
+    assert gpus.settle("auto", 0, False) == gpus.settle("gpu", 0, False) == "gpu"
+
+
+NO_KERNEL = OSError(
+    "\n\n----\nC++ Traceback\n----\nError Message Summary:\n----\nExternalError: CUDA error(209), no kernel image is "
+    "available for execution on the device. \n  [Hint: Please search for the error code] (at /paddle/x.cc:1)"
+)
+
+
+def test_gpu_without_kernels(gpu, capsys):
+    gpu[0] = NO_KERNEL
+    says = (
+        "GPU 0 (NVIDIA H100, compute capability 9.0) cannot run the kernels of "
+        f"Paddle {paddle.__version__} for CUDA 11.8, which has compute capability 6.1 7.0 8.6 "
+        "(ExternalError: CUDA error(209), no kernel image is available for execution on the device): make venv PADDLE="
+    )
+    assert gpus.problem(0).startswith(says)
+    with pytest.raises(UsageError) as e:
+        gpus.settle("gpu", 0, False)
+    assert str(e.value).startswith(f"--device gpu: {says}")
+    assert gpus.settle("auto", 0, False) == "cpu"
+    assert capsys.readouterr().err.startswith(f"warning: --device auto: this run is on the CPU: {says}")
+
+
+def test_gpu_that_computes_wrong_values(gpu):
+    gpu[0] = np.zeros(4, np.float32)
+    assert "[0.0, 1.0, 2.0, 3.0] + [0.0, 1.0, 2.0, 3.0] gives [0.0, 0.0, 0.0, 0.0]" in gpus.problem(0)
+
+
+def test_missing_library_comes_before_the_kernel(gpu, monkeypatch):
+    gpu[0] = NO_KERNEL
+    monkeypatch.setattr(libraries, "problem", lambda several: f"no NCCL {several}")
+    assert gpus.problem(0, several=True) == "no NCCL True"
+
+
+def test_no_gpu_build_and_no_gpu(gpu, monkeypatch, capsys):
+    assert "sees no GPU 1" in gpus.problem(1)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
+    assert "sees no GPU 0" in gpus.problem(0)
+    assert gpus.settle("auto", 0, False) == "cpu"
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
+    assert "is a CPU build: install a GPU build" in gpus.problem(0)
+    assert gpus.settle("auto", 0, False) == "cpu"
+    assert capsys.readouterr().err == ""  # a machine without GPU is no news
+
+
+def test_cpu_asks_nothing(monkeypatch):
+    monkeypatch.setattr(gpus, "problem", None)
+    assert gpus.settle("cpu", 0, False) == "cpu"
+
+
+def entry(kind, arch, payload):
+    return struct.pack("<HHIQ", kind, 0, 64, len(payload)) + bytes(12) + struct.pack("<I", arch) + bytes(32) + payload
+
+
+def fatbin(*entries):
+    body = b"".join(entry(*e) for e in entries)
+    return gpus._FATBIN + struct.pack("<HHQ", 1, 16, len(body)) + body
+
+
+def test_capabilities_of_a_library(tmp_path, monkeypatch):
+    """A file of GPU code is a header and entries of one architecture each; the magic word also occurs elsewhere."""
+    root = tmp_path / "paddle"
+    (root / "libs").mkdir(parents=True)
+    code = fatbin((2, 61, b"x" * 8), (2, 80, gpus._FATBIN * 2), (1, 90, b"y" * 16))
+    (root / "libs/libphi.so").write_bytes(
+        b"\x7fELF" + gpus._FATBIN + bytes(100) + code + bytes(8) + fatbin((2, 75, b""))
+    )
+    monkeypatch.setattr(paddle, "__file__", str(root / "__init__.py"))
+    monkeypatch.delattr(paddle.version, "cuda_archs", raising=False)
+    assert gpus.build_capabilities() == ["6.1", "7.5", "8.0", "9.0+"]
+
+
+def test_capabilities_that_paddle_tells(monkeypatch):
+    monkeypatch.setattr(paddle.version, "cuda_archs", lambda: [80, 90, 100], raising=False)
+    assert gpus.build_capabilities() == ["8.0", "9.0", "10.0"]

@@ -1,0 +1,140 @@
+"""Which CUDA library Paddle gets: small libraries stand for Paddle and for the packages, the real linker finds them."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import paddle
+import pytest
+
+from conftest import ROOT
+from paddle_resnet import libraries
+
+PHI = """
+#include <dlfcn.h>
+extern "C" const char *open_cudnn() {
+  void *cudnn = dlopen("libcudnn.so", RTLD_LAZY);
+  return cudnn == nullptr ? "none" : reinterpret_cast<const char *(*)()>(dlsym(cudnn, "whose"))();
+}
+"""
+PADDLE = """
+import ctypes, os
+phi = ctypes.CDLL(os.path.join(os.path.dirname(__file__), "libs", "libphi.so"))
+phi.open_cudnn.restype = ctypes.c_char_p
+"""
+RUN = """
+import sys
+import paddle_resnet
+assert "paddle" not in sys.modules
+import paddle
+print(paddle.phi.open_cudnn().decode())
+"""
+
+
+def compile_library(path, source, *flags):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", path, *flags]
+    subprocess.run(list(map(str, command)), input=source, text=True, check=True)
+
+
+def cudnn(whose):
+    return f'extern "C" const char *whose() {{ return "{whose}"; }}'
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Site packages with a Paddle and a cuDNN package."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    root = tmp_path / "site"
+    compile_library(root / "paddle/libs/libphi.so", PHI, "-Wl,-rpath,$ORIGIN", "-ldl")
+    (root / "paddle/__init__.py").write_text(PADDLE)
+    (root / "paddle/version").mkdir()
+    (root / "paddle/version/__init__.py").write_text("full_version    = '2.6.2'\ncuda_version     = '11.8'\n")
+    for version in "89":
+        name = f"libcudnn.so.{version}"
+        compile_library(root / "nvidia/cudnn/lib" / name, cudnn(f"package {version}"), f"-Wl,-soname,{name}")
+    return root
+
+
+def opened(site, **environment):
+    """Which cuDNN this Paddle opens."""
+    environment |= {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(site.parent / "cache")}
+    command = [sys.executable, "-S", "-c", RUN]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_library_of_a_package_is_found(site):
+    assert opened(site) == "package 8"
+    assert opened(site) == "package 8"  # with links that are there already
+    (folder,) = (site.parent / "cache/paddle_resnet").iterdir()
+    assert {"libcudnn.so", "libcudnn.so.8", "libphi.so"} <= {path.name for path in folder.iterdir()}
+
+
+def test_without_a_cache_folder(site):
+    (site.parent / "cache").write_text("no folder")
+    assert opened(site) == "package 8"
+
+
+def test_library_path_wins(site):
+    mine = site.parent / "mine"
+    compile_library(mine / "libcudnn.so", cudnn("mine"))
+    assert opened(site, LD_LIBRARY_PATH=str(mine)) == "mine"
+
+
+@pytest.mark.parametrize(("version", "cuda"), [("3.3.1", "11.8"), ("2.6.2", "12.0"), ("2.6.2", "False")])
+def test_other_builds_are_left_alone(site, version, cuda):
+    text = f"full_version    = '{version}'\ncuda_version     = '{cuda}'\n"
+    (site / "paddle/version/__init__.py").write_text(text)
+    assert opened(site) == "none"
+    assert not (site.parent / "cache").exists()
+
+
+@pytest.fixture
+def cuda_11(monkeypatch, tmp_path):
+    """This Paddle is one for CUDA 11 whose libraries are all there; returns their folder."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(paddle.version, "full_version", "2.6.2")
+    monkeypatch.setattr(paddle.version, "cuda", lambda: "11.8")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    for name, (_, major) in (libraries.NEEDED | libraries.NEEDED_BY_SEVERAL_GPUS).items():
+        put(tmp_path, name, major)
+    return tmp_path
+
+
+def put(folder, name, major):
+    """A library and, behind a name without version, a link to it."""
+    file = name if name.endswith(f".{major}") else f"{name}.{major}"
+    compile_library(folder / file, f"int is_{major};")
+    if file != name:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(file)
+
+
+def test_all_libraries_are_there(cuda_11):
+    assert libraries.problem() is None
+    assert libraries.problem(several_gpus=True) is None
+
+
+@pytest.mark.parametrize("name", ["libcublas.so", "libcudnn_cnn_train.so.8"])
+def test_missing_library_is_named(cuda_11, name):
+    (cuda_11 / name).unlink()
+    library = "cuBLAS 11" if "cublas" in name else "cuDNN 8"
+    says = f"needs {library} and {name} cannot be opened: python -m pip install -r requirements.txt brings it"
+    assert says in libraries.problem()
+
+
+def test_nccl_is_needed_by_several_gpus(cuda_11):
+    (cuda_11 / "libnccl.so").unlink()
+    assert libraries.problem() is None
+    assert "needs NCCL 2 and libnccl.so cannot" in libraries.problem(several_gpus=True)
+
+
+@pytest.mark.parametrize("major", [7, 9])
+def test_library_of_another_version_is_named(cuda_11, major):
+    put(cuda_11, "libcudnn.so", major)
+    assert f"needs cuDNN 8 and libcudnn.so is {cuda_11}/libcudnn.so.{major}" in libraries.problem()
