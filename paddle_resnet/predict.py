@@ -106,8 +106,7 @@ def find_images(words, stdin):
         if word == "-":
             paths += [line.rstrip("\n") for line in stdin if line.strip()]
         elif os.path.isdir(word):
-            found = sorted(str(p) for p in Path(word).rglob("[!.]*") if p.name.lower().endswith(IMAGE_SUFFIXES))
-            paths += found
+            paths += (found := sorted(str(p) for p in Path(word).rglob("[!.]*") if p.suffix.lower() in IMAGE_SUFFIXES))
             if not found:
                 raise UsageError(f"{word} holds no images ({', '.join(IMAGE_SUFFIXES)}): name another folder")
         else:
