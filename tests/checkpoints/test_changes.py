@@ -37,7 +37,7 @@ def test_an_image_that_moved_to_another_class_starts_the_epoch_again(run_train, 
     code, report = run_train(*flags, "--resume", image_root=root)
     assert code == 0
     said = capsys.readouterr().err
-    assert "the loader cannot go on where the checkpoint was written: list of images and labels (hash) is " in said
+    assert "the loader cannot resume inside the epoch: list of images and labels (hash) is " in said
     assert "epoch 1 starts again at its beginning" in said
     assert (1, 0) in losses(report)
 
