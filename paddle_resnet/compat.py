@@ -12,13 +12,15 @@ from utils.errors import UsageError
 
 # The whole suite passes with these. A newer patch release of the same line is taken.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
+IS_PADDLE_3 = paddle.version.major == "3"
+_PIR = "FLAGS_enable_pir_api"
 
 
 def check_version(version=paddle.__version__):
-    """Refuse a Paddle that is neither of the line of LOWEST nor of that of HIGHEST.
+    """Refuse a Paddle that is neither of the line of LOWEST nor of that of HIGHEST, or that builds PIR programs.
 
     Raises:
-        UsageError: it is another one.
+        UsageError: it is another one, or does.
     """
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
@@ -27,9 +29,12 @@ def check_version(version=paddle.__version__):
             f"Paddle {version} is not supported: this project was tested with {lowest} (lowest) and {highest} "
             f"(highest): install one of them, for example with make venv PADDLE={highest}"
         )
+    if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
+        raise UsageError(
+            f"{_PIR}: Paddle {version} builds PIR programs, for which it lacks Fleet's optimizer, mixed precision and "
+            "sparsity: unset it, and import paddle_resnet before Paddle (docs/paddle3.md has what was tried)"
+        )
 
-
-IS_PADDLE_3 = paddle.version.major == "3"
 
 # What Fleet writes for a gradient. Paddle 3's operator has no attribute use_calc_stream: it always runs on the
 # communication's own stream.

@@ -3,6 +3,9 @@
 A test that fails here says that a line of compat.py is no longer needed, or that Paddle has changed once more.
 """
 
+import subprocess
+import sys
+
 import numpy as np
 import paddle
 import pytest
@@ -41,6 +44,51 @@ def test_train_refuses_another_version(train_process, monkeypatch, tmp_path):
     done = train_process("--device", "cpu")
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if line.startswith("train.py: error: Paddle 2.4.1 is not")]
+
+
+@only_paddle_3
+def test_pir_is_refused(train_process, monkeypatch):
+    monkeypatch.setenv("FLAGS_enable_pir_api", "1")
+    done = train_process("--device", "cpu")
+    assert done.returncode == 2
+    assert "train.py: error: FLAGS_enable_pir_api: Paddle 3." in done.stderr
+
+
+PIR = """
+import paddle
+from paddle import static
+from paddle.distributed import fleet
+from paddle.incubate import asp
+
+def fails(what, error, function):
+    try:
+        function()
+    except error:
+        return
+    raise SystemExit(f"{what} works with PIR programs: see docs/paddle3.md")
+
+def minimize(optimizer):
+    with static.program_guard(static.Program(), startup := static.Program()):
+        loss = paddle.mean(paddle.nn.Linear(4, 4)(static.data("x", [2, 4])))
+        optimizer(paddle.optimizer.Momentum()).minimize(loss, startup)
+
+paddle.enable_static()
+fleet.init(is_collective=True)
+assert paddle.framework.in_pir_mode()
+fails("Fleet", TypeError, lambda: minimize(fleet.distributed_optimizer))
+fails("ASP", TypeError, lambda: minimize(asp.decorate))
+fails("AMP", ValueError, lambda: minimize(lambda o: static.amp.decorate(o, use_dynamic_loss_scaling=True)))
+fails("CompiledProgram", TypeError, lambda: static.CompiledProgram(static.Program())._compile(None, paddle.CPUPlace()))
+fails("clone(for_test)", TypeError, lambda: static.Program().clone(for_test=True))
+"""
+
+
+@only_paddle_3
+def test_pir_programs_still_lack_what_training_needs(monkeypatch):
+    """What FLAGS_enable_pir_api=0 is for. If one of these works, docs/paddle3.md is out of date."""
+    monkeypatch.setenv("FLAGS_enable_pir_api", "1")
+    done = subprocess.run([sys.executable, "-c", PIR], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 def attributes(op_type):
