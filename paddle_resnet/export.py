@@ -93,8 +93,12 @@ def _write_paddle(network, folder):
     if written != name:
         block._rename_var(name, "softmax")
         block._rename_var(written, name)
-    # Written here, not by Paddle's function in C++, which ignores a full disk; without call stacks and their paths.
-    (folder / f"{NAME}.pdmodel").write_bytes(program._remove_training_info().desc.serialize_to_string())
+    program = program._remove_training_info()
+    for op in program.global_block().ops:
+        if op.has_attr("op_callstack"):  # it names paths of this machine
+            op._remove_attr("op_callstack")
+    # Written here, not by Paddle's function in C++, which ignores a full disk.
+    (folder / f"{NAME}.pdmodel").write_bytes(program.desc.serialize_to_string())
     (folder / f"{NAME}.pdiparams").write_bytes(parameters)
 
 
