@@ -8,6 +8,7 @@ import config
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
 from paddle_resnet.job.processes import check_environment
 from utils import exit_codes, logger, progress, signals
+from utils.errors import RunError
 from utils.mode import Mode
 
 
@@ -35,14 +36,17 @@ def _run(args, argv):
     """The phases of a run, in order."""
     check_environment()
     progress.phase("the import of Paddle")
-    with signals.held_back():
-        import paddle  # noqa: F401  takes seconds, so after the flags are known to be right
-    from paddle import static
+    try:  # takes seconds, so after the flags are known to be right
+        with signals.held_back():
+            import paddle  # noqa: F401
+        from paddle import static
 
-    from paddle_resnet import compat
+        from paddle_resnet import compat
 
-    compat.check_version()
-    from paddle_resnet import phases, report
+        compat.check_version()
+        from paddle_resnet import phases, report
+    except (ImportError, MemoryError) as e:
+        raise RunError(f"Paddle or DALI cannot be imported ({e}): see python -m paddle_resnet.doctor") from e
     from paddle_resnet.checkpoints import restore
     from paddle_resnet.job import agreement, exchange, fleet, processes
 
