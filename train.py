@@ -15,9 +15,8 @@ from utils.mode import Mode
 def main(argv=None):
     """Run and return the exit code: 0 done, 1 failure, 2 usage, configuration or data, 75 stopped by a signal with all
     work saved, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        return exit_codes.of("train.py", lambda: _main(argv))
+        return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv))
     finally:
         logger.close()
 
