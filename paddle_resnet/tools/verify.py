@@ -167,30 +167,43 @@ def _compare_with_dali(context, root, mode, data_format, images, checked, report
     skip = frozenset(image.name for image, (failure, *_) in zip(images, checked, strict=True) if failure is not None)
     if not kept:
         return
-    receiver, sender = context.Pipe(duplex=False)
-    arguments = (root, data_format, mode, skip, [(digest, label) for _, digest, label in kept], sender)
-    process = context.Process(target=_read_with_dali, args=arguments)
-    process.start()
-    sender.close()
-    try:
-        differing, problem = receiver.recv()
-    except EOFError:  # it was ended by a signal
-        process.join()
-        differing, problem = [], f"{signal.Signals(-process.exitcode).name} ended it"
-    process.join()
+    expected = [(digest, label) for _, digest, label in kept]
+    differing, problem = _in_a_process(context, _read_with_dali, root, data_format, mode, skip, expected)
     for place in differing:
         report.failing[kept[place][0]] = "is another image, or has another label, when DALI reads it"
     if problem is not None:
         report.errors.append(f"DALI cannot read the {mode.value} split in {root} ({problem}): write it again")
 
 
-def _read_with_dali(root, data_format, mode, skip, expected, sender):
-    """Send ([places of the images that differ], what is wrong or None) for the images that DALI reads in order.
+def _in_a_process(context, function, *arguments):
+    """The result of a function that a new process calls, or ([], what ended the process)."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        result = receiver.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        result = [], f"{signal.Signals(-code).name if code < 0 else f'exit code {code}'} ended it"
+    process.join()
+    return result
+
+
+def _send_result(sender, function, arguments):
+    _keep_quiet()
+    sender.send(function(*arguments))
+
+
+def _read_with_dali(root, data_format, mode, skip, expected):
+    """Compare the images that DALI reads, in order, with those expected.
 
     Args:
         expected: [(digest, label)].
+    Returns:
+        ([places of the images that differ], what is wrong or None)
     """
-    _keep_quiet()
     differing, place = [], 0
 
     @pipeline_def(batch_size=DALI_BATCH, num_threads=1, device_id=None)
@@ -210,9 +223,8 @@ def _read_with_dali(root, data_format, mode, skip, expected, sender):
                     differing.append(place)
                 place += 1
     except (UsageError, RuntimeError) as e:
-        sender.send((differing, bad_images.reader_problem(str(e)) or str(e).partition("\n")[0]))
-    else:
-        sender.send((differing, None))
+        return differing, bad_images.reader_problem(str(e)) or str(e).partition("\n")[0]
+    return differing, None
 
 
 def _digest(data):

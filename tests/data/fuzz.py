@@ -1,0 +1,235 @@
+"""Damages small data sets at random, trains on them and verifies them: `python fuzz.py DIR FORMAT:N ...`.
+
+Mutation N of a format is the same in every run. test_fuzz.py calls this script, because what a mutation does may end
+the process. It prints a line `start FORMAT:N` before each mutation and `end FORMAT:N OUTCOME` after it. Outcomes that
+begin with "BAD" are defects of this project. A mutation that takes more than LIMIT_S seconds ends the process by
+SIGALRM.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+from PIL import Image
+
+import config
+import paddle_resnet  # noqa: F401  sets the environment
+from paddle_resnet import dali
+from paddle_resnet.job import processes
+from paddle_resnet.tools import convert, verify
+from utils.errors import UsageError
+from utils.mode import Mode
+
+LIMIT_S = 60
+IMAGES = 12  # of each split
+FLAGS = "--num-of-class 3 --image-shape 3,16,16 --crop-size 16 --resize-short 16 --device cpu --batch-size 1 "
+FLAGS += "--dali-num-threads 1 --dali-prefetch 1 --show-config false"
+WORDS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+NUMBERS = ["-1", "0", "3", "511", "512", "2147483648", "9223372036854775807", "9" * 30, "9" * 5000, "1e3", "nan", ""]
+
+
+def make(root):
+    """Small data sets: {format: folder}."""
+    source = root / "folder"
+    random = np.random.RandomState(0)
+    for split in ("train", "val"):
+        for i in range(IMAGES):
+            (source / split / f"c{i % 3}").mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray(random.randint(0, 255, (20, 24, 3), np.uint8))
+            image.save(source / split / f"c{i % 3}" / f"{i:02d}.{'jpg' if i % 2 else 'png'}")
+    filelist = root / "filelist"
+    shutil.copytree(source, filelist)
+    for split in ("train", "val"):
+        names = sorted(str(path.relative_to(filelist)) for path in (filelist / split).glob("*/*"))
+        (filelist / f"{split}.txt").write_text("".join(f"{name} {name.split('/')[1][1:]}\n" for name in names))
+    for name in convert.CONTAINER_FORMATS:
+        convert.convert(source, root / name, name, shards=2 if name in convert.SHARDED else None, workers=1)
+
+
+def mutate(folder, random):
+    """Damage one file, links left alone; returns what was done and the split that it belongs to."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    images = [path for path in files if path.suffix in (".jpg", ".png")]
+    others = [path for path in files if path not in images]
+    files = images if not others or (images and random.rand() < 0.3) else others
+    path = files[random.randint(len(files))]
+    data = path.read_bytes()
+    is_text = path.suffix in (".idx", ".txt", ".json")
+    name = random.choice(list(TEXT if is_text and random.rand() < 0.7 else BINARY))
+    changed = (TEXT | BINARY)[name](data, random)
+    path.write_bytes(changed)
+    return f"{name} {path.relative_to(folder)}", Mode.TRAIN if "train" in str(path.relative_to(folder)) else Mode.EVAL
+
+
+def span(data, random):
+    begin, end = sorted(random.randint(0, len(data) + 1, 2).tolist())
+    return begin, min(end, begin + int(random.choice([1, 8, 600, 10**6])))
+
+
+def some_bytes(data, random):
+    data = bytearray(data)
+    for _ in range(random.randint(1, 5)):
+        if data:
+            data[random.randint(len(data))] = random.randint(256)
+    return bytes(data)
+
+
+def word(data, random):
+    size = int(random.choice([4, 8]))
+    place = random.randint(max(1, len(data) // 4)) * 4
+    value = WORDS[random.randint(len(WORDS))] if random.rand() < 0.8 else random.randint(2**31)
+    return data[:place] + (value % 2 ** (8 * size)).to_bytes(size, "little") + data[place + size :]
+
+
+def truncated(data, random):
+    return data[: random.randint(len(data) + 1)]
+
+
+def deleted(data, random):
+    begin, end = span(data, random)
+    return data[:begin] + data[end:]
+
+
+def doubled(data, random):
+    begin, end = span(data, random)
+    return data[:end] + data[begin:]
+
+
+def zeros(data, random):
+    begin, end = span(data, random)
+    return data[:begin] + bytes(end - begin) + data[end:]
+
+
+def exchanged(data, random):
+    (a, b), size = random.randint(0, len(data) + 1, 2), int(random.choice([4, 64, 512, 4096]))
+    a, b = sorted((int(a), int(b)))
+    return data[:a] + data[b : b + size] + data[a + size : b] + data[a : a + size] + data[b + size :]
+
+
+def lines(change):
+    def changed(data, random):
+        found = data.split(b"\n")
+        change(found, random)
+        return b"\n".join(found)
+
+    return changed
+
+
+def line_deleted(found, random):
+    del found[random.randint(len(found))]
+
+
+def line_doubled(found, random):
+    found.insert(random.randint(len(found)), found[random.randint(len(found))])
+
+
+def line_replaced(found, random):
+    found[random.randint(len(found))] = found[random.randint(len(found))]
+
+
+def lines_exchanged(found, random):
+    a, b = random.randint(0, len(found), 2)
+    found[a], found[b] = found[b], found[a]
+
+
+def number_replaced(data, random):
+    numbers = list(re.finditer(rb"[0-9]+", data))
+    if not numbers:
+        return data
+    place = numbers[random.randint(len(numbers))]
+    value = int(place[0][:18])
+    choices = [*NUMBERS, str(-value), str(value + 1), str(value + 4), str(value + 512), str(value * 2), f"+{value}"]
+    return data[: place.start()] + choices[random.randint(len(choices))].encode() + data[place.end() :]
+
+
+BINARY = {f.__name__: f for f in (some_bytes, word, truncated, deleted, doubled, zeros, exchanged)}
+TEXT = {f.__name__: lines(f) for f in (line_deleted, line_doubled, line_replaced, lines_exchanged)}
+TEXT["number_replaced"] = number_replaced
+
+
+def train(folder, mode, data_format):
+    """[(label, digest of the pixels)] of an epoch, or the refusal."""
+    args = config.parse_args([*FLAGS.split(), "--image-root", str(folder), "--data-format", data_format])
+    processes.resolve_devices(args)
+    try:
+        batches = list(dali.build_dataloader(args, mode))
+    except UsageError as e:
+        assert "\n" not in str(e), e
+        return str(e)
+    found = [(int(np.array(b[0]["label"])[0, 0]), hashlib.md5(np.array(b[0]["data"])).hexdigest()) for b in batches]
+    bad = [label for label, _ in found if not 0 <= label < 3]
+    return f"the loss refuses the label {bad[0]}" if bad else found
+
+
+def judge(intact, found, report, lists_images):
+    """OUTCOME of a mutation; the images of an intact data set, and what was found in the damaged one."""
+    if isinstance(found, str):
+        return "refused" if report.training_would_fail else f"BAD verify is content and training is not: {found}"
+    if lists_images:  # another list is another data set
+        return "trained"
+    if len(found) != len(intact):
+        return f"BAD {len(found)} of {len(intact)} images"
+    digests = [digest for _, digest in intact]
+    for place, (_, digest) in enumerate(found):
+        if digest != digests[place] and digest in digests:
+            return f"BAD image {digests.index(digest)} at the place of {place}"
+    return "trained, and verify is not content" if report.training_would_fail else "trained"
+
+
+def run(base, work, data_format, number, intact):
+    """Returns (what was done, OUTCOME)."""
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(base / data_format, work)
+    random = np.random.RandomState([number, *data_format.encode()])
+    done = "nothing"
+    for _ in range(random.randint(1, 3)):
+        done, mode = mutate(work, random)
+    try:
+        found = train(work, mode, data_format)
+        report = verify.verify(work, num_of_class=3)
+        verify.show(report)
+        lists_images = data_format in ("folder", "filelist") or mode is Mode.TRAIN
+        if lists_images and data_format not in ("folder", "filelist") and not isinstance(found, str):
+            lists_images = len(found) == IMAGES  # shuffled and augmented: only their number is compared
+        return done, judge(intact, found, report, lists_images)
+    except Exception:
+        return done, "BAD " + traceback.format_exc().replace("\n", " | ")
+
+
+def main(folder, *mutations):
+    base = Path(folder) / "base"
+    if not base.exists():
+        make(base)
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+    verify.ProcessPoolExecutor = lambda workers, context, initializer: ThreadPoolExecutor(1)
+    verify._in_a_process = lambda context, function, *arguments: function(*arguments)
+    said = sys.stdout
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        intact = {}
+        for mutation in mutations:
+            print("start", mutation, file=said, flush=True)
+            signal.alarm(LIMIT_S)
+            data_format, _, number = mutation.partition(":")
+            if data_format not in intact:
+                intact[data_format] = train(base / data_format, Mode.EVAL, data_format)
+                assert len(intact[data_format]) == IMAGES, intact[data_format]
+            # A folder of its own: a process must not open an LMDB twice.
+            work = Path(folder) / f"{data_format}-{os.getpid()}-{number}"
+            done, outcome = run(base, work, data_format, int(number), intact[data_format])
+            signal.alarm(0)
+            shutil.rmtree(work)
+            print("end", mutation, f"{outcome} ({done})", file=said, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
