@@ -1,5 +1,6 @@
 """What `make venv` installs, with a Python that only notes what pip is asked for."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,7 +37,10 @@ def make(tmp_path):
         calls = tmp_path / "calls"
         calls.unlink(missing_ok=True)
         command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        # Not those of the make that runs the tests.
+        of_make = ("PADDLE", "PADDLE_WORDS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+        environment = {name: value for name, value in os.environ.items() if name not in of_make}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         return calls.read_text().splitlines() if calls.exists() else [], done.stdout
 

@@ -155,7 +155,7 @@ def test_every_format_is_verified_and_trains_without_what_fails(
     odd_containers, odd, run_train, tmp_path, capsys, monkeypatch
 ):
     expected, reports, look = verify.verify(odd), [], verify.verify
-    monkeypatch.setattr(verify, "verify", lambda root: reports.append(look(root)) or reports[-1])
+    monkeypatch.setattr(verify, "verify", lambda *args: reports.append(look(*args)) or reports[-1])
     bad = tmp_path / "bad.txt"
     flags = ["--num-of-class", "4", "--batch-size", "4"]
     for data_format, root in odd_containers.items():
@@ -196,7 +196,7 @@ def test_good_folder_passes(photos, tmp_path):
 
 
 def test_fix_list_that_cannot_be_written_is_refused_at_once(photos, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verify, "verify", lambda root: pytest.fail("hours of work for nothing"))
+    monkeypatch.setattr(verify, "verify", lambda *args: pytest.fail("hours of work for nothing"))
     path = tmp_path / "missing/bad.txt"
     assert dataset.main(["verify", str(photos), "--fix-list", str(path)]) == 2
     assert f"--fix-list {path} cannot be written (No such file or directory)" in capsys.readouterr().err
