@@ -67,6 +67,16 @@ class Run:
             network.eval()
             out = paddle.nn.functional.softmax(network(images))
         static.save_inference_model(str(folder / "model"), [images], [out], self._exe, program=evaluation)
+        leave_out_call_stacks(folder / "model.pdmodel")
+
+
+def leave_out_call_stacks(path):
+    """They name paths of the machine that wrote the model."""
+    model = static.deserialize_program(path.read_bytes())
+    for op in model.global_block().ops:
+        if op.has_attr("op_callstack"):
+            op._remove_attr("op_callstack")
+    path.write_bytes(model.desc.serialize_to_string())
 
 
 def write(folder):
