@@ -1,7 +1,6 @@
 """Whether the installed Paddle can compute on this machine's GPU. train.py and doctor.py say the same words."""
 
 import mmap
-import re
 import struct
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from paddle import static
 
 from paddle_resnet import libraries
 from utils import logger
-from utils.errors import UsageError
+from utils.errors import UsageError, core
 
 INSTALL = 'make venv PADDLE="REQUIREMENT -i INDEX" installs another build, see docs/install.md'
 _FATBIN = b"\x50\xed\x55\xba"  # begins each file of GPU code inside a library
@@ -69,14 +68,8 @@ def _kernel_problem(index):
             return None
         reason = f"{values.tolist()} + {values.tolist()} gives {result.tolist()}"
     except (RuntimeError, OSError) as e:
-        reason = _first_sentence(e)
+        reason = core(e)
     return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}): {INSTALL}"
-
-
-def _first_sentence(error):
-    """What a Paddle error says, without the C++ trace before it and the hints behind it."""
-    found = re.search(r"\w*Error: \S.*|\(\w+\) .*", str(error))
-    return found[0].rstrip(". ") if found else " ".join(str(error).split())
 
 
 def describe(index):

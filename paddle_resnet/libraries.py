@@ -27,8 +27,9 @@ from utils import cache
 from utils.errors import UsageError
 
 # Package folder: the version in its libraries' names that CUDA 11.8 and Paddle 2.6 want. Another package may have put
-# another version into the same folder.
-PACKAGES = {"cudnn": "8", "cublas": "11", "nccl": "2", "cuda_cupti": "11.8", "cuda_nvrtc": "11.2", "nvtx": "1"}
+# another version into the same folder. Paddle opens cuSOLVER when it begins to record a CUDA graph.
+PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
+PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
 # What Paddle 2.6 opens in every training step: {name: (library, major version)}. cuDNN 8 opens its own parts, and ends
 # the process where one is missing.
 NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcublasLt.so": ("cuBLAS", 11)}

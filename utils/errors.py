@@ -1,9 +1,18 @@
 """Errors with a known cause. train.py prints each as one sentence."""
 
+import re
+
 
 def printable(text):
     """A text with escapes such as \\n and \\x1b for the characters that would break the line or steer the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def core(error):
+    """What an error of Paddle says, without its traces and hints."""
+    found = re.findall(r"^ *(\w*Error:\s+\S.*)|(\(\w+\) .*)", str(error), re.MULTILINE)
+    text = "".join(found[-1]) if found else str(error).strip() or repr(error)
+    return " ".join(text.split()).rstrip(".")
 
 
 NO_CLASS = (

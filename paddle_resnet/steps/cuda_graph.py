@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import re
 import warnings
 import weakref
 
@@ -23,7 +22,7 @@ from paddle.device.cuda.graphs import CUDAGraph
 
 from paddle_resnet import compat
 from paddle_resnet.job import exchange, processes
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, core
 
 # The first steps choose algorithms and create cuDNN's state: they run operator by operator.
 STEPS_BEFORE = 2
@@ -145,8 +144,7 @@ class Recorder:
                     raise
                 graph.capture_end()
         except Exception as e:
-            reason = _reason(e)
-            raise RunError(f"the step cannot be recorded as a CUDA graph ({reason}): give --cuda-graph false") from e
+            raise RunError(f"the step cannot be recorded as a CUDA graph ({core(e)}): give --cuda-graph false") from e
         self._graph, self._recorded_at = graph, self._addresses()
 
     def _addresses(self):
@@ -177,13 +175,6 @@ def _recording():
         paddle.set_flags(before)
         if collects:
             gc.enable()
-
-
-def _reason(error):
-    """The line of one of Paddle's errors that says what happened, without the operator's name and hints after it."""
-    text = str(error).strip() or repr(error)
-    found = re.findall(r"^ *(\w*Error:\s+\S.*)", text, re.MULTILINE) or text.splitlines()
-    return " ".join(found[-1].split()).rstrip(".")
 
 
 def _split(program, variables, post):

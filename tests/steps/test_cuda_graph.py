@@ -181,9 +181,14 @@ def test_step_is_recorded_anew_where_a_tensor_of_another_process_has_moved(run_t
             "--- Error Message Summary: ---\nResourceExhaustedError: \n\nOut of memory error on GPU 0. Full.\n\nPlease",
             "ResourceExhaustedError: Out of memory error on GPU 0. Full",
         ),
+        (
+            "In user code:\n  line\n(PreconditionNotMet) The third-party dynamic library (libcusolver.so) is not "
+            "configured correctly.\n  Suggestions:\n  1. Check it.\n    - Windows: set PATH (at x.cc:3)",
+            "(PreconditionNotMet) The third-party dynamic library (libcusolver.so) is not configured correctly",
+        ),
         ("no such form", "no such form"),
     ],
-    ids=["CUDA", "memory", "other"],
+    ids=["CUDA", "memory", "library", "other"],
 )
 def test_failing_record_names_the_reason_and_the_remedy(run_train, capsys, fake, monkeypatch, message, reason):
     def fail(self):
