@@ -296,9 +296,10 @@ def _run(words):
 
 
 def _reason(returncode, said):
-    """The last line of what a process said that names an error, or the signal that ended it."""
+    """The last line of what a process or a job said that names an error, or the signal that ended it."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
+    errors = [line for line in errors if " failed first: " not in line] or errors  # the rank that failed says more
     if returncode < 0:
         errors = [f"killed by {signal.Signals(-returncode).name} {' '.join(errors[-1:])}".strip()]
     return errors[-1] if errors else f"exit code {returncode}"

@@ -105,6 +105,13 @@ def test_hanging_child_is_a_finding(monkeypatch):
     assert doctor._reason(done.returncode, done.stderr) == "Error: nothing for 1 s"
 
 
+def test_the_rank_that_failed_gives_the_reason_of_a_job():
+    said = "FatalError: `Segmentation fault` is detected\ntrain.py: Error: rank 0 failed first: its process ended\n"
+    assert doctor._reason(1, said) == "FatalError: `Segmentation fault` is detected"
+    (last,) = said.splitlines()[1:]
+    assert doctor._reason(1, last) == last
+
+
 @pytest.fixture
 def gpu_machine(monkeypatch):
     """A machine with two GPUs, and a Paddle whose answers are made up; the children's work is done here."""
