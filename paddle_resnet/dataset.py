@@ -1,4 +1,4 @@
-"""Tools for data sets: `python -m paddle_resnet.dataset sample|convert|index|verify|info|preview|speed --help`."""
+"""Tools for data sets: `python -m paddle_resnet.dataset --help`."""
 
 import argparse
 import contextlib
@@ -12,6 +12,7 @@ from PIL import Image
 
 from paddle_resnet.tools import convert
 from utils.errors import UsageError, printable
+from utils.mode import RunScope
 
 SIDE = 64  # pixels of a sample image
 
@@ -60,7 +61,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_sample, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
+    for add in (_add_sample, _add_split, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
         add(commands)
     args, words = parser.parse_known_args(argv)
     try:
@@ -95,6 +96,28 @@ def _run_sample(args):
     print(f"{args.output}: {n_train} training and {n_val} validation images in 10 classes")
 
 
+def _add_split(commands):
+    command = _add(commands, "split", _run_split, "make train/ and val/ from one folder of class folders, with links")
+    command.add_argument("source", metavar="DIR", help="folder of class folders; it stays as it is")
+    command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
+    command.add_argument(
+        "--val", type=_share, default=0.2, metavar="SHARE", help="of each class that goes to val/ (default 0.2)"
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="another one makes another choice (default 0)"
+    )
+
+
+def _run_split(args):
+    from paddle_resnet.tools import split
+
+    try:
+        counts, n_classes = split.split(args.source, args.output, args.val, args.seed)
+    except OSError as e:
+        raise UsageError(f"--output {args.output} cannot be written ({e.strerror}): give another folder") from e
+    print(f"{args.output}: {counts['train']} training and {counts['val']} validation images in {n_classes} classes")
+
+
 def _add_convert(commands):
     command = _add(
         commands,
@@ -122,6 +145,7 @@ def _add_convert(commands):
     )
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (default: one per core)")
     command.add_argument("--skip-list", metavar="FILE", help="images to leave out, as for train.py")
+    command.add_argument("--unchecked", action="store_true", help="do not decode all images first: verify has done it")
     _add_allow_outside(command)
 
 
@@ -131,7 +155,17 @@ def _run_convert(args):
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(args.to, total=None)
+
+        def progress(what):
+            task = bar.add_task(what, total=None, start=False)
+
+            def show(done, total):
+                bar.start_task(task)
+                bar.update(task, completed=done, total=total)
+
+            return show
+
+        check = None if args.unchecked else progress("check")
         try:
             counts = convert.convert(
                 args.source,
@@ -141,9 +175,10 @@ def _run_convert(args):
                 resize_short=args.resize_short,
                 quality=args.quality,
                 workers=args.workers,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=progress(args.to),
                 skip_list=args.skip_list,
                 allow_outside=args.allow_outside,
+                check=check,
             )
         except BrokenProcessPool as e:
             raise UsageError(
@@ -189,6 +224,12 @@ def _add_verify(commands):
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--fix-list", metavar="FILE", help="write the failing images to FILE for train.py --skip-list")
     command.add_argument("--num-of-class", type=_positive, metavar="N", help="outputs of the network (default: any)")
+    command.add_argument(
+        "--run-scope",
+        choices=[scope.value for scope in RunScope],
+        default=RunScope.TRAIN_EVAL.value,
+        help="that of train.py: which splits must be there (default train_eval)",
+    )
     _add_allow_outside(command)
 
 
@@ -199,7 +240,7 @@ def _run_verify(args):
         with _fix_list_errors(args.fix_list):
             open(args.fix_list, "a").close()  # fail before the work, which may take hours
     try:
-        report = verify.verify(args.root, args.num_of_class, args.allow_outside)
+        report = verify.verify(args.root, args.num_of_class, args.allow_outside, RunScope(args.run_scope))
     except BrokenProcessPool as e:
         raise UsageError(
             "a worker process was killed, perhaps out of memory, before all images were checked: repeat the command "
@@ -267,6 +308,16 @@ def _quality(text):
     value = _positive(text)
     if value > 100:
         raise argparse.ArgumentTypeError(f"{text} is not a JPEG quality: give 1 to 100")
+    return value
+
+
+def _share(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a share between 0 and 1, such as 0.2")
     return value
 
 

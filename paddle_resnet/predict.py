@@ -97,8 +97,10 @@ def _why_not(path, error):
 
 
 def find_images(words, stdin):
-    """The image files that words name: files, folders (searched at any depth), `-` (paths on stdin, one a line).
-    Raises UsageError where a folder holds no images, or nothing is named."""
+    """The image files that words name: files, folders (searched at any depth; hidden ones and those of the system are
+    passed over), `-` (paths on stdin, one a line). Raises UsageError where a folder holds no images, or nothing is
+    named."""
+    from paddle_resnet.data.listing import is_of_the_system
     from paddle_resnet.data.records import IMAGE_SUFFIXES
 
     paths = []
@@ -106,7 +108,9 @@ def find_images(words, stdin):
         if word == "-":
             paths += [line.rstrip("\n") for line in stdin if line.strip()]
         elif os.path.isdir(word):
-            paths += (found := sorted(str(p) for p in Path(word).rglob("[!.]*") if p.suffix.lower() in IMAGE_SUFFIXES))
+            files = (p for p in Path(word).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            found = sorted(str(p) for p in files if not any(map(is_of_the_system, p.relative_to(word).parts)))
+            paths += found
             if not found:
                 raise UsageError(f"{word} holds no images ({', '.join(IMAGE_SUFFIXES)}): name another folder")
         else:

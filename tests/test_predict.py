@@ -72,6 +72,8 @@ def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_p
     (folder / "0text.jpg").write_text("no image")
     (folder / "5empty.jpg").write_bytes(b"")
     (folder / ".hidden.jpg").write_bytes(b"")
+    (folder / "__MACOSX").mkdir()
+    (folder / "__MACOSX" / "left.jpg").write_bytes(b"")
     (folder / "notes.txt").write_text("")
     gone, text = str(tmp_path / "gone.jpg"), str(folder / "notes.txt")
     assert predict.main([str(checkpoint), str(folder), gone, text, "--batch-size", "4", "--device", "cpu"]) == 1

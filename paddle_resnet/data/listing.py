@@ -3,6 +3,7 @@
 Imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
 
+import functools
 import json
 import os
 import re
@@ -12,8 +13,9 @@ import numpy as np
 
 from paddle_resnet.data import indexes, records
 from paddle_resnet.data.records import IMAGE_SUFFIXES
-from utils.errors import UsageError
-from utils.mode import Mode
+from utils import logger
+from utils.errors import UsageError, printable
+from utils.mode import Mode, RunScope
 
 SHARD_NAMES = {
     "recordio": {Mode.TRAIN: re.compile(r"train\.rec"), Mode.EVAL: re.compile(r"val\.rec")},
@@ -29,6 +31,13 @@ SHARD_NAMES = {
 }
 FILE_FORMATS = ("folder", "filelist")  # one file per image
 STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
+# Other names that people give to a split, in lower case, the likeliest first.
+OTHER_NAMES = {
+    Mode.TRAIN: ("train", "training"),
+    Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
+}
+# Folders that systems and archives leave behind. They are never classes, and neither are hidden folders.
+SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 # Describes a conversion; tools/convert.py writes it into the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
@@ -57,6 +66,11 @@ class Image:
     label: int | None
     kind: str | None = None
     place: tuple | bytes = ()
+
+    @property
+    def whole_name(self):
+        """For messages: PATH, or CONTAINER@PLACE, not relative to image_root."""
+        return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
 
 def detect(image_root, mode):
@@ -93,12 +107,54 @@ def splits(image_root):
     """
     found = [mode for mode in Mode if _has_split(image_root, mode)]
     if not found:
-        raise UsageError(f"{image_root} has neither train/ nor val/ in any format: give the folder that holds them")
+        raise UsageError(f"{image_root} has neither train/ nor val/ in any format: {_how_to_get_splits(image_root)}")
     return found
 
 
 def _has_split(image_root, mode):
     return os.path.exists(os.path.join(image_root, mode.value)) or detect(image_root, mode) != "folder"
+
+
+def _missing(image_root, mode):
+    """The UsageError for a split that image_root lacks in every format."""
+    other, scope = (Mode.EVAL, RunScope.EVAL_ONLY) if mode is Mode.TRAIN else (Mode.TRAIN, RunScope.TRAIN_ONLY)
+    if not _has_split(image_root, other):
+        return UsageError(f"--image-root {image_root} has no folder {mode.value}/: {_how_to_get_splits(image_root)}")
+    examples = {"folder": "{}/", "filelist": "{}.txt", **EXAMPLE_NAMES}
+    data_format = detect(image_root, other)
+    wanted, there = (examples[data_format].format(split.value) for split in (mode, other))
+    similar = _similar(image_root, mode, data_format)
+    if similar:
+        remedy = f"rename {similar} to {wanted}"
+    elif data_format == "folder" and mode is Mode.EVAL:
+        remedy = f"create it, for example with `python -m paddle_resnet.dataset split {image_root}/train`"
+    else:
+        remedy = "create it"
+    wanted = f"folder {wanted}" if data_format == "folder" else wanted
+    return UsageError(
+        f"--image-root {image_root} has no {wanted}: {remedy}, or use {there} only with --run-scope {scope.value}"
+    )
+
+
+def _how_to_get_splits(image_root):
+    similar = {mode: _similar(image_root, mode) for mode in Mode}
+    renames = [f"rename {name} to {mode.value}/" for mode, name in similar.items() if name]
+    if renames:
+        return " and ".join(renames)
+    return (
+        "give the folder that holds train/ and val/; `python -m paddle_resnet.dataset split` makes them from a folder "
+        "of class folders"
+    )
+
+
+def _similar(image_root, mode, data_format="folder"):
+    """The folder, or the list, that may be meant to be a split; None if there is none."""
+    ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
+    if ending is None or not os.path.isdir(image_root):
+        return None
+    names = [f"{name}/" if os.path.isdir(os.path.join(image_root, name)) else name for name in os.listdir(image_root)]
+    found = {name.lower(): name for name in names if name.endswith(ending)}
+    return next((found[name + ending] for name in OTHER_NAMES[mode] if name + ending in found), None)
 
 
 def images(image_root, mode, data_format=None, allow_outside=False):
@@ -158,11 +214,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset()):
     if not os.path.isdir(image_root):
         raise UsageError(f"--image-root {image_root} is not a folder: give the folder that holds train/ and val/")
     if not os.path.isdir(split_dir):
-        other, scope = ("val", "eval_only") if mode is Mode.TRAIN else ("train", "train_only")
-        remedy = "give the folder that holds train/ and val/"
-        if os.path.isdir(os.path.join(image_root, other)):
-            remedy = f"create it, or use {other}/ only with --run-scope {scope}"
-        raise UsageError(f"--image-root {image_root} has no folder {split}/: {remedy}")
+        raise _missing(image_root, mode)
 
     label_dir = os.path.join(image_root, "train")
     if not os.path.isdir(label_dir):
@@ -211,8 +263,8 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False):
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
-        UsageError: a missing or empty list, a malformed line, a path outside image_root, a label without an output of
-            the network.
+        UsageError: a missing or empty list, a malformed line, a path outside image_root or with two labels, a label
+            without an output of the network.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
     classes = class_names(image_root, num_of_class)
@@ -239,6 +291,10 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False):
     if not files:
         raise UsageError(f"--image-root {image_root}: {path} lists no images: add lines `PATH LABEL`")
     check_labels(path, [max(labels)], num_of_class, classes)
+    label_of = {}
+    for name, label in zip(files, labels, strict=True):
+        if label_of.setdefault(name, label) != label:
+            raise UsageError(f"{path} gives {name} the labels {label_of[name]} and {label}: remove one of the lines")
     # Checking millions of files would take minutes; a wrong root already shows at the first.
     if not os.path.isfile(os.path.join(image_root, files[0])):
         raise UsageError(f"{path} lists {files[0]}, which is not in {image_root}: give paths relative to that folder")
@@ -258,16 +314,31 @@ def _is_outside(name, image_root):
 
 
 def class_folders(path):
-    """Names of the class folders in a folder, sorted.
+    """Names of the class folders in a folder, sorted; a line names the others once.
 
     Raises:
         UsageError: the folder cannot be listed, or has a link that leads nowhere.
     """
-    entries = [(entry.name, _type(entry)) for entry in _listed(path) if not entry.name.startswith(".")]
-    for name, found in entries:
-        if found == "link":
+    entries = {entry.name: _type(entry) for entry in _listed(path)}
+    names = sorted(name for name, found in entries.items() if found == "folder")
+    classes = [name for name in names if not is_of_the_system(name)]
+    for name, found in entries.items():
+        if found == "link" and not is_of_the_system(name):
             raise UsageError(f"{os.path.join(path, name)} is a link that leads nowhere: repair or remove it")
-    return sorted(name for name, found in entries if found == "folder")
+    if len(classes) < len(names):
+        others = ", ".join(name for name in names if is_of_the_system(name))
+        _say_once(f"{path}: no class is made of {printable(others)}: folders of the system and hidden ones")
+    return classes
+
+
+def is_of_the_system(name):
+    """Whether a folder is hidden, or one of SYSTEM_FOLDERS."""
+    return name.startswith(".") or name in SYSTEM_FOLDERS
+
+
+@functools.cache
+def _say_once(message):
+    logger.info(message)
 
 
 def image_files(path):

@@ -34,6 +34,7 @@ INDEXED = ("recordio", "tfrecord", "webdataset")
 # First bytes of the formats other than JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
 BLOCK = 64  # images per task of a worker and per sync of a RecordIO file or LMDB
+NAMED = 10  # number of undecodable images in a message
 
 
 def convert(
@@ -47,6 +48,7 @@ def convert(
     progress=None,
     skip_list=None,
     allow_outside=False,
+    check=None,
 ):
     """Write a data set in a container format, with all its splits.
 
@@ -66,6 +68,8 @@ def convert(
         progress: called with (images done, total images).
         skip_list: file with the images to leave out (--skip-list).
         allow_outside: whether file lists and skip_list may name files outside source.
+        check: called like progress while every image is decoded, before anything is written; None: no such check. A
+            conversion that is continued was checked when it began.
     Returns:
         {split: number of images}.
     Raises:
@@ -94,11 +98,16 @@ def convert(
         "quality": quality if resize_short else None,
         "splits": {split: {"images": len(images), "sha256": _digest(images)} for split, images in splits.items()},
     }
-    complete = _begin(output, manifest)
+    complete = _continued(output, manifest)
     if complete:
         return counts
     if any("\n" in name or "\r" in name for name in classes or []):
         raise UsageError(f"{source} has a class whose name has a line break: rename the class folder")
+    if complete is None:
+        if check is not None:
+            _refuse_undecodable(source, [image for images in splits.values() for image in images], workers, check)
+        os.makedirs(output, exist_ok=True)
+        indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     if classes is not None:
         indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
     total = sum(counts.values())
@@ -170,9 +179,27 @@ def _json(manifest):
     return (json.dumps(manifest, indent=1) + "\n").encode()
 
 
-def _begin(output, manifest):
-    """Create the output folder, or check that it holds this conversion. Return whether it is complete."""
-    path = os.path.join(output, listing.MANIFEST)
+def _refuse_undecodable(source, images, workers, progress):
+    from paddle_resnet.tools import verify  # imports DALI
+
+    failing = []
+    results = verify.check_all([(image, None) for image in images], workers)
+    for done, (image, (failure, *_)) in enumerate(zip(images, results, strict=True), 1):
+        if failure is not None:
+            failing.append(f"{image.name} {failure}")
+        if done % BLOCK == 0 or done == len(images):
+            progress(done, len(images))
+    if failing:
+        more = f"; and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
+        raise UsageError(
+            f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {'; '.join(failing[:NAMED])}{more}: "
+            f"repair them, or run `python -m paddle_resnet.dataset verify {source} --fix-list bad.txt` and add "
+            "--skip-list bad.txt"
+        )
+
+
+def _continued(output, manifest):
+    """Whether this conversion is complete in the output folder; None if nothing is there yet."""
     found = listing.read_manifest(output)
     if found is not None:
         for key, value in manifest.items():
@@ -185,9 +212,7 @@ def _begin(output, manifest):
         return found["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
         raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
-    os.makedirs(output, exist_ok=True)
-    indexes.write_file(path, _json({**manifest, "complete": False}))
-    return False
+    return None
 
 
 def _partial(output):
@@ -239,7 +264,7 @@ def _prepare(image):
     except OSError as e:
         raise UsageError(f"{image.path} cannot be read ({e.strerror}): repair it or use --skip-list") from e
     if not listing.is_class(label):
-        raise UsageError(f"{image.name} has the label {label:g}, which is not a class: use --skip-list")
+        raise UsageError(f"{image.whole_name} has the label {label:g}, which is not a class: use --skip-list")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label
@@ -254,7 +279,9 @@ def _prepare(image):
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except Exception as e:  # Pillow's plugins raise exceptions of all kinds at damaged files
-        raise UsageError(f"{image.name} cannot be decoded ({e}): repair it or leave it out with --skip-list") from e
+        raise UsageError(
+            f"{image.whole_name} cannot be decoded ({e}): repair it or leave it out with --skip-list"
+        ) from e
     return out.getvalue(), "jpg", label
 
 

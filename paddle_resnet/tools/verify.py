@@ -24,8 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paddle_resnet.data import bad_images, listing, readers, records
+from utils import signals
 from utils.errors import UsageError, printable
-from utils.mode import Mode
+from utils.mode import Mode, RunScope
 
 # The codec, by nvImageCodec's name, that the suffix of a file name promises.
 CODEC_OF_SUFFIX = {
@@ -34,7 +35,10 @@ CODEC_OF_SUFFIX = {
 }
 EXIF_ORIENTATION = 0x0112
 DALI_BATCH = 64
-SHOWN = 50  # number of failing images that are printed
+SHOWN = 50  # number of failing images that are printed, and of each kind of copies
+IN_BOTH_SPLITS, IN_TWO_CLASSES = "the same file in train and val", "the same file in two classes"
+# Spawned, not forked: the threads of DALI do not survive a fork.
+_CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Report:
         return bool(self.errors or self.failing)
 
 
-def verify(root, num_of_class=None, allow_outside=False):
+def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL):
     """Decode every image of both splits with training's CPU decoders, on all cores.
 
     Containers are read twice: record by record, which names the damaged ones, and by DALI in a process of its own,
@@ -68,6 +72,7 @@ def verify(root, num_of_class=None, allow_outside=False):
         root: folder of a data set in any format, with train, val or both.
         num_of_class: number of outputs of the network, or None for any.
         allow_outside: whether file lists may name files outside root.
+        run_scope: what training would do; decides which splits must be there.
     Returns:
         Report.
     Raises:
@@ -76,7 +81,9 @@ def verify(root, num_of_class=None, allow_outside=False):
     root = str(root)
     report = Report()
     tasks, splits = [], []
-    for mode in listing.splits(root):
+    needed = {Mode.TRAIN: run_scope.trains, Mode.EVAL: run_scope.evaluates}
+    there = listing.splits(root)
+    for mode in (mode for mode in Mode if mode in there or needed[mode]):
         try:
             readers.open_split(root, "auto", mode, num_of_class, 0, allow_outside=allow_outside)
         except UsageError as e:
@@ -87,42 +94,53 @@ def verify(root, num_of_class=None, allow_outside=False):
             # For example a class only in val, or an image that is a link to nowhere. The others can still be checked.
             report.errors += [str(e)] if str(e) not in report.errors else []
             data_format, classes, images = "folder", None, _images_of_folders(root, mode)
-        limit = len(classes) if classes else num_of_class
+            limit = None
+        else:
+            limit = len(classes) if classes else num_of_class
         splits.append((mode, data_format, images))
         tasks += [(image, limit) for image in images]
         if data_format == "folder":
             _check_folders(root, mode, report)
     _compare_folders(root, report)
+    _compare_lists([images for _, data_format, images in splits if data_format == "filelist"], report)
     report.images = len(tasks)
-    # Spawned, not forked: the threads of DALI do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    workers = max(1, min(len(os.sched_getaffinity(0)), len(tasks) // 16))
-    with ProcessPoolExecutor(workers, context, _keep_quiet) as pool:
-        results = pool.map(check, tasks, chunksize=16)
-        found = [(mode, list(itertools.islice(results, len(images)))) for mode, _, images in splits]
-    digests = defaultdict(list)
-    for (mode, data_format, images), (_, checked) in zip(splits, found, strict=True):
-        for image, (failure, oddities, digest, _) in zip(images, checked, strict=True):
+    results = check_all(tasks)
+    copies = defaultdict(list)  # {digest: [(mode, label, name)]}
+    for mode, data_format, images in splits:
+        checked = list(itertools.islice(results, len(images)))
+        for image, (failure, oddities, digest, label) in zip(images, checked, strict=True):
             if failure is not None:
                 report.failing[image.name] = failure
             for kind in oddities:
                 report.odd[kind].append(image.name)
-            digests[digest].append((mode, image.name))
+            if digest is not None:
+                copies[digest].append((mode, label, image.name))
         if data_format in readers.CONTAINER_READERS:
-            _compare_with_dali(context, root, mode, data_format, images, checked, report)
-    for same in digests.values():
-        if len({mode for mode, _ in same}) > 1:
-            report.odd["the same file in train and val"].append(" = ".join(name for _, name in same))
+            _compare_with_dali(root, mode, data_format, images, checked, report)
+    for same in copies.values():
+        modes, labels, names = map(list, zip(*same, strict=True))
+        for kind, differ in ((IN_BOTH_SPLITS, modes), (IN_TWO_CLASSES, labels)):
+            if len(set(differ)) > 1:
+                report.odd[kind].append(" = ".join(names))
     return report
 
 
+def check_all(tasks, workers=None):
+    """Yield the results of `check` for a list of tasks, in order, from so many processes, by default one a core."""
+    workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks) // 16))
+    with ProcessPoolExecutor(workers, _CONTEXT, _start_worker, (os.getpid(),)) as pool:
+        yield from pool.map(check, tasks, chunksize=16)
+
+
 def _images_of_folders(root, mode):
-    """Images of class folders that list_folder refuses, as far as they can be listed."""
-    folder = Path(root) / mode.value
+    """Images of class folders that list_folder refuses, as far as they can be listed. The labels number the folders of
+    both splits."""
+    folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
+    names = sorted({name for found in folders.values() for name, _ in found})
     return [
-        listing.Image(f"{mode.value}/{label}/{name}", str(folder / label / name), 0)
-        for label, (names, _) in _listed_folders(folder)
-        for name in names
+        listing.Image(f"{mode.value}/{folder}/{name}", str(Path(root, mode.value, folder, name)), names.index(folder))
+        for folder, (images, _) in folders[mode]
+        for name in images
     ]
 
 
@@ -137,15 +155,18 @@ def _listed_folders(folder):
 
 
 def _check_folders(root, mode, report):
-    """Report class folders without images, and files that training ignores."""
+    """Report class folders without images, and files and folders that training ignores."""
     folder = Path(root) / mode.value
-    for label, (images, _) in _listed_folders(folder):
+    for label, (names, _) in _listed_folders(folder):
+        images = set(names)
         if not images:
             report.odd["class folder without an image"].append(f"{mode.value}/{label}")
         with contextlib.suppress(OSError), os.scandir(folder / label) as entries:
-            others = sorted(entry.name for entry in entries if entry.is_file() and entry.name not in set(images))
-            if others:
-                report.odd["file that is ignored for its name"] += [f"{mode.value}/{label}/{name}" for name in others]
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.is_dir():
+                    report.odd["folder inside a class folder, ignored"].append(f"{mode.value}/{label}/{entry.name}")
+                elif entry.is_file() and entry.name not in images:
+                    report.odd["file that is ignored for its name"].append(f"{mode.value}/{label}/{entry.name}")
 
 
 def _compare_folders(root, report):
@@ -158,7 +179,21 @@ def _compare_folders(root, report):
             report.odd[kind] += sorted(labels)
 
 
-def _compare_with_dali(context, root, mode, data_format, images, checked, report):
+def _compare_lists(lists, report):
+    """Report folders whose images have one label in the list of train and another one in that of val."""
+    labels_of = []
+    for images in lists:
+        labels = defaultdict(set)
+        for image in images:
+            labels[os.path.basename(os.path.dirname(image.name))].add(image.label)
+        labels_of.append(labels)
+    for name in sorted(set.intersection(*map(set, labels_of))) if len(labels_of) == 2 else ():
+        train, val = (labels[name] for labels in labels_of)
+        if len(train) == len(val) == 1 and train != val:
+            report.odd["folder with another label in val.txt"].append(f"{name} is {train.pop()} and {val.pop()}")
+
+
+def _compare_with_dali(root, mode, data_format, images, checked, report):
     """Let DALI read a container and compare its images and labels with those of `check`; failing ones are left out."""
     if data_format == "lmdb" and any(failure for failure, *_ in checked):
         return  # its reader can skip none
@@ -168,17 +203,17 @@ def _compare_with_dali(context, root, mode, data_format, images, checked, report
     if not kept:
         return
     expected = [(digest, label) for _, digest, label in kept]
-    differing, problem = _in_a_process(context, _read_with_dali, root, data_format, mode, skip, expected)
+    differing, problem = _in_a_process(_read_with_dali, root, data_format, mode, skip, expected)
     for place in differing:
         report.failing[kept[place][0]] = "is another image, or has another label, when DALI reads it"
     if problem is not None:
         report.errors.append(f"DALI cannot read the {mode.value} split in {root} ({problem}): write it again")
 
 
-def _in_a_process(context, function, *arguments):
+def _in_a_process(function, *arguments):
     """The result of a function that a new process calls, or ([], what ended the process)."""
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, function, arguments))
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_send_result, args=(sender, function, arguments))
     process.start()
     sender.close()
     try:
@@ -229,6 +264,12 @@ def _read_with_dali(root, data_format, mode, skip, expected):
 
 def _digest(data):
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _start_worker(parent):
+    _keep_quiet()
+    signals.die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C reaches every process; the parent stops the workers
 
 
 def _keep_quiet():
@@ -311,6 +352,9 @@ def show(report, console=None):
         )
     if odd.row_count:
         console.print(odd)
+    for kind in (IN_BOTH_SPLITS, IN_TWO_CLASSES):
+        for names in report.odd.get(kind, [])[:SHOWN]:
+            console.print(printable(f"{kind}: {names}"), soft_wrap=True, markup=False, highlight=False)
     for name, why in list(report.failing.items())[:SHOWN]:
         console.print(printable(f"fails: {name} {why}"), soft_wrap=True, markup=False, highlight=False)
     if len(report.failing) > SHOWN:

@@ -211,8 +211,8 @@ def main(folder, *mutations):
     if not base.exists():
         make(base)
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-    verify.ProcessPoolExecutor = lambda workers, context, initializer: ThreadPoolExecutor(1)
-    verify._in_a_process = lambda context, function, *arguments: function(*arguments)
+    verify.ProcessPoolExecutor = lambda *arguments: ThreadPoolExecutor(1)
+    verify._in_a_process = lambda function, *arguments: function(*arguments)
     said = sys.stdout
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         intact = {}

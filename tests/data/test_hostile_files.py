@@ -22,7 +22,7 @@ from paddle_resnet import dali, dataset
 from paddle_resnet.data import bad_images, indexes, listing, readers, records
 from paddle_resnet.tools import inspection, verify
 from utils.errors import DataError, UsageError
-from utils.mode import Mode
+from utils.mode import Mode, RunScope
 
 INDEXED = ("recordio", "tfrecord", "webdataset")
 
@@ -42,7 +42,7 @@ def copy(converted, tmp_path):
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
     """verify decodes in this process: new ones take seconds to start. tests/tools/test_verify.py has them."""
-    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda workers, context, initializer: ThreadPoolExecutor(1))
+    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *arguments: ThreadPoolExecutor(1))
 
 
 def open_split(root, mode=Mode.EVAL, num_of_class=3):
@@ -380,7 +380,7 @@ def test_what_cannot_be_read_is_named(copy, data_format, name, make):
         return
     with pytest.raises(UsageError, match=name.partition("/")[0]):
         open_split(root)
-    report = verify.verify(root)
+    report = verify.verify(root, run_scope=RunScope.EVAL_ONLY)
     assert report.training_would_fail
     assert name.partition("/")[0] in report.errors[0]
 
@@ -414,8 +414,8 @@ def test_file_list_stays_below_its_folder(photos, tmp_path, capsys, name):
     assert dataset.main(["verify", str(root)]) == 1
     assert not (tmp_path / "x").exists()
     assert dataset.main([*words, "--allow-outside"]) == 0
-    for tool in ("verify", "info"):
-        assert dataset.main([tool, str(root), "--allow-outside"]) == 0
+    for tool in (["verify", "--run-scope", "eval_only"], ["info"]):
+        assert dataset.main([*tool, str(root), "--allow-outside"]) == 0
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
 
 

@@ -124,7 +124,8 @@ def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, 
     """Kills the command whenever a file has appeared that was not there before."""
     output = tmp_path / "x"
     command = [sys.executable, "-m", "paddle_resnet.dataset", "convert", "--from", photos, "--to", to]
-    command += ["--output", output, "--workers", "1", *(["--shards", "3"] if to in convert.SHARDED else [])]
+    command += ["--output", output, "--workers", "1", "--unchecked"]
+    command += ["--shards", "3"] if to in convert.SHARDED else []
     seen = set()
     for _ in range(8):
         process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -231,6 +232,24 @@ def test_image_that_cannot_be_shrunk_is_named(photos, tmp_path):
             convert.convert(tmp_path / "photos", tmp_path / to, to, resize_short=30, workers=1)
 
 
+def test_all_images_that_cannot_be_decoded_are_named_before_anything_is_written(photos, tmp_path, capsys):
+    root, output, bad = tmp_path / "photos", tmp_path / "x", tmp_path / "bad.txt"
+    shutil.copytree(photos, root)
+    names = ["train/class0/00.jpg", "val/class2/02.jpg"]
+    for name in names:
+        (root / name).write_bytes((root / name).read_bytes()[:300])
+    words = ["convert", "--from", str(root), "--to", "tfrecord", "--output", str(output)]
+    assert dataset.main(words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{root}: 2 of 53 images cannot be decoded: " in said
+    assert all(name in said for name in names)
+    assert not output.exists()
+    bad.write_text("".join(f"{name}\n" for name in names))
+    assert dataset.main([*words, "--skip-list", str(bad)]) == 0
+    assert dataset.main([*words[:-1], str(tmp_path / "y"), "--unchecked"]) == 0
+    assert "30 train and 23 val images" in capsys.readouterr().out
+
+
 def test_payload_with_the_magic_number_survives(tmp_path):
     """Records are split where the number of their start occurs in the image, and put together again."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
@@ -312,7 +331,7 @@ def test_full_disk_is_a_sentence(photos, tmp_path, to):
         "import resource, sys; limit = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
     )
     code += "from paddle_resnet import dataset; sys.exit(dataset.main(sys.argv[1:]))"
-    command = ["convert", "--from", photos, "--to", to, "--output", tmp_path / "out", "--workers", "1"]
+    command = ["convert", "--from", photos, "--to", to, "--output", tmp_path / "out", "--workers", "1", "--unchecked"]
     for limit in (25_000, 10**9):
         words = [sys.executable, "-c", code, *map(str, command), str(limit)]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -211,6 +211,72 @@ def test_class_in_val_alone_fails(photos, tmp_path):
     assert report.training_would_fail
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [(None, "create it, for example with `python -m paddle_resnet.dataset split"), ("Valid", "rename Valid/ to val/")],
+)
+def test_missing_val_fails_unless_nothing_is_evaluated(photos, tmp_path, capsys, name, says):
+    root = tmp_path / "root"
+    shutil.copytree(photos / "train", root / "train")
+    if name is not None:
+        shutil.copytree(photos / "val", root / name)
+    assert dataset.main(["verify", str(root)]) == 1
+    printed = capsys.readouterr().out
+    assert f"--image-root {root} has no folder val/: {says}" in printed
+    assert "training would fail" in printed
+    assert dataset.main(["verify", str(root), "--run-scope", "train_only"]) == 0
+
+
+@pytest.mark.parametrize("data_format", ["folder", "tfrecord"])
+def test_copies_in_two_classes_are_named(photos, tmp_path, capsys, data_format):
+    root = tmp_path / "root"
+    shutil.copytree(photos, root)
+    shutil.copy(root / "train/class0/00.jpg", root / "train/class1/copy.jpg")
+    shutil.copy(root / "train/class0/03.jpg", root / "train/class0/again.jpg")
+    if data_format != "folder":
+        convert.convert(root, tmp_path / "x", data_format, workers=1)
+        root = tmp_path / "x"
+    report = verify.verify(root)
+    verify.show(report)
+    [names] = report.odd["the same file in two classes"]
+    assert f"the same file in two classes: {names}\n" in capsys.readouterr().out
+    if data_format == "folder":
+        assert names == "train/class0/00.jpg = train/class1/copy.jpg"
+    assert "the same file in train and val" not in report.odd
+
+
+def test_empty_files_are_no_copies(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "root")
+    for name in ("train/class0/x.jpg", "val/class1/x.jpg"):
+        (tmp_path / "root" / name).touch()
+    assert not any("the same file" in kind for kind in verify.verify(tmp_path / "root").odd)
+
+
+def test_lists_that_contradict_each_other(photos, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).symlink_to(photos / split)
+        swap = {"class0": 0, "class1": 2, "class2": 1} if split == "val" else {f"class{i}": i for i in range(3)}
+        names = sorted(path.relative_to(photos) for path in (photos / split).glob("*/*"))
+        lines = "".join(f"{name} {swap[name.parent.name]}\n" for name in names)
+        (tmp_path / f"{split}.txt").write_text(lines)
+    report = verify.verify(tmp_path)
+    assert report.odd["folder with another label in val.txt"] == ["class1 is 1 and 2", "class2 is 2 and 1"]
+
+
+def test_folders_of_the_system_are_no_classes(photos, tmp_path, capsys):
+    root = tmp_path / "root"
+    shutil.copytree(photos, root)
+    for name in ("train/__MACOSX", "train/.ipynb_checkpoints", "val/@eaDir", "train/class0/inner"):
+        shutil.copytree(photos / "val/class0", root / name)
+    report = verify.verify(root)
+    assert report.images == 53
+    assert not report.training_would_fail
+    assert report.odd["folder inside a class folder, ignored"] == ["train/class0/inner"]
+    said = capsys.readouterr().out
+    assert said.count(f"{root}/train: no class is made of .ipynb_checkpoints, __MACOSX: ") == 1
+    assert said.count(f"{root}/val: no class is made of @eaDir: ") == 1
+
+
 def test_folder_without_splits_is_refused(tmp_path, capsys):
     with pytest.raises(UsageError, match="neither train/ nor val/"):
         verify.verify(tmp_path)

@@ -1,0 +1,114 @@
+import os
+import shutil
+
+import pytest
+
+from paddle_resnet import dataset
+from paddle_resnet.data import listing
+from paddle_resnet.tools import split
+from utils.errors import UsageError
+from utils.mode import Mode
+
+
+@pytest.fixture
+def source(photos):
+    return photos / "train"  # three classes of ten images
+
+
+def tree(root):
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_every_image_is_in_one_split_and_each_class_has_its_share(source, tmp_path, capsys):
+    output = tmp_path / "new" / "data"
+    assert dataset.main(["split", str(source), "--output", str(output), "--val", "0.3"]) == 0
+    assert capsys.readouterr().out == f"{output}: 21 training and 9 validation images in 3 classes\n"
+    found = tree(output)
+    assert {name.partition("/")[2]: data for name, data in found.items()} == tree(source)
+    assert len(found) == 30
+    for mode, count in ((Mode.TRAIN, 7), (Mode.EVAL, 3)):
+        _, classes, images = listing.images(str(output), mode)
+        assert classes == ["class0", "class1", "class2"]
+        assert [image.label for image in images] == [0] * count + [1] * count + [2] * count
+
+
+def test_the_choice_depends_on_names_share_and_seed_only(source, tmp_path):
+    def chosen(name, **words):
+        split.split(source, tmp_path / name, 0.3, **words)
+        return tree(tmp_path / name / "val").keys()
+
+    assert chosen("a") == chosen("b") == chosen("c", seed=0)
+    assert chosen("d", seed=1) != chosen("a2")
+    names = [f"{i}.jpg" for i in range(1000)]
+    before, after = (set(split.divide("x", some, 0.2, 0)[1]) for some in (names, [*names, "new.jpg"]))
+    assert len(before) == 200
+    assert len(before ^ after) <= 2
+    assert split.divide("x", names, 0.2, 0) != split.divide("y", names, 0.2, 0)
+
+
+@pytest.mark.parametrize(("count", "share", "val"), [(2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 2), (100, 0.2, 20)])
+def test_each_split_has_at_least_one_image(count, share, val):
+    train, found = split.divide("x", [f"{i}.jpg" for i in range(count)], share, 0)
+    assert (len(train), len(found)) == (count - val, val)
+
+
+def test_nothing_is_copied_where_links_serve(source, tmp_path, monkeypatch):
+    split.split(source, tmp_path / "hard", 0.2)
+    name = next(iter(tree(tmp_path / "hard" / "train")))
+    assert os.path.samefile(tmp_path / "hard" / "train" / name, source / name)
+    assert not (tmp_path / "hard" / "train" / name).is_symlink()
+
+    def refuse(*args):
+        raise OSError
+
+    monkeypatch.setattr(os, "link", refuse)
+    split.split(os.path.relpath(source), tmp_path / "soft", 0.2)  # as from another disk
+    assert (tmp_path / "soft" / "train" / name).readlink() == source / name
+    monkeypatch.setattr(os, "symlink", refuse)
+    split.split(source, tmp_path / "copies", 0.2)
+    assert tree(tmp_path / "hard") == tree(tmp_path / "soft") == tree(tmp_path / "copies")
+
+
+def test_all_or_nothing(source, tmp_path, monkeypatch):
+    def interrupt(path, place):
+        if place.name == "05.jpg":
+            raise KeyboardInterrupt
+        os.symlink(path, place)
+
+    monkeypatch.setattr(split, "_link", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        split.split(source, tmp_path / "x", 0.2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    few = tmp_path / "few"
+    shutil.copytree(source, few)
+    for name in ("one", "none", "__MACOSX"):
+        (few / name).mkdir()
+    shutil.copy(source / "class0/00.jpg", few / "one")
+    flat = tmp_path / "flat"
+    shutil.copytree(source / "class0", flat)
+    for folder, output, says in (
+        (source, tmp_path / "there", f"--output {tmp_path}/there exists"),
+        (few, tmp_path / "x", "fewer than two images, one for train/ and one for val/: none (0), one (1): add"),
+        (flat, tmp_path / "x", "has no class folders"),
+        (photos, tmp_path / "x", f"{photos} holds train/: give {photos}/train"),
+        (few, few / "x", "is inside"),
+        (tmp_path / "nowhere", tmp_path / "x", "is not a folder"),
+        (source, "/proc/x", "--output /proc/x cannot be written"),
+    ):
+        if folder == few and output != tmp_path / "x":
+            shutil.rmtree(few / "one")
+            shutil.rmtree(few / "none")
+        assert dataset.main(["split", str(folder), "--output", str(output)]) == 2
+        message = capsys.readouterr().err
+        assert says in message
+        assert not (tmp_path / "x").exists()
+    with pytest.raises(SystemExit):
+        dataset.main(["split", str(source), "--output", str(tmp_path / "x"), "--val", "1"])
+    assert "'1' is not a share between 0 and 1" in capsys.readouterr().err
+    (few / "class0" / "nowhere.jpg").symlink_to("/nowhere")
+    with pytest.raises(UsageError, match=r"few/class0/nowhere.jpg is a link that leads nowhere"):
+        split.split(few, tmp_path / "x", 0.2)
