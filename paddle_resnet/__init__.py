@@ -1,9 +1,15 @@
 """ImageNet-class training on PaddlePaddle static graphs, fed by NVIDIA DALI."""
 
 import os
+import signal
+import sys
 import warnings
 
 from paddle_resnet import libraries
+
+# `python -m paddle_resnet.NAME` imports this first. Control-C waits until exit_codes.of can turn it into a sentence.
+if sys.argv[:1] == ["-m"]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 # Paddle reads its flags once, at import, so they are set before any module of the package imports it.
 # This project builds legacy Programs; Paddle 3 would otherwise build PIR ones, which lack Fleet's minimize and ASP.

@@ -68,12 +68,7 @@ def build_dataloader(args, mode, state=None):
         conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
         return SyntheticIterator(args, images, mode, conditions, _usable(state, conditions))
 
-    skip = frozenset()
-    if args.skip_list is not None:
-        skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
-    data_set = readers.open_split(
-        args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip, args.allow_outside
-    )
+    data_set = open_data_set(args, mode)
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
         raise UsageError(
@@ -107,6 +102,17 @@ def build_dataloader(args, mode, state=None):
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     return ShardIterator(pipeline, images, data_set, args.image_root, conditions, state["step"] if state else 0)
+
+
+def open_data_set(args, mode):
+    """The split that the flags name, without the images of --skip-list: readers.DataSet. Errors as for
+    build_dataloader."""
+    skip = frozenset()
+    if args.skip_list is not None:
+        skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
+    return readers.open_split(
+        args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip, args.allow_outside
+    )
 
 
 def _conditions(args, data_format, size, digest=None):

@@ -11,7 +11,8 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.tools import convert
-from utils.errors import UsageError, printable
+from utils import exit_codes, signals
+from utils.errors import UsageError
 from utils.mode import RunScope
 
 SIDE = 64  # pixels of a sample image
@@ -64,16 +65,14 @@ def main(argv=None):
     for add in (_add_sample, _add_split, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
         add(commands)
     args, words = parser.parse_known_args(argv)
-    try:
-        if words and not args.takes_train_flags:
-            raise UsageError(f"unknown flag {words[0]}: see `{parser.prog} {args.command} --help`")
-        args.words = words
-        return args.run(args) or 0
-    except UsageError as e:
-        print(f"error: {printable(str(e))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    args.words = words
+    return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, args))
+
+
+def _run(parser, args):
+    if args.words and not args.takes_train_flags:
+        raise UsageError(f"unknown flag {args.words[0]}: see `{parser.prog} {args.command} --help`")
+    return args.run(args)
 
 
 def _add(commands, name, run, help, takes_train_flags=False):
@@ -205,15 +204,22 @@ def _run_index(args):
     print(f"{args.root}: {made} index files made, {there} already there")
 
 
+def _inspection():
+    """The module, which imports Paddle."""
+    with signals.postponed():
+        from paddle_resnet.tools import inspection
+    return inspection
+
+
 def _add_preview(commands):
     command = _add(commands, "preview", _run_preview, "draw training images as the network receives them", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
-    command.add_argument("--output", required=True, metavar="FILE", help="PNG file to write")
+    command.add_argument("--output", required=True, metavar="FILE", help="drawing to write: .png, .pdf or .svg")
     command.add_argument("--images", type=_positive, default=36, metavar="N", help="number of images (default 36)")
 
 
 def _run_preview(args):
-    from paddle_resnet.tools import inspection
+    inspection = _inspection()
 
     inspection.preview(args.root, args.output, args.images, args.words)
     print(f"{args.output}: {args.images} training images")
@@ -265,12 +271,12 @@ def _fix_list_errors(path):
 def _add_info(commands):
     command = _add(commands, "info", _run_info, "count images and classes, measure the images")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
-    command.add_argument("--output", metavar="FILE", help="PNG file for a drawing of class balance and image sizes")
+    command.add_argument("--output", metavar="FILE", help="draw class balance and image sizes: .png, .pdf or .svg")
     _add_allow_outside(command)
 
 
 def _run_info(args):
-    from paddle_resnet.tools import inspection
+    inspection = _inspection()
 
     inspection.info(args.root, args.output, args.allow_outside)
 
@@ -289,7 +295,7 @@ def _add_speed(commands):
 
 
 def _run_speed(args):
-    from paddle_resnet.tools import inspection
+    inspection = _inspection()
 
     inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.words)
 

@@ -309,19 +309,21 @@ def _print_table(rows):
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("what", "found", "ok", "remedy"):
         table.add_column(title, overflow="fold")
     colours = {"ok": "green", "note": "yellow", "no": "red"}
     for row in rows:
-        table.add_row(row.what, row.found, f"[{colours[row.verdict]}]{row.verdict}[/]", row.remedy)
+        table.add_row(row.what, Text(str(row.found)), Text(row.verdict, colours[row.verdict]), Text(row.remedy))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def main(argv=None):
-    """Examine this machine; returns the exit code: 0 training works here, 1 it would fail."""
+    """Examine this machine; returns the exit code: 0 training works here, 1 it would fail, 130 interrupted."""
     import config
+    from utils import exit_codes
 
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument(
@@ -329,6 +331,10 @@ def main(argv=None):
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     args = parser.parse_args(argv)
+    return exit_codes.of("paddle_resnet.doctor", lambda: _main(args))
+
+
+def _main(args):
     rows = list(examine(args.output_dir))
     works = all(row.verdict != "no" for row in rows)
     if args.json:

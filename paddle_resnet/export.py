@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from utils import exit_codes, logger
+from utils import exit_codes, logger, signals
 from utils.errors import RunError, UsageError
 
 # --verify: how far an engine may be from the checkpoint. Two classes whose probabilities are closer than the tolerance
@@ -47,11 +47,12 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     output = Path(output)
     if output.exists():
         raise UsageError(f"{output} exists: remove it or name another folder")
-    from paddle_resnet import compat
+    with signals.postponed():
+        from paddle_resnet import compat
 
-    compat.check_version()
-    from paddle_resnet import inference, onnx_writer
-    from paddle_resnet.checkpoints import folders
+        compat.check_version()
+        from paddle_resnet import inference, onnx_writer
+        from paddle_resnet.checkpoints import folders
 
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)

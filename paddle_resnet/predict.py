@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from utils import exit_codes, logger
+from utils import exit_codes, logger, signals
 from utils.errors import RunError, UsageError
 from utils.meters import latency_percentiles
 
@@ -191,10 +191,11 @@ def _main(args):
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark measures the network on random images: drop images, --csv and --json")
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
-    from paddle_resnet import compat  # imports Paddle, which takes seconds
+    with signals.postponed():
+        from paddle_resnet import compat  # imports Paddle, which takes seconds
 
-    compat.check_version()
-    from paddle_resnet import inference
+        compat.check_version()
+        from paddle_resnet import inference
 
     device = inference.resolve_device(args.device)
     if args.benchmark:

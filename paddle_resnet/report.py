@@ -4,6 +4,7 @@
 """
 
 import csv
+import io
 import os
 import platform
 import shlex
@@ -168,6 +169,7 @@ def _driver():
 def _print_table(title, result, about):
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("figure", "value", title=title, title_justify="left")
     for name, value in result.items():
@@ -175,8 +177,10 @@ def _print_table(title, result, about):
     table.add_section()
     for name, value in about.items():
         value = ", ".join(f"{what} {v}" for what, v in value.items()) if isinstance(value, dict) else str(value)
-        table.add_row(name, value)
-    Console(width=120).print(table)
+        table.add_row(name, Text(value))
+    drawn = io.StringIO()
+    Console(width=120, file=drawn).print(table)
+    logger.info(drawn.getvalue().rstrip("\n"))
 
 
 def summarise(args, argv, trained, evaluated, best, folder):

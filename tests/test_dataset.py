@@ -86,7 +86,9 @@ def test_foreign_folder_is_refused_and_kept(tmp_path, capsys):
     assert dataset.main(["sample", "--output", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"error: --output {tmp_path} exists and is not the sample data set")
+    assert captured.err.startswith(
+        f"paddle_resnet.dataset: error: --output {tmp_path} exists and is not the sample data set"
+    )
     assert captured.err.count("\n") == 1
     assert files(tmp_path).keys() == {"mine.txt"}
 

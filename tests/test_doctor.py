@@ -150,3 +150,10 @@ def test_gpu_that_paddle_cannot_use_has_the_words_of_train(examine, gpu_machine,
 def test_training_that_fails_says_why(monkeypatch):
     row = doctor._try_training("try", [], ["--epochs", "none"], None)
     assert row.verdict == "no" and row.found.startswith("train.py: error: ") and "--epochs" in row.found
+
+
+def test_markup_in_a_finding_is_text(capsys):
+    doctor._print_table([doctor.Row("disk", "/data/[red]x", "no", "give [/another]")])
+    printed = capsys.readouterr().out
+    assert "/data/[red]x" in printed
+    assert "give [/another]" in printed

@@ -1,9 +1,10 @@
 """The exit code of a command, and the one line that says why it failed."""
 
+import signal
 import sys
 
 from utils import logger, signals
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, printable
 
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -19,9 +20,11 @@ def of(program, function):
         has saved all work, INTERRUPTED for a KeyboardInterrupt. Other exceptions pass.
     """
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocks it
         return function() or DONE
     except (UsageError, RunError) as e:
-        logger.write_line(f"{program}: error: {e}", sys.stderr)
+        message = "\n".join(map(printable, str(e).split("\n")))
+        logger.write_line(f"{program}: error: {message}", sys.stderr)
         return USAGE if isinstance(e, UsageError) else FAILURE
     except signals.Preempted as e:
         logger.info(f"stopped by {signals.received() or 'a signal to another process'}{e}")

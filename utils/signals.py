@@ -57,6 +57,17 @@ def held_back():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def postponed():
+    """Let SIGINT wait until the end of the block: the import of Paddle makes another error of it. Processes that start
+    in the block never see it. Control-C sends it to all processes of a terminal, and this one stops the others."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def received():
     """Name of the signal received, or None."""
     return _received

@@ -82,12 +82,15 @@ def bad_image(message, data_set, image_root):
         data_set: readers.DataSet that the loader reads.
         image_root: its folder.
     Returns:
-        Path or CONTAINER@PLACE of the image; "an image in IMAGE_ROOT" if the search found none; None if the error is
-        not about an image.
+        Path or CONTAINER@PLACE of the image, image_root included; "an image in IMAGE_ROOT" if the search found none;
+        None if the error is not about an image.
     """
-    named = re.search(r"(?:Failed to decode sample #\d+ : |File mapping failed: |Could not open file )(.+)", message)
-    if named:
-        return os.path.join(image_root, _image_name(named[1].strip()))
+    unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
+    if unopened:
+        return unopened[1]
+    undecoded = re.search(r"Failed to decode sample #\d+ : (.+)", message)
+    if undecoded:
+        return _whole_name(undecoded[1].strip(), image_root)
     if not re.search(r"nvidia\.dali\.fn\.(decoders\.|peek_image_shape)", message):
         return None
     deadline = monotonic() + SEARCH_S
@@ -95,7 +98,7 @@ def bad_image(message, data_set, image_root):
         try:
             for encoded, source in _undecoded(data_set):
                 if find_problem(encoded) is not None:
-                    return os.path.join(image_root, _image_name(source))
+                    return _whole_name(source, image_root)
                 if monotonic() > deadline:
                     return f"an image in {image_root}"
         except RuntimeError as e:  # from the reader, which names the file
@@ -103,13 +106,14 @@ def bad_image(message, data_set, image_root):
     return None
 
 
-def _image_name(source):
-    """DALI's source_info of an image in the form of listing.Image.name: FILE or CONTAINER@PLACE."""
+def _whole_name(source, image_root):
+    """DALI's source_info of an image in the form of listing.Image.whole_name. It has the path of a container as it was
+    given, and that of a file relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:
             return f"{place[1]}@{place[2]}"
-    return source
+    return os.path.join(image_root, source)
 
 
 def _undecoded(data_set):

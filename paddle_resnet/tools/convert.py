@@ -13,7 +13,6 @@ import io
 import json
 import multiprocessing
 import os
-import signal
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from functools import partial
@@ -237,6 +236,10 @@ class _Workers:
         arguments = (os.getpid(), self.images, self._stop, resize_short, quality)
         self.pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=arguments)
 
+    def submit(self, *call):
+        with signals.postponed():
+            return self.pool.submit(*call)
+
     def __enter__(self):
         return self
 
@@ -250,7 +253,6 @@ def _start_worker(parent, images, stop, resize_short, quality):
     global _images, _stop, _resize_short, _quality
     _images, _stop, _resize_short, _quality = images, stop, resize_short, quality
     signals.die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C reaches every process; the parent stops the workers
 
 
 def _prepare(image):
@@ -316,7 +318,7 @@ def _write_shards(to, output, split, images, count, pool, report):
         if os.path.exists(path):
             kept += end - first
         else:
-            pending.add(pool.pool.submit(_write_shard, to, path, first, images[first:end]))
+            pending.add(pool.submit(_write_shard, to, path, first, images[first:end]))
     while pending:
         finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
         for future in finished:
@@ -348,7 +350,7 @@ def _write_single_file(to, output, split, images, pool, report):
 
         def submit(count):
             for _, i in zip(range(count), starts, strict=False):
-                blocks.append(pool.pool.submit(_prepare_block, images[i : i + BLOCK]))
+                blocks.append(pool.submit(_prepare_block, images[i : i + BLOCK]))
 
         # Two blocks per worker keep the workers busy and bound the memory.
         submit(2 * pool.count)

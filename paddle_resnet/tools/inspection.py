@@ -6,9 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from time import perf_counter
 
-import matplotlib
 import numpy as np
-from matplotlib import pyplot
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -18,10 +16,9 @@ import config
 from paddle_resnet import dali
 from paddle_resnet.data import listing, pixels, records
 from paddle_resnet.job import processes
-from utils.errors import UsageError, printable
+from paddle_resnet.tools import drawing
+from utils.errors import printable
 from utils.mode import Mode
-
-matplotlib.use("Agg")  # draws into files, without a display
 
 
 def preview(root, output, images, words):
@@ -29,21 +26,15 @@ def preview(root, output, images, words):
 
     Args:
         root: folder of the data set.
-        output: PNG file to write.
+        output: file to write, in one of drawing.FORMATS.
         images: number of images.
         words: flags of train.py. The images are those of the first batches of one process with these flags.
     Raises:
         UsageError: flags or data that train.py refuses; output cannot be written.
     """
+    drawing.check_name(output)
     pictures, classes = first_images(root, images, words)
-    columns = math.ceil(math.sqrt(images))
-    figure, axes = _subplots(math.ceil(images / columns), columns, size=1.6)
-    for axis in axes.flat:
-        axis.axis("off")
-    for axis, picture, name in zip(axes.flat, pictures, classes, strict=False):  # the last axes may stay empty
-        axis.imshow(picture)
-        axis.set_title(name, fontsize=8, parse_math=False)  # a class name may contain "$"
-    _save(figure, output)
+    drawing.save(drawing.pictures(pictures, classes, math.ceil(math.sqrt(images))), output)
 
 
 def first_images(root, images, words):
@@ -70,7 +61,7 @@ def info(root, output=None, allow_outside=False):
 
     Args:
         root: folder of a data set in any format, with train, val or both.
-        output: PNG file for the drawing, or None.
+        output: file for the drawing, in one of drawing.FORMATS, or None.
         allow_outside: whether file lists may name files outside root.
     Returns:
         {split: {"classes": {class: images}, "sizes": int array [images, 2], width and height in pixels as stored}}.
@@ -78,6 +69,8 @@ def info(root, output=None, allow_outside=False):
     Raises:
         UsageError: no split, or one that cannot be used; output cannot be written.
     """
+    if output is not None:
+        drawing.check_name(output)
     root = str(root)
     result = {}
     with ThreadPoolExecutor(16) as pool:  # the disk limits this, not the processor
@@ -102,14 +95,7 @@ def info(root, output=None, allow_outside=False):
         table.add_row(what, *(Text(printable(of_split(**result[split]))) for split in splits))
     Console().print(table)
     if output is not None:
-        figure, axes = _subplots(2, len(splits), size=4)
-        for i, split in enumerate(splits):
-            counts, sizes = sorted(result[split]["classes"].values(), reverse=True), result[split]["sizes"]
-            axes[0, i].bar(range(len(counts)), counts, width=1)
-            axes[0, i].set(title=f"{split}: images of each class", xlabel="class, largest first", ylabel="images")
-            axes[1, i].plot(*sizes.T, ".", markersize=2, alpha=0.5)
-            axes[1, i].set(title=f"{split}: image sizes", xlabel="width (pixels)", ylabel="height (pixels)")
-        _save(figure, output)
+        drawing.save(drawing.balance(result), output)
     return result
 
 
@@ -218,17 +204,8 @@ def _parse(root, words):
 
 
 def open_loader(root, words):
-    """Open the training loader of train.py: (loader, flags)."""
+    """Open the training loader of train.py: (loader, flags). A data set that is smaller than a batch becomes one."""
     args = _parse(root, words)
+    if args.data_format != "synthetic":
+        args.batch_size = min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size)
     return dali.build_dataloader(args, Mode.TRAIN), args
-
-
-def _subplots(rows, columns, size):
-    return pyplot.subplots(rows, columns, figsize=(size * columns, size * rows), squeeze=False, layout="constrained")
-
-
-def _save(figure, output):
-    try:
-        figure.savefig(output, dpi=120, format="png")
-    except OSError as e:
-        raise UsageError(f"--output {output} cannot be written ({e.strerror}): give another file") from e

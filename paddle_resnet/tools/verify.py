@@ -129,7 +129,9 @@ def check_all(tasks, workers=None):
     """Yield the results of `check` for a list of tasks, in order, from so many processes, by default one a core."""
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks) // 16))
     with ProcessPoolExecutor(workers, _CONTEXT, _start_worker, (os.getpid(),)) as pool:
-        yield from pool.map(check, tasks, chunksize=16)
+        with signals.postponed():
+            results = pool.map(check, tasks, chunksize=16)
+        yield from results
 
 
 def _images_of_folders(root, mode):
@@ -213,8 +215,9 @@ def _compare_with_dali(root, mode, data_format, images, checked, report):
 def _in_a_process(function, *arguments):
     """The result of a function that a new process calls, or ([], what ended the process)."""
     receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_send_result, args=(sender, function, arguments))
-    process.start()
+    process = _CONTEXT.Process(target=_send_result, args=(sender, function, arguments), daemon=True)
+    with signals.postponed():
+        process.start()
     sender.close()
     try:
         result = receiver.recv()
@@ -269,7 +272,6 @@ def _digest(data):
 def _start_worker(parent):
     _keep_quiet()
     signals.die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C reaches every process; the parent stops the workers
 
 
 def _keep_quiet():

@@ -126,6 +126,13 @@ def test_bad_words_are_refused_in_one_sentence(photos, capsys, words, says):
     assert len(message.splitlines()) == 1
 
 
+def test_the_batch_size_may_exceed_the_data_set(colours):
+    words = [*TINY, "--num-of-class", "10", "--batch-size", "256"]
+    assert len(inspection.first_images(colours, 25, words)[0]) == 25
+    [(_, _, _, rates)] = inspection.speed(colours, [1], [0.9], batches=2, repeats=1, words=words)
+    assert min(rates) > 0
+
+
 def test_refused_before_anything_is_read(photos):
     with pytest.raises(UsageError, match="--rotate-degrees"):
         inspection.first_images(photos, 1, [*TINY, "--rotate-degrees", "200"])

@@ -1,0 +1,125 @@
+"""Drawings of the data-set tools, in files and without a display."""
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib import font_manager, pyplot
+
+from utils.errors import UsageError, printable
+
+matplotlib.use("Agg")
+FORMATS = (".png", ".pdf", ".svg")
+FONT = "DejaVu Sans"  # comes with matplotlib
+MOST_BARS = 60  # of classes; of more, the largest and smallest have bars, and a curve shows all
+EXTREMES = 15
+NAME_LENGTH = 40
+
+
+def check_name(output):
+    """Raise UsageError for a file whose name ends in none of FORMATS."""
+    if Path(output).suffix.lower() not in FORMATS:
+        raise UsageError(f"--output {output} ends in none of {', '.join(FORMATS)}: give a file name that does")
+
+
+def save(figure, output):
+    """Write a drawing in the format of its file name.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        figure.savefig(output, dpi=120, format=Path(output).suffix[1:].lower())
+    except OSError as e:
+        raise UsageError(f"--output {output} cannot be written ({e.strerror}): give another file") from e
+    finally:
+        pyplot.close(figure)
+
+
+def pictures(images, names, columns):
+    """A figure of images, uint8 arrays [H, W, 3] in RGB, with their names."""
+    names = drawable(names)
+    rows = -(-len(images) // columns)
+    size = (1.6 * columns, 1.6 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, image, name in zip(axes.flat, images, names, strict=False):  # the last axes may stay empty
+        axis.imshow(image)
+        axis.set_title(name, fontsize=8, parse_math=False)  # a class name may contain "$"
+    return figure
+
+
+def balance(splits):
+    """A figure of the images of each class, the classes in the same order in all splits, and of the image sizes.
+
+    Args:
+        splits: {split: {"classes": {class: images}, "sizes": int array [images, 2]}}, the result of inspection.info.
+    """
+    of = {split: found["classes"] for split, found in splits.items()}
+    first = next(iter(of))
+    names = sorted(dict.fromkeys(name for counts in of.values() for name in counts), key=lambda n: -of[first].get(n, 0))
+    has_curve = len(names) > MOST_BARS
+    shown = [*names[:EXTREMES], None, *names[-EXTREMES:]] if has_curve else names
+    left_out = f"... {len(names) - len(shown) + 1} more"
+    labels = drawable(left_out if name is None else _shortened(name) for name in shown)
+    heights = [0.2 * len(shown) + 1, *([3] if has_curve else []), 4]
+    figure, axes = pyplot.subplots(
+        *(len(heights), len(splits)),
+        figsize=(5 * len(splits) + 2, sum(heights)),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for i, (split, found) in enumerate(splits.items()):
+        _bars(axes[0, i], [name and of[split].get(name, 0) for name in shown], labels if i == 0 else [])
+        axes[0, i].set(title=f"{split}: {sum(of[split].values()):,} images in {len(names):,} classes", xlabel="images")
+        if has_curve:
+            counts = [of[split].get(name, 0) for name in names]
+            axes[1, i].step(range(1, len(counts) + 1), counts, where="mid")
+            axes[1, i].set(xlabel=f"class, in the order of {first}", ylabel="images", xlim=(0, len(counts) + 1))
+            axes[1, i].set_ylim(0)
+        axes[-1, i].plot(*found["sizes"].T, ".", markersize=2, alpha=0.5)
+        axes[-1, i].set(title=f"{split}: image sizes", xlabel="width (pixels)", ylabel="height (pixels)")
+    return figure
+
+
+def _bars(axis, counts, labels):
+    bars = axis.barh(range(len(counts)), [count or 0 for count in counts])
+    axis.bar_label(bars, ["" if count is None else f"{count:,}" for count in counts], fontsize=7, padding=2)
+    axis.set_ylim(len(counts) - 0.5, -0.5)  # the first class on top
+    axis.margins(x=0.1)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8, parse_math=False)
+
+
+def _shortened(name):
+    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
+
+
+def drawable(names):
+    """Names as they can be drawn, and the fonts for them: those of the system serve where matplotlib's own lacks a
+    character. A character that no font has becomes an escape such as \\u4e2d."""
+    names = [printable(name) for name in names]
+    lacking = set("".join(names))
+    lacking -= _characters(FONT, lacking)
+    families = [FONT]
+    if lacking:
+        fonts = [font for font in font_manager.fontManager.ttflist if (font.style, font.weight) == ("normal", 400)]
+        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # that one draws boxes
+        served = {name: _characters(name, lacking) for name in sorted(others)}
+        while any(served.values()):
+            families.append(max(served, key=lambda name: len(served[name])))
+            lacking -= served[families[-1]]
+            served = {name: characters & lacking for name, characters in served.items()}
+    matplotlib.rcParams["font.family"] = families
+    return ["".join(ascii(c)[1:-1] if c in lacking else c for c in name) for name in names]
+
+
+def _characters(family, wanted):
+    """Those of the wanted characters that the regular font of a family has."""
+    try:
+        properties = font_manager.FontProperties(family=[family])
+        font = font_manager.get_font(font_manager.findfont(properties, fallback_to_default=False))
+    except (RuntimeError, ValueError, OSError):  # a file that is damaged, or is no font for FreeType
+        return set()
+    return {c for c in wanted if font.scalable and font.get_char_index(ord(c))}

@@ -1,0 +1,48 @@
+import shutil
+
+import pytest
+
+from paddle_resnet import dali
+from paddle_resnet.tools import convert
+from utils.errors import DataError
+from utils.mode import Mode
+
+
+@pytest.mark.parametrize("bytes_left", [0, 20, 500])
+@pytest.mark.parametrize(
+    ("data_format", "name"),
+    [
+        ("folder", "train/class0/00.jpg"),
+        ("tfrecord", "train-00000-of-00001@"),
+        ("webdataset", "train-000000.tar@"),
+        ("recordio", "train.rec@"),
+        ("lmdb", "train_lmdb@"),
+    ],
+)
+def test_the_name_of_an_image_below_a_relative_root_is_whole(
+    photos, parse, tmp_path, monkeypatch, data_format, name, bytes_left
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(photos, "data/z")
+    image = tmp_path / "data/z/train/class0/00.jpg"
+    image.write_bytes(image.read_bytes()[:bytes_left])
+    root = "data/z"
+    if data_format != "folder":
+        convert.convert(root, "data/y", data_format, workers=1)
+        root = "data/y"
+    with pytest.raises(DataError) as e:
+        list(dali.build_dataloader(parse("--image-root", root), Mode.TRAIN))
+    assert str(e.value).startswith(f"{root}/{name}")
+    assert str(e.value).count(name) == 1
+    assert " cannot be decoded (rank 0): repair" in str(e.value)
+
+
+@pytest.mark.parametrize("root", ["data/z", "./data/z"])
+def test_the_name_of_a_file_that_cannot_be_opened(photos, parse, tmp_path, monkeypatch, root):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(photos, "data/z")
+    (tmp_path / "data/z/train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
+    args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5")
+    with pytest.raises(DataError) as e:
+        list(dali.build_dataloader(args, Mode.TRAIN))
+    assert str(e.value).startswith(f"{root}/train/class0/99.jpg cannot be decoded (rank 0): repair")

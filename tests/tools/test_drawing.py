@@ -1,0 +1,83 @@
+import warnings
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib import font_manager, pyplot
+
+from paddle_resnet import dataset
+from paddle_resnet.tools import drawing
+
+
+def splits(count):
+    """What info finds in `count` classes: class i has i images in train and one in val."""
+    names = [f"[b]$class$ {i}" for i in range(count)]
+    sizes = np.array([[40, 30], [50, 60]])
+    return {
+        "train": {"classes": {name: i for i, name in enumerate(names)}, "sizes": sizes},
+        "val": {"classes": dict.fromkeys(names, 1), "sizes": sizes},
+    }
+
+
+@pytest.mark.parametrize("count", [2, 60, 1000])
+def test_classes_are_named_and_in_the_same_order_in_both_splits(tmp_path, count):
+    data = splits(count)
+    figure = drawing.balance(data)
+    bars = {axes.get_title().partition(":")[0]: axes for axes in figure.axes[:2]}
+    assert list(bars) == ["train", "val"]
+    names = [label.get_text() for label in bars["train"].get_yticklabels()]
+    largest = sorted(data["train"]["classes"], key=data["train"]["classes"].get, reverse=True)
+    if count <= 60:
+        assert names == largest
+    else:
+        assert names == [*largest[:15], f"... {count - 30} more", *largest[-15:]]
+    for split, axes in bars.items():
+        counts = data[split]["classes"]
+        assert [bar.get_width() for bar in axes.patches] == [counts.get(name, 0) for name in names]
+        assert axes.get_ylim() == (len(names) - 0.5, -0.5)
+    curves = [axes for axes in figure.axes if axes.get_xlabel() == "class, in the order of train"]
+    assert len(curves) == (2 if count > 60 else 0)
+    for axes, split in zip(curves, data, strict=True) if curves else ():
+        assert axes.lines[0].get_ydata().tolist() == [data[split]["classes"][name] for name in largest]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawing.save(figure, tmp_path / "x.png")
+    width, height = pyplot.imread(tmp_path / "x.png").shape[1::-1]
+    assert 800 < width < 3000
+    assert 400 < height < 3000
+
+
+def test_one_split_alone(tmp_path):
+    drawing.save(drawing.balance({"val": splits(3)["val"]}), tmp_path / "x.png")
+
+
+NAME = "猫 \u2312 a\x1b"  # in no font of matplotlib; in STIX and not in DejaVu Sans
+
+
+def test_a_character_without_a_font_is_an_escape(tmp_path, monkeypatch):
+    fonts = [font for font in font_manager.fontManager.ttflist if font.name in ("DejaVu Sans", "STIXGeneral")]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
+    assert "\u2312" not in drawing._characters(drawing.FONT, {"\u2312"})
+    assert drawing.drawable([NAME]) == ["\\u732b \u2312 a\\x1b"]
+    assert matplotlib.rcParams["font.family"] == ["DejaVu Sans", "STIXGeneral"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ending in drawing.FORMATS:
+            picture = np.zeros((8, 8, 3), np.uint8)
+            drawing.save(drawing.pictures([picture] * 3, [NAME, "$a", "b"], 2), tmp_path / f"x{ending}")
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [f for f in fonts if f.name == "DejaVu Sans"])
+    assert drawing.drawable([NAME, "cat"]) == ["\\u732b \\u2312 a\\x1b", "cat"]
+    assert matplotlib.rcParams["font.family"] == ["DejaVu Sans"]
+
+
+@pytest.mark.parametrize(("name", "start"), [("x.PNG", b"\x89PNG"), ("x.pdf", b"%PDF"), ("x.svg", b"<?xml")])
+def test_the_name_decides_the_format(photos, tmp_path, name, start):
+    assert dataset.main(["info", str(photos), "--output", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("words", [["info"], ["preview"]])
+@pytest.mark.parametrize("name", ["x.doc", "x", ".png"])
+def test_other_formats_are_refused_before_the_work(tmp_path, capsys, words, name):
+    assert dataset.main([*words, "/nowhere", "--output", str(tmp_path / name)]) == 2
+    assert f"--output {tmp_path}/{name} ends in none of .png, .pdf, .svg: give" in capsys.readouterr().err

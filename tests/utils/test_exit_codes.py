@@ -1,0 +1,91 @@
+"""How commands end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import ROOT
+from paddle_resnet import dataset, doctor, export, predict
+from paddle_resnet.results import comparison, reading
+from paddle_resnet.tools import convert
+from utils import exit_codes
+from utils.errors import UsageError
+
+TOOLS = {
+    "dataset": (dataset.main, ["convert", "--from", "x", "--to", "lmdb", "--output", "y"], (convert, "convert")),
+    "doctor": (doctor.main, [], (doctor, "examine")),
+    "export": (export.main, ["x", "y"], (export, "export")),
+    "predict": (predict.main, ["x", "y"], (predict, "find_images")),
+    "report": (comparison.main, ["x"], (reading, "read")),
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_control_c_ends_every_tool_with_a_sentence(monkeypatch, capsys, name):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    main, words, place = TOOLS[name]
+    monkeypatch.setattr(*place, interrupt)
+    assert main(words) == 130
+    assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: interrupted\n")
+
+
+def is_blocked(process):
+    with open(f"/proc/{process.pid}/status") as f:
+        blocked = next(line.split()[1] for line in f if line.startswith("SigBlk"))
+    return int(blocked, 16) >> (signal.SIGINT - 1) & 1
+
+
+def children(process):
+    with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
+        return f.read().split()
+
+
+def control_c(process):
+    """What Control-C does: SIGINT to all processes of the terminal. Returns what the command said."""
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
+
+
+def start(*words):
+    command = [sys.executable, "-m", *map(str, words)]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+
+
+def test_control_c_during_the_imports_of_a_tool():
+    process = start("paddle_resnet.doctor")
+    deadline = time.monotonic() + 30
+    while not is_blocked(process) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert control_c(process) == "paddle_resnet.doctor: interrupted"
+
+
+def test_control_c_while_processes_decode(photos, tmp_path):
+    """As soon as the first one has started."""
+    for name in ("train", "val"):
+        for path in (photos / "train").glob("*/*"):
+            for i in range(60):
+                (tmp_path / name / path.parent.name).mkdir(parents=True, exist_ok=True)
+                (tmp_path / name / path.parent.name / f"{i}_{path.name}").symlink_to(path)
+    process = start("paddle_resnet.dataset", "verify", tmp_path)
+    deadline = time.monotonic() + 30
+    while len(children(process)) < 2 and time.monotonic() < deadline:  # the first one watches resources
+        time.sleep(0.001)
+    assert control_c(process) == "paddle_resnet.dataset: interrupted"
+
+
+def test_errors_do_not_steer_the_terminal(capsys):
+    def fail():
+        raise UsageError("a\x1b[31m\nb")
+
+    assert exit_codes.of("x", fail) == 2
+    assert capsys.readouterr().err == "x: error: a\\x1b[31m\nb\n"
