@@ -44,6 +44,10 @@ BATCH_FLAGS = (
 LIST = "list of images and labels (hash)"
 
 
+class StateError(UsageError):
+    """A loader's state, from a checkpoint, that is damaged."""
+
+
 def build_dataloader(args, mode, state=None):
     """Build the iterator over this process's shard.
 
@@ -56,17 +60,19 @@ def build_dataloader(args, mode, state=None):
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
         images. `len()` is the number of steps per epoch, the same on every process in training; `step` the number of
-        steps done; `data_set_size` the number of images of the whole split; `classes` the class names in label order.
+        steps done; `data_set_size` the number of images of the whole split; `classes` the class names in label order;
+        `digest` that of readers.DataSet, None for synthetic images.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
+        StateError: the state is damaged.
     """
     watchdog.phase(f"the list of {mode.value} images")
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
         images = SYNTHETIC_SIZE[mode] // world_size
         conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
-        return SyntheticIterator(args, images, mode, conditions, _usable(state, conditions))
+        return SyntheticIterator(args, images, mode, conditions, _usable(state, conditions, images // args.batch_size))
 
     data_set = open_data_set(args, mode)
     per_process = data_set.size // world_size
@@ -84,8 +90,8 @@ def build_dataloader(args, mode, state=None):
             f"give {1 / args.batch_size:.2g} or more, or leave it out"
         )
     conditions = _conditions(args, data_set.data_format, data_set.size, data_set.digest)
-    state = _usable(state, conditions)
-    checkpoint = base64.b64decode(state["pipeline"]) if state else None
+    state = _usable(state, conditions, per_process // args.batch_size)
+    checkpoint = base64.b64decode(state.get("pipeline", "")) if state else None
     if mode is Mode.TRAIN:
         images = per_process // args.batch_size * args.batch_size
     else:
@@ -101,6 +107,8 @@ def build_dataloader(args, mode, state=None):
         # DALI makes no empty shards: use one shard per image, for the processes that have one.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
+    if checkpoint is not None:
+        _restore(pipeline)
     return ShardIterator(pipeline, images, data_set, args.image_root, conditions, state["step"] if state else 0)
 
 
@@ -123,8 +131,21 @@ def _conditions(args, data_format, size, digest=None):
     return {"--data-format": data_format, **flags, **counts, **files, "DALI version": nvidia.dali.__version__}
 
 
-def _usable(state, conditions):
-    """The state, or None with a warning if its conditions differ."""
+def _restore(pipeline):
+    """Build a pipeline that has a checkpoint of DALI's, so that what is wrong with that is told from other errors."""
+    try:
+        pipeline.build()
+    except (RuntimeError, ValueError) as e:
+        reason = str(e).partition(" failed: ")[2] or str(e)
+        raise StateError(f"the state of the loader is damaged ({' '.join(reason.split())[:200]})") from e
+
+
+def _usable(state, conditions, steps):
+    """The state, or None with a warning if its conditions differ.
+
+    Raises:
+        StateError: it is of a later step than an epoch has.
+    """
     if state is None:
         return None
     # Older checkpoints know neither the flag nor the list.
@@ -138,6 +159,8 @@ def _usable(state, conditions):
             "epoch, in the order of the first epoch"
         )
         return None
+    if state["step"] > steps:
+        raise StateError(f"the state of the loader is damaged (step {state['step']} of {steps})")
     return state
 
 

@@ -15,6 +15,7 @@ from paddle_resnet.passes import all_reduces, folding
 from paddle_resnet.steps import trace
 from utils import logger, progress
 from utils.affinity import bind_to_gpu
+from utils.errors import UsageError
 from utils.mode import Mode
 
 # Training or evaluation: a loader and the program that it feeds. Only training has an lr_scheduler and an optimizer.
@@ -47,7 +48,10 @@ def open_data(args, found):
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
-    train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
+    try:
+        train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
+    except dali.StateError as e:
+        raise UsageError(f"{found.folder}: {e}: move it away, and --resume takes the checkpoint before it") from e
     eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
     restore.compare_classes(found, train_loader or eval_loader)
     trace.check(args, train_loader or eval_loader)

@@ -180,3 +180,14 @@ def test_loader_is_blamed_once_a_run(run_train, capsys, monkeypatch):
     monkeypatch.setattr(report, "advise_on_loader", on_a_gpu)
     assert run_train("--epochs", "4")[0] == 0
     assert capsys.readouterr().err.count("the GPU waited for images") == 1
+
+
+def test_the_table_of_a_benchmark_is_text_and_goes_through_the_logger(capsys, monkeypatch):
+    lines = []
+    monkeypatch.setattr(report.logger, "info", lines.append)
+    report._print_table("benchmark: train", {"ips": 12.5}, {"command": "python train.py --image-root [/data]"})
+    assert capsys.readouterr().out == ""
+    [table] = lines
+    assert table.startswith("benchmark: train ")
+    assert "--image-root [/data]" in table
+    assert "12.5" in table

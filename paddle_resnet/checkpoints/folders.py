@@ -24,6 +24,7 @@ import platform
 import re
 import reprlib
 import shutil
+import stat
 from pathlib import Path
 
 from paddle_resnet.checkpoints import schema
@@ -69,7 +70,7 @@ def lock(root):
         an open file. The lock lasts until this process ends or closes any open file of ROOT/.lock.
     Raises:
         BlockingIOError: another process holds the lock; strerror names it.
-        OSError: .lock cannot be opened, or is a link, whose target would be overwritten.
+        OSError: .lock cannot be opened, is a link, whose target would be overwritten, or no regular file.
     """
     file = _open_lock(Path(root) / ".lock")
     # A POSIX lock belongs to the process, so a forked child that outlives this process does not keep it.
@@ -90,13 +91,16 @@ def lock(root):
 
 
 def _open_lock(path):
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    if not path.is_symlink():
-        file = open(path, "r+", encoding="utf-8", opener=lambda name, _: os.open(name, flags, 0o666))  # noqa: SIM115
-        if os.fstat(file.fileno()).st_nlink <= 1:
-            return file
-        file.close()
-    raise OSError(errno.EEXIST, f"{path} is a link: remove it", str(path))
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if path.is_symlink():
+        raise OSError(errno.EEXIST, f"{path} is a link: remove it", str(path))
+    descriptor = os.open(path, flags, 0o666)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return open(descriptor, "r+", encoding="utf-8")
+    os.close(descriptor)
+    what = "a link" if stat.S_ISREG(status.st_mode) else "no regular file"
+    raise OSError(errno.EEXIST, f"{path} is {what}: remove it", str(path))
 
 
 def keep(root, file):

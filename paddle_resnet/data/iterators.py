@@ -55,6 +55,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self.images = images
         self.data_set_size = data_set.size
         self.classes = data_set.classes
+        self.digest = data_set.digest
         self._data_set = data_set
         self._image_root = image_root
         self._conditions = conditions
@@ -151,6 +152,7 @@ class EmptyIterator:
     def __init__(self, data_set):
         self.data_set_size = data_set.size
         self.classes = data_set.classes
+        self.digest = data_set.digest
 
     def __len__(self):
         return 0
@@ -182,6 +184,7 @@ class SyntheticIterator(_Steps):
         self.batch_size = args.batch_size
         self.data_set_size = conditions["number of images"]
         self.classes = list(map(str, range(args.num_of_class)))
+        self.digest = None
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:
             raise UsageError(

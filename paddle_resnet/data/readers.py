@@ -44,14 +44,15 @@ class DataSet:
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
             every process makes the same number of steps; ShardIterator removes the copies.
-        digest: sha256 of names and labels in the order of listing; None for containers.
+        digest: sha256 in the order of listing. Of image files: names and labels; of containers: names, the places of
+            all records, and the labels that were checked.
     """
 
     data_format: str
     size: int
     classes: list
     read: Callable
-    digest: str | None = None
+    digest: str
 
 
 def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset(), allow_outside=False):
@@ -101,7 +102,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
         if not files:
             raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
-    digest = hashlib.sha256("\n".join([*files, *map(str, labels)]).encode()).hexdigest()
+    digest = _digest("\n".join([*files, *map(str, labels)]))
     if mode is Mode.TRAIN:
         # DALI's own shuffle has a fixed seed. This one makes the order follow --dali-random-seed.
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
@@ -114,7 +115,15 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
 def single_files(paths):
     """Image files anywhere, in the given order; the label of each is its number in it."""
     paths = [os.path.abspath(path) for path in paths]
-    return DataSet("filelist", len(paths), [], _file_reader("/", paths, list(range(len(paths)))))
+    return DataSet("filelist", len(paths), [], _file_reader("/", paths, list(range(len(paths)))), _digest(*paths))
+
+
+def _digest(*parts):
+    """sha256 of texts, numbers and arrays."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def _file_reader(image_root, files, labels):
@@ -143,7 +152,7 @@ def recordio(image_root, mode, num_of_class, seed, skip):
 
     The arguments of all container readers are those of open_split.
     """
-    shards, indexes, classes, size = _open_shards(image_root, mode, "recordio", num_of_class, skip)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.mxnet(
@@ -154,7 +163,7 @@ def recordio(image_root, mode, num_of_class, seed, skip):
         )
         return encoded, _whole(label)
 
-    return DataSet("recordio", size, classes, read)
+    return DataSet("recordio", size, classes, read, digest)
 
 
 def tfrecord(image_root, mode, num_of_class, seed, skip):
@@ -162,7 +171,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip):
 
     The features are image/encoded (bytes) and image/class/label (one int64, counted from 0).
     """
-    shards, indexes, classes, size = _open_shards(image_root, mode, "tfrecord", num_of_class, skip)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "tfrecord", num_of_class, skip)
 
     def read(name, shard_id, num_shards, shuffle):
         features = fn.readers.tfrecord(
@@ -178,7 +187,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip):
         )
         return features[records.TFRECORD_IMAGE], fn.cast(features[records.TFRECORD_LABEL], dtype=types.INT64)
 
-    return DataSet("tfrecord", size, classes, read)
+    return DataSet("tfrecord", size, classes, read, digest)
 
 
 def lmdb(image_root, mode, num_of_class, seed, skip):
@@ -200,7 +209,8 @@ def lmdb(image_root, mode, num_of_class, seed, skip):
         encoded, label = fn.readers.caffe(path=path, **_container(name, shard_id, num_shards, shuffle, size, seed))
         return encoded, fn.cast(label, dtype=types.INT64)
 
-    return DataSet("lmdb", size, classes or _numbers(num_of_class), read)
+    digest = _digest(size, os.path.getsize(os.path.join(path, "data.mdb")), labels)
+    return DataSet("lmdb", size, classes or _numbers(num_of_class), read, digest)
 
 
 def webdataset(image_root, mode, num_of_class, seed, skip):
@@ -209,7 +219,7 @@ def webdataset(image_root, mode, num_of_class, seed, skip):
     A sample is an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). File names may have a prefix
     before `train`, `val` or `validation`.
     """
-    shards, indexes, classes, size = _open_shards(image_root, mode, "webdataset", num_of_class, skip)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, digits = fn.readers.webdataset(
@@ -224,7 +234,7 @@ def webdataset(image_root, mode, num_of_class, seed, skip):
         )
         return encoded, _decimal(digits)
 
-    return DataSet("webdataset", size, classes, read)
+    return DataSet("webdataset", size, classes, read, digest)
 
 
 def _whole(number):
@@ -279,7 +289,7 @@ def _skipped(skip, shard):
 
 
 def _open_shards(image_root, mode, data_format, num_of_class, skip):
-    """Open the containers of a split and check some labels: (paths, records.Index of each, class names, images)."""
+    """Open the containers of a split and check some labels: (paths, Index of each, class names, images, digest)."""
     classes = listing.class_names(image_root, num_of_class)
     shards, indexes, whole = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
@@ -298,11 +308,16 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip):
     listing.check_count(image_root, mode, data_format, whole)
     ends = np.cumsum([len(index) for index in indexes])
     size = int(ends[-1])
+    labels = []
     for i in np.unique(np.linspace(0, size - 1, CHECKED_LABELS).astype(int)).tolist():
         k = int(np.searchsorted(ends, i, side="right"))
-        label = records.read_label(shards[k], data_format, *indexes[k].labels[i - ends[k]].tolist())
-        listing.check_labels(shards[k], [label], num_of_class, classes)
-    return shards, indexes, classes or _numbers(num_of_class), size
+        labels.append(records.read_label(shards[k], data_format, *indexes[k].labels[i - ends[k]].tolist()))
+        listing.check_labels(shards[k], labels[-1:], num_of_class, classes)
+    parts = [
+        part for shard, index in zip(shards, indexes, strict=True) for part in (os.path.basename(shard), index.images)
+    ]
+    digest = _digest(*parts, *(index.labels for index in indexes), labels)
+    return shards, indexes, classes or _numbers(num_of_class), size, digest
 
 
 def _numbers(count):

@@ -47,6 +47,7 @@ def check_work(train_loader, eval_loader, program):
     for name, loader in (("training", train_loader), ("validation", eval_loader)):
         if loader is not None:
             facts[f"the number of {name} images"] = loader.data_set_size
+            facts[f"the list of {name} images and labels (hash)"] = loader.digest and loader.digest[:8]
             facts[f"the list of classes of the {name} images (hash)"] = _hash(list(loader.classes))
     shapes = {p.name: [*p.shape, str(p.dtype)] for p in program.global_block().all_parameters()}
     facts["the number of parameters"] = len(shapes)

@@ -1,5 +1,6 @@
 """Checkpoints from strangers and from broken disks: no file runs code, crashes, hangs, or is taken in silence."""
 
+import base64
 import contextlib
 import json
 import os
@@ -320,6 +321,32 @@ def good(tmp_path):
 def test_the_good_one_is_good(tmp_path, good):
     craft(tmp_path / "4", good)
     assert folders.read_meta(tmp_path / "4") == good
+
+
+DAMAGED_STATES = {
+    "text": {"pipeline": base64.b64encode(b"garbage").decode()},
+    "of no pipeline": {"pipeline": ""},
+    "without a pipeline": {},
+    "after the end": {"step": 4},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_STATES)
+def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path, capsys, damage):
+    """In a meta.json whose checksum is right."""
+    stop_before(train_step=2)
+    assert run_train()[0] == 75
+    stop_before()
+    folder = tmp_path / "output/Tiny/0_2"
+    meta = folders.read_meta(folder)
+    if damage == "without a pipeline":
+        del meta["ranks"][0]["loader"]["pipeline"]
+    meta["ranks"][0]["loader"] |= DAMAGED_STATES[damage]
+    craft(folder, meta)
+    capsys.readouterr()
+    assert run_train("--resume")[0] == 2
+    says = [f"{folder}: the state of the loader is damaged (", "): move it away, and --resume takes the checkpoint"]
+    assert_one_sentence(capsys.readouterr().err, says)
 
 
 @pytest.mark.parametrize("field", IMPOSSIBLE)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import webdataset
 from nvidia.dali import pipeline_def
 
 from paddle_resnet.data import listing, readers, records
+from paddle_resnet.tools import convert
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -400,3 +402,29 @@ def test_other_names_of_shards(converted, tmp_path, data_format, names):
 def make_list(root, split, *lines):
     with open(f"{root}/{split}.txt", "w") as f:
         f.write("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("data_format", ["folder", "filelist", *readers.CONTAINER_READERS])
+def test_the_digest_is_that_of_the_list_wherever_it_lies(converted, photos, tmp_path, data_format):
+    def digest(root, **options):
+        return readers.open_split(root, data_format, Mode.EVAL, 3, 0, **options).digest
+
+    root = converted[data_format]
+    shutil.copytree(root, tmp_path / "copy")
+    expected = digest(root)
+    assert digest(tmp_path / "copy") == expected
+    if data_format != "lmdb":  # its reader can skip none
+        name = listing.images(str(root), Mode.EVAL)[2][3].name
+        assert digest(root, skip=frozenset([name])) != expected
+    # The same images, one of them in another class.
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    (moved / "val/class0/00.jpg").rename(moved / "val/class1/00.jpg")
+    if data_format == "filelist":
+        images = listing.images(str(moved), Mode.EVAL)[2]
+        (moved / "val.txt").write_text("".join(f"{image.name} {image.label}\n" for image in images))
+    elif data_format != "folder":
+        convert.convert(
+            moved, tmp_path / "x", data_format, shards=3 if data_format in convert.SHARDED else None, workers=1
+        )
+        moved = tmp_path / "x"
+    assert digest(moved) != expected

@@ -55,7 +55,7 @@ def test_sources_are_part_of_it(facts, parse, monkeypatch):
     assert {name for name in first if first[name] != other[name]} == {"this program (hash of its sources)"}
 
 
-def test_sizes_classes_and_shapes_are_part_of_it(facts, parse, photos):
+def test_sizes_lists_classes_and_shapes_are_part_of_it(facts, parse, photos, tmp_path):
     from paddle import static
 
     def work(*flags):
@@ -69,5 +69,9 @@ def test_sizes_classes_and_shapes_are_part_of_it(facts, parse, photos):
     assert first["the number of training images"] == 30
     assert first["the number of validation images"] == 23
     assert first == work()
+    (tmp_path / "list").write_text("val/class0/00.jpg\n")
+    other = work("--skip-list", tmp_path / "list")
+    hashes = {"the list of validation images and labels (hash)", "the number of validation images"}
+    assert {name for name in first if first[name] != other[name]} == hashes
     other = work("--num-of-class", "4")
     assert {name for name in first if first[name] != other[name]} == {"the shapes of the parameters (hash)"}
