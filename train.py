@@ -44,7 +44,7 @@ def _run(args, argv):
 
         compat.check_version()
         from paddle_resnet import phases, report
-    except (ImportError, MemoryError) as e:
+    except ImportError as e:
         raise RunError(f"Paddle or DALI cannot be imported ({e}): see python -m paddle_resnet.doctor") from e
     from paddle_resnet.checkpoints import restore
     from paddle_resnet.job import agreement, exchange, fleet, processes

@@ -1,6 +1,8 @@
 """How commands end."""
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -89,3 +91,47 @@ def test_errors_do_not_steer_the_terminal(capsys):
 
     assert exit_codes.of("x", fail) == 2
     assert capsys.readouterr().err == "x: error: a\\x1b[31m\nb\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError("std::bad_alloc"), " (std::bad_alloc)"),
+        (MemoryError(), ""),
+        (
+            RuntimeError("In user code:\n  ResourceExhaustedError: Fail to alloc\n"),
+            " (ResourceExhaustedError: Fail to alloc)",
+        ),
+        (OSError(12, "Cannot allocate memory"), " ([Errno 12] Cannot allocate memory)"),
+    ],
+)
+def test_too_little_memory_is_a_sentence(capsys, error, says):
+    def fail():
+        raise error
+
+    assert exit_codes.of("x", fail) == 1
+    says = f"x: error: too little memory{says}: give a smaller --batch-size, or more memory\n"
+    assert capsys.readouterr().err == says
+
+
+def test_other_errors_pass():
+    def fail():
+        raise RuntimeError("Out of range")
+
+    with pytest.raises(RuntimeError):
+        exit_codes.of("x", fail)
+
+
+def test_a_limit_that_the_import_of_paddle_exceeds():
+    """Without a traceback, and the process ends."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20))
+
+    command = [sys.executable, "train.py", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, preexec_fn=limited)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(
+        r"^train.py: error: (too little memory \(ulimit -v allows 500 MiB|Paddle or DALI )", done.stderr, re.M
+    )
