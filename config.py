@@ -160,6 +160,7 @@ def _add_global(group):
         "--resume",
         help="continue from the newest whole checkpoint in OUTPUT_DIR/ARCH/, or start if there is none",
     )
+    _add_switch(group, "--overwrite", help="first delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/")
     group.add_argument(
         "--from-pretrained-params",
         metavar="DIR",
@@ -373,6 +374,8 @@ def _check(args):
             "--resume continues training and --run-scope is eval_only: give --from-checkpoint DIR "
             "--last-epoch-of-checkpoint auto instead"
         )
+    if args.resume and args.overwrite:
+        raise UsageError("--resume continues the run that --overwrite deletes: drop one of them")
     if args.pretrained_mismatch != "error" and args.from_pretrained_params is None:
         raise UsageError(
             f"--pretrained-mismatch {args.pretrained_mismatch} is about --from-pretrained-params DIR: add it, "

@@ -36,6 +36,15 @@ def start(args):
     paddle.enable_static()
 
 
+def find_start(args):
+    """What the run starts from: restore.Found or None. Refuses processes that differ and an output folder that cannot
+    be used."""
+    agreement.check_start(args)
+    found = restore.find(args)
+    saver.check_folder(args, found)
+    return found
+
+
 def open_data(args, found):
     """The loaders that the run needs.
 
@@ -102,11 +111,9 @@ def compile_programs(args, exe, training, evaluation):
 
 
 def check_and_describe(args, training, evaluation):
-    """Compare data and networks of all processes, print the start line, and refuse an output folder that cannot be
-    written."""
+    """Compare data and networks of all processes, and print the start line."""
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(*loaders, main.program)
     fused = program.fused_operators(args, main.compiled)
     logger.info(report.start_line(args, *loaders, fused, all_reduces.count_gradient_all_reduces(main.program)))
-    saver.check_folder(args)

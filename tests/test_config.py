@@ -71,6 +71,7 @@ OURS = {
     "seed": 0,
     "device": "auto",
     "resume": False,
+    "overwrite": False,
     "save-interval-steps": 0,
     "keep-checkpoints": 3,
     "checkpoint-commit": "rename",

@@ -14,7 +14,6 @@ The form "rename" writes a checkpoint under a hidden name and renames it. The fo
 are not atomic: it writes NAME/ itself, with NAME/.unfinished first and meta.json last.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -34,6 +33,7 @@ from utils.files import open_regular
 META = "meta.json"
 FORMAT = 2
 META_LIMIT = 16 << 20  # bytes; 1,000 classes and 1,000 processes take 2 MB
+MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _PARTIAL, _REPLACED, _UNFINISHED = ".partial", ".replaced", ".unfinished"
 
@@ -254,6 +254,12 @@ def below(root):
     return sorted(found, key=lambda p: (position(p.name)[0], position(p.name)[1] or float("inf")))
 
 
+def finished(root):
+    """The folders below ROOT with the name of a checkpoint, sorted, without those that clean() removes. Damaged ones
+    and those of other programs are among them."""
+    return [folder for folder in below(root) if not _is_unfinished(folder)]
+
+
 def newest_first(root):
     """The checkpoints below ROOT, the last written first.
 
@@ -289,10 +295,31 @@ def clean(root):
         elif suffix in (_PARTIAL, _REPLACED, ".deleted"):  # older versions deleted under that name
             _remove(path)
     for folder in below(root):
-        with contextlib.suppress(OSError):  # a folder that cannot be listed is no work of this program
-            left = os.listdir(folder)
-            if META not in left and (_UNFINISHED in left or not left):
-                _remove_unmarked(folder)
+        if _is_unfinished(folder):
+            _remove_unmarked(folder)
+
+
+def remove_all(root):
+    """Delete every checkpoint below ROOT, damaged ones included, and the links to them. A kill in between leaves whole
+    ones.
+
+    Raises:
+        OSError: one still counts as a checkpoint.
+    """
+    for link in (Path(root) / marker for marker in MARKERS):
+        if link.is_symlink():
+            link.unlink()
+    for folder in below(root):
+        _unmark(folder)
+        _remove_unmarked(folder)
+
+
+def _is_unfinished(folder):
+    try:
+        left = os.listdir(folder)
+    except OSError:  # no work of this program
+        return False
+    return META not in left and (_UNFINISHED in left or not left)
 
 
 def _hidden(root, name, suffix):

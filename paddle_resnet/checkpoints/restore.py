@@ -43,6 +43,10 @@ class Found:
     def __post_init__(self):
         self.goes_on = self.meta is not None and (self.epoch, self.step) != (0, 0)
 
+    def is_of(self, folder):
+        """Whether this run continues a run whose checkpoints are in a folder."""
+        return self.epoch + self.step > 0 and Path(self.folder).resolve().parent == folder.resolve()
+
     @property
     def loader_state(self):
         """State of this process's loader, or None."""
