@@ -33,6 +33,7 @@ from utils.files import open_regular
 META = "meta.json"
 FORMAT = 2
 META_LIMIT = 16 << 20  # bytes; 1,000 classes and 1,000 processes take 2 MB
+NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _PARTIAL, _REPLACED, _UNFINISHED = ".partial", ".replaced", ".unfinished"
@@ -211,19 +212,30 @@ def read_meta(folder):
     return meta
 
 
-def verify(folder, needed=()):
+def prefix(args, folder):
+    """The path of a checkpoint's two files without .pdparams and .pdopt. meta.json lists them; in a folder without one,
+    the name is foreign_prefix.
+
+    Raises:
+        DamagedError: the folder's meta.json is damaged.
+    """
+    if os.path.lexists(Path(folder) / META):
+        return Path(folder) / schema.prefix(read_meta(folder)["files"])
+    return Path(folder) / foreign_prefix(args)
+
+
+def foreign_prefix(args):
+    """The name of the two files in folders of other programs: --model-prefix, by default that of NVIDIA's example."""
+    return args.model_prefix if "model_prefix" in args.given else NVIDIAS_PREFIX
+
+
+def verify(folder):
     """Read every byte of a checkpoint and return its meta.json. What meta.json does not list is not part of it.
 
-    Args:
-        folder: of the checkpoint.
-        needed: names of files that it must list.
     Raises:
         DamagedError: a file is missing or was changed after it was written.
     """
     meta = read_meta(folder)
-    for name in needed:
-        if name not in meta["files"]:
-            raise DamagedError(f"{META} lists no {name}; --model-prefix names the files")
     for name, expected in meta["files"].items():
         try:
             with open_regular(Path(folder) / name) as file:

@@ -220,6 +220,7 @@ def _parse(root, words):
 def open_loader(root, words):
     """Open the training loader of train.py: (loader, flags)."""
     args = _parse(root, words)
+    dali.settle_classes(args, Mode.TRAIN)
     return dali.build_dataloader(args, Mode.TRAIN), args
 
 
