@@ -95,7 +95,7 @@ OURS = {
     "color-jitter": 0.0,
     "lighting": 0.0,
     "rotate-degrees": 0.0,
-    "interp": "linear",
+    "interp": "triangular",
     "kernels": "auto",
     "cuda-graph": True,
 }
