@@ -8,7 +8,7 @@ from paddle import static
 
 import config
 from paddle_resnet import dali, optimizer, program, report
-from paddle_resnet.checkpoints import restore, saver, variables
+from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.job import agreement, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
@@ -38,8 +38,11 @@ def find_start(args):
     """What the run starts from: restore.Found or None. Takes over its flags; refuses processes that differ and an
     output folder that cannot be used."""
     agreement.check_start(args)
-    found = restore.find(args)
+    found, folder = restore.find(args), folders.run_folder(args)
     restore.take_over_flags(args, found)
+    if args.resume and folders.run_folder(args) != folder:  # the network of --from-pretrained-params has another one
+        found = restore.find(args)
+        restore.take_over_flags(args, found)
     saver.check_folder(args, found)
     return found
 

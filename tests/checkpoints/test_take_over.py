@@ -122,6 +122,17 @@ def test_a_resumed_run_keeps_its_preparation_of_images(run_train, run_bare, tmp_
     assert folders.verify(tmp_path / "bare/Tiny/1")["arguments"]["interp"] == "cubic"
 
 
+@pytest.mark.parametrize("start", ["--from-pretrained-params", "--from-checkpoint"])
+def test_a_run_that_took_its_network_from_its_start_is_found_by_resume(run_bare, checkpoint, tmp_path, start):
+    """Its folder is called after the network, which the command does not name."""
+    flags = [start, checkpoint, "--crop-size", "32", "--resize-short", "36", "--resume"]
+    assert run_bare(*flags)[0] == 0
+    meta = folders.verify(tmp_path / "bare/Tiny/0")
+    assert run_bare(*flags, "--epochs", "2")[0] == 0
+    assert folders.verify(tmp_path / "bare/Tiny/0") == meta
+    assert folders.verify(tmp_path / "bare/Tiny/1")["run"] == meta["run"]
+
+
 def outputs(folder):
     return folders.verify(folder)["arguments"]["num_of_class"]
 
