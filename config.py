@@ -28,10 +28,9 @@ AUGMENTATION_RANGES = {
 }
 
 
-# What a network was trained with, and what an evaluation of it needs.
-NETWORK_FLAGS = ("model_arch_name", "num_of_class")
-IMAGE_FLAGS = (
-    *("image_shape", "crop_size", "resize_short", "interp"),
+# What an evaluation of a checkpoint needs: the network and the preparation of images.
+CHECKPOINT_FLAGS = (
+    *("model_arch_name", "num_of_class", "image_shape", "crop_size", "resize_short", "interp"),
     *("normalize_scale", "normalize_mean", "normalize_std"),
 )
 # Flags that older checkpoints do not have, where the default is not what the program did before.
@@ -78,9 +77,9 @@ def parse_args(argv=None):
     if unknown:
         raise UsageError(_unknown_words(parser, unknown))
     args.amp_level = args.amp_level or ("O2" if args.use_pure_fp16 else "O1")
-    problems = list(_conflicts(args))
     follow_sizes(args)
-    if not _has_start(args):  # a checkpoint may name the sizes: see take_over
+    problems = list(_conflicts(args))
+    if not _has_start(args):  # a checkpoint may have the sizes of images: see take_over
         problems += _conflicts_of_sizes(args)
     _refuse(problems)
     return args
@@ -105,7 +104,7 @@ def take_over(args, recorded, names):
     Args:
         args: flags.
         recorded: those of the earlier run.
-        names: of flags: RECORDED, or some of them.
+        names: of the flags.
     Returns:
         ({flag: value} of those that changed, {flag: (value, recorded value)} of those that are given and differ).
     """
@@ -130,13 +129,13 @@ def follow_sizes(args):
         args.crop_size = args.image_shape[1]
 
 
-def check_sizes(args):
-    """Check the sizes of images once all are known.
+def check_images(args):
+    """Check the flags of the preparation of images once all are known.
 
     Raises:
-        UsageError: they do not fit each other.
+        UsageError: they are impossible, or do not fit each other.
     """
-    _refuse(list(_conflicts_of_sizes(args)))
+    _refuse([*_conflicts_of_augmentation(args), *_conflicts_of_sizes(args)])
 
 
 def _refuse(problems):

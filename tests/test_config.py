@@ -100,6 +100,7 @@ OURS = {
     "cuda-graph": True,
 }
 DEFAULTS = {**NVIDIA, **OURS}
+IMAGES = config.CHECKPOINT_FLAGS[2:]
 
 
 def parse(text=""):
@@ -583,12 +584,12 @@ def test_given_names_what_command_line_and_file_set(config_file):
     [
         (
             "",
-            config.IMAGE_FLAGS,
+            IMAGES,
             {"image_shape": [3, 96, 96], "crop_size": 96, "interp": "cubic", "model_prefix": "ResNet50"},
         ),
-        ("--crop-size 64", config.IMAGE_FLAGS, {"image_shape": [3, 64, 64], "crop_size": 64}),
-        ("--image-shape 4,64,64", config.IMAGE_FLAGS, {"image_shape": [4, 64, 64], "crop_size": 64}),
-        ("--interp lanczos3", config.IMAGE_FLAGS, {"interp": "lanczos3"}),
+        ("--crop-size 64", IMAGES, {"image_shape": [3, 64, 64], "crop_size": 64}),
+        ("--image-shape 4,64,64", IMAGES, {"image_shape": [4, 64, 64], "crop_size": 64}),
+        ("--interp lanczos3", IMAGES, {"interp": "lanczos3"}),
         ("", ["model_arch_name"], {"model_arch_name": "ResNet18", "model_prefix": "ResNet18", "crop_size": 224}),
         ("", ["model_arch_name", "model_prefix"], {"model_arch_name": "ResNet18", "model_prefix": "old"}),
         ("--model-prefix new", ["model_arch_name", "model_prefix"], {"model_prefix": "new"}),
@@ -610,9 +611,9 @@ def test_flags_of_an_earlier_run_are_taken_where_none_are_given(given, names, ex
 def test_a_start_may_name_the_sizes_that_do_not_fit_yet():
     args = parse("--from-checkpoint d --resize-short 110")
     with pytest.raises(UsageError, match="--resize-short 110 is smaller than --crop-size 224"):
-        config.check_sizes(args)
-    config.take_over(args, config.from_dict({"crop_size": 96, "image_shape": [3, 96, 96]}), config.IMAGE_FLAGS)
-    config.check_sizes(args)
+        config.check_images(args)
+    config.take_over(args, config.from_dict({"crop_size": 96, "image_shape": [3, 96, 96]}), IMAGES)
+    config.check_images(args)
 
 
 def test_flags_that_an_old_checkpoint_lacks_have_their_old_meaning():

@@ -15,6 +15,7 @@ import paddle
 import config
 from paddle_resnet.checkpoints import folders, schema, variables
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.models import check_name
 from utils import logger
 from utils.errors import UsageError
 
@@ -234,18 +235,17 @@ def take_over_flags(args, found):
         args: flags.
         found: result of find.
     Raises:
-        UsageError: the sizes of images do not fit each other.
+        UsageError: what is taken is impossible, or does not fit what is given.
     """
     folder, meta = origin(args, found)
     if meta is not None:
         recorded = recorded_flags(folder, meta)
-        names = ["model_arch_name"]
-        if found or not args.run_scope.trains:
-            names += [*config.NETWORK_FLAGS[1:], *config.IMAGE_FLAGS]
-        elif "image_shape" not in args.given:
-            args.image_shape = [recorded.image_shape[0], *args.image_shape[1:]]  # channels: of the first filters
-        if found and found.goes_on:
-            names.append("model_prefix")
+        trains = args.run_scope.trains
+        names = config.CHECKPOINT_FLAGS if found or not trains else ("model_arch_name",)
+        if found is None and trains and "image_shape" not in args.given:
+            args.image_shape = [recorded.image_shape[0], *args.image_shape[1:]]  # the channels of the first filters
+        if found and found.goes_on and trains:
+            names = (*names, "model_prefix")
         taken, differing = config.take_over(args, recorded, names)
         if taken:
             logger.info(
@@ -256,7 +256,7 @@ def take_over_flags(args, found):
             logger.warn(f"{folder} was trained with other flags than are given: {', '.join(changes)}")
     elif folder is not None and "image_shape" not in args.given:
         args.image_shape = [4, *args.image_shape[1:]]  # as NVIDIA's example, whatever is faster here
-    config.check_sizes(args)
+    config.check_images(args)
 
 
 def recorded_flags(folder, meta):
@@ -266,7 +266,9 @@ def recorded_flags(folder, meta):
         UsageError: they are impossible.
     """
     try:
-        return config.from_dict(meta["arguments"])
+        args = config.from_dict(meta["arguments"])
+        check_name(args.model_arch_name)  # also the name of a folder
+        return args
     except UsageError as e:
         raise UsageError(f"{folder} has impossible arguments in its {folders.META}: {e}") from e
 

@@ -28,7 +28,7 @@ def check_start(args):
     facts = {config.flag(name): v for name, v in config.as_dict(args).items() if name not in LOCAL_FLAGS}
     # After `auto` is resolved: one machine may have a compiler and another none.
     facts["--kernels (auto follows the machine, paddle runs on all)"] = facts.pop("--kernels")
-    taken_over = (*config.NETWORK_FLAGS, *config.IMAGE_FLAGS, "model_prefix")  # unless they are given
+    taken_over = (*config.CHECKPOINT_FLAGS, "model_prefix")  # unless they are given
     facts["the given ones of the flags that a checkpoint may name"] = sorted(args.given.intersection(taken_over))
     facts["the version of Paddle"] = paddle.__version__
     facts["the version of DALI"] = nvidia.dali.__version__

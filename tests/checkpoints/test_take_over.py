@@ -87,6 +87,18 @@ def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, che
     assert_one_sentence(capsys.readouterr().err, ["--resize-short 36 is smaller than --crop-size 64"])
 
 
+@pytest.mark.parametrize("change", [{"model_arch_name": "../elsewhere"}, {"normalize_std": [0, 1]}, {"crop_size": 0}])
+@pytest.mark.parametrize("flags", [["--run-scope", "eval_only", "--from-checkpoint"], ["--from-pretrained-params"]])
+def test_impossible_flags_of_a_checkpoint_are_refused(run_bare, checkpoint, tmp_path, capsys, change, flags):
+    changed = rewrite(checkpoint, lambda meta: meta["arguments"].update(change), tmp_path / "changed")
+    code, _ = run_bare(*flags, changed, "--dry-run")
+    if "normalize_std" in change and flags == ["--from-pretrained-params"]:  # which it does not take
+        assert code == 0
+    else:
+        assert code == 2
+        assert_one_sentence(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
+
+
 def without(flag):
     place = TINY.index(flag)
     return TINY[:place] + TINY[place + 2 :]
