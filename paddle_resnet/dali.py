@@ -149,9 +149,8 @@ def _usable(state, conditions):
     if state is None:
         return None
     # Older checkpoints know neither the flags nor the list.
-    before = {"--cpu-decoder-load": 0.0, "--interp": config.OLD_MEANINGS["interp"], LIST: conditions.get(LIST)} | state[
-        "conditions"
-    ]
+    older = {"--cpu-decoder-load": 0.0, "--interp": config.OLD_MEANINGS["interp"], LIST: conditions.get(LIST)}
+    before = older | state["conditions"]
     changes = [
         f"{name} is {now} and was {before.get(name)}" for name, now in conditions.items() if now != before.get(name)
     ]

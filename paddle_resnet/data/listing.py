@@ -210,7 +210,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
     Returns:
         the number, or None for containers without classes.txt and for a split that is missing.
     Raises:
-        UsageError: the data set cannot be read.
+        UsageError: the data set cannot be read, or its file lists have fewer images than classes.
     """
     if data_format == "auto":
         data_format = detect(image_root, mode)
@@ -219,8 +219,14 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         return len(class_folders(folder)) if os.path.isdir(folder) else None
     names = class_names(image_root)
     if names is None and data_format == "filelist":
-        lists = [m for m in Mode if m is mode or os.path.isfile(os.path.join(image_root, f"{m.value}.txt"))]
-        return 1 + max(max(list_filelist(image_root, m, None, allow_outside)[1]) for m in lists)
+        splits = [m for m in Mode if m is mode or os.path.isfile(os.path.join(image_root, f"{m.value}.txt"))]
+        labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
+        if max(labels) >= len(labels):
+            raise UsageError(
+                f"--image-root {image_root}: the file lists have {len(labels)} images and the label {max(labels)}: "
+                "number the classes from 0, or give --num-of-class"
+            )
+        return max(labels) + 1
     return names and len(names)
 
 

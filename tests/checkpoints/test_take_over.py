@@ -8,8 +8,12 @@ from paddle import static
 
 import train
 from conftest import TINY, assert_one_sentence, phase, read_report
+from paddle_resnet import dali, export
 from paddle_resnet.checkpoints import folders
+from paddle_resnet.data import listing
 from paddle_resnet.tools import convert
+from utils.errors import UsageError
+from utils.mode import Mode
 
 PREPARATION = ["--interp", "cubic", "--resize-short", "40", "--normalize-mean", "0.5,0.4,0.3"]
 RESULTS = ("loss", "top1", "top5", "images")
@@ -196,9 +200,6 @@ def test_parameters_of_another_network_are_counted_or_named(run_bare, checkpoint
 
 @pytest.mark.parametrize("data_format", ["folder", "filelist", "recordio", "unnamed", "synthetic"])
 def test_the_number_of_classes_is_that_of_the_data(parse, converted, tmp_path, data_format):
-    from paddle_resnet import dali
-    from utils.mode import Mode
-
     root, flags = converted.get(data_format), []
     if data_format == "unnamed":
         root = tmp_path / "unnamed"
@@ -211,6 +212,15 @@ def test_the_number_of_classes_is_that_of_the_data(parse, converted, tmp_path, d
     dali.settle_classes(args, Mode.EVAL)
     assert args.num_of_class == (1000 if data_format in ("unnamed", "synthetic") else 3)
     assert len(dali.build_dataloader(args, Mode.EVAL).classes) == args.num_of_class
+
+
+def test_a_label_beyond_all_images_is_no_class(tmp_path):
+    """A typing error would make a network of millions of outputs."""
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    (tmp_path / "train.txt").write_text("a 0\nb 10000000\n")
+    with pytest.raises(UsageError, match="the file lists have 2 images and the label 10000000: number the"):
+        listing.count_classes(tmp_path, Mode.TRAIN)
 
 
 def test_training_counts_the_classes_and_warns_of_more_outputs(run_bare, four_classes, tmp_path, capsys):
@@ -237,8 +247,6 @@ def test_what_is_printed_of_the_flags(run_bare, capsys):
 
 
 def test_export_counts_outputs_and_names(run_train, photos, tmp_path, capsys):
-    from paddle_resnet import export
-
     assert run_train("--num-of-class", "7")[0] == 0
     capsys.readouterr()
     assert export.main([str(tmp_path / "output/Tiny/0"), str(tmp_path / "exported")]) == 0
