@@ -28,6 +28,35 @@ AUGMENTATION_RANGES = {
 }
 
 
+# What an evaluation of a checkpoint needs: the network and the preparation of images.
+CHECKPOINT_FLAGS = (
+    *("model_arch_name", "num_of_class", "image_shape", "crop_size", "resize_short", "interp"),
+    *("normalize_scale", "normalize_mean", "normalize_std"),
+)
+# Flags that older checkpoints do not have, where the default is not what the program did before.
+OLD_MEANINGS = {"interp": "linear"}
+# What other programs call a flag.
+ALIASES = {
+    "amp": "fp16 mixed-precision use-amp",
+    "batch-size": "b bs",
+    "crop-size": "image-size img-size input-size",
+    "dali-num-threads": "j num-workers threads workers",
+    "from-checkpoint": "checkpoint load",
+    "from-pretrained-params": "pretrained weights",
+    "image-root": "data data-dir data-path dataset",
+    "label-smoothing": "smoothing",
+    "lr": "base-lr learning-rate",
+    "lr-scheduler": "scheduler",
+    "model-arch-name": "arch backbone model model-name",
+    "num-of-class": "class-num num-classes",
+    "output-dir": "output save-dir work-dir",
+    "run-scope eval_only": "eval eval-only evaluate",
+    "tensorboard-dir": "tensorboard",
+    "weight-decay": "wd",
+}
+ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
+
+
 def parse_args(argv=None):
     """Read the flags.
 
@@ -35,44 +64,109 @@ def parse_args(argv=None):
         argv: list of words, default the command line. A flag on it wins over `--config FILE`, which wins over
             the default.
     Returns:
-        argparse.Namespace, one attribute a flag with underscores; run_scope is a RunScope.
+        argparse.Namespace, one attribute a flag with underscores; run_scope is a RunScope. `given` holds the names of
+        the flags that the command line or the file sets.
     Raises:
-        UsageError: an unknown flag or key, a value of the wrong kind, flags that exclude each other.
+        UsageError: an unknown flag or key, a value of the wrong kind, flags that exclude each other; a line for each.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     config_file = _config_file(argv)
     words = _yaml_words(parser, config_file) if config_file is not None else []
-    args, unknown = parser.parse_known_args(words + argv)
+    args, unknown = _parse(parser, words + argv)
     if unknown:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        raise UsageError(_unknown("flag", unknown[0].split("=")[0], flags))
-    args.run_scope = RunScope(args.run_scope)
-    _check_amp(args)
-    _check(args)
+        raise UsageError(_unknown_words(parser, unknown))
+    args.amp_level = args.amp_level or ("O2" if args.use_pure_fp16 else "O1")
+    follow_sizes(args)
+    problems = list(_conflicts(args))
+    if not _has_start(args):  # a checkpoint may have the sizes of images: see take_over
+        problems += _conflicts_of_sizes(args)
+    _refuse(problems)
     return args
+
+
+def _parse(parser, words):
+    """(flags, unknown words); `given` names the flags that the words set, the others have their defaults."""
+    defaults = {a.dest: None if a.default is argparse.SUPPRESS else a.default for a in parser._actions}
+    del defaults["help"]
+    unset = object()
+    args, unknown = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
+    given = {name: value for name, value in vars(args).items() if value is not unset}
+    args = argparse.Namespace(**defaults | given, given=frozenset(given))
+    args.run_scope = RunScope(args.run_scope)
+    args.model_prefix = args.model_prefix or args.model_arch_name
+    return args, unknown
+
+
+def take_over(args, recorded, names):
+    """Give the flags that are not given the values of an earlier run; changes the flags.
+
+    Args:
+        args: flags.
+        recorded: those of the earlier run.
+        names: of the flags.
+    Returns:
+        ({flag: value} of those that changed, {flag: (value, recorded value)} of those that are given and differ).
+    """
+    taken, differing = {}, {}
+    for name in names:
+        now, before = getattr(args, name), getattr(recorded, name)
+        if now != before:
+            (differing if name in args.given else taken)[flag(name)] = (now, before)
+    for name in set(names) - args.given:
+        setattr(args, name, getattr(recorded, name))
+    if "model_prefix" not in {*args.given, *names}:
+        args.model_prefix = args.model_arch_name
+    follow_sizes(args)
+    return taken, differing
+
+
+def follow_sizes(args):
+    """Let --image-shape follow --crop-size, or the other way round, if only one of them is given; changes the flags."""
+    if "image_shape" not in args.given:
+        args.image_shape = [args.image_shape[0], args.crop_size, args.crop_size]
+    elif "crop_size" not in args.given and len(args.image_shape) == 3:
+        args.crop_size = args.image_shape[1]
+
+
+def check_images(args):
+    """Check the flags of the preparation of images once all are known.
+
+    Raises:
+        UsageError: they are impossible, or do not fit each other.
+    """
+    _refuse([*_conflicts_of_augmentation(args), *_conflicts_of_sizes(args)])
+
+
+def _refuse(problems):
+    if problems:
+        raise UsageError("\n".join(problems))
 
 
 def as_dict(args):
     """The flags that describe the run as plain data: what a --config file holds."""
-    values = {name: value for name, value in vars(args).items() if name not in ("config", "print_config")}
+    values = {name: value for name, value in vars(args).items() if name not in ("config", "print_config", "given")}
     values["run_scope"] = args.run_scope.value
     return values
 
 
 def from_dict(values):
     """The flags that as_dict has made plain data of, perhaps by another version: flags that are missing have their
-    defaults, unknown ones are left out.
+    defaults, or what the program did before they existed; unknown ones are left out.
 
     Raises:
         UsageError: a value of the wrong kind.
     """
     parser = build_parser()
     known = {action.dest for action in parser._actions}
-    words = _words(parser, {name: value for name, value in values.items() if name in known})
-    args, _ = parser.parse_known_args(words)
-    args.run_scope = RunScope(args.run_scope)
-    return args
+    values = OLD_MEANINGS | {name: value for name, value in values.items() if name in known}
+    return _parse(parser, _words(parser, values))[0]
+
+
+def changed(values):
+    """Those of the flags, as as_dict gives them, that are not the defaults."""
+    defaults = as_dict(parse_args([]))
+    return {name: value for name, value in values.items() if value != defaults.get(name)}
 
 
 def build_parser():
@@ -140,7 +234,11 @@ def _add_global(group):
         help="write a trace of the steps A to B-1 of the first epoch to OUTPUT_DIR/profile/",
     )
     group.add_argument(
-        "--model-prefix", type=_file_name, default="resnet_50_paddle", help="name of the files in a checkpoint"
+        "--model-prefix",
+        type=_file_name,
+        default=argparse.SUPPRESS,
+        help="name of the files in new checkpoints (default: ARCH), and in folders without meta.json that a run starts "
+        "from (default: resnet_50_paddle)",
     )
     group.add_argument(
         "--save-interval-steps", type=_not_negative, default=0, help="steps between checkpoints in an epoch; 0: none"
@@ -160,6 +258,7 @@ def _add_global(group):
         "--resume",
         help="continue from the newest whole checkpoint in OUTPUT_DIR/ARCH/, or start if there is none",
     )
+    _add_switch(group, "--overwrite", help="first delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/")
     group.add_argument(
         "--from-pretrained-params",
         metavar="DIR",
@@ -180,7 +279,13 @@ def _add_global(group):
         metavar="{None,auto,N}",
         help="continue after epoch N of --from-checkpoint; auto: the newest there; None: load DIR itself, count from 0",
     )
-    _add_switch(group, "--show-config", default=True, help="print the flags at the start")
+    _add_switch(
+        group,
+        "--show-config",
+        default=True,
+        help="print the flags before the first step: those that are not the defaults, or all of them if this is given",
+    )
+    _add_switch(group, "--verbose", help="name all variables in which a checkpoint does not fit the network")
     _add_switch(group, "--print-config", help="print the flags as YAML and stop")
     _add_switch(
         group, "--dry-run", help="check flags, data and output folder, build the programs, load the checkpoint, stop"
@@ -195,7 +300,12 @@ def _add_global(group):
 def _add_dataset(group):
     group.add_argument("--image-root", default="/imagenet", help="folder of the data set; docs/data.md has its forms")
     group.add_argument(
-        "--image-shape", type=_integers, default=[4, 224, 224], metavar="C,H,W", help="4 channels: RGB and a zero one"
+        "--image-shape",
+        type=_integers,
+        default=[4, 224, 224],
+        metavar="C,H,W",
+        help="C is 3, or 4 for RGB and a zero channel, which is faster in NHWC on a GPU and the default there alone; H "
+        "and W are --crop-size, which follows them if it is not given",
     )
     group.add_argument("--batch-size", type=_positive, default=256, help="images a step and process")
     group.add_argument(
@@ -269,9 +379,10 @@ def _add_augmentation(group):
     )
     group.add_argument(
         "--interp",
-        default="linear",
+        default="triangular",
         choices=["linear", "triangular", "cubic", "lanczos3"],
-        help="filter of the resize in training and evaluation; all but linear antialias when shrinking",
+        help="filter of the resize in training and evaluation; all but linear antialias when shrinking; triangular is "
+        "that of NVIDIA's example",
     )
 
 
@@ -282,7 +393,12 @@ def _add_model(group):
         metavar="ARCH",
         help="ResNet18, ResNet34, ResNet50, ResNet101 or ResNet152",
     )
-    group.add_argument("--num-of-class", type=_positive, default=1000, help="number of classes")
+    group.add_argument(
+        "--num-of-class",
+        type=_positive,
+        default=argparse.SUPPRESS,
+        help="outputs of the network (default: the classes of the data, or 1000 where the data do not name them)",
+    )
     _add_switch(group, "--bn-weight-decay", help="apply weight decay to scale and shift of batch normalisation")
 
 
@@ -357,113 +473,138 @@ def _add_advanced(group):
     )
 
 
-def _check(args):
-    """Refuse what the flags alone show to be wrong."""
+def _conflicts(args):
+    """Yield a sentence for each thing that the flags alone show to be wrong, but for the sizes of images."""
+    yield from _conflicts_of_start(args)
+    yield from _conflicts_of_output(args)
+    yield from _conflicts_of_augmentation(args)
+    yield from _conflicts_of_sparsity(args)
+    yield from _conflicts_of_amp(args)
+
+
+def _conflicts_of_start(args):
     if args.from_checkpoint is not None and args.from_pretrained_params is not None:
-        raise UsageError(
+        yield (
             f"--from-checkpoint {args.from_checkpoint} and --from-pretrained-params {args.from_pretrained_params} "
             "exclude each other: give the one to start from"
         )
     if args.last_epoch_of_checkpoint is not None and args.from_checkpoint is None:
-        raise UsageError(
-            f"--last-epoch-of-checkpoint {args.last_epoch_of_checkpoint} needs --from-checkpoint DIR: add it"
-        )
+        yield f"--last-epoch-of-checkpoint {args.last_epoch_of_checkpoint} needs --from-checkpoint DIR: add it"
     if args.resume and args.run_scope is RunScope.EVAL_ONLY:
-        raise UsageError(
+        yield (
             "--resume continues training and --run-scope is eval_only: give --from-checkpoint DIR "
             "--last-epoch-of-checkpoint auto instead"
         )
+    if args.resume and args.overwrite:
+        yield "--resume continues the run that --overwrite deletes: drop one of them"
     if args.pretrained_mismatch != "error" and args.from_pretrained_params is None:
-        raise UsageError(
+        yield (
             f"--pretrained-mismatch {args.pretrained_mismatch} is about --from-pretrained-params DIR: add it, "
             "or drop the flag"
         )
-    nothing_to_load = args.from_checkpoint is None and args.from_pretrained_params is None
-    if args.run_scope is RunScope.EVAL_ONLY and nothing_to_load and not args.benchmark:
-        raise UsageError(
-            "--run-scope eval_only has nothing to evaluate: add --from-checkpoint DIR or --from-pretrained-params DIR"
-        )
+    if args.run_scope is RunScope.EVAL_ONLY and not _has_start(args) and not args.benchmark and not args.resume:
+        yield "--run-scope eval_only has nothing to evaluate: add --from-checkpoint DIR or --from-pretrained-params DIR"
+
+
+def _conflicts_of_output(args):
     trains = args.run_scope is not RunScope.EVAL_ONLY and not args.benchmark
     if args.tensorboard_dir is not None and not trains:
-        raise UsageError(f"--tensorboard-dir {args.tensorboard_dir} shows a training and this run has none: drop it")
+        yield f"--tensorboard-dir {args.tensorboard_dir} shows a training and this run has none: drop it"
     if args.report_html is not None and args.benchmark:
-        raise UsageError(f"--report-html {args.report_html} is about a data set, and --benchmark is not: drop one")
+        yield f"--report-html {args.report_html} is about a data set, and --benchmark is not: drop one"
     if args.predictions is not None and (args.run_scope is not RunScope.EVAL_ONLY or args.benchmark):
-        raise UsageError(
-            f"--predictions {args.predictions} are those of one evaluation: add --run-scope eval_only"
-            + (", drop --benchmark" if args.benchmark else "")
+        yield f"--predictions {args.predictions} are those of one evaluation: add --run-scope eval_only" + (
+            ", drop --benchmark" if args.benchmark else ""
         )
     for name in ("predictions", "report_html"):
         if getattr(args, name) is not None and args.data_format == "synthetic":
-            raise UsageError(f"{flag(name)} names images and --data-format synthetic has none: drop one of them")
+            yield f"{flag(name)} names images and --data-format synthetic has none: drop one of them"
+
+
+def _conflicts_of_augmentation(args):
+    counts = {"rand_crop_scale": 2, "rand_crop_ratio": 2, "normalize_mean": 3, "normalize_std": 3}
+    for name, count in counts.items():
+        values = getattr(args, name)
+        if len(values) != count or (name != "normalize_mean" and min(values) <= 0):
+            yield f"{flag(name)} {','.join(map(str, values))} is not {count} numbers of the right sign: mend it"
+        elif name.startswith("rand_crop") and (values[0] > values[1] or (name.endswith("scale") and values[1] > 1)):
+            yield f"{flag(name)} {values[0]},{values[1]} is no range: give MIN,MAX with MIN <= MAX, areas up to 1"
+        else:
+            yield from _out_of_range(args, name)
+    for name in [name for name in AUGMENTATION_RANGES if name not in counts]:
+        yield from _out_of_range(args, name)
+    if args.rotate_degrees > 180:
+        yield f"--rotate-degrees {args.rotate_degrees:g} is more than a half turn: give 180 or less"
+
+
+def _out_of_range(args, name):
+    (low, high), value = AUGMENTATION_RANGES[name], getattr(args, name)
+    values = value if isinstance(value, list) else [value]
+    if min(values) < low or max(values) > high:
+        yield (
+            f"{flag(name)} {','.join(f'{value:g}' for value in values)} is out of range: give values from {low:g} "
+            f"to {high:g}"
+        )
+
+
+def _conflicts_of_sparsity(args):
+    if args.asp and not args.prune_model and args.from_checkpoint is None:
+        yield "--asp keeps pruned weights pruned and there are none: add --prune-model or --from-checkpoint DIR"
+    if args.mask_algo != "mask_1d" and not args.prune_model:
+        yield f"--mask-algo {args.mask_algo} is how --prune-model prunes: add it, or drop the flag"
+    if args.prune_model and not args.asp:
+        yield "--prune-model prunes for sparse training and needs --asp: add it, or drop the flag"
+
+
+def _conflicts_of_amp(args):
+    """Precisions that do not fit each other."""
+    if not args.amp:
+        flags = {
+            "--use-pure-fp16": args.use_pure_fp16,
+            "--use-dynamic-loss-scaling": args.use_dynamic_loss_scaling,
+            f"--scale-loss {args.scale_loss:g}": args.scale_loss != 1,
+            "--amp-level O2": args.amp_level == "O2" and not args.use_pure_fp16,
+            f"--amp-dtype {args.amp_dtype}": args.amp_dtype != "float16",
+        }
+        for words in (words for words, is_given in flags.items() if is_given):
+            yield f"{words} is about mixed precision and needs --amp: add it, or drop the flag"
+        return
+    if args.use_pure_fp16 and args.amp_level == "O1":
+        yield "--use-pure-fp16 is level O2 and --amp-level is O1: drop one of them"
+    if args.amp_dtype == "float16":
+        return
+    if args.use_pure_fp16:
+        yield "--use-pure-fp16 is float16 and --amp-dtype is bfloat16: give --amp-level O2 instead"
+    if args.use_dynamic_loss_scaling or args.scale_loss != 1:
+        words = "--use-dynamic-loss-scaling" if args.use_dynamic_loss_scaling else f"--scale-loss {args.scale_loss:g}"
+        yield f"{words} is for float16, and bfloat16 reaches as far as float32: drop it"
+    if args.asp and args.amp_level == "O2":
+        yield "--asp masks no bfloat16 parameters: give --amp-level O1 or --amp-dtype float16"
+
+
+def _conflicts_of_sizes(args):
     shape = ",".join(map(str, args.image_shape))
     if len(args.image_shape) != 3 or args.image_shape[0] not in (3, 4) or min(args.image_shape) < 1:
-        raise UsageError(f"--image-shape {shape} is not C,H,W with 3 or 4 channels: give 4,224,224 or 3,224,224")
-    if args.image_shape[1:] != [args.crop_size, args.crop_size]:
-        raise UsageError(
+        yield f"--image-shape {shape} is not C,H,W with 3 or 4 channels: give 4,224,224 or 3,224,224"
+    elif args.image_shape[1:] != [args.crop_size, args.crop_size]:
+        yield (
             f"--image-shape {shape} does not fit --crop-size {args.crop_size}: give --image-shape "
             f"{args.image_shape[0]},{args.crop_size},{args.crop_size}, or --crop-size {args.image_shape[1]}"
         )
     if args.resize_short < args.crop_size:
-        raise UsageError(
+        yield (
             f"--resize-short {args.resize_short} is smaller than --crop-size {args.crop_size}: "
             f"give at least {args.crop_size}"
         )
-    for name, count in (("rand_crop_scale", 2), ("rand_crop_ratio", 2), ("normalize_mean", 3), ("normalize_std", 3)):
-        values = getattr(args, name)
-        if len(values) != count or (name != "normalize_mean" and min(values) <= 0):
-            raise UsageError(
-                f"{flag(name)} {','.join(map(str, values))} is not {count} numbers of the right sign: mend it"
-            )
-    for name in ("rand_crop_scale", "rand_crop_ratio"):
-        low, high = getattr(args, name)
-        if low > high or (name == "rand_crop_scale" and high > 1):
-            raise UsageError(f"{flag(name)} {low},{high} is no range: give MIN,MAX with MIN <= MAX, areas up to 1")
-    for name, (low, high) in AUGMENTATION_RANGES.items():
-        value = getattr(args, name)
-        values = value if isinstance(value, list) else [value]
-        if min(values) < low or max(values) > high:
-            raise UsageError(
-                f"{flag(name)} {','.join(f'{value:g}' for value in values)} is out of range: give values from {low:g} "
-                f"to {high:g}"
-            )
-    if args.rotate_degrees > 180:
-        raise UsageError(f"--rotate-degrees {args.rotate_degrees:g} is more than a half turn: give 180 or less")
-    if args.asp and not args.prune_model and args.from_checkpoint is None:
-        raise UsageError(
-            "--asp keeps pruned weights pruned and there are none: add --prune-model or --from-checkpoint DIR"
-        )
-    if args.mask_algo != "mask_1d" and not args.prune_model:
-        raise UsageError(f"--mask-algo {args.mask_algo} is how --prune-model prunes: add it, or drop the flag")
-    if args.prune_model and not args.asp:
-        raise UsageError("--prune-model prunes for sparse training and needs --asp: add it, or drop the flag")
 
 
-def _check_amp(args):
-    """Refuse precisions that do not fit each other, and settle --amp-level."""
-    level = getattr(args, "amp_level", None)
-    if args.use_pure_fp16 and not args.amp:
-        raise UsageError("--use-pure-fp16 is a level of mixed precision and needs --amp: add it, or drop the flag")
-    if args.use_pure_fp16 and level == "O1":
-        raise UsageError("--use-pure-fp16 is level O2 and --amp-level is O1: drop one of them")
-    args.amp_level = level or ("O2" if args.use_pure_fp16 else "O1")
-    if args.use_dynamic_loss_scaling and not args.amp:
-        raise UsageError("--use-dynamic-loss-scaling scales the loss of --amp only: add it, or drop the flag")
-    if args.scale_loss != 1 and not args.amp:
-        raise UsageError(f"--scale-loss {args.scale_loss:g} scales the loss of --amp only: add it, or drop the flag")
-    if args.amp_level == "O2" and not args.amp:
-        raise UsageError("--amp-level O2 is a level of mixed precision and needs --amp: add it, or drop the flag")
-    if args.amp_dtype == "float16":
-        return
-    if not args.amp:
-        raise UsageError("--amp-dtype bfloat16 is a type of mixed precision and needs --amp: add it, or drop the flag")
-    if args.use_pure_fp16:
-        raise UsageError("--use-pure-fp16 is float16 and --amp-dtype is bfloat16: give --amp-level O2 instead")
-    if args.use_dynamic_loss_scaling or args.scale_loss != 1:
-        flag = "--use-dynamic-loss-scaling" if args.use_dynamic_loss_scaling else f"--scale-loss {args.scale_loss:g}"
-        raise UsageError(f"{flag} is for float16, and bfloat16 reaches as far as float32: drop it")
-    if args.asp and args.amp_level == "O2":
-        raise UsageError("--asp masks no bfloat16 parameters: give --amp-level O1 or --amp-dtype float16")
+def _has_start(args):
+    return args.from_checkpoint is not None or args.from_pretrained_params is not None
+
+
+def text(value):
+    """A flag's value as the command line takes it."""
+    return ",".join(map(text, value)) if isinstance(value, list) else str(value)
 
 
 def flag(name):
@@ -471,11 +612,22 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
+def _unknown_words(parser, words):
+    """What is wrong with the words that the parser does not know: a line for each flag, whose values are among them."""
+    flags = [option for action in parser._actions for option in action.option_strings]
+    unknown = [word.split("=")[0] for word in words if word.startswith("-")]
+    if not unknown:
+        return f"unexpected word '{words[0]}': each value follows its --flag"
+    return "\n".join(_unknown("flag", word, flags) for word in unknown)
+
+
 def _unknown(kind, word, known):
-    if not word.startswith("-") and kind == "flag":
-        return f"unexpected word '{word}': each value follows its --flag"
     bare = {name.lstrip("-"): name for name in known}  # dashes that all flags share would make all of them alike
-    near = difflib.get_close_matches(word.lstrip("-").replace("_", "-" if kind == "flag" else "_"), bare, n=1)
+    wanted = word.lstrip("-").replace("_", "-")
+    if wanted in ALIASES:
+        meant = f"--{ALIASES[wanted]}" if kind == "flag" else ALIASES[wanted].replace("-", "_").replace(" ", ": ")
+        return f"unknown {kind} {word}: did you mean {meant}?"
+    near = difflib.get_close_matches(wanted if kind == "flag" else wanted.replace("-", "_"), bare, n=1)
     return f"unknown {kind} {word}: " + (f"did you mean {bare[near[0]]}?" if near else "see --help")
 
 
@@ -515,8 +667,7 @@ def _words(parser, values):
         if isinstance(value, bool) and not by_name[key].nargs:
             raise UsageError(f"{key} takes a word and YAML reads this one as {value}: quote it")
         if value is not None:  # null keeps the default
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            words.append(f"{flag(key)}={text}")
+            words.append(f"{flag(key)}={text(value)}")
     return words
 
 

@@ -46,14 +46,12 @@ def _run(args, argv):
         from paddle_resnet import phases, report
     except ImportError as e:
         raise RunError(f"Paddle or DALI cannot be imported ({e}): see python -m paddle_resnet.doctor") from e
-    from paddle_resnet.checkpoints import restore
-    from paddle_resnet.job import agreement, exchange, fleet, processes
+    from paddle_resnet.job import exchange, fleet, processes
 
     phases.start(args)
     with exchange.leaving_together():
         fleet.start(args)
-        agreement.check_start(args)
-        found = restore.find(args)
+        found = phases.find_start(args)
         if args.run_scope.trains and found and found.epoch >= args.epochs:
             return report.all_done(args, found)
         exe = static.Executor(processes.place(args))

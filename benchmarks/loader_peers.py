@@ -49,7 +49,9 @@ def dali(root):
     from paddle_resnet.tools import inspection
 
     flags = ["--image-shape", f"3,{SIDE},{SIDE}", "--crop-size", str(SIDE), "--batch-size", str(BATCH)]
-    loader, _ = inspection.open_loader(root, [*flags, "--device", "cpu", "--dali-num-threads", str(WORKERS)])
+    loader, _ = inspection.open_loader(
+        root, [*flags, "--device", "cpu", "--interp", "linear", "--dali-num-threads", str(WORKERS)]
+    )
 
     def endless():
         while True:

@@ -120,6 +120,7 @@ def ours(args, task, report):
     command += ["--benchmark-steps", str(args.steps), "--benchmark-warmup-steps", str(args.warmup_steps)]
     command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", args.arch]
     command += ["--crop-size", side, "--image-shape", f"4,{side},{side}", "--device", args.device]
+    command += ["--interp", "linear"]  # as the peers' pipeline
     command += ["--show-config", "false", "--print-interval", str(10**9)]
     command += HALF if args.device == "gpu" else []
     if "synthetic" in task:

@@ -41,6 +41,7 @@ BATCH_FLAGS = (
     *("normalize_scale", "normalize_mean", "normalize_std"),
 )
 
+DEFAULT_CLASSES = 1000  # ImageNet's, where the data do not name any
 LIST = "list of images and labels (hash)"
 
 
@@ -48,11 +49,37 @@ class StateError(UsageError):
     """A loader's state, from a checkpoint, that is damaged."""
 
 
+def settle_classes(args, mode):
+    """Let --num-of-class be the number of classes of the data, unless it is given; changes the flags.
+
+    Args:
+        args: flags.
+        mode: Mode.TRAIN or Mode.EVAL: the split that the run needs.
+    Raises:
+        UsageError: the data set cannot be read.
+    """
+    if args.num_of_class is None:
+        counted = None
+        if args.data_format != "synthetic":
+            counted = listing.count_classes(args.image_root, mode, args.data_format, args.allow_outside)
+        args.num_of_class = counted or DEFAULT_CLASSES
+
+
+def warn_of_unused_outputs(args, loader):
+    """Warn if the network has more outputs than the data set has classes."""
+    classes = len(loader.classes)
+    if args.num_of_class > classes > 0:
+        logger.warn(
+            f"--num-of-class {args.num_of_class} is more than the {classes} classes of {args.image_root}: no image is "
+            "of the others"
+        )
+
+
 def build_dataloader(args, mode, state=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags.
+        args: flags, with the number of classes (settle_classes).
         mode: Mode.TRAIN: shuffled and augmented, without the last partial batch. Mode.EVAL: in order, every image of
             the data set once, with a shorter last batch.
         state: result of state() of this process's training loader, to resume with the next batch. If the flags or the
@@ -148,8 +175,9 @@ def _usable(state, conditions, steps):
     """
     if state is None:
         return None
-    # Older checkpoints know neither the flag nor the list.
-    before = {"--cpu-decoder-load": 0.0, LIST: conditions.get(LIST)} | state["conditions"]
+    # Older checkpoints know neither the flags nor the list.
+    older = {"--cpu-decoder-load": 0.0, "--interp": config.OLD_MEANINGS["interp"], LIST: conditions.get(LIST)}
+    before = older | state["conditions"]
     changes = [
         f"{name} is {now} and was {before.get(name)}" for name, now in conditions.items() if now != before.get(name)
     ]

@@ -241,8 +241,9 @@ def main(argv=None):
 
 def _main(args):
     description = export(**vars(args))
-    found = description["arch"], len(description["classes"]), description["input"]["shape"]
-    print("{}: {}, {} classes, images {}".format(args.output, *found))
+    outputs, named = description["output"]["shape"][1], len(description["classes"])
+    classes = f"{outputs} classes" + (f" of which {named} have names" if named < outputs else "")
+    print(f"{args.output}: {description['arch']}, {classes}, images {description['input']['shape']}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from paddle import static
 
 import config
 from paddle_resnet import onnx_writer, preprocessing
-from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import processes
 from paddle_resnet.models import build_model
 from paddle_resnet.program import compile_prog
@@ -93,12 +93,7 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False):
         UsageError: the checkpoint does not exist, is damaged or is of the middle of an epoch.
     """
     meta = _read_meta(checkpoint)
-    try:
-        args = config.from_dict(meta["arguments"])
-    except UsageError as e:
-        raise UsageError(f"{checkpoint} has impossible arguments in its meta.json: {e}") from e
-    if f"{args.model_prefix}.pdparams" not in meta["files"]:
-        raise UsageError(f"{checkpoint} is damaged: meta.json lists no {args.model_prefix}.pdparams: name another")
+    args = restore.recorded_flags(checkpoint, meta)
     for name, value in {"amp": False, "kernels": "paddle", "fuse_resunit": False, "resume": False}.items():
         setattr(args, name, value)
     args.device, args.data_layout = device, "NCHW"

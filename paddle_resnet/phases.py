@@ -8,7 +8,7 @@ from paddle import static
 
 import config
 from paddle_resnet import dali, optimizer, program, report
-from paddle_resnet.checkpoints import restore, saver, variables
+from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.job import agreement, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
@@ -32,9 +32,20 @@ def start(args):
     native.resolve(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())
-    if args.show_config:
-        logger.info(yaml.safe_dump(config.as_dict(args), sort_keys=False, default_flow_style=None).rstrip())
     paddle.enable_static()
+
+
+def find_start(args):
+    """What the run starts from: restore.Found or None. Takes over its flags; refuses processes that differ and an
+    output folder that cannot be used."""
+    agreement.check_start(args)
+    found, folder = restore.find(args), folders.run_folder(args)
+    restore.take_over_flags(args, found)
+    if args.resume and folders.run_folder(args) != folder:  # the network of --from-pretrained-params has another one
+        found = restore.find(args)
+        restore.take_over_flags(args, found)
+    saver.check_folder(args, found)
+    return found
 
 
 def open_data(args, found):
@@ -48,12 +59,14 @@ def open_data(args, found):
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
+    dali.settle_classes(args, Mode.TRAIN if trains else Mode.EVAL)
     try:
         train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
     except dali.StateError as e:
         raise UsageError(f"{found.folder}: {e}: move it away, and --resume takes the checkpoint before it") from e
     eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
-    restore.compare_classes(found, train_loader or eval_loader)
+    restore.compare_classes(args, found, train_loader or eval_loader)
+    dali.warn_of_unused_outputs(args, train_loader or eval_loader)
     trace.check(args, train_loader or eval_loader)
     return train_loader, eval_loader
 
@@ -106,11 +119,13 @@ def compile_programs(args, exe, training, evaluation):
 
 
 def check_and_describe(args, training, evaluation):
-    """Compare data and networks of all processes, print the start line, and refuse an output folder that cannot be
-    written."""
+    """Compare data and networks of all processes, and print the flags and the start line."""
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(*loaders, main.program)
+    if args.show_config:
+        values = config.as_dict(args)
+        shown = values if "show_config" in args.given else config.changed(values)
+        logger.info(yaml.safe_dump(shown, sort_keys=False, default_flow_style=None).rstrip())
     fused = program.fused_operators(args, main.compiled)
     logger.info(report.start_line(args, *loaders, fused, all_reduces.count_gradient_all_reduces(main.program)))
-    saver.check_folder(args)

@@ -43,8 +43,8 @@ def check_outputs(args):
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):
-    """One line: network, devices, precision, layout, fused operators, CUDA graph, batch, learning rate, steps, gradient
-    all-reduces.
+    """One line: network, devices, precision, layout, image shape, fused operators, CUDA graph, batch, learning rate,
+    steps, gradient all-reduces.
 
     Args:
         args: flags.
@@ -60,7 +60,8 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
     if train_loader is not None and world_size > 1:
         sizes.append(f"{gradient_all_reduces} gradient all-reduces a step")
     return (
-        f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, {fused}, "
+        f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, "
+        f"images {config.text(args.image_shape)}, {fused}, "
         f"{'CUDA graph, ' if args.cuda_graph else ''}batch {args.batch_size} a process, peak lr {args.lr} x "
         f"{world_size} = {args.lr * world_size:g}, {', '.join(sizes)}"
     )

@@ -34,7 +34,7 @@ TINY = [
     *("--model-arch-name", "Tiny", "--model-prefix", "tiny", "--num-of-class", "3"),
     *("--image-shape", "3,32,32", "--crop-size", "32", "--resize-short", "36", "--device", "cpu"),
     *("--batch-size", "8", "--dali-num-threads", "2", "--show-config", "false", "--warmup-epochs", "0"),
-    *("--lr", "0.05", "--epochs", "1"),
+    *("--lr", "0.05", "--epochs", "1", "--interp", "linear"),
 ]
 MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]

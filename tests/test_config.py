@@ -25,7 +25,7 @@ NVIDIA = {
     "benchmark": False,
     "benchmark-steps": 100,
     "benchmark-warmup-steps": 100,
-    "model-prefix": "resnet_50_paddle",
+    "model-prefix": "ResNet50",  # "resnet_50_paddle" there, whatever the network
     "from-pretrained-params": None,
     "from-checkpoint": None,
     "last-epoch-of-checkpoint": None,
@@ -45,7 +45,7 @@ NVIDIA = {
     "normalize-std": [0.229, 0.224, 0.225],
     "resize-short": 256,
     "model-arch-name": "ResNet50",
-    "num-of-class": 1000,
+    "num-of-class": None,  # 1000 there: here that of the data
     "bn-weight-decay": False,
     "label-smoothing": 0.1,
     "optimizer": "Momentum",
@@ -67,10 +67,12 @@ NVIDIA = {
 OURS = {
     "config": None,
     "print-config": False,
+    "verbose": False,
     "dry-run": False,
     "seed": 0,
     "device": "auto",
     "resume": False,
+    "overwrite": False,
     "save-interval-steps": 0,
     "keep-checkpoints": 3,
     "checkpoint-commit": "rename",
@@ -93,11 +95,12 @@ OURS = {
     "color-jitter": 0.0,
     "lighting": 0.0,
     "rotate-degrees": 0.0,
-    "interp": "linear",
+    "interp": "triangular",
     "kernels": "auto",
     "cuda-graph": True,
 }
 DEFAULTS = {**NVIDIA, **OURS}
+IMAGES = config.CHECKPOINT_FLAGS[2:]
 
 
 def parse(text=""):
@@ -163,6 +166,10 @@ def test_commands_in_the_style_of_nvidias_example(flags):
         ("--output-dir there", "output_dir", "there"),
         ("--data-layout NHWC", "data_layout", "NHWC"),
         ("--lr 1e-3", "lr", 1e-3),
+        ("--crop-size 96", "image_shape", [4, 96, 96]),
+        ("--image-shape 3,96,96", "crop_size", 96),
+        ("--model-arch-name ResNet18", "model_prefix", "ResNet18"),
+        ("--model-arch-name ResNet18 --model-prefix mine", "model_prefix", "mine"),
         ("--normalize-scale 1/255", "normalize_scale", 1 / 255),
         ("--hw-decoder-load 0", "hw_decoder_load", 0.0),
         ("--image-shape 3,224,224", "image_shape", [3, 224, 224]),
@@ -272,8 +279,11 @@ def test_as_dict_leaves_out_what_does_not_describe_the_run(config_file):
         ("--bach-size 3", "unknown flag --bach-size: did you mean --batch-size?"),
         ("--bach-size=3", "unknown flag --bach-size: did you mean --batch-size?"),
         ("--benchmark_steps 3", "unknown flag --benchmark_steps: did you mean --benchmark-steps?"),
-        ("--workers 3", "unknown flag --workers: see --help"),
-        ("--wd 3", "unknown flag --wd: see --help"),
+        ("--foo 3", "unknown flag --foo: see --help"),
+        ("--learning-rate 3", "unknown flag --learning-rate: did you mean --lr?"),
+        ("--num_classes=3", "unknown flag --num_classes: did you mean --num-of-class?"),
+        ("--data-dir d", "unknown flag --data-dir: did you mean --image-root?"),
+        ("--eval", "unknown flag --eval: did you mean --run-scope eval_only?"),
         ("--model-prefix a/b", "--model-prefix: 'a/b' is no name for files: give one such as resnet50"),
         ("--model-prefix=", "--model-prefix: '' is no name for files"),
         ("stray", "'stray'"),
@@ -374,9 +384,11 @@ def test_list_with_a_part_of_the_wrong_kind_is_refused(flag, value, part):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--image-shape 3,192,192", ["--image-shape 3,192,192", "--crop-size 224", "--image-shape 3,224,224"]),
+        (
+            "--image-shape 3,192,192 --crop-size 224",
+            ["--image-shape 3,192,192", "--crop-size 224", "--image-shape 3,224,224", "--crop-size 192"],
+        ),
         ("--image-shape 4,224,192", ["--image-shape 4,224,192", "--crop-size 224"]),
-        ("--crop-size 192", ["--image-shape 4,224,224", "--crop-size 192", "--image-shape 4,192,192"]),
         ("--rotate-degrees 181", ["--rotate-degrees 181", "180"]),
         ("--rand-crop-ratio 1e-6,1e6", ["--rand-crop-ratio 1e-06,1e+06 is out of range", "0.001 to 1000"]),
         ("--rand-crop-scale 1e-40,1", ["--rand-crop-scale 1e-40,1 is out of range"]),
@@ -531,3 +543,79 @@ def test_a_pipe_or_device_as_config_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         assert f"--config {path} cannot be read (not a regular file)" in refusal(f"--config {path}")
+
+
+def test_all_conflicts_are_told_at_once(config_file):
+    with pytest.raises(UsageError) as error:
+        parse(
+            f"--config {config_file('prune_model: true')} --scale-loss 128 --resize-short 100 "
+            "--last-epoch-of-checkpoint 3"
+        )
+    lines = str(error.value).splitlines()
+    assert len(lines) == 4
+    for words in ("--prune-model", "--scale-loss 128", "--resize-short 100", "--last-epoch-of-checkpoint 3"):
+        assert sum(words in line for line in lines) == 1
+    with pytest.raises(UsageError) as error:
+        parse("--learning-rate 1 --epochs 3 --workers 4")
+    assert str(error.value).splitlines() == [
+        "unknown flag --learning-rate: did you mean --lr?",
+        "unknown flag --workers: did you mean --dali-num-threads?",
+    ]
+
+
+def test_aliases_mean_flags_that_exist():
+    flags = {option for action in config.build_parser()._actions for option in action.option_strings}
+    assert not {f"--{alias}" for alias in config.ALIASES} & flags
+    assert {f"--{meant.split()[0]}" for meant in config.ALIASES.values()} <= flags
+
+
+def test_an_alias_as_a_key_is_told_as_a_key(config_file):
+    assert "unknown key learning_rate: did you mean lr?" in refusal(f"--config {config_file('learning_rate: 1')}")
+    assert "did you mean image_root?" in refusal(f"--config {config_file('data-dir: x')}")
+
+
+def test_given_names_what_command_line_and_file_set(config_file):
+    assert parse().given == frozenset()
+    assert parse(f"--config {config_file('{epochs: 90, lr: null}')} --amp").given == {"config", "epochs", "amp"}
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "expected"),
+    [
+        (
+            "",
+            IMAGES,
+            {"image_shape": [3, 96, 96], "crop_size": 96, "interp": "cubic", "model_prefix": "ResNet50"},
+        ),
+        ("--crop-size 64", IMAGES, {"image_shape": [3, 64, 64], "crop_size": 64}),
+        ("--image-shape 4,64,64", IMAGES, {"image_shape": [4, 64, 64], "crop_size": 64}),
+        ("--interp lanczos3", IMAGES, {"interp": "lanczos3"}),
+        ("", ["model_arch_name"], {"model_arch_name": "ResNet18", "model_prefix": "ResNet18", "crop_size": 224}),
+        ("", ["model_arch_name", "model_prefix"], {"model_arch_name": "ResNet18", "model_prefix": "old"}),
+        ("--model-prefix new", ["model_arch_name", "model_prefix"], {"model_prefix": "new"}),
+    ],
+)
+def test_flags_of_an_earlier_run_are_taken_where_none_are_given(given, names, expected):
+    recorded = {"model_arch_name": "ResNet18", "model_prefix": "old", "image_shape": [3, 96, 96], "crop_size": 96}
+    recorded = config.from_dict(recorded | {"interp": "cubic", "resize_short": 110})
+    args = parse(given)
+    taken, differing = config.take_over(args, recorded, names)
+    for name, value in expected.items():
+        assert getattr(args, name) == value, name
+    differs = {"--crop-size 64": (64, 96), "--image-shape 4,64,64": ([4, 64, 64], [3, 96, 96])}
+    differs |= {"--interp lanczos3": ("lanczos3", "cubic"), "--model-prefix new": ("new", "old")}
+    assert differing == ({given.split()[0]: differs[given]} if given else {})
+    assert not taken.keys() & differing.keys()
+
+
+def test_a_start_may_name_the_sizes_that_do_not_fit_yet():
+    args = parse("--from-checkpoint d --resize-short 110")
+    with pytest.raises(UsageError, match="--resize-short 110 is smaller than --crop-size 224"):
+        config.check_images(args)
+    config.take_over(args, config.from_dict({"crop_size": 96, "image_shape": [3, 96, 96]}), IMAGES)
+    config.check_images(args)
+
+
+def test_flags_that_an_old_checkpoint_lacks_have_their_old_meaning():
+    assert config.from_dict({"lr": 1}).interp == "linear"
+    assert config.from_dict({"interp": "cubic"}).interp == "cubic"

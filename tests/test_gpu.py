@@ -266,6 +266,7 @@ def test_first_losses_are_those_of_the_cpu(run_train, tmp_path):
     channels = ["--image-shape", "4,32,32"]  # as all kinds in NHWC have
     assert run_train("--run-scope", "train_only", *channels)[0] == 0
     start = [*channels, "--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next"]
+    start += ["--overwrite"]
     start += ["--lr", "0.01", "--run-scope", "train_only", "--dali-device", "cpu", "--print-interval", "1"]
     on_cpu = losses(run_train(*start)[1])
     assert len(on_cpu) == 4  # three steps and their mean
@@ -419,7 +420,7 @@ def test_own_and_paddles_kernels_train_alike(run_train, deterministic, flags, to
     """The first loss is that of the same parameters; later ones drift apart as rounding does."""
     found = {}
     for kernels in ("native", "paddle"):
-        choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2"]
+        choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]
         code, report = run_train("--run-scope", "train_only", *flags, *choice)
         assert code == 0
         found[kernels] = losses(report)
@@ -441,7 +442,8 @@ def two_gpus(photos, tmp_path):
         labels = ",".join(gpu_labels(gpus))
         launcher = ["-m", "paddle.distributed.launch", "--gpus", labels, "--log_dir", tmp_path / "log"]
         places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
-        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, "--batch-size", "5", *flags]
+        places += ["--batch-size", "5", "--overwrite"]
+        command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
         environment = os.environ | {"PARAMETERS": str(tmp_path), "FLAGS_cudnn_deterministic": "1"} | (environment or {})
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment["FAULT"] = fault or ""
@@ -552,6 +554,7 @@ def test_two_gpus_keep_the_pattern(two_gpus, tmp_path, algorithm):
 def test_two_gpus_go_on_bit_for_bit_inside_an_epoch(two_gpus, tmp_path, flags):
     flags = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "9", *flags]
     expected = losses(two_gpus(*flags))
-    resumed = losses(two_gpus(*flags, "--from-checkpoint", tmp_path / "Tiny/1_2", "--last-epoch-of-checkpoint", "auto"))
+    start = ["--from-checkpoint", tmp_path / "Tiny/1_2", "--last-epoch-of-checkpoint", "auto", "--overwrite", "false"]
+    resumed = losses(two_gpus(*flags, *start))
     assert resumed == {key: expected[key] for key in resumed}
     assert {(1, 2), (1, "train"), (1, "val"), (2, "val")} <= set(resumed)

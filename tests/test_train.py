@@ -191,7 +191,7 @@ def test_bad_image_ends_the_run_with_its_name_and_a_skip_list_helps(run_train, p
     says = [f"{root}/{name} cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"]
     assert_one_sentence(capsys.readouterr().err, says)
     (tmp_path / "skip.txt").write_text(name)
-    code, report = run_train("--skip-list", tmp_path / "skip.txt", image_root=root)
+    code, report = run_train("--skip-list", tmp_path / "skip.txt", "--overwrite", image_root=root)
     assert code == 0
     assert phase(report, [], "val.")["images"] == (22 if name.startswith("val") else 23)
 

@@ -14,7 +14,6 @@ The form "rename" writes a checkpoint under a hidden name and renames it. The fo
 are not atomic: it writes NAME/ itself, with NAME/.unfinished first and meta.json last.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -35,6 +34,8 @@ from utils.files import open_regular
 META = "meta.json"
 FORMAT = 2
 META_LIMIT = 16 << 20  # bytes; 1,000 classes and 1,000 processes take 2 MB
+NVIDIAS_PREFIX = "resnet_50_paddle"
+MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _PARTIAL, _REPLACED, _UNFINISHED = ".partial", ".replaced", ".unfinished"
 
@@ -215,19 +216,30 @@ def read_meta(folder):
     return meta
 
 
-def verify(folder, needed=()):
+def prefix(args, folder):
+    """The path of a checkpoint's two files without .pdparams and .pdopt. meta.json lists them; in a folder without one,
+    the name is foreign_prefix.
+
+    Raises:
+        DamagedError: the folder's meta.json is damaged.
+    """
+    if os.path.lexists(Path(folder) / META):
+        return Path(folder) / schema.prefix(read_meta(folder)["files"])
+    return Path(folder) / foreign_prefix(args)
+
+
+def foreign_prefix(args):
+    """The name of the two files in folders of other programs: --model-prefix, by default that of NVIDIA's example."""
+    return args.model_prefix if "model_prefix" in args.given else NVIDIAS_PREFIX
+
+
+def verify(folder):
     """Read every byte of a checkpoint and return its meta.json. What meta.json does not list is not part of it.
 
-    Args:
-        folder: of the checkpoint.
-        needed: names of files that it must list.
     Raises:
         DamagedError: a file is missing or was changed after it was written.
     """
     meta = read_meta(folder)
-    for name in needed:
-        if name not in meta["files"]:
-            raise DamagedError(f"{META} lists no {name}; --model-prefix names the files")
     for name, expected in meta["files"].items():
         try:
             with open_regular(Path(folder) / name) as file:
@@ -256,6 +268,12 @@ def below(root):
         return []
     found = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
     return sorted(found, key=lambda p: (position(p.name)[0], position(p.name)[1] or float("inf")))
+
+
+def finished(root):
+    """The folders below ROOT with the name of a checkpoint, sorted, without those that clean() removes. Damaged ones
+    and those of other programs are among them."""
+    return [folder for folder in below(root) if not _is_unfinished(folder)]
 
 
 def newest_first(root):
@@ -293,10 +311,31 @@ def clean(root):
         elif suffix in (_PARTIAL, _REPLACED, ".deleted"):  # older versions deleted under that name
             _remove(path)
     for folder in below(root):
-        with contextlib.suppress(OSError):  # a folder that cannot be listed is no work of this program
-            left = os.listdir(folder)
-            if META not in left and (_UNFINISHED in left or not left):
-                _remove_unmarked(folder)
+        if _is_unfinished(folder):
+            _remove_unmarked(folder)
+
+
+def remove_all(root):
+    """Delete every checkpoint below ROOT, damaged ones included, and the links to them. A kill in between leaves whole
+    ones.
+
+    Raises:
+        OSError: one still counts as a checkpoint.
+    """
+    for link in (Path(root) / marker for marker in MARKERS):
+        if link.is_symlink():
+            link.unlink()
+    for folder in below(root):
+        _unmark(folder)
+        _remove_unmarked(folder)
+
+
+def _is_unfinished(folder):
+    try:
+        left = os.listdir(folder)
+    except OSError:  # no work of this program
+        return False
+    return META not in left and (_UNFINISHED in left or not left)
 
 
 def _hidden(root, name, suffix):

@@ -15,6 +15,7 @@ import paddle
 import config
 from paddle_resnet.checkpoints import folders, schema, variables
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.models import check_name
 from utils import logger
 from utils.errors import UsageError
 
@@ -42,6 +43,10 @@ class Found:
 
     def __post_init__(self):
         self.goes_on = self.meta is not None and (self.epoch, self.step) != (0, 0)
+
+    def is_of(self, folder):
+        """Whether this run continues a run whose checkpoints are in a folder."""
+        return self.epoch + self.step > 0 and Path(self.folder).resolve().parent == folder.resolve()
 
     @property
     def loader_state(self):
@@ -103,25 +108,25 @@ def _search(args):
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
         raise UsageError(f"{flag} does not exist: name a folder that holds a checkpoint")
-    below = [p for p in folders.below(root) if os.path.isfile(_params_file(args, p))]
+    below = [p for p in folders.below(root) if _has_files(args, p)]
     epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted is None:
-        if not _params_file(args, root).is_file():
+        if not _has_files(args, root):
             remedy = "name a folder that holds a checkpoint, or its --model-prefix"
             if below:
                 names = ", ".join(p.name for p in below)
                 remedy = f"it holds {names}: add --last-epoch-of-checkpoint auto or a number"
-            raise UsageError(f"{flag} has no {_params_file(args, root).name}; {remedy}")
+            raise UsageError(f"{flag} has neither {folders.META} nor {folders.foreign_prefix(args)}.pdparams; {remedy}")
         return {"folder": str(root), "epoch": 0, "meta": _verified(args, root, flag)}
     if wanted == "auto" and below:
         return _newest(args, root)
-    if _params_file(args, root).is_file() and (wanted == "auto" or wanted == _epoch_of(root)):
+    if _has_files(args, root) and (wanted == "auto" or wanted == _epoch_of(root)):
         return _position(args, root, _verified(args, root, flag))
     if wanted in epochs:
         return _position(args, root / str(wanted), _verified(args, root / str(wanted), flag))
     raise UsageError(
-        f"--last-epoch-of-checkpoint {wanted}: {root} holds no such epoch with "
-        f"{args.model_prefix}.pdparams: give one of {epochs or 'another folder'} or another --model-prefix"
+        f"--last-epoch-of-checkpoint {wanted}: {root} holds no such epoch with {folders.META} or "
+        f"{folders.foreign_prefix(args)}.pdparams: give one of {epochs or 'another folder'} or another --model-prefix"
     )
 
 
@@ -150,7 +155,7 @@ def _newest(args, root, with_foreign=True):
         logger.warn(f"{folder} is not a checkpoint: {problem}")
     for folder, _ in whole:
         try:
-            return _position(args, folder, folders.verify(folder, _needed(args)))
+            return _position(args, folder, folders.verify(folder))
         except folders.DamagedError as e:
             logger.warn(f"{folder} is damaged: {e}: trying the checkpoint before it")
     if whole or others:
@@ -174,33 +179,111 @@ def _position(args, folder, meta):
     return {"folder": str(folder), "epoch": epoch, "step": step, "meta": meta}
 
 
-def _needed(args):
-    """The files that a checkpoint of this program must list."""
-    return [f"{args.model_prefix}.{ending}" for ending in ("pdparams", "pdopt")]
-
-
 def _verified(args, folder, flag):
     """The meta.json of a checkpoint requested by name, after verifying it; None if it has no meta.json."""
     if not os.path.lexists(folder / folders.META):
         return None
     try:
-        return folders.verify(folder, _needed(args))
+        return folders.verify(folder)
     except folders.DamagedError as e:
         raise UsageError(f"{flag}: {folder} is damaged: {e}: name another checkpoint") from e
 
 
 def _is_foreign(args, folder):
     """Whether a folder holds a checkpoint of NVIDIA's example or of paddle.static.save: two files and no meta.json."""
-    return not os.path.lexists(folder / folders.META) and all(os.path.isfile(folder / name) for name in _needed(args))
+    files = [folder / f"{folders.foreign_prefix(args)}.{ending}" for ending in ("pdparams", "pdopt")]
+    return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
 
 
-def compare_classes(found, loader):
-    """Warn if the classes of a checkpoint and of the data set differ."""
-    before, now = list(((found and found.meta) or {}).get("classes", [])), list(loader.classes)
+def _has_files(args, folder):
+    """Whether a folder has a checkpoint's meta.json, damaged or not, or the parameters of another program's."""
+    foreign = folder / f"{folders.foreign_prefix(args)}.pdparams"
+    return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
+
+
+def origin(args, found):
+    """The checkpoint that the run takes its first variables from: (folder, its meta.json or None); (None, None) for a
+    run that starts from nothing.
+
+    Args:
+        args: flags.
+        found: result of find.
+    Raises:
+        UsageError: --from-pretrained-params names no file, or one beside a damaged meta.json.
+    """
+    if found:
+        return found.folder, found.meta
+    if args.from_pretrained_params is None:
+        return None, None
+    return exchange.from_rank_0(lambda: _origin_of_pretrained(args))
+
+
+def _origin_of_pretrained(args):
+    path = variables.pretrained_file(args)
+    try:
+        meta = folders.read_meta(path.parent) if os.path.lexists(path.parent / folders.META) else None
+    except folders.DamagedError as e:
+        raise UsageError(f"--from-pretrained-params {args.from_pretrained_params} is damaged: {e}: name another") from e
+    return str(path.parent), meta if meta and path.name in meta["files"] else None
+
+
+def take_over_flags(args, found):
+    """Take the flags that are not given from the meta.json of what the run starts from, and say what is taken and what
+    differs; changes the flags. Fine-tuning takes the network alone.
+
+    Args:
+        args: flags.
+        found: result of find.
+    Raises:
+        UsageError: what is taken is impossible, or does not fit what is given.
+    """
+    folder, meta = origin(args, found)
+    if meta is not None:
+        recorded = recorded_flags(folder, meta)
+        trains = args.run_scope.trains
+        names = config.CHECKPOINT_FLAGS if found or not trains else ("model_arch_name",)
+        if found is None and trains and "image_shape" not in args.given:
+            args.image_shape = [recorded.image_shape[0], *args.image_shape[1:]]  # the channels of the first filters
+        if found and found.goes_on and trains:
+            names = (*names, "model_prefix")
+        taken, differing = config.take_over(args, recorded, names)
+        if taken:
+            logger.info(
+                f"from {folder}/{folders.META}: {', '.join(f'{k} {config.text(v)}' for k, (_, v) in taken.items())}"
+            )
+        if differing:
+            changes = (f"{k} {config.text(v)} (was {config.text(old)})" for k, (v, old) in differing.items())
+            logger.warn(f"{folder} was trained with other flags than are given: {', '.join(changes)}")
+    elif folder is not None and "image_shape" not in args.given:
+        args.image_shape = [4, *args.image_shape[1:]]  # as NVIDIA's example, whatever is faster here
+    config.check_images(args)
+
+
+def recorded_flags(folder, meta):
+    """The flags of the run that wrote a checkpoint, from the content of its meta.json.
+
+    Raises:
+        UsageError: they are impossible.
+    """
+    try:
+        args = config.from_dict(meta["arguments"])
+        check_name(args.model_arch_name)  # also the name of a folder
+        return args
+    except UsageError as e:
+        raise UsageError(f"{folder} has impossible arguments in its {folders.META}: {e}") from e
+
+
+def compare_classes(args, found, loader):
+    """Warn if the classes of what the run starts from and of the data set differ. Fine-tuning to another number of
+    classes is no mistake."""
+    folder, meta = origin(args, found)
+    before, now = list((meta or {}).get("classes", [])), list(loader.classes)
+    if not found and args.run_scope.trains and len(before) != len(now):
+        return
     if before and now and before != now:
         i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
         logger.warn(
-            f"{found.folder} was trained on other classes: label {i} was {before[i : i + 1] or 'none'} and is "
+            f"{folder} was trained on other classes: label {i} was {before[i : i + 1] or 'none'} and is "
             f"{now[i : i + 1] or 'none'}"
         )
 
@@ -233,13 +316,9 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
                 meter.restore(found.rank_state["meters"][name])
         statistics = f"bn_rank{processes.rank()}.npz"
         if statistics in found.meta["files"]:
-            variables.load_statistics(Path(found.folder) / statistics, place)
+            variables.load_statistics(args, Path(found.folder) / statistics, place)
     where = f"epoch {found.epoch}" + (f" step {found.step}" if found.step else "")
     logger.info(f"loaded {found.folder}: goes on with {where}")
-
-
-def _params_file(args, folder):
-    return folder / f"{args.model_prefix}.pdparams"
 
 
 def _epoch_of(folder):

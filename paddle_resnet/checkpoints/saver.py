@@ -15,6 +15,7 @@ import random
 import tempfile
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -24,24 +25,61 @@ from paddle_resnet.checkpoints import folders, variables
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.passes import all_reduces
 from utils import logger, signals
-from utils.errors import RunError
+from utils.errors import RunError, UsageError
 
 
-def check_folder(args):
-    """Check that the output folder of a run that saves can be made and written. This does not make it.
+def check_folder(args, found):
+    """Check that the output folder of a run that saves can be made and written, and holds no other run. This does not
+    make it.
 
+    Args:
+        args: flags.
+        found: the checkpoint that the run starts from (restore.Found), or None.
     Raises:
-        UsageError: it cannot.
+        UsageError: it cannot, or it does.
     """
     if args.benchmark or not args.run_scope.trains:
         return
     folder = folders.run_folder(args)
     try:
-        found = next(path for path in (folder, *folder.parents) if path.exists())
-        if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
-            raise OSError(errno.EACCES, f"{found} is not a writable folder")
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, f"{existing} is not a writable folder")
     except OSError as e:
         raise folders.unwritable(args, e) from e
+    exchange.from_rank_0(lambda: _check_content(args, found))
+
+
+def _check_content(args, found):
+    if folders.finished(folders.run_folder(args)):
+        try:
+            with folders.hold(args):  # a run that still writes there is not an earlier one
+                _refuse_other_runs(args, found)
+        except OSError as e:
+            raise folders.unwritable(args, e) from e
+
+
+def _refuse_other_runs(args, found):
+    """Refuse a folder with checkpoints, unless the run continues one of them, or --overwrite deletes them.
+
+    Raises:
+        UsageError: names what is there.
+    """
+    folder = folders.run_folder(args)
+    names = [path.name for path in folders.finished(folder)]
+    if args.overwrite:
+        for name in ("from_checkpoint", "from_pretrained_params"):
+            start = getattr(args, name)
+            if start is not None and folder.resolve() in [*(path := Path(start).resolve()).parents, path]:
+                raise UsageError(
+                    f"--overwrite would delete {config.flag(name)} {start}, which the run starts from: name another "
+                    "--output-dir"
+                )
+    elif names and not args.resume and not (found and found.is_of(folder)):
+        raise UsageError(
+            f"{folder} holds checkpoints of an earlier run ({', '.join(names[:3])}{', ...' * (len(names) > 3)}): "
+            "continue it with --resume, name another --output-dir, or replace it with --overwrite"
+        )
 
 
 class Saver:
@@ -62,7 +100,7 @@ class Saver:
 
     def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
         self._lock = None
-        exchange.from_rank_0(lambda: self._prepare(args))
+        exchange.from_rank_0(lambda: self._prepare(args, found))
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
         self._root = folders.run_folder(args)
@@ -73,8 +111,9 @@ class Saver:
         self.best = found and found.best
         self.folder = found and found.folder
 
-    def _prepare(self, args):
-        """Make the checkpoint folder, lock it against other runs, and remove what a killed run left there."""
+    def _prepare(self, args, found):
+        """Make the checkpoint folder, lock it against other runs, and remove what a killed run left there, and with
+        --overwrite what any run did."""
         folder = folders.run_folder(args)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +121,9 @@ class Saver:
                 pass
             self._lock = folders.hold(args)
             folders.clean(folder)
+            _refuse_other_runs(args, found)  # again: since the first check, a run may have ended here
+            if args.overwrite:
+                folders.remove_all(folder)
         except OSError as e:
             raise folders.unwritable(args, e) from e
 

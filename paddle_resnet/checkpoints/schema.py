@@ -106,9 +106,16 @@ def _are_files(value):
         _is_table(value)
         and all(re.fullmatch(r"[^/.\0][^/\0]*", name) for name in value)
         and all(_is_table(entry, size=_is_size, sha256=_is_sha256) for entry in value.values())
-        and any(name.endswith(".pdparams") for name in value)
-        and any(name.endswith(".pdopt") for name in value)
+        and prefix(value) is not None
     )
+
+
+def prefix(files):
+    """X, where X.pdparams and X.pdopt are the only files with these endings; None if there is none."""
+    [names, others] = (
+        [name.removesuffix(end) for name in files if name.endswith(end)] for end in (".pdparams", ".pdopt")
+    )
+    return names[0] if names == others and len(names) == 1 else None
 
 
 def _is_size(value):

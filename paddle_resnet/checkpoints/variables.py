@@ -39,7 +39,7 @@ def load(args, folder, program, place):
 
     Args:
         args: flags.
-        folder: with PREFIX.pdparams and, for a training program, PREFIX.pdopt.
+        folder: with PREFIX.pdparams and, for a training program, PREFIX.pdopt; folders.prefix says which.
         program: training or evaluation Program whose start-up program has run.
         place: where the program runs.
     Returns:
@@ -47,14 +47,14 @@ def load(args, folder, program, place):
     Raises:
         UsageError: a file is damaged or of another model.
     """
-    prefix = Path(folder) / args.model_prefix
+    prefix = folders.prefix(args, folder)
     resumed = args.resume and Path(folder).parent == folders.run_folder(args)
     flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
     state = _read(f"{prefix}.pdparams", flag)
     _load_parameters(args, program, state, flag, place)
     _, others = variables(program)
     if others:
-        _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer")
+        _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer", args.verbose)
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
         if before.item() != args.scale_loss:  # a fixed scale is the flag's, not the checkpoint's
@@ -70,25 +70,54 @@ def load_pretrained(args, program, place):
     Raises:
         UsageError: the file is missing, damaged or of another model.
     """
-    given = args.from_pretrained_params
-    flag = f"--from-pretrained-params {given}"
-    candidates = [Path(given), Path(f"{given}.pdparams"), Path(given) / f"{args.model_prefix}.pdparams"]
-    path = next((p for p in candidates if p.is_file()), None)
-    if path is None:
-        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name such a file or its folder")
-    state = _read(path, flag)
-    skipped = []
-    if args.pretrained_mismatch == "skip-classifier":
-        parameters, _ = variables(program)
-        skipped = [
-            name for name in _classifier(program) if name not in state or tuple(state[name].shape) != parameters[name]
-        ]
+    flag = f"--from-pretrained-params {args.from_pretrained_params}"
+    state = _read(pretrained_file(args), flag)
+    skipped, (parameters, _) = [], variables(program)
+    others = [
+        name for name in _classifier(program) if name not in state or tuple(state[name].shape) != parameters[name]
+    ]
+    if args.pretrained_mismatch == "error":
+        _refuse_other_classes(args, state, parameters, others, flag)
+    else:
+        skipped = others
         state = {name: array for name, array in state.items() if name not in skipped}
         logger.info(f"--pretrained-mismatch skip-classifier: left out {', '.join(skipped) or 'nothing'}")
     _load_parameters(args, program, state, flag, place, skipped)
 
 
-def load_statistics(path, place):
+def pretrained_file(args):
+    """The file that --from-pretrained-params names.
+
+    Raises:
+        UsageError: there is none.
+    """
+    given = Path(args.from_pretrained_params)
+    flag = f"--from-pretrained-params {given}"
+    try:
+        candidates = [given, Path(f"{given}.pdparams"), Path(f"{folders.prefix(args, given)}.pdparams")]
+    except folders.DamagedError as e:
+        raise UsageError(f"{flag} is damaged: {e}: name another checkpoint") from e
+    path = next((p for p in candidates if p.is_file()), None)
+    if path is None:
+        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name such a file or its folder")
+    return path
+
+
+def _refuse_other_classes(args, state, parameters, others, flag):
+    """Where only the number of classes is another, say what fine-tuning needs."""
+    differing = {name for name, shape in parameters.items() if name not in state or tuple(state[name].shape) != shape}
+    weight = next((name for name in others if name.endswith(".w_0")), None)
+    if weight not in state or differing != set(others) or not args.run_scope.trains:
+        return
+    shape, own = state[weight].shape, parameters[weight]
+    if len(shape) == 2 and shape[0] == own[0]:
+        raise UsageError(
+            f"{flag} has {shape[1]} classes and this run {own[1]}: add --pretrained-mismatch skip-classifier to train "
+            f"a new last layer, or give --num-of-class {shape[1]}"
+        )
+
+
+def load_statistics(args, path, place):
     """Set this process's own BN statistics from bn_rankN.npz.
 
     Raises:
@@ -96,7 +125,7 @@ def load_statistics(path, place):
     """
     state = _read(path, "--resume", arrays.read_npz)
     known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
-    _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name")
+    _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", args.verbose)
 
 
 def snapshot(program):
@@ -122,13 +151,13 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
         # A sparse program may start from dense weights, which are pruned next.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
-    _load_strictly(parameters, state, flag, place, remedy)
+    _load_strictly(parameters, state, flag, place, remedy, args.verbose)
     for name in parameters:
         if name + MASTER in others:
             set_variable(name + MASTER, state[name].astype(np.float32), place)
 
 
-def _load_strictly(variables, state, flag, place, remedy):
+def _load_strictly(variables, state, flag, place, remedy, is_verbose):
     missing = sorted(set(variables) - set(state))
     unexpected = sorted(set(state) - set(variables))
     reshaped = [
@@ -141,17 +170,12 @@ def _load_strictly(variables, state, flag, place, remedy):
         for name in sorted(variables)
         if name in state and not _has_type_of(name, state[name])
     ]
-    if missing or unexpected or reshaped or retyped:
-        lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another type": retyped}
-        for what, found in lists.items():
-            if len(found) > 3:
-                logger.warn(f"{flag}: {what}: {', '.join(found)}")
-        problems = [
-            f"{len(found)} {what} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
-            for what, found in lists.items()
-            if found
-        ]
-        raise UsageError(f"{flag} is of another model: {'; '.join(problems)}: give the {remedy} it was trained with")
+    lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another type": retyped}
+    if counts := [f"{len(found)} {what}" for what, found in lists.items() if found]:
+        lines = [f"{what}: {', '.join(found)}" for what, found in lists.items() if found and is_verbose]
+        hint = "" if is_verbose else " (--verbose names the variables)"
+        sentence = f"{flag} is of another model: {', '.join(counts)}: give the {remedy} it was trained with{hint}"
+        raise UsageError("\n".join([sentence, *lines]))
     for name in variables:
         set_variable(name, state[name], place)
 

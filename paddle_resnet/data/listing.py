@@ -216,9 +216,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset()):
     if not os.path.isdir(split_dir):
         raise _missing(image_root, mode)
 
-    label_dir = os.path.join(image_root, "train")
-    if not os.path.isdir(label_dir):
-        label_dir = split_dir
+    label_dir = _label_dir(image_root, mode)
     classes = class_folders(label_dir)
     if not classes:
         raise UsageError(
@@ -250,6 +248,43 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset()):
         name = next(os.fsencode(file) for file in files if os.fsencode(file) != file.encode(errors="replace"))
         raise UsageError(f"--image-root {image_root}: {name!r} is not valid UTF-8: rename the file") from None
     return files, labels, classes
+
+
+def count_classes(image_root, mode, data_format="auto", allow_outside=False):
+    """The number of classes that a data set names: its class folders, the lines of classes.txt, or the labels of its
+    file lists.
+
+    Args:
+        image_root: the folder that holds both splits.
+        mode: Mode.TRAIN or Mode.EVAL: the split that must exist.
+        data_format: one of STORAGE_FORMATS, or "auto".
+        allow_outside: whether a file list may name files outside image_root.
+    Returns:
+        the number, or None for containers without classes.txt and for a split that is missing.
+    Raises:
+        UsageError: the data set cannot be read, or its file lists have fewer images than classes.
+    """
+    if data_format == "auto":
+        data_format = detect(image_root, mode)
+    if data_format == "folder":
+        folder = _label_dir(image_root, mode)
+        return len(class_folders(folder)) if os.path.isdir(folder) else None
+    names = class_names(image_root)
+    if names is None and data_format == "filelist":
+        splits = [m for m in Mode if m is mode or os.path.isfile(os.path.join(image_root, f"{m.value}.txt"))]
+        labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
+        if max(labels) >= len(labels):
+            raise UsageError(
+                f"--image-root {image_root}: the file lists have {len(labels)} images and the label {max(labels)}: "
+                "number the classes from 0, or give --num-of-class"
+            )
+        return max(labels) + 1
+    return names and len(names)
+
+
+def _label_dir(image_root, mode):
+    folder = os.path.join(image_root, "train")
+    return folder if os.path.isdir(folder) else os.path.join(image_root, mode.value)
 
 
 def list_filelist(image_root, mode, num_of_class=None, allow_outside=False):

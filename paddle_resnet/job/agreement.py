@@ -14,7 +14,7 @@ from utils.errors import UsageError
 
 # Flags that may differ between machines: paths, and the speed of the loader.
 LOCAL_FLAGS = (
-    *("image_root", "skip_list", "allow_outside", "report_file", "show_config", "enable_cpu_affinity"),
+    *("image_root", "skip_list", "allow_outside", "report_file", "show_config", "verbose", "enable_cpu_affinity"),
     *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
 )
 
@@ -28,6 +28,8 @@ def check_start(args):
     facts = {config.flag(name): v for name, v in config.as_dict(args).items() if name not in LOCAL_FLAGS}
     # After `auto` is resolved: one machine may have a compiler and another none.
     facts["--kernels (auto follows the machine, paddle runs on all)"] = facts.pop("--kernels")
+    taken_over = (*config.CHECKPOINT_FLAGS, "model_prefix")  # unless they are given
+    facts["the given ones of the flags that a checkpoint may name"] = sorted(args.given.intersection(taken_over))
     facts["the version of Paddle"] = paddle.__version__
     facts["the version of DALI"] = nvidia.dali.__version__
     facts["this program (hash of its sources)"] = _hash(_sources())

@@ -78,7 +78,8 @@ def local_gpu():
 
 
 def resolve_devices(args):
-    """Settle --device auto and --dali-device auto, and refuse what the device cannot do; changes the flags.
+    """Settle --device auto, --dali-device auto and, unless it is given, the number of channels of --image-shape, and
+    refuse what the device cannot do; changes the flags.
 
     Raises:
         UsageError: --device gpu without a GPU that Paddle can compute on, mixed precision on a CPU, bfloat16 on an old
@@ -104,6 +105,9 @@ def resolve_devices(args):
         raise UsageError("--dali-device gpu needs --device gpu and this run is on the CPU: give --dali-device cpu")
     if args.dali_device == "auto":
         args.dali_device = args.device
+    if "image_shape" not in args.given:
+        # Tensor cores and the custom kernels read a pixel of four values at once; elsewhere the fourth is idle work.
+        args.image_shape = [4 if args.device == "gpu" and args.data_layout == "NHWC" else 3, *args.image_shape[1:]]
     if args.cpu_decoder_load and args.dali_device == "cpu":
         raise UsageError(
             f"--cpu-decoder-load {args.cpu_decoder_load} moves images from the GPU's decoders to the CPU, which "

@@ -20,11 +20,16 @@ def build_model(args):
     Raises:
         UsageError: --model-arch-name is not in the registry.
     """
-    if args.model_arch_name not in MODELS:
-        raise UsageError(f"--model-arch-name {args.model_arch_name} is unknown: give one of {', '.join(MODELS)}")
+    check_name(args.model_arch_name)
     return MODELS[args.model_arch_name](
         num_classes=args.num_of_class,
         in_channels=args.image_shape[0],
         data_format=args.data_layout,
         bn_weight_decay=args.bn_weight_decay,
     )
+
+
+def check_name(arch):
+    """Raise UsageError if --model-arch-name is not in the registry."""
+    if arch not in MODELS:
+        raise UsageError(f"--model-arch-name {arch} is unknown: give one of {', '.join(MODELS)}")

@@ -8,7 +8,6 @@ from pathlib import Path
 import config
 from utils import files
 from utils.errors import UsageError
-from utils.mode import RunScope
 
 
 @dataclass
@@ -65,8 +64,7 @@ class Run:
 
     def changed_flags(self):
         """{flag: value} of the parameters that are not the defaults."""
-        defaults = vars(config.parse_args([])) | {"run_scope": RunScope.TRAIN_EVAL.value}
-        return {name: value for name, value in self.parameters.items() if value != defaults.get(name)}
+        return config.changed(self.parameters)
 
 
 def csv_rows(path):

@@ -206,6 +206,7 @@ def _parse(root, words):
 def open_loader(root, words):
     """Open the training loader of train.py: (loader, flags). A data set that is smaller than a batch becomes one."""
     args = _parse(root, words)
+    dali.settle_classes(args, Mode.TRAIN)
     if args.data_format != "synthetic":
         args.batch_size = min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size)
     return dali.build_dataloader(args, Mode.TRAIN), args

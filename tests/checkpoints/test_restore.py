@@ -191,7 +191,7 @@ def test_find(args, run, tmp_path, below, epoch, start):
     ("below", "epoch", "message"),
     [
         ("nowhere", None, "--from-checkpoint .*nowhere does not exist: name"),
-        ("Tiny", None, r"has no tiny.pdparams; it holds 4: add --last-epoch-of-checkpoint"),
+        ("Tiny", None, r"has neither meta.json nor tiny.pdparams; it holds 4: add --last-epoch-of-checkpoint"),
         ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .* give one of \[4\]"),
         ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
         ("", "auto", "--last-epoch-of-checkpoint auto"),
@@ -202,8 +202,10 @@ def test_missing_checkpoint_is_refused(args, saved, tmp_path, below, epoch, mess
         find(args, tmp_path / below, epoch)
 
 
-def test_other_prefix_is_named(args, saved):
+def test_the_prefix_is_that_of_meta_json_or_else_the_flag(args, saved):
     args.model_prefix = "other"
+    assert find(args, saved.parent, "auto").epoch == 5
+    (saved / "meta.json").unlink()
     with pytest.raises(UsageError, match="other.pdparams.*--model-prefix"):
         find(args, saved.parent, "auto")
 

@@ -9,8 +9,9 @@ import pytest
 from paddle import static
 
 from conftest import assert_one_sentence, losses, phase, read_report
-from paddle_resnet.checkpoints import restore
+from paddle_resnet.checkpoints import restore, saver
 from paddle_resnet.job import processes
+from utils.errors import UsageError
 
 STEPS = 3  # of an epoch: 30 images, batch 8, the last partial one dropped
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
@@ -121,7 +122,7 @@ def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path
     assert found == [".lock", "0", "0_2", "1", "1_2", "2", "2_2", "best", "latest"]
     for name in ("1", "1_2"):
         flags = ["--from-checkpoint", tmp_path / "output/Tiny" / name, "--last-epoch-of-checkpoint", "auto"]
-        code, report = run_train(*FLAGS, *flags, "--output-dir", tmp_path / "again")
+        code, report = run_train(*FLAGS, *flags, "--output-dir", tmp_path / f"from_{name}")
         assert code == 0
         resumed = losses(report)
         assert resumed == {key: expected[key] for key in resumed}
@@ -250,7 +251,7 @@ def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train
     (old / "meta.json").unlink()
     capsys.readouterr()
     for number in ("auto", "1"):
-        flags = ["--from-checkpoint", tmp_path / "old", "--last-epoch-of-checkpoint", number]
+        flags = ["--from-checkpoint", tmp_path / "old", "--last-epoch-of-checkpoint", number, "--overwrite"]
         code, report = run_train(*FLAGS, *flags)
         assert code == 0
         said = capsys.readouterr().err
@@ -258,7 +259,7 @@ def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train
         steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.lr" in e["data"]]
         assert steps == [[2, step] for step in range(STEPS)]
     resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
-    _, report = run_train(*FLAGS)
+    _, report = run_train(*FLAGS, "--overwrite")
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
 
 
@@ -316,14 +317,59 @@ def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatc
         assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
 
 
-def test_checkpoints_of_another_run_are_left_alone(run_train, tmp_path):
-    assert run_train("--epochs", "3", "--keep-checkpoints", "9")[0] == 0
-    assert run_train("--epochs", "1", "--keep-checkpoints", "1")[0] == 0
+def entries(root):
+    return {path.name: path.resolve().name for path in root.iterdir() if path.name != ".lock"}
+
+
+def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypatch, capsys):
+    """All of it: the best result of the new run is lower."""
+    from paddle_resnet import program
+
+    scores, run = iter([0.9, 0.2, 0.3, 0.1]), program.run
+    monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+    assert run_train("--epochs", "3")[0] == 0
     root = tmp_path / "output/Tiny"
-    assert sorted(p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink()) == ["0", "1", "2"]
-    assert (root / "latest").resolve().name == "0"
-    found = restore._newest(type("Args", (), {"model_prefix": "tiny"}), root)
-    assert found["epoch"] == 1  # the newest is the one written last
+    before, files = entries(root), {path: path.read_bytes() for path in root.glob("*/meta.json")}
+    assert before == {"0": "0", "1": "1", "2": "2", "latest": "2", "best": "0"}
+    capsys.readouterr()
+    for flags in (["--epochs", "1"], ["--dry-run"], ["--from-checkpoint", root / "1"]):
+        code, report = run_train(*flags)
+        assert (code, report) == (2, [])
+        says = [f"{root} holds checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir", "--overwrite"]
+        assert_one_sentence(capsys.readouterr().err, says)
+    assert run_train("--overwrite", "--dry-run")[0] == 0
+    assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files
+    assert run_train("--epochs", "1", "--overwrite")[0] == 0
+    assert entries(root) == {"0": "0", "latest": "0", "best": "0"}
+    assert json.loads((root / "0/meta.json").read_text())["best"]["top1"] == 0.1
+
+
+@pytest.mark.parametrize("place", ["1", "best"])
+def test_what_a_run_starts_from_is_not_overwritten(run_train, tmp_path, capsys, place):
+    (tmp_path / "output/Tiny/1").mkdir(parents=True)
+    (tmp_path / "output/Tiny/1/tiny.pdparams").write_bytes(b"")
+    (tmp_path / "output/Tiny/best").symlink_to("1")
+    start = tmp_path / "output/Tiny" / place
+    assert run_train("--from-pretrained-params", start, "--overwrite")[0] == 2
+    says = [f"--overwrite would delete --from-pretrained-params {start}", "name another --output-dir"]
+    assert_one_sentence(capsys.readouterr().err, says)
+    assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
+
+
+def test_a_folder_without_a_whole_checkpoint_holds_no_run(parse, tmp_path):
+    """What a kill left unfinished stops nobody; what is damaged or of another program is not replaced."""
+    args, root = parse("--output-dir", tmp_path), tmp_path / "Tiny"
+    (root / "3").mkdir(parents=True)
+    (root / "4").mkdir()
+    (root / "4/.unfinished").touch()
+    (root / "4/tiny.pdparams").touch()
+    saver.check_folder(args, None)
+    (root / "4/.unfinished").unlink()
+    with pytest.raises(UsageError, match=r"holds checkpoints of an earlier run \(4\)"):
+        saver.check_folder(args, None)
+    saver.check_folder(args, restore.Found(str(root / "4"), 5))  # goes on from it
+    with pytest.raises(UsageError, match="earlier run"):
+        saver.check_folder(args, restore.Found(str(root / "4"), 0))
 
 
 def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsys):

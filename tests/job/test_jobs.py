@@ -41,6 +41,7 @@ def launch(photos, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", folder / "report.json"]
+        places += ["--overwrite"]
         launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes, "--log_dir", folder / "log"]
         command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder), **(environment or {})}

@@ -30,6 +30,24 @@ def test_bfloat16_on_an_old_gpu_is_refused(monkeypatch):
             processes.resolve_devices(config.parse_args(flags))
 
 
+@pytest.mark.parametrize(
+    ("device", "flags", "channels"),
+    [
+        ("gpu", "--data-layout NHWC", 4),
+        ("gpu", "", 3),
+        ("cpu", "--data-layout NHWC", 3),
+        ("cpu", "--image-shape 4,224,224", 4),
+        ("gpu", "--data-layout NHWC --image-shape 3,96,96", 3),
+        ("gpu", "--data-layout NHWC --crop-size 96", 4),
+    ],
+)
+def test_channels_are_those_that_are_faster_unless_given(monkeypatch, device, flags, channels):
+    monkeypatch.setattr(gpus, "settle", lambda *args: device)
+    args = config.parse_args(flags.split())
+    processes.resolve_devices(args)
+    assert args.image_shape == [channels, args.crop_size, args.crop_size]
+
+
 def test_place_and_rank_come_from_the_launcher(monkeypatch, parse):
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (0, 1, 0)
     monkeypatch.setenv("PADDLE_TRAINER_ID", "3")

@@ -86,7 +86,7 @@ def test_logged_figures_are_those_of_each_step(run_train):
     """The same run with Paddle's operators and its fetch."""
     reports = {}
     for kernels in ("native", "paddle"):
-        code, reports[kernels] = run_train(*NHWC, "--kernels", kernels, "--print-interval", "1")
+        code, reports[kernels] = run_train(*NHWC, "--kernels", kernels, "--print-interval", "1", "--overwrite")
         assert code == 0
     native_losses, paddle_losses = losses(reports["native"]), losses(reports["paddle"])
     assert native_losses.keys() == paddle_losses.keys()

@@ -157,7 +157,7 @@ def test_every_format_is_verified_and_trains_without_what_fails(
     expected, reports, look = verify.verify(odd), [], verify.verify
     monkeypatch.setattr(verify, "verify", lambda *args: reports.append(look(*args)) or reports[-1])
     bad = tmp_path / "bad.txt"
-    flags = ["--num-of-class", "4", "--batch-size", "4"]
+    flags = ["--num-of-class", "4", "--batch-size", "4", "--overwrite"]
     for data_format, root in odd_containers.items():
         assert dataset.main(["verify", str(root), "--fix-list", str(bad)]) == 1
         report = reports.pop()

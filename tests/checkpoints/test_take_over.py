@@ -1,0 +1,254 @@
+"""What a run takes over from the meta.json of the checkpoint that it starts from, and what it takes from the data."""
+
+import json
+import shutil
+
+import pytest
+from paddle import static
+
+import train
+from conftest import TINY, assert_one_sentence, phase, read_report
+from paddle_resnet import dali, export
+from paddle_resnet.checkpoints import folders
+from paddle_resnet.data import listing
+from paddle_resnet.tools import convert
+from utils.errors import UsageError
+from utils.mode import Mode
+
+PREPARATION = ["--interp", "cubic", "--resize-short", "40", "--normalize-mean", "0.5,0.4,0.3"]
+RESULTS = ("loss", "top1", "top5", "images")
+
+
+@pytest.fixture
+def run_bare(photos, tmp_path):
+    """Like run_train, without the flags of the tiny network."""
+
+    def run_bare(*flags, image_root=photos):
+        report = tmp_path / "bare.json"
+        places = ["--image-root", image_root, "--output-dir", tmp_path / "bare", "--report-file", report]
+        speed = ["--device", "cpu", "--batch-size", "8", "--dali-num-threads", "2", "--epochs", "1", "--lr", "0.01"]
+        with static.scope_guard(static.Scope()):
+            code = train.main([*map(str, (*places, *speed, "--warmup-epochs", "0", *flags))])
+        return code, read_report(report) if code == 0 else []
+
+    return run_bare
+
+
+def evaluation(report):
+    return {name: phase(report, [], "val.")[name] for name in RESULTS}
+
+
+def recorded(folder):
+    return {name: folders.verify(folder)["evaluated"][name] for name in RESULTS}
+
+
+def rewrite(folder, change, root):
+    """A copy of a checkpoint with other contents of meta.json; returns its folder."""
+    meta = folders.verify(folder)
+    files = {name: lambda f, name=name: f.write((folder / name).read_bytes()) for name in meta["files"]}
+    change(meta)
+    return folders.commit(root, folder.name, files, {k: v for k, v in meta.items() if k not in ("format", "files")})
+
+
+@pytest.mark.parametrize("flag", ["--from-checkpoint", "--from-pretrained-params"])
+def test_evaluation_needs_no_flag_of_the_training(run_train, run_bare, tmp_path, capsys, flag):
+    assert run_train(*PREPARATION)[0] == 0
+    folder = tmp_path / "output/Tiny/0"
+    capsys.readouterr()
+    code, report = run_bare("--run-scope", "eval_only", flag, folder)
+    assert code == 0
+    assert evaluation(report) == recorded(folder)
+    said = capsys.readouterr()
+    [line] = [line for line in said.out.splitlines() if line.startswith(f"from {folder}/meta.json: ")]
+    for words in (
+        "--model-arch-name Tiny",
+        "--num-of-class 3",
+        "--crop-size 32",
+        "--interp cubic",
+        "--resize-short 40",
+    ):
+        assert words in line
+    assert "other flags" not in said.err
+
+    code, report = run_bare("--run-scope", "eval_only", flag, folder, "--interp", "triangular", "--num-of-class", "3")
+    assert code == 0
+    assert evaluation(report)["loss"] != recorded(folder)["loss"]
+    says = f"warning: {folder} was trained with other flags than are given: --interp triangular (was cubic)\n"
+    assert says in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_version_without_interp_is_evaluated_with_its_filter(run_train, run_bare, tmp_path):
+    assert run_train("--interp", "linear")[0] == 0
+    folder = tmp_path / "output/Tiny/0"
+    old = rewrite(folder, lambda meta: meta["arguments"].pop("interp"), tmp_path / "old")
+    code, report = run_bare("--run-scope", "eval_only", "--from-checkpoint", old)
+    assert code == 0
+    assert evaluation(report) == recorded(folder)
+
+
+def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, checkpoint, capsys):
+    assert run_bare("--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--crop-size", "64")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--resize-short 36 is smaller than --crop-size 64"])
+
+
+@pytest.mark.parametrize("change", [{"model_arch_name": "../elsewhere"}, {"normalize_std": [0, 1]}, {"crop_size": 0}])
+@pytest.mark.parametrize("flags", [["--run-scope", "eval_only", "--from-checkpoint"], ["--from-pretrained-params"]])
+def test_impossible_flags_of_a_checkpoint_are_refused(run_bare, checkpoint, tmp_path, capsys, change, flags):
+    changed = rewrite(checkpoint, lambda meta: meta["arguments"].update(change), tmp_path / "changed")
+    code, _ = run_bare(*flags, changed, "--dry-run")
+    if "normalize_std" in change and flags == ["--from-pretrained-params"]:  # which it does not take
+        assert code == 0
+    else:
+        assert code == 2
+        assert_one_sentence(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
+
+
+def without(flag):
+    place = TINY.index(flag)
+    return TINY[:place] + TINY[place + 2 :]
+
+
+def test_files_are_called_after_the_network(run_bare, tmp_path):
+    flags = [*without("--model-prefix"), "--epochs", "1"]
+    assert run_bare(*flags)[0] == 0
+    assert folders.verify(tmp_path / "bare/Tiny/0")["files"].keys() == {"Tiny.pdparams", "Tiny.pdopt"}
+
+
+@pytest.mark.parametrize("start", ["resume", "checkpoint", "foreign"])
+def test_files_called_as_in_older_versions_go_on(run_train, run_bare, tmp_path, start):
+    """The folders of NVIDIA's example have no meta.json, and files of that name for each network."""
+    assert run_train("--model-prefix", "resnet_50_paddle", "--output-dir", tmp_path / "bare")[0] == 0
+    folder = tmp_path / "bare/Tiny"
+    flags = [*without("--model-prefix"), "--epochs", "2"]
+    if start == "resume":
+        flags += ["--resume"]
+    else:
+        flags += ["--from-checkpoint", folder, "--last-epoch-of-checkpoint", "auto"]
+    if start == "foreign":
+        (folder / "0/meta.json").unlink()
+    assert run_bare(*flags)[0] == 0
+    prefix = "Tiny" if start == "foreign" else "resnet_50_paddle"
+    assert folders.verify(folder / "1")["files"].keys() == {f"{prefix}.pdparams", f"{prefix}.pdopt"}
+
+
+def test_a_resumed_run_keeps_its_preparation_of_images(run_train, run_bare, tmp_path):
+    assert run_train("--interp", "cubic", "--output-dir", tmp_path / "bare")[0] == 0
+    flags = [*without("--interp"), "--epochs", "2", "--resume"]
+    assert run_bare(*flags)[0] == 0
+    assert folders.verify(tmp_path / "bare/Tiny/1")["arguments"]["interp"] == "cubic"
+
+
+@pytest.mark.parametrize("start", ["--from-pretrained-params", "--from-checkpoint"])
+def test_a_run_that_took_its_network_from_its_start_is_found_by_resume(run_bare, checkpoint, tmp_path, start):
+    """Its folder is called after the network, which the command does not name."""
+    flags = [start, checkpoint, "--crop-size", "32", "--resize-short", "36", "--resume"]
+    assert run_bare(*flags)[0] == 0
+    meta = folders.verify(tmp_path / "bare/Tiny/0")
+    assert run_bare(*flags, "--epochs", "2")[0] == 0
+    assert folders.verify(tmp_path / "bare/Tiny/0") == meta
+    assert folders.verify(tmp_path / "bare/Tiny/1")["run"] == meta["run"]
+
+
+def outputs(folder):
+    return folders.verify(folder)["arguments"]["num_of_class"]
+
+
+@pytest.fixture
+def four_classes(photos, tmp_path):
+    root = tmp_path / "four"
+    shutil.copytree(photos, root)
+    for split in ("train", "val"):
+        shutil.copytree(root / split / "class2", root / split / "class3")
+    return root
+
+
+def test_fine_tuning_finds_the_network_and_says_what_another_number_of_classes_needs(
+    run_bare, checkpoint, four_classes, tmp_path, capsys
+):
+    flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36"]
+    assert run_bare(*flags, image_root=four_classes)[0] == 2
+    says = ["has 3 classes and this run 4: add --pretrained-mismatch skip-classifier", "--num-of-class 3"]
+    assert_one_sentence(capsys.readouterr().err, says)
+    assert run_bare(*flags, "--pretrained-mismatch", "skip-classifier", image_root=four_classes)[0] == 0
+    assert outputs(tmp_path / "bare/Tiny/0") == 4
+    assert "trained on other classes" not in capsys.readouterr().err
+
+
+def test_as_many_classes_with_other_names_are_warned_of(run_bare, checkpoint, photos, tmp_path, capsys):
+    root = tmp_path / "renamed"
+    shutil.copytree(photos, root)
+    for split in ("train", "val"):
+        (root / split / "class1").rename(root / split / "cats")
+    flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36", "--dry-run"]
+    assert run_bare(*flags, image_root=root)[0] == 0
+    assert "trained on other classes: label 0 was ['class0'] and is ['cats']" in capsys.readouterr().err
+
+
+def test_parameters_of_another_network_are_counted_or_named(run_bare, checkpoint, capsys):
+    flags = ["--from-checkpoint", checkpoint, "--model-arch-name", "ResNet18", "--dry-run"]
+    assert run_bare(*flags)[0] == 2
+    said = capsys.readouterr().err
+    assert "was trained with other flags than are given: --model-arch-name ResNet18 (was Tiny)" in said
+    assert_one_sentence(said, ["is of another model: ", " missing, ", "give the --model-arch-name", "--verbose"])
+    assert "conv2d_" not in said
+    assert run_bare(*flags, "--verbose")[0] == 2
+    sentence, *lists = capsys.readouterr().err.partition("train.py: error: ")[2].splitlines()
+    assert "conv2d_" not in sentence
+    assert [line.split(": ")[0] for line in lists] == ["missing", "of another shape"]
+    assert "conv2d_19.w_0" in lists[0]
+
+
+@pytest.mark.parametrize("data_format", ["folder", "filelist", "recordio", "unnamed", "synthetic"])
+def test_the_number_of_classes_is_that_of_the_data(parse, converted, tmp_path, data_format):
+    root, flags = converted.get(data_format), []
+    if data_format == "unnamed":
+        root = tmp_path / "unnamed"
+        convert.convert(converted["folder"], root, "recordio")
+        (root / "classes.txt").unlink()
+    elif data_format == "synthetic":
+        root, flags = "/nowhere", ["--data-format", "synthetic"]
+    args = parse("--image-root", root, *flags)
+    args.num_of_class = None
+    dali.settle_classes(args, Mode.EVAL)
+    assert args.num_of_class == (1000 if data_format in ("unnamed", "synthetic") else 3)
+    assert len(dali.build_dataloader(args, Mode.EVAL).classes) == args.num_of_class
+
+
+def test_a_label_beyond_all_images_is_no_class(tmp_path):
+    """A typing error would make a network of millions of outputs."""
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    (tmp_path / "train.txt").write_text("a 0\nb 10000000\n")
+    with pytest.raises(UsageError, match="the file lists have 2 images and the label 10000000: number the"):
+        listing.count_classes(tmp_path, Mode.TRAIN)
+
+
+def test_training_counts_the_classes_and_warns_of_more_outputs(run_bare, four_classes, tmp_path, capsys):
+    flags = [*without("--num-of-class"), "--epochs", "1"]
+    assert run_bare(*flags, image_root=four_classes)[0] == 0
+    assert outputs(tmp_path / "bare/Tiny/0") == 4
+    assert "--num-of-class" not in capsys.readouterr().err
+    assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "5", image_root=four_classes)[0] == 0
+    assert "--num-of-class 5 is more than the 4 classes of " in capsys.readouterr().err
+    assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "3", image_root=four_classes)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--num-of-class 3 is less than the 4 class folders"])
+
+
+def test_what_is_printed_of_the_flags(run_bare, capsys):
+    """After the checks, what is not the default, or all of them."""
+    flags = [*without("--show-config"), "--dry-run"]
+    assert run_bare(*flags, "--from-checkpoint", "nowhere")[0] == 2
+    assert "model_arch_name" not in capsys.readouterr().out
+    assert run_bare(*flags)[0] == 0
+    out = capsys.readouterr().out
+    assert "model_arch_name: Tiny\n" in out and "optimizer:" not in out
+    assert run_bare(*flags, "--show-config")[0] == 0
+    assert "optimizer: Momentum\n" in capsys.readouterr().out
+
+
+def test_export_counts_outputs_and_names(run_train, photos, tmp_path, capsys):
+    assert run_train("--num-of-class", "7")[0] == 0
+    capsys.readouterr()
+    assert export.main([str(tmp_path / "output/Tiny/0"), str(tmp_path / "exported")]) == 0
+    assert "Tiny, 7 classes of which 3 have names, images [None, 3, 32, 32]" in capsys.readouterr().out
+    assert json.loads((tmp_path / "exported/model.json").read_text())["output"]["shape"] == [None, 7]
