@@ -4,6 +4,7 @@ The project builds legacy Programs on both (`FLAGS_enable_pir_api=0`, set in pad
 import Paddle's inner modules, since a version to be refused may lack them.
 """
 
+import numpy as np
 import paddle
 from paddle import static
 
@@ -103,6 +104,12 @@ def _append(op_type, x, **attrs):
     out = helper.create_variable_for_type_inference(x.dtype)
     helper.append_op(type=op_type, inputs={"X": x}, outputs={"Out": out}, attrs=attrs)
     return out
+
+
+def assigned(op):
+    """The float32 array that an assign_value operator holds: in Paddle 3 a list of Scalar, in 2.6 one list a type."""
+    values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
+    return np.array(values, np.float32).reshape(op.attr("shape"))
 
 
 def fuse_residual_units(strategy):

@@ -192,6 +192,16 @@ def test_sqrt():
     assert np.array_equal(result, np.sqrt(np.float32([4, 9, 2])))
 
 
+def test_assigned():
+    """Each version's attribute is missing in the other."""
+    array, main = np.float32([[1.5, 0.1], [3e-9, -7]]), static.Program()
+    with static.program_guard(main):
+        paddle.assign(array)
+    [op] = main.global_block().ops
+    np.testing.assert_array_equal(compat.assigned(op), array, strict=True)
+    assert op.has_attr("values") == (not op.has_attr("fp32_values")) == compat.IS_PADDLE_3
+
+
 @only_paddle_2
 def test_paddle_2_has_no_fused_residual_unit():
     assert not hasattr(static.BuildStrategy, "fuse_resunit")
