@@ -8,20 +8,22 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
-BIN := .venv/bin
+# Another one holds another Paddle beside it: make test VENV=.venv/paddle3 PADDLE=3.3.1
+VENV = .venv
+BIN := $(VENV)/bin
 # Processes that share the tests: for two cores, since the tests of jobs wait a lot. 6 on a GPU.
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 # Which Paddle: any requirement with pip's options, or a bare version of the CPU build: make venv PADDLE=3.3.1
-PADDLE ?= $(shell cat .venv/paddle 2>/dev/null)
+PADDLE ?= $(shell cat $(VENV)/paddle 2>/dev/null)
 PADDLE_WORDS := $(if $(filter 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(PADDLE)),paddlepaddle==$(PADDLE),$(PADDLE))
 export PADDLE PADDLE_WORDS
 # requirements-base.txt serves every Paddle, the other list Paddle 2.6.
 LISTS := requirements-base.txt $(if $(and $(PADDLE_WORDS),$(if $(findstring 2.6,$(PADDLE_WORDS)),,yes)),,$(REQUIREMENTS))
 PIN := $(shell grep '^paddlepaddle' $(REQUIREMENTS))
 # One stamp for each content of the requirement files and of PADDLE.
-INSTALLED := .venv/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE)'; } | cksum))
+INSTALLED := $(VENV)/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE)'; } | cksum))
 
 .PHONY: help venv data train test clean
 help:
@@ -34,26 +36,26 @@ venv: $(INSTALLED)
 
 $(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.10, 3.11 or 3.12 found: install one, or make PYTHON=/path/to/it" >&2; exit 2; }
-	@echo "creating .venv with $(PYTHON)"
-	@$(PYTHON) -m venv .venv
+	@echo "creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
 
 # Updates .venv in place. A Paddle that is in .venv stays, unless PADDLE asks for another one.
 # The stamp is made last, so that an interrupted installation starts again.
 $(INSTALLED): | $(BIN)/pip
-	@if ls .venv/installed-* >/dev/null 2>&1; then echo "updating .venv in place: the requirements changed"; \
-	else echo "installing into .venv: about 2 GB without a GPU, more with one; some minutes"; fi
-	@rm -f .venv/installed-*
-	@sed '/^-r/d; /^paddlepaddle/d' $(LISTS) > .venv/requirements.txt
-	@$(PIP) install -r .venv/requirements.txt
+	@if ls $(VENV)/installed-* >/dev/null 2>&1; then echo "updating $(VENV) in place: the requirements changed"; \
+	else echo "installing into $(VENV): about 2 GB without a GPU, more with one; some minutes"; fi
+	@rm -f $(VENV)/installed-*
+	@sed '/^-r/d; /^paddlepaddle/d' $(LISTS) > $(VENV)/requirements.txt
+	@$(PIP) install -r $(VENV)/requirements.txt
 	@set -f; want="$${PADDLE_WORDS:-$(PIN)}"; \
 	here=$$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep '^paddlepaddle' || true); \
-	if [ -n "$$here" ] && [ "$$here" != "$$want" ] && [ "$$PADDLE" != "$$(cat .venv/paddle 2>/dev/null)" ]; then \
+	if [ -n "$$here" ] && [ "$$here" != "$$want" ] && [ "$$PADDLE" != "$$(cat $(VENV)/paddle 2>/dev/null)" ]; then \
 		echo "replacing $$here by $$want"; \
 		$(PIP) uninstall -y paddlepaddle paddlepaddle-gpu; \
 		here=; fi; \
 	if [ -z "$$here" ]; then $(PIP) install $$want; \
 	elif [ "$$here" != "$$want" ]; then echo "keeping $${here/==/ }: make venv PADDLE=$(PIN) replaces it"; fi; \
-	echo "$$PADDLE" > .venv/paddle
+	echo "$$PADDLE" > $(VENV)/paddle
 	@touch $@
 
 data: $(INSTALLED)

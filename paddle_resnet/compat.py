@@ -1,12 +1,12 @@
 """Where Paddle 2.6 and Paddle 3 differ. tests/test_compat.py fails for each difference that is gone.
 
-The project builds legacy Programs on both (`FLAGS_enable_pir_api=0`, set in paddle_resnet/__init__.py).
+The project builds legacy Programs on both (`FLAGS_enable_pir_api=0`, set in paddle_resnet/__init__.py). Functions
+import Paddle's inner modules, since a version to be refused may lack them.
 """
 
+import numpy as np
 import paddle
-from paddle.base import core
-from paddle.base.framework import Variable
-from paddle.base.layer_helper import LayerHelper
+from paddle import static
 
 from utils.errors import UsageError
 
@@ -65,6 +65,8 @@ def start_gloo(prepare):
         prepare: called before processes are started.
     """
     if IS_PADDLE_3:
+        from paddle.base import core
+
         store, environment = core.create_or_get_global_tcp_store(), paddle.distributed.ParallelEnv()
         core.CommContextManager.create_gloo_comm_context(store, "0", environment.rank, environment.world_size)
     else:
@@ -90,16 +92,24 @@ _paddle_any = paddle.any
 
 
 def _any(x, *args, **kwargs):
-    if isinstance(x, Variable) and not args and not kwargs:
+    if isinstance(x, static.Variable) and not args and not kwargs:
         return _append("reduce_any", x, dim=[0], keep_dim=False, reduce_all=True)
     return _paddle_any(x, *args, **kwargs)
 
 
 def _append(op_type, x, **attrs):
+    from paddle.base.layer_helper import LayerHelper
+
     helper = LayerHelper(op_type)
     out = helper.create_variable_for_type_inference(x.dtype)
     helper.append_op(type=op_type, inputs={"X": x}, outputs={"Out": out}, attrs=attrs)
     return out
+
+
+def assigned(op):
+    """The float32 array that an assign_value operator holds: in Paddle 3 a list of Scalar, in 2.6 one list a type."""
+    values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
+    return np.array(values, np.float32).reshape(op.attr("shape"))
 
 
 def fuse_residual_units(strategy):

@@ -3,6 +3,7 @@
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
 
+from paddle_resnet import compat
 from utils.errors import UsageError
 
 OPSET = 13  # of 2020: read by onnxruntime 1.7, TensorRT 8 and later
@@ -44,7 +45,7 @@ def to_onnx(program, inputs, outputs, read, metadata):
                 if block.var(name).persistable:
                     constants[name] = read(name)
         if op.type == "assign_value":
-            constants[op.output("Out")[0]] = np.array(op.attr("fp32_values"), np.float32).reshape(op.attr("shape"))
+            constants[op.output("Out")[0]] = compat.assigned(op)
             continue
         kind, operands, result, attributes = _TRANSLATIONS[op.type](op)
         names = [op.input(slot)[0] for slot in operands]

@@ -3,6 +3,7 @@
 A test that fails here says that a line of compat.py is no longer needed, or that Paddle has changed once more.
 """
 
+import json
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from paddle import static
 from paddle.base.framework import OpProtoHolder
 
 import other_paddle
-from conftest import ROOT
+from conftest import ROOT, TINY
 from paddle_resnet import compat
 from utils.errors import UsageError
 
@@ -34,16 +35,23 @@ def test_others_are_refused_by_name(version):
         compat.check_version(version)
 
 
-def test_train_refuses_another_version(train_process, monkeypatch, tmp_path):
-    """With exit code 2 and one sentence, before anything else is imported."""
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train.py --device cpu",
+        "-m paddle_resnet.export nosuch-checkpoint nosuch-export",
+        "-m paddle_resnet.predict nosuch-model --benchmark",
+    ],
+)
+def test_commands_refuse_another_version(monkeypatch, tmp_path, command):
+    """With exit code 2 and one sentence, also where it lacks the inner modules of the tested ones."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import paddle_resnet.compat as compat\ncompat.LOWEST = compat.HIGHEST = (9, 9, 9)\n"
-        "compat.check_version.__defaults__ = ('2.4.1',)\n"
+        "import sys\nimport paddle_resnet, paddle\npaddle.__version__ = '2.4.1'\nsys.modules['paddle.base'] = None\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
-    done = train_process("--device", "cpu")
-    assert done.returncode == 2
-    assert [line for line in done.stderr.splitlines() if line.startswith("train.py: error: Paddle 2.4.1 is not")]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert [line for line in done.stderr.splitlines() if " error: Paddle 2.4.1 is not supported" in line]
 
 
 @only_paddle_3
@@ -52,6 +60,24 @@ def test_pir_is_refused(train_process, monkeypatch):
     done = train_process("--device", "cpu")
     assert done.returncode == 2
     assert "train.py: error: FLAGS_enable_pir_api: Paddle 3." in done.stderr
+
+
+@only_paddle_3
+def test_programs_are_legacy_ones_under_the_launcher_too(monkeypatch, tmp_path):
+    """Started without the variable, as by a user: conftest has set it for this process."""
+    monkeypatch.delenv("FLAGS_enable_pir_api")
+    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
+    flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
+    command = [sys.executable, *launcher, "train.py", *flags, "--output-dir", tmp_path / "output"]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "dry run: flags, data and programs are in order" in (tmp_path / "log/workerlog.0").read_text()
+
+
+def test_the_program_format_is_set_in_one_place():
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("paddle_resnet/**/*.py"), *ROOT.glob("utils/*.py")]
+    setting = [path for path in paths if "FLAGS_enable_pir_api" in path.read_text()]
+    assert sorted(setting) == [ROOT / "paddle_resnet/__init__.py", ROOT / "paddle_resnet/compat.py"]
 
 
 PIR = """
@@ -117,6 +143,15 @@ def variable(dtype):
     return static.data("x", [3], dtype)
 
 
+def test_versions_want_different_communicators_on_a_cpu():
+    main, exe = static.Program(), static.Executor(paddle.CPUPlace())
+    with static.program_guard(main):
+        compat.append_all_reduce(main.global_block(), variable("float32"))
+    lacks = "NCCLCommContext is nullptr" if compat.IS_PADDLE_3 else "initialize the gloo environment"
+    with pytest.raises(RuntimeError, match=lacks):
+        exe.run(main, feed={"x": np.zeros(3, "float32")})
+
+
 @only_paddle_3
 @pytest.mark.parametrize(("name", "dtype"), [("sqrt", "float32"), ("any", "bool")])
 def test_paddle_3_refuses_legacy_variables(monkeypatch, name, dtype):
@@ -157,6 +192,16 @@ def test_sqrt():
     assert np.array_equal(result, np.sqrt(np.float32([4, 9, 2])))
 
 
+def test_assigned():
+    """Each version's attribute is missing in the other."""
+    array, main = np.float32([[1.5, 0.1], [3e-9, -7]]), static.Program()
+    with static.program_guard(main):
+        paddle.assign(array)
+    [op] = main.global_block().ops
+    np.testing.assert_array_equal(compat.assigned(op), array, strict=True)
+    assert op.has_attr("values") == (not op.has_attr("fp32_values")) == compat.IS_PADDLE_3
+
+
 @only_paddle_2
 def test_paddle_2_has_no_fused_residual_unit():
     assert not hasattr(static.BuildStrategy, "fuse_resunit")
@@ -170,12 +215,18 @@ def test_paddle_3_has_a_fused_residual_unit_in_some_builds():
             compat.fuse_residual_units(static.BuildStrategy())
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "tests/goldens").glob("paddle_*")), ids=lambda folder: folder.name)
+GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
+
+
+@pytest.mark.parametrize("folder", GOLDENS, ids=lambda folder: folder.name)
 def test_versions_read_each_other(folder):
     """The tolerance is for another processor; .ci/run compares the versions on one machine to 1e-5."""
     other_paddle.check(folder, rtol=2e-4)
 
 
-def test_there_is_a_golden_of_each_version():
-    names = {f"paddle_{'.'.join(map(str, version))}" for version in (compat.LOWEST, compat.HIGHEST)}
-    assert names == {folder.name for folder in (ROOT / "tests/goldens").glob("paddle_*")}
+def test_there_is_a_golden_of_each_version_and_they_agree():
+    names = [f"paddle_{'.'.join(map(str, version))}" for version in (compat.LOWEST, compat.HIGHEST)]
+    assert names == [folder.name for folder in GOLDENS]
+    lowest, highest = (json.loads((folder / "expected.json").read_text()) for folder in GOLDENS)
+    for what in ("losses", "probabilities"):
+        np.testing.assert_allclose(lowest[what], highest[what], rtol=1e-5)

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Stands for the system's Python and for that of .venv; a file per installed Paddle takes the place of site-packages.
+# Stands for the system's Python and for that of .venv; the file `packages` takes the place of site-packages.
 PYTHON = r"""#!/bin/bash
 set -eu
+packages=$(dirname "$0")/packages
 case "$*" in
-    "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; touch .venv/bin/pip ;;
-    "-m pip list"*) cat packages 2>/dev/null || true ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; touch "$3/bin/pip" ;;
+    "-m pip list"*) cat $packages 2>/dev/null || true ;;
     *" install -r "*) echo "requirements" >> calls; cp "${@: -1}" requirements.installed ;;
     *" install nosuch"*) exit 1 ;;
     *" install "*) all="$*"; echo "install ${all##* install }" >> calls; for word in "$@"; do
-        case "$word" in paddlepaddle*) echo "$word" > packages ;; esac; done ;;
-    *" uninstall "*) echo "uninstall" >> calls; rm packages ;;
+        case "$word" in paddlepaddle*) echo "$word" > $packages ;; esac; done ;;
+    *" uninstall "*) echo "uninstall" >> calls; rm $packages ;;
     *) echo "unexpected: $*" >&2; exit 1 ;;
 esac
 """
@@ -38,7 +39,7 @@ def make(tmp_path):
         calls.unlink(missing_ok=True)
         command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *words]
         # Not those of the make that runs the tests.
-        of_make = ("PADDLE", "PADDLE_WORDS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+        of_make = ("PADDLE", "PADDLE_WORDS", "VENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
         environment = {name: value for name, value in os.environ.items() if name not in of_make}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and done.stderr == "", done.stderr
@@ -93,13 +94,13 @@ def test_changed_requirements_update_in_place(make, tmp_path):
 
 def test_a_paddle_that_a_user_installed_stays(make, tmp_path):
     make("venv")
-    (tmp_path / "packages").write_text("paddlepaddle-gpu==3.3.1\n")
+    (tmp_path / ".venv/bin/packages").write_text("paddlepaddle-gpu==3.3.1\n")
     with (tmp_path / "requirements-base.txt").open("a") as file:
         file.write("tqdm\n")
     calls, output = make("venv")
     assert calls == ["requirements"]
     assert "keeping paddlepaddle-gpu 3.3.1" in output
-    assert (tmp_path / "packages").read_text() == "paddlepaddle-gpu==3.3.1\n"
+    assert (tmp_path / ".venv/bin/packages").read_text() == "paddlepaddle-gpu==3.3.1\n"
 
 
 def test_paddle_of_choice_is_kept_on_later_makes(make):
@@ -117,11 +118,18 @@ def test_paddle_of_choice_that_is_there_already(make):
     assert make("venv", "PADDLE=2.6.2")[0] == ["requirements"]
 
 
+def test_another_folder_holds_another_paddle(make):
+    make("venv")
+    second = ["venv", "VENV=.venv/paddle3"]
+    assert make(*second, "PADDLE=3.3.1")[0] == ["requirements", "install paddlepaddle==3.3.1"]
+    assert make(*second)[0] == make("venv")[0] == []
+
+
 def test_failed_replacement_is_repaired_by_the_next_make(make, tmp_path):
     make("venv")
     with pytest.raises(AssertionError):
         make("venv", "PADDLE=nosuch")
-    assert not (tmp_path / "packages").exists()
+    assert not (tmp_path / ".venv/bin/packages").exists()
     assert make("venv")[0] == ["requirements", "install paddlepaddle==2.6.2"]
 
 
