@@ -1,0 +1,67 @@
+"""The commands of README and docs: train.py knows their flags, and they run as written, in a copy of the repository."""
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config
+from conftest import ROOT
+
+# The tutorial leaves what later pages look at.
+PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
+STARTS = ("make ", "find ", "python ", ".venv/bin/python ")
+NOT_RUN = {
+    r"^make (venv|test)\b": "tests/test_makefile.py, .ci/run",
+    r" -m pytest ": "the tests themselves",
+    r" -m pip install ": "changes the environment of the tests",
+    r"\bDIR\b|\.\.\.|\bVERSION\b": "a place to be filled in",
+    r"--gpus|--nnodes": "several GPUs or machines",
+}
+if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
+    NOT_RUN[r"onnx"] = "requirements-onnx.txt is not installed"
+
+
+def commands(page):
+    """The commands of a page's code blocks, each on one line."""
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in re.sub(r" *\\\n *", " ", block).splitlines():
+            if line.startswith(STARTS):
+                yield line.split("  #")[0].rstrip()
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(PAGES), ids=lambda page: page.name)
+def test_flags_of_train_py(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands(page):
+        _, is_train, flags = command.partition("train.py ")
+        if is_train:
+            config.parse_args([word for word in shlex.split(flags) if word not in ("...", "...'")])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_commands_run_as_written(tmp_path):
+    if not (Path(sys.prefix) / "paddle").is_file():
+        pytest.skip("needs the .venv that make has installed")
+    files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(files, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    failed, has_run = [], []
+    for command in dict.fromkeys(command for page in PAGES for command in commands(page)):
+        if any(re.search(pattern, command) for pattern in NOT_RUN):
+            continue
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+        has_run.append(command)
+        if done.returncode:
+            failed.append(f"{command}\nexit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
+    assert not failed, "\n\n".join(failed)
+    assert len(has_run) > 20
