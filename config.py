@@ -6,6 +6,7 @@ This module imports neither Paddle nor DALI, so that `--help` and a misspelt fla
 import argparse
 import difflib
 import math
+import re
 import sys
 from fractions import Fraction
 
@@ -94,7 +95,7 @@ def _parse(parser, words):
     given = {name: value for name, value in vars(args).items() if value is not unset}
     args = argparse.Namespace(**defaults | given, given=frozenset(given))
     args.run_scope = RunScope(args.run_scope)
-    args.model_prefix = args.model_prefix or args.model_arch_name
+    args.model_prefix = args.model_prefix or _prefix(args.model_arch_name)
     return args, unknown
 
 
@@ -116,9 +117,14 @@ def take_over(args, recorded, names):
     for name in set(names) - args.given:
         setattr(args, name, getattr(recorded, name))
     if "model_prefix" not in {*args.given, *names}:
-        args.model_prefix = args.model_arch_name
+        args.model_prefix = _prefix(args.model_arch_name)
     follow_sizes(args)
     return taken, differing
+
+
+def _prefix(arch):
+    """resnet_50_paddle for ResNet50, as in NVIDIA's example."""
+    return re.sub(r"(?<=\D)(?=\d)", "_", arch).lower() + "_paddle"
 
 
 def follow_sizes(args):
@@ -237,8 +243,8 @@ def _add_global(group):
         "--model-prefix",
         type=_file_name,
         default=argparse.SUPPRESS,
-        help="name of the files in new checkpoints (default: ARCH), and in folders without meta.json that a run starts "
-        "from (default: resnet_50_paddle)",
+        help="name of the files in new checkpoints (default: that of ARCH, such as resnet_50_paddle), and in folders "
+        "without meta.json that a run starts from (default: resnet_50_paddle)",
     )
     group.add_argument(
         "--save-interval-steps", type=_not_negative, default=0, help="steps between checkpoints in an epoch; 0: none"

@@ -111,7 +111,7 @@ def without(flag):
 def test_files_are_called_after_the_network(run_bare, tmp_path):
     flags = [*without("--model-prefix"), "--epochs", "1"]
     assert run_bare(*flags)[0] == 0
-    assert folders.verify(tmp_path / "bare/Tiny/0")["files"].keys() == {"Tiny.pdparams", "Tiny.pdopt"}
+    assert folders.verify(tmp_path / "bare/Tiny/0")["files"].keys() == {"tiny_paddle.pdparams", "tiny_paddle.pdopt"}
 
 
 @pytest.mark.parametrize("start", ["resume", "checkpoint", "foreign"])
@@ -127,7 +127,7 @@ def test_files_called_as_in_older_versions_go_on(run_train, run_bare, tmp_path, 
     if start == "foreign":
         (folder / "0/meta.json").unlink()
     assert run_bare(*flags)[0] == 0
-    prefix = "Tiny" if start == "foreign" else "resnet_50_paddle"
+    prefix = "tiny_paddle" if start == "foreign" else "resnet_50_paddle"
     assert folders.verify(folder / "1")["files"].keys() == {f"{prefix}.pdparams", f"{prefix}.pdopt"}
 
 
