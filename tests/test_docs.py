@@ -22,13 +22,8 @@ COMMANDS = (
 # Flags of Paddle's launcher and of Slurm.
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
 OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}
-OTHER_FLAGS |= {
-    "--inference-dir",
-    "--qat",
-    "--checkpoint-dir",
-    "--precision",
-    "--workspace-size",
-}  # of NVIDIA's example, which this project lacks
+# Of NVIDIA's example, which this project lacks.
+OTHER_FLAGS |= {"--inference-dir", "--qat", "--checkpoint-dir", "--precision", "--workspace-size"}
 OTHER_FLAGS |= {"--model-repository"}  # of Triton
 CORE = ("train.py", "config.py", *(f"paddle_resnet/{name}.py" for name in ("program", "dali", "optimizer", "report")))
 
