@@ -35,7 +35,7 @@ CHECKPOINT_FLAGS = (
     *("normalize_scale", "normalize_mean", "normalize_std"),
 )
 # Flags that older checkpoints do not have, where the default is not what the program did before.
-OLD_MEANINGS = {"interp": "linear"}
+OLD_MEANINGS = {"interp": "linear", "num_of_class": 1000}
 # What other programs call a flag.
 ALIASES = {
     "amp": "fp16 mixed-precision use-amp",
@@ -50,7 +50,7 @@ ALIASES = {
     "lr-scheduler": "scheduler",
     "model-arch-name": "arch backbone model model-name",
     "num-of-class": "class-num num-classes",
-    "output-dir": "output save-dir work-dir",
+    "output-dir": "checkpoint-dir output save-dir work-dir",
     "run-scope eval_only": "eval eval-only evaluate",
     "tensorboard-dir": "tensorboard",
     "weight-decay": "wd",
@@ -76,11 +76,11 @@ def parse_args(argv=None):
     words = _yaml_words(parser, config_file) if config_file is not None else []
     args, unknown = _parse(parser, words + argv)
     if unknown:
-        raise UsageError(_unknown_words(parser, unknown))
+        raise UsageError(*_unknown_words(parser, unknown))
     args.amp_level = args.amp_level or ("O2" if args.use_pure_fp16 else "O1")
     follow_sizes(args)
     problems = list(_conflicts(args))
-    if not _has_start(args):  # a checkpoint may have the sizes of images: see take_over
+    if not (_has_start(args) or args.resume):  # a checkpoint may have the sizes of images: see take_over
         problems += _conflicts_of_sizes(args)
     _refuse(problems)
     return args
@@ -109,17 +109,16 @@ def take_over(args, recorded, names):
     Returns:
         ({flag: value} of those that changed, {flag: (value, recorded value)} of those that are given and differ).
     """
-    taken, differing = {}, {}
-    for name in names:
-        now, before = getattr(args, name), getattr(recorded, name)
-        if now != before:
-            (differing if name in args.given else taken)[flag(name)] = (now, before)
+    before = dict(vars(args))
     for name in set(names) - args.given:
         setattr(args, name, getattr(recorded, name))
     if "model_prefix" not in {*args.given, *names}:
         args.model_prefix = _prefix(args.model_arch_name)
     follow_sizes(args)
-    return taken, differing
+    now = vars(args)
+    was = {name: getattr(recorded, name) for name in names}
+    taken = {flag(name): now[name] for name in names if name not in args.given and now[name] != before[name]}
+    return taken, {flag(n): (now[n], was[n]) for n in names if n in args.given and now[n] != was[n]}
 
 
 def _prefix(arch):
@@ -146,14 +145,20 @@ def check_images(args):
 
 def _refuse(problems):
     if problems:
-        raise UsageError("\n".join(problems))
+        raise UsageError(*problems)
 
 
 def as_dict(args):
-    """The flags that describe the run as plain data: what a --config file holds."""
+    """The flags that describe the run as plain data."""
     values = {name: value for name, value in vars(args).items() if name not in ("config", "print_config", "given")}
     values["run_scope"] = args.run_scope.value
     return values
+
+
+def as_file(args):
+    """What a --config file holds: as_dict without what would follow checkpoint, data or network if it is not given."""
+    follow = {*CHECKPOINT_FLAGS, "model_prefix"} - args.given
+    return {name: value for name, value in as_dict(args).items() if name not in follow}
 
 
 def from_dict(values):
@@ -619,12 +624,12 @@ def flag(name):
 
 
 def _unknown_words(parser, words):
-    """What is wrong with the words that the parser does not know: a line for each flag, whose values are among them."""
+    """What is wrong with the words that the parser does not know, values among them: a sentence for each flag."""
     flags = [option for action in parser._actions for option in action.option_strings]
     unknown = [word.split("=")[0] for word in words if word.startswith("-")]
     if not unknown:
-        return f"unexpected word '{words[0]}': each value follows its --flag"
-    return "\n".join(_unknown("flag", word, flags) for word in unknown)
+        return [f"unexpected word '{words[0]}': each value follows its --flag"]
+    return [_unknown("flag", word, flags) for word in unknown]
 
 
 def _unknown(kind, word, known):

@@ -25,7 +25,7 @@ def _main(argv):
     with signals.watched():
         args = config.parse_args(argv)
         if args.print_config:
-            logger.write_line(yaml.safe_dump(config.as_dict(args), sort_keys=False).rstrip(), sys.stdout)
+            logger.write_line(yaml.safe_dump(config.as_file(args), sort_keys=False).rstrip(), sys.stdout)
             return
         with progress.shown():
             _run(args, argv)

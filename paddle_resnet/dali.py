@@ -10,7 +10,7 @@ from nvidia.dali import fn, pipeline_def, types
 import config
 from paddle_resnet.data import listing, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, SyntheticIterator
-from paddle_resnet.job import processes, watchdog
+from paddle_resnet.job import exchange, processes, watchdog
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -61,7 +61,10 @@ def settle_classes(args, mode):
     if args.num_of_class is None:
         counted = None
         if args.data_format != "synthetic":
-            counted = listing.count_classes(args.image_root, mode, args.data_format, args.allow_outside)
+            # Rank 0 counts: the ranks must agree before Fleet's start-up program sends the parameters.
+            counted = exchange.from_rank_0(
+                lambda: listing.count_classes(args.image_root, mode, args.data_format, args.allow_outside)
+            )
         args.num_of_class = counted or DEFAULT_CLASSES
 
 
@@ -163,6 +166,8 @@ def _restore(pipeline):
     try:
         pipeline.build()
     except (RuntimeError, ValueError) as e:
+        if "memory" in str(e) or "CUDA" in str(e):
+            raise
         reason = str(e).partition(" failed: ")[2] or str(e)
         raise StateError(f"the state of the loader is damaged ({' '.join(reason.split())[:200]})") from e
 

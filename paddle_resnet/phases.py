@@ -8,7 +8,7 @@ from paddle import static
 
 import config
 from paddle_resnet import dali, optimizer, program, report
-from paddle_resnet.checkpoints import folders, restore, saver, variables
+from paddle_resnet.checkpoints import restore, saver, variables
 from paddle_resnet.job import agreement, processes
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
@@ -39,11 +39,9 @@ def find_start(args):
     """What the run starts from: restore.Found or None. Takes over its flags; refuses processes that differ and an
     output folder that cannot be used."""
     agreement.check_start(args)
-    found, folder = restore.find(args), folders.run_folder(args)
+    restore.settle_network(args)
+    found = restore.find(args)
     restore.take_over_flags(args, found)
-    if args.resume and folders.run_folder(args) != folder:  # the network of --from-pretrained-params has another one
-        found = restore.find(args)
-        restore.take_over_flags(args, found)
     saver.check_folder(args, found)
     return found
 
@@ -63,7 +61,7 @@ def open_data(args, found):
     try:
         train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
     except dali.StateError as e:
-        raise UsageError(f"{found.folder}: {e}: move it away, and --resume takes the checkpoint before it") from e
+        raise UsageError(f"{found.folder}: {e}: move it away, or start from another checkpoint") from e
     eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
     restore.compare_classes(args, found, train_loader or eval_loader)
     dali.warn_of_unused_outputs(args, train_loader or eval_loader)

@@ -610,6 +610,8 @@ def test_flags_of_an_earlier_run_are_taken_where_none_are_given(given, names, ex
     differs |= {"--interp lanczos3": ("lanczos3", "cubic"), "--model-prefix new": ("new", "old")}
     assert differing == ({given.split()[0]: differs[given]} if given else {})
     assert not taken.keys() & differing.keys()
+    for name, value in taken.items():
+        assert value == getattr(args, name[2:].replace("-", "_")), name
 
 
 def test_a_start_may_name_the_sizes_that_do_not_fit_yet():

@@ -10,7 +10,7 @@ def printable(text):
 
 def core(error):
     """What an error of Paddle says, without its traces and hints."""
-    found = re.findall(r"^ *(\w*Error:\s+\S.*)|(\(\w+\) .*)", str(error), re.MULTILINE)
+    found = re.findall(r"^ *(\w*Error:\s+\S.*)|^ *(\(\w+\) .*)", str(error), re.MULTILINE)
     text = "".join(found[-1]) if found else str(error).strip() or repr(error)
     return " ".join(text.split()).rstrip(".")
 
@@ -23,8 +23,12 @@ NO_CLASS = (
 class UsageError(ValueError):
     """An unusable flag, configuration file, data set or checkpoint: exit code 2.
 
-    Raised before the first step. The message is one sentence that names the flag, its value and the remedy.
+    Raised before the first step. The message is one sentence that names the flag, its value and the remedy. Several
+    arguments are lines of their own, such as the conflicts of several flags.
     """
+
+    def __str__(self):
+        return "\n".join(map(str, self.args))
 
 
 class DataError(UsageError):

@@ -6,13 +6,11 @@ import signal
 import sys
 
 from utils import logger, signals
-from utils.errors import RunError, UsageError, printable
+from utils.errors import RunError, UsageError, core, printable
 
-# What Paddle, DALI, NumPy and the system call it; the last two are said of a thread that cannot be started.
-_NO_MEMORY = (
-    *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory"),
-    *("Resource temporarily unavailable", "can't start new thread"),
-)
+# What Paddle, DALI, NumPy and the system call it.
+_NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
+_NO_MEMORY = ("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", *_NO_THREAD)
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
@@ -30,7 +28,7 @@ def of(program, function):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocks it
         return function() or DONE
     except (UsageError, RunError) as e:
-        message = "\n".join(map(printable, str(e).split("\n")))
+        message = "\n".join(printable(str(line)) for line in e.args)
         logger.write_line(f"{program}: error: {message}", sys.stderr)
         return USAGE if isinstance(e, UsageError) else FAILURE
     except signals.Preempted as e:
@@ -40,17 +38,20 @@ def of(program, function):
         logger.write_line(f"{program}: interrupted", sys.stderr)
         return INTERRUPTED
     except (MemoryError, RuntimeError, OSError) as e:
-        named = [line.strip() for line in str(e).splitlines() if any(name in line for name in _NO_MEMORY)]
-        if not named and not isinstance(e, MemoryError):
+        if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
             raise
-        logger.write_line(f"{program}: error: {_no_memory(named)}", sys.stderr)
-        if "paddle" not in sys.modules:  # its import has failed half-way, and the end of the process would hang
+        logger.write_line(f"{program}: error: {_no_memory(e)}", sys.stderr)
+        if "paddle" not in sys.modules:  # its import may have failed half-way, and the end of the process would hang
+            sys.stdout.flush()
             os._exit(FAILURE)
         return FAILURE
 
 
-def _no_memory(named):
+def _no_memory(error):
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [] if limit == resource.RLIM_INFINITY else [f"ulimit -v allows {limit >> 20:,} MiB"]
-    reason = f" ({': '.join([*limits, *named[:1]])})" if limits or named else ""
+    reason = ": ".join([*limits, *([core(error)] if str(error) else [])])
+    reason = f" ({reason})" if reason else ""
+    if any(name in reason for name in _NO_THREAD):
+        return f"no more threads can be started{reason}: give more memory, or allow more processes (ulimit -u)"
     return f"too little memory{reason}: give a smaller --batch-size, or more memory"

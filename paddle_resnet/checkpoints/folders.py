@@ -271,9 +271,9 @@ def below(root):
 
 
 def finished(root):
-    """The folders below ROOT with the name of a checkpoint, sorted, without those that clean() removes. Damaged ones
-    and those of other programs are among them."""
-    return [folder for folder in below(root) if not _is_unfinished(folder)]
+    """The folders below ROOT that hold a checkpoint, sorted. Damaged ones and those of other programs are among them;
+    what clean() removes and folders with other files are not."""
+    return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
 
 def newest_first(root):
@@ -295,6 +295,9 @@ def newest_first(root):
 def delete(folder):
     """Delete a checkpoint. A kill in between leaves nothing that looks complete; a failure is a warning."""
     try:
+        if folder.is_symlink():
+            folder.unlink()
+            return
         _unmark(folder)
     except OSError as e:
         logger.warn(f"{folder} cannot be deleted ({e.strerror}): delete it by hand")
@@ -311,13 +314,13 @@ def clean(root):
         elif suffix in (_PARTIAL, _REPLACED, ".deleted"):  # older versions deleted under that name
             _remove(path)
     for folder in below(root):
-        if _is_unfinished(folder):
+        if _is_unfinished(folder) and not folder.is_symlink():
             _remove_unmarked(folder)
 
 
 def remove_all(root):
-    """Delete every checkpoint below ROOT, damaged ones included, and the links to them. A kill in between leaves whole
-    ones.
+    """Delete every checkpoint below ROOT, damaged ones included, and the links to them. A link to a folder elsewhere
+    goes, the folder stays. A kill in between leaves whole checkpoints.
 
     Raises:
         OSError: one still counts as a checkpoint.
@@ -325,9 +328,20 @@ def remove_all(root):
     for link in (Path(root) / marker for marker in MARKERS):
         if link.is_symlink():
             link.unlink()
-    for folder in below(root):
-        _unmark(folder)
-        _remove_unmarked(folder)
+    for folder in finished(root):
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            _unmark(folder)
+            _remove_unmarked(folder)
+
+
+def _holds_checkpoint(folder):
+    try:
+        files = os.listdir(folder)
+        return META in files or (_UNFINISHED not in files and any(name.endswith(".pdparams") for name in files))
+    except OSError:  # it may
+        return True
 
 
 def _is_unfinished(folder):

@@ -3,6 +3,7 @@
 saver.py has the content of a checkpoint, folders.py the form of its folder; variables.py loads the variables.
 """
 
+import argparse
 import json
 import os
 import random
@@ -227,6 +228,17 @@ def _origin_of_pretrained(args):
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
 
+def settle_network(args):
+    """Let --model-arch-name, unless it is given, be that of what a run with --resume starts from where there is nothing
+    to continue: it names the folder in which --resume looks. Changes the flags."""
+    has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
+    if args.resume and has_start and "model_arch_name" not in args.given:
+        first = argparse.Namespace(**vars(args) | {"resume": False})
+        folder, meta = origin(first, find(first))
+        if meta is not None:
+            args.model_arch_name = recorded_flags(folder, meta).model_arch_name
+
+
 def take_over_flags(args, found):
     """Take the flags that are not given from the meta.json of what the run starts from, and say what is taken and what
     differs; changes the flags. Fine-tuning takes the network alone.
@@ -248,9 +260,7 @@ def take_over_flags(args, found):
             names = (*names, "model_prefix")
         taken, differing = config.take_over(args, recorded, names)
         if taken:
-            logger.info(
-                f"from {folder}/{folders.META}: {', '.join(f'{k} {config.text(v)}' for k, (_, v) in taken.items())}"
-            )
+            logger.info(f"from {folder}/{folders.META}: {', '.join(f'{k} {config.text(v)}' for k, v in taken.items())}")
         if differing:
             changes = (f"{k} {config.text(v)} (was {config.text(old)})" for k, (v, old) in differing.items())
             logger.warn(f"{folder} was trained with other flags than are given: {', '.join(changes)}")

@@ -51,12 +51,12 @@ def check_folder(args, found):
 
 
 def _check_content(args, found):
-    if folders.finished(folders.run_folder(args)):
-        try:
+    try:
+        if folders.finished(folders.run_folder(args)):
             with folders.hold(args):  # a run that still writes there is not an earlier one
                 _refuse_other_runs(args, found)
-        except OSError as e:
-            raise folders.unwritable(args, e) from e
+    except OSError as e:
+        raise folders.unwritable(args, e) from e
 
 
 def _refuse_other_runs(args, found):
@@ -67,19 +67,21 @@ def _refuse_other_runs(args, found):
     """
     folder = folders.run_folder(args)
     names = [path.name for path in folders.finished(folder)]
-    if args.overwrite:
-        for name in ("from_checkpoint", "from_pretrained_params"):
-            start = getattr(args, name)
-            if start is not None and folder.resolve() in [*(path := Path(start).resolve()).parents, path]:
-                raise UsageError(
-                    f"--overwrite would delete {config.flag(name)} {start}, which the run starts from: name another "
-                    "--output-dir"
-                )
-    elif names and not args.resume and not (found and found.is_of(folder)):
+    starts = {config.flag(name): getattr(args, name) for name in ("from_checkpoint", "from_pretrained_params")}
+    within = [f"{flag} {start}" for flag, start in starts.items() if start is not None and _is_within(start, folder)]
+    if args.overwrite and within:
+        raise UsageError(f"--overwrite would delete {within[0]}, which the run starts from: name another --output-dir")
+    if names and not args.overwrite and not args.resume and not (found and found.is_of(folder)):
         raise UsageError(
             f"{folder} holds checkpoints of an earlier run ({', '.join(names[:3])}{', ...' * (len(names) > 3)}): "
-            "continue it with --resume, name another --output-dir, or replace it with --overwrite"
+            "continue it with --resume, or name another --output-dir"
+            + ("" if within else ", or replace it with --overwrite")
         )
+
+
+def _is_within(path, folder):
+    path = Path(path).resolve()
+    return folder.resolve() in [path, *path.parents]
 
 
 class Saver:

@@ -47,9 +47,12 @@ def load(args, folder, program, place):
     Raises:
         UsageError: a file is damaged or of another model.
     """
-    prefix = folders.prefix(args, folder)
     resumed = args.resume and Path(folder).parent == folders.run_folder(args)
     flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
+    try:
+        prefix = folders.prefix(args, folder)
+    except folders.DamagedError as e:
+        raise UsageError(f"{flag} is damaged: {e}: name another checkpoint") from e
     state = _read(f"{prefix}.pdparams", flag)
     _load_parameters(args, program, state, flag, place)
     _, others = variables(program)
@@ -175,7 +178,7 @@ def _load_strictly(variables, state, flag, place, remedy, is_verbose):
         lines = [f"{what}: {', '.join(found)}" for what, found in lists.items() if found and is_verbose]
         hint = "" if is_verbose else " (--verbose names the variables)"
         sentence = f"{flag} is of another model: {', '.join(counts)}: give the {remedy} it was trained with{hint}"
-        raise UsageError("\n".join([sentence, *lines]))
+        raise UsageError(sentence, *lines)
     for name in variables:
         set_variable(name, state[name], place)
 

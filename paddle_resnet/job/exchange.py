@@ -122,13 +122,13 @@ def from_rank_0(function):
         try:
             answer = {"result": function()}
         except UsageError as e:
-            answer = {"error": str(e)}
+            answer = {"error": list(map(str, e.args))}
         _store().set(key, json.dumps(answer).encode().hex())
     answer = json.loads(_get(key))
     if "error" in answer:
         if processes.rank() != 0:
             watchdog.stop()  # rank 0 reports the error
-        raise UsageError(answer["error"])
+        raise UsageError(*answer["error"])
     return answer["result"]
 
 

@@ -68,7 +68,7 @@ def convert(
         skip_list: file with the images to leave out (--skip-list).
         allow_outside: whether file lists and skip_list may name files outside source.
         check: called like progress while every image is decoded, before anything is written; None: no such check. A
-            conversion that is continued was checked when it began.
+            conversion that is continued is not checked again.
     Returns:
         {split: number of images}.
     Raises:

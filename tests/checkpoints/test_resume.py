@@ -335,13 +335,30 @@ def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypat
     for flags in (["--epochs", "1"], ["--dry-run"], ["--from-checkpoint", root / "1"]):
         code, report = run_train(*flags)
         assert (code, report) == (2, [])
-        says = [f"{root} holds checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir", "--overwrite"]
-        assert_one_sentence(capsys.readouterr().err, says)
+        says = [f"{root} holds checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
+        said = capsys.readouterr().err
+        assert_one_sentence(said, says)
+        assert ("--overwrite" in said) == ("--from-checkpoint" not in flags)  # which would delete the start
     assert run_train("--overwrite", "--dry-run")[0] == 0
     assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files
     assert run_train("--epochs", "1", "--overwrite")[0] == 0
     assert entries(root) == {"0": "0", "latest": "0", "best": "0"}
     assert json.loads((root / "0/meta.json").read_text())["best"]["top1"] == 0.1
+
+
+def test_overwriting_leaves_alone_what_is_no_checkpoint_of_the_folder(run_train, tmp_path):
+    root, elsewhere = tmp_path / "output/Tiny", tmp_path / "archive/7"
+    assert run_train("--epochs", "1", "--output-dir", tmp_path / "archive")[0] == 0
+    (tmp_path / "archive/Tiny/0").rename(elsewhere)
+    files = {path: path.read_bytes() for path in elsewhere.iterdir()}
+    (root / "2024").mkdir(parents=True)
+    (root / "2024/notes.txt").write_text("mine")
+    assert run_train("--epochs", "1", "--run-scope", "train_only")[0] == 0  # 2024 is no earlier run
+    (root / "7").symlink_to(elsewhere)
+    assert run_train("--epochs", "1", "--run-scope", "train_only", "--overwrite")[0] == 0
+    assert not (root / "7").is_symlink()
+    assert {path: path.read_bytes() for path in elsewhere.iterdir()} == files
+    assert (root / "2024/notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("place", ["1", "best"])

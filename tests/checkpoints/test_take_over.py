@@ -214,6 +214,15 @@ def test_the_number_of_classes_is_that_of_the_data(parse, converted, tmp_path, d
     assert len(dali.build_dataloader(args, Mode.EVAL).classes) == args.num_of_class
 
 
+def test_every_rank_takes_the_number_of_classes_of_rank_0(parse, photos, monkeypatch):
+    """Before Fleet's start-up program sends parameters of that shape."""
+    args = parse("--image-root", photos)
+    args.num_of_class = None
+    monkeypatch.setattr(dali.exchange, "from_rank_0", lambda function: function() + 4)
+    dali.settle_classes(args, Mode.TRAIN)
+    assert args.num_of_class == 7
+
+
 def test_a_label_beyond_all_images_is_no_class(tmp_path):
     """A typing error would make a network of millions of outputs."""
     for name in ("a", "b"):

@@ -51,7 +51,7 @@ def test_synthetic_batches_stay_where_they_are(parse):
 
 def test_iterator_without_images_takes_targets_and_has_no_batch():
     class NoImages:
-        size, classes = 0, []
+        size, classes, digest = 0, [], None
 
     loader = EmptyIterator(NoImages)
     loader.write_into(new_targets())

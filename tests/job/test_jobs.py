@@ -375,7 +375,7 @@ def test_a_rank_that_is_alone_ends_after_the_timeout(photos, tmp_path, rank):
     assert_one_sentence(done.stderr, [says])
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_predictions_of_a_job_are_those_of_one_process(launch, run_train, checkpoint, tmp_path, processes):
     scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--batch-size", "4"]
     assert run_train(*scope, "--predictions", tmp_path / "one.csv")[0] == 0

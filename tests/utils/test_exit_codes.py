@@ -87,10 +87,10 @@ def test_control_c_while_processes_decode(photos, tmp_path):
 
 def test_errors_do_not_steer_the_terminal(capsys):
     def fail():
-        raise UsageError("a\x1b[31m\nb")
+        raise UsageError("a\x1b[31m\nb", "c")
 
     assert exit_codes.of("x", fail) == 2
-    assert capsys.readouterr().err == "x: error: a\\x1b[31m\nb\n"
+    assert capsys.readouterr().err == "x: error: a\\x1b[31m\\nb\nc\n"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,10 @@ def test_errors_do_not_steer_the_terminal(capsys):
             RuntimeError("In user code:\n  ResourceExhaustedError: Fail to alloc\n"),
             " (ResourceExhaustedError: Fail to alloc)",
         ),
+        (
+            RuntimeError("--- Summary: ---\nResourceExhaustedError: \n\nOut of memory on GPU 0.\n\nPlease try"),
+            " (ResourceExhaustedError: Out of memory on GPU 0)",
+        ),
         (OSError(12, "Cannot allocate memory"), " ([Errno 12] Cannot allocate memory)"),
     ],
 )
@@ -112,6 +116,14 @@ def test_too_little_memory_is_a_sentence(capsys, error, says):
     assert exit_codes.of("x", fail) == 1
     says = f"x: error: too little memory{says}: give a smaller --batch-size, or more memory\n"
     assert capsys.readouterr().err == says
+
+
+def test_too_few_threads_are_a_sentence(capsys):
+    def fail():
+        raise RuntimeError("can't start new thread")
+
+    assert exit_codes.of("x", fail) == 1
+    assert "no more threads can be started (can't start new thread): give more memory, or" in capsys.readouterr().err
 
 
 def test_other_errors_pass():
