@@ -58,8 +58,8 @@ def measure(image_root, data_format):
     flags += ["--crop-size", "32", "--dali-num-threads", "2"]
     args = config.parse_args(flags)
     processes.resolve_devices(args)
-    dali.settle_classes(args, Mode.TRAIN)
     imported = perf_counter()
+    dali.settle_classes(args, Mode.TRAIN)
     loader = dali.build_dataloader(args, Mode.TRAIN)
     batches = 0
     first = None
