@@ -345,7 +345,7 @@ def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path
     craft(folder, meta)
     capsys.readouterr()
     assert run_train("--resume")[0] == 2
-    says = [f"{folder}: the state of the loader is damaged (", "): move it away, and --resume takes the checkpoint"]
+    says = [f"{folder}: the state of the loader is damaged (", "): move it away, or start from another checkpoint"]
     assert_one_sentence(capsys.readouterr().err, says)
 
 

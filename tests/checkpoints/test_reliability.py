@@ -108,7 +108,7 @@ def killed_then_resumed(runs, fatal):
 
 
 # Of the 60 or so changes: in the first checkpoint, in the second one, in a deletion.
-@pytest.mark.parametrize("fatal", [4, 13, 31])
+@pytest.mark.parametrize("fatal", [pytest.param(4, marks=pytest.mark.soak), 13, 31])
 def test_killed_in_a_commit(runs, expected, fatal):
     assert killed_then_resumed(runs, fatal)
     assert runs.losses == expected

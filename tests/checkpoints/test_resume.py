@@ -72,7 +72,7 @@ def test_every_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, con
     assert found == expected
 
 
-@pytest.mark.parametrize("data_format", ["folder", "synthetic"])
+@pytest.mark.parametrize("data_format", ["folder", pytest.param("synthetic", marks=pytest.mark.soak)])
 def test_a_run_stopped_again_and_again_gets_there(run_train, whole, stop_before, tmp_path, monkeypatch, data_format):
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", data_format]

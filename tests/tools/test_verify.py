@@ -136,8 +136,8 @@ def test_training_runs_with_the_fix_list_as_skip_list(odd, run_train, tmp_path):
 
 
 @pytest.fixture
-def odd_containers(odd, tmp_path):
-    """The odd folder in other formats: {format: root}."""
+def odd_containers(odd, tmp_path, request):
+    """The odd folder as file lists and in the containers that a test asks for: {format: root}."""
     roots = {"filelist": tmp_path / "filelist"}
     roots["filelist"].mkdir()
     for mode in Mode:
@@ -145,12 +145,17 @@ def odd_containers(odd, tmp_path):
         lines = "".join(f"{image.name} {image.label}\n" for image in images)
         (roots["filelist"] / mode.value).symlink_to(odd / mode.value)
         (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
-    for name in convert.CONTAINER_FORMATS:
+    for name in request.param:
         roots[name] = tmp_path / name
         convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=2)
     return roots
 
 
+@pytest.mark.parametrize(
+    "odd_containers",
+    [("recordio", "lmdb"), pytest.param(("tfrecord", "webdataset"), marks=pytest.mark.soak)],
+    indirect=True,
+)
 def test_every_format_is_verified_and_trains_without_what_fails(
     odd_containers, odd, run_train, tmp_path, capsys, monkeypatch
 ):

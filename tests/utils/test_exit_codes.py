@@ -1,5 +1,6 @@
 """How commands end."""
 
+import functools
 import os
 import re
 import resource
@@ -58,9 +59,11 @@ def control_c(process):
 
 
 def start(*words):
+    """As from a terminal: tests that run in the background of a shell inherit that SIGINT is ignored."""
     command = [sys.executable, "-m", *map(str, words)]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
+    as_default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=as_default, **options)
 
 
 def test_control_c_during_the_imports_of_a_tool():
