@@ -1,5 +1,6 @@
 """The exit code of a command, and the one line that says why it failed."""
 
+import math
 import os
 import resource
 import signal
@@ -8,10 +9,16 @@ import sys
 from utils import logger, signals
 from utils.errors import RunError, UsageError, core, printable
 
-# What Paddle, DALI, NumPy and the system call it.
+# What Paddle, oneDNN, DALI, NumPy and the system call it.
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
-_NO_MEMORY = ("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", *_NO_THREAD)
+_NO_MEMORY = (
+    *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
+    *("could not create a primitive", "failed to map segment", *_NO_THREAD),
+)
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+# Below it an import or a step fails in one of many ways, some of them a signal without a word. The sample job took 3.2
+# to 3.5 GiB on a CPU.
+LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 
 def of(program, function):
@@ -26,6 +33,7 @@ def of(program, function):
     """
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocks it
+        _check_address_space()
         return function() or DONE
     except (UsageError, RunError) as e:
         message = "\n".join(printable(str(line)) for line in e.args)
@@ -47,9 +55,22 @@ def of(program, function):
         return FAILURE
 
 
-def _no_memory(error):
+def _check_address_space():
+    if _address_space() < LEAST_ADDRESS_SPACE:
+        raise RunError(
+            f"ulimit -v allows {_address_space() >> 20:,} MiB of address space, and Paddle and DALI take up to "
+            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job: raise it, for example with ulimit -v unlimited"
+        )
+
+
+def _address_space():
+    """Bytes that the process may map."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [] if limit == resource.RLIM_INFINITY else [f"ulimit -v allows {limit >> 20:,} MiB"]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def _no_memory(error):
+    limits = [f"ulimit -v allows {_address_space() >> 20:,} MiB"] if _address_space() < math.inf else []
     reason = ": ".join([*limits, *([core(error)] if str(error) else [])])
     reason = f" ({reason})" if reason else ""
     if any(name in reason for name in _NO_THREAD):
