@@ -62,7 +62,7 @@ def start_gloo(prepare):
     is nullptr". Those of Paddle 2.6 want what init_parallel_env makes, which starts processes.
 
     Args:
-        prepare: called before processes are started.
+        prepare: called before processes are started; what it returns is kept until they have.
     """
     if IS_PADDLE_3:
         from paddle.base import core
@@ -70,8 +70,9 @@ def start_gloo(prepare):
         store, environment = core.create_or_get_global_tcp_store(), paddle.distributed.ParallelEnv()
         core.CommContextManager.create_gloo_comm_context(store, "0", environment.rank, environment.world_size)
     else:
-        prepare()
+        kept = prepare()
         paddle.distributed.init_parallel_env()
+        del kept
 
 
 def sqrt(x):

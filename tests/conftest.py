@@ -43,6 +43,10 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 # the time that the tests in this process take. The innermost frames do.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 
+# The launcher takes ports from here. Its default range holds those that the system gives to connections, some of which
+# are taken before the job's processes listen.
+os.environ["PORT_RANGE"] = "12000:32000"
+
 
 def pytest_collection_modifyitems(config, items):
     if "soak" not in config.option.markexpr:  # -m gpu runs no soak test either

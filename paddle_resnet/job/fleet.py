@@ -69,10 +69,12 @@ def reduces_at_the_end(args):
 
 
 def _prepare_for_gloo():
-    """Let the processes that Paddle forks die with this one, and check the port of Paddle's Gloo server.
+    """Let the processes that Paddle forks die with this one, and hold the port of Paddle's Gloo server.
 
     The launcher chose the port some time ago. If another program has taken it since, Paddle waits for ever.
 
+    Returns:
+        a socket on the port, on rank 0: nobody else gets the port, and Paddle's server does, since it does not listen.
     Raises:
         RunError: the port is taken.
     """
@@ -84,10 +86,14 @@ def _prepare_for_gloo():
 
     os.register_at_fork(before=remember_parent, after_in_child=lambda: signals.die_with_parent(parent))
     if processes.rank() == 0:
-        port = int(os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")[2])
-        try:
-            socket.create_server(("", port)).close()
-        except OSError as e:
-            raise RunError(
-                f"port {port} of PADDLE_TRAINER_ENDPOINTS is taken ({e.strerror}): start the job again"
-            ) from e
+        return _hold(int(os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")[2]))
+
+
+def _hold(port):
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Paddle's server, else the two exclude each other
+    try:
+        held.bind(("", port))
+    except OSError as e:
+        raise RunError(f"port {port} of PADDLE_TRAINER_ENDPOINTS is taken ({e.strerror}): start the job again") from e
+    return held

@@ -4,6 +4,8 @@ A step's figures are at the number of training steps before it, in "train/"; tho
 "train_epoch/" and "val/". A run that continues hides the events after its start that an earlier part left.
 """
 
+import time
+
 import paddle
 import yaml
 from tensorboardX import SummaryWriter
@@ -48,7 +50,9 @@ class _Board:
 
     def __init__(self, folder, steps_each_epoch, first_step):
         self._steps_each_epoch, self._first_step = steps_each_epoch, first_step
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        # tensorboardX names a file by the second: two parts of a run must not share one.
+        suffix = f".{time.time_ns()}"
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=suffix)
 
     def add(self, step, data):
         if step == "PARAMETER":

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,18 @@ def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):
         monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
         with pytest.raises(RunError, match=f"port {port} of PADDLE_TRAINER_ENDPOINTS is taken .*: start the job again"):
             fleet._prepare_for_gloo()
+
+
+def test_port_of_the_launcher_is_held_for_paddles_server(monkeypatch):
+    """A connection of another program does not get it meanwhile."""
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
+    with fleet._prepare_for_gloo(), socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        HTTPServer(("", port), BaseHTTPRequestHandler).server_close()
 
 
 @pytest.mark.parametrize("delay_s", [0, 1], ids=["at work", "just forked"])

@@ -95,6 +95,7 @@ def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path)
     assert run_train(*flags)[0] == 75
     stop_before()
     assert run_train(*flags)[0] == 0
+    assert len(list(parts.iterdir())) == 2  # also within one second
     expected, found = scalars(whole), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):
         assert found[tag] == expected[tag], tag
