@@ -166,8 +166,13 @@ def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, sa
     assert report == []
 
 
-@pytest.mark.parametrize("bad", Mode)
-@pytest.mark.parametrize("label", [-1, 3])
+OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "label"),
+    [(Mode.TRAIN, 3), (Mode.EVAL, -1), *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHER_LABELS)],
+)
 @pytest.mark.parametrize("flags", [["--kernels", "native", *NHWC], [], ["--label-smoothing", "0"]])
 def test_label_that_is_no_class_ends_the_run(run_train, capsys, monkeypatch, bad, label, flags):
     """Of containers, whose labels are not all read before the first step: not NaN for the gradients of a batch, nor an

@@ -108,7 +108,7 @@ def killed_then_resumed(runs, fatal):
 
 
 # Of the 60 or so changes: in the first checkpoint, in the second one, in a deletion.
-@pytest.mark.parametrize("fatal", [pytest.param(4, marks=pytest.mark.soak), 13, 31])
+@pytest.mark.parametrize("fatal", [*(pytest.param(change, marks=pytest.mark.soak) for change in (4, 13)), 31])
 def test_killed_in_a_commit(runs, expected, fatal):
     assert killed_then_resumed(runs, fatal)
     assert runs.losses == expected
@@ -162,7 +162,8 @@ WHEN = {
 }
 
 
-@pytest.mark.parametrize("when", WHEN)
+# test_train_py_itself_stops begins with the last one.
+@pytest.mark.parametrize("when", ["training", "evaluation", pytest.param("compilation", marks=pytest.mark.soak)])
 def test_three_sigterms(runs, expected, when):
     text, environment = WHEN[when]
     flags = ["--epochs", "3", "--print-interval", "1", "--resume"]

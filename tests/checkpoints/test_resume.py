@@ -34,7 +34,7 @@ def whole(once, run_train):
 
 STOPS = [
     ({"train_step": 0}, None),
-    ({"train_step": 1}, "0_1"),
+    pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     ({"train_step": 4}, "1_1"),
     ({"train_step": 6}, "1"),  # between two epochs: nothing to add to what is saved
     ({"eval_step": 1}, "1_3"),  # one poll of the three batches of an evaluation: the second epoch's
@@ -42,7 +42,7 @@ STOPS = [
 ]
 
 
-@pytest.mark.parametrize(("stop", "newest"), STOPS, ids=[str(stop) for stop, _ in STOPS])
+@pytest.mark.parametrize(("stop", "newest"), STOPS)
 def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, whole, stop_before, tmp_path, stop, newest):
     expected = whole()
     assert len(expected) == 3 * (STEPS + 2)

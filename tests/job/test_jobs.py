@@ -219,12 +219,12 @@ FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
     "0 4 killed": "rank 0 failed first: its process ended without a word",
     "0 4 stopped": STANDSTILL.format(0),
-    "1 4 locks": STANDSTILL.format(1),
     # Rank 0 waits for rank 1, as in a copy to a GPU that stands still: no thread of it can tell where it is.
     "1 4 hangs,0 4 locks_soon": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
 # The same of the other rank, or a part of the same.
 MORE_FAULTS = {
+    "1 4 locks": STANDSTILL.format(1),
     "1 4 hangs": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait",
     "0 4 raises": "rank 0 failed first: ZeroDivisionError of the test",
     "1 4 killed": "rank 1 failed first: its process ended without a word",

@@ -226,8 +226,8 @@ def test_recording_is_ended_where_its_step_fails(run_train, capsys, fake, monkey
     ("change", "operator"),
     [
         (F.dropout, "dropout"),
-        (lambda x: x + paddle.rand([3]), "uniform_random"),
-        (lambda x: x + paddle.bernoulli(paddle.full([3], 0.5)), "bernoulli"),
+        pytest.param(lambda x: x + paddle.rand([3]), "uniform_random", marks=pytest.mark.soak),
+        pytest.param(lambda x: x + paddle.bernoulli(paddle.full([3], 0.5)), "bernoulli", marks=pytest.mark.soak),
         (F.leaky_relu, "leaky_relu"),  # no random one, but nobody has tried it
     ],
 )
