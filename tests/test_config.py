@@ -563,6 +563,19 @@ def test_all_conflicts_are_told_at_once(config_file):
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--from-checkpoint a --from-pretrained-params b", "--from-pretrained-params b exclude each other"),
+        ("--resume --overwrite", "--resume continues the run that --overwrite deletes"),
+        ("--resume --run-scope eval_only", "--resume continues training and --run-scope is eval_only"),
+        ("--pretrained-mismatch skip-classifier", "is about --from-pretrained-params DIR: add it"),
+    ],
+)
+def test_starts_that_exclude_each_other(words, says):
+    assert says in refusal(words)
+
+
 def test_aliases_mean_flags_that_exist():
     flags = {option for action in config.build_parser()._actions for option in action.option_strings}
     assert not {f"--{alias}" for alias in config.ALIASES} & flags

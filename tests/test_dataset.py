@@ -1,9 +1,12 @@
+from concurrent.futures.process import BrokenProcessPool
+
 import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from paddle_resnet import dataset
+from paddle_resnet.tools import convert, verify
 from utils.errors import UsageError
 
 
@@ -112,3 +115,41 @@ def test_bad_command_line_exits_with_2(argv, capsys):
         dataset.main(argv)
     assert stop.value.code == 2
     assert "usage: python -m paddle_resnet.dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["split", "x", "--output", "y", "--val", "1.5"], "'1.5' is not a share between 0 and 1"),
+        (["split", "x", "--output", "y", "--val", "some"], "'some' is not a share between 0 and 1"),
+        (["speed", "x", "--threads", "2,many"], "'2,many' is not a list such as 4,8"),
+    ],
+)
+def test_value_that_is_none_is_named(argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        dataset.main(argv)
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_sample_below_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    output = tmp_path / "file/digits"
+    assert dataset.main(["sample", "--output", str(output)]) == 2
+    says = f"--output {output} cannot be written (Not a directory): give another folder"
+    assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {says}\n"
+
+
+def test_workers_that_are_killed_are_named(tmp_path, capsys, monkeypatch):
+    """Out of memory, for instance, which cannot be caused here."""
+
+    def killed(*args, **options):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(convert, "convert", killed)
+    monkeypatch.setattr(verify, "verify", killed)
+    words = ["convert", "--from", str(tmp_path), "--to", "lmdb", "--output", str(tmp_path / "x")]
+    for argv, says in ((words, "with fewer --workers"), (["verify", str(tmp_path)], "with more free memory")):
+        assert dataset.main(argv) == 2
+        err = capsys.readouterr().err
+        assert "a worker process was killed, perhaps out of memory" in err and says in err

@@ -9,7 +9,7 @@ import pytest
 from paddle import static
 
 from conftest import assert_one_sentence, losses, phase, read_report
-from paddle_resnet.checkpoints import restore, saver
+from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 
@@ -166,13 +166,22 @@ def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys
     assert rates == [pytest.approx(0.025)]
 
 
-def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path, capsys):
+def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path, capsys, monkeypatch):
     expected = whole()
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     image = root / "val/class2/20.jpg"
     data = image.read_bytes()
     image.write_bytes(b"no image")
+    in_the_way = tmp_path / "output/Tiny/.0_3.partial"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "clean", lambda root: None)  # removes the file at the start
+        assert run_train(*FLAGS, image_root=root)[0] == 2
+    said = capsys.readouterr()
+    assert f"{image} cannot be decoded" in said.err
+    assert "epoch 0 is trained but could not be saved: " in said.out + said.err
     assert run_train(*FLAGS, image_root=root)[0] == 2
     said = capsys.readouterr()
     assert f"{image} cannot be decoded" in said.err

@@ -166,6 +166,21 @@ def test_sample_without_image_or_class_is_refused(tmp_path, names, says):
     assert all(word in str(error.value) for word in says.split(" and "))
 
 
+def test_tar_of_a_negative_size_is_refused(tmp_path):
+    member = tarfile.TarInfo("0.jpg")
+    member.size = -512
+    (tmp_path / "train.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(UsageError, match="a negative size at byte 0"):
+        indexes.scan(str(tmp_path / "train.tar"), "webdataset")
+
+
+def test_index_without_skipped_images_that_cannot_be_written_is_named(tmp_path, cache):
+    shard = str(write(tmp_path, "recordio"))
+    cache.write_text("no folder")
+    with pytest.raises(UsageError, match="the index for --skip-list, cannot be written"):
+        indexes.open_index(shard, "recordio", frozenset([0]))
+
+
 def test_tar_may_hold_folders_long_and_hidden_names_and_other_parts(tmp_path):
     long = "folder/" + "x" * 150
     names = ["dir/.hidden.jpg", "dir/a.b.json", "dir/a.JPG", "dir/a.cls", f"{long}.png", f"{long}.cls"]

@@ -16,7 +16,7 @@ pytest.importorskip("jinja2")
 
 from conftest import ROOT, losses, read_report
 from paddle_resnet.results import comparison, curves, page, reading
-from utils.errors import UsageError
+from utils.errors import RunError, UsageError
 
 
 class Reader(html.parser.HTMLParser):
@@ -251,3 +251,20 @@ def test_docs_name_every_figure_of_a_report(trained):
     for name in {name for entry in entries[1:] for name in entry["data"]}:
         assert f"`{name}`" in text or f"`{name.partition('.')[2]}`" in text, name
     assert all(f"`{key}`" in text for key in entries[0])
+
+
+def test_page_without_its_images_and_in_a_folder_that_is_not_there(run_train, checkpoint, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
+    scope += ["--predictions", tmp_path / "report.predictions.csv"]
+    assert run_train(*scope, image_root=tmp_path / "photos")[0] == 0
+    for path in (tmp_path / "photos/val").glob("*/*"):
+        path.write_bytes(b"no image")
+    page.write(tmp_path / "page.html", tmp_path / "report.json")
+    shutil.rmtree(tmp_path / "photos")
+    page.write(tmp_path / "other.html", tmp_path / "report.json")
+    for name in ("page.html", "other.html"):
+        found = Reader((tmp_path / name).read_text())
+        assert found.addresses == [] and "Worst classes" in found.text
+    with pytest.raises(RunError, match="nowhere/page.html cannot be written"):
+        page.write(tmp_path / "nowhere/page.html", tmp_path / "report.json")

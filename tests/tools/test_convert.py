@@ -281,6 +281,35 @@ def test_index_makes_what_is_missing(converted, tmp_path, capsys):
         assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
     assert dataset.main(["index", str(converted["folder"])]) == 2
     assert "has no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
+    assert dataset.main(["index", str(tmp_path / "nowhere")]) == 2
+    assert "is not a folder: give the folder that holds the shards" in capsys.readouterr().err
+
+
+def test_index_that_cannot_be_written_is_named(converted, tmp_path, capsys):
+    shutil.copytree(converted["recordio"], tmp_path / "x")
+    index = tmp_path / "x/train.idx"
+    index.unlink()
+    (tmp_path / f"x/train.idx.{os.getpid()}.partial").mkdir()  # root may write everywhere
+    assert dataset.main(["index", str(tmp_path / "x")]) == 2
+    assert "the index cannot be written (Is a directory): make the folder writable" in capsys.readouterr().err
+
+
+def test_split_that_is_skipped_whole_is_refused(photos, tmp_path, capsys):
+    skip = tmp_path / "skip.txt"
+    skip.write_text("".join(f"{path.relative_to(photos)}\n" for path in photos.glob("val/*/*")))
+    words = [
+        "convert",
+        "--from",
+        str(photos),
+        "--to",
+        "lmdb",
+        "--output",
+        str(tmp_path / "x"),
+        "--skip-list",
+        str(skip),
+    ]
+    assert dataset.main(words) == 2
+    assert f"{photos} has no images of val to convert: add some, or shorten --skip-list" in capsys.readouterr().err
 
 
 # Converts in blocks of four images and is killed when some are written; says before who its workers are.

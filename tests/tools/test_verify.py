@@ -2,6 +2,8 @@ import io
 import os
 import re
 import shutil
+import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -287,3 +289,11 @@ def test_folder_without_splits_is_refused(tmp_path, capsys):
         verify.verify(tmp_path)
     assert dataset.main(["verify", str(tmp_path)]) == 2
     assert "neither train/ nor val/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("end", "says"), [(partial(os._exit, 3), "exit code 3"), (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL")]
+)
+def test_reader_that_ends_its_process_is_a_finding(end, says):
+    """DALI's readers crash on some damaged containers."""
+    assert verify._in_a_process(end) == ([], f"{says} ended it")
