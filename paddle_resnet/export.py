@@ -62,8 +62,8 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
             partial = Path(beside) / output.name
             partial.mkdir()
-            _write_paddle(network, partial)
-            _write_texts(network.description, partial)
+            description = network.description | {"files": _write_paddle(network, partial)}
+            _write_texts(description, partial)
             if onnx:
                 _write_onnx(network, partial)
             if verify is not None:
@@ -76,13 +76,15 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
             folders.fsync(output.parent)
     except OSError as e:
         raise UsageError(f"{output} cannot be written ({e.strerror}): make room or name another folder") from e
-    return network.description
+    return description
 
 
 def _write_paddle(network, folder):
+    """Write the two files of Paddle Inference; returns what model.json lists of them."""
     from paddle import static
 
-    from paddle_resnet.inference import NAME
+    from paddle_resnet import inference
+    from paddle_resnet.checkpoints import folders
 
     ends = [network.images], [network.probabilities]
     with static.scope_guard(network.scope):
@@ -99,8 +101,11 @@ def _write_paddle(network, folder):
         if op.has_attr("op_callstack"):  # it names paths of this machine
             op._remove_attr("op_callstack")
     # Written here, not by Paddle's function in C++, which ignores a full disk.
-    (folder / f"{NAME}.pdmodel").write_bytes(program.desc.serialize_to_string())
-    (folder / f"{NAME}.pdiparams").write_bytes(parameters)
+    model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
+    return {
+        model.name: folders.write_file(model, lambda file: file.write(program.desc.serialize_to_string())),
+        weights.name: folders.write_file(weights, lambda file: file.write(parameters)),
+    }
 
 
 def _write_texts(description, folder):

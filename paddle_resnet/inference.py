@@ -23,6 +23,7 @@ from utils import files
 from utils.errors import UsageError
 
 NAME = "model"  # of the files of an export: model.pdmodel, model.pdiparams, model.json, model.onnx
+SUFFIXES = ("pdmodel", "pdiparams")  # of Paddle Inference's two files
 
 
 @dataclass
@@ -198,7 +199,15 @@ def open_paddle(folder, device):
     from paddle import inference
 
     description = _read_description(folder)
-    settings = inference.Config(*(f"{Path(folder) / NAME}.{suffix}" for suffix in ("pdmodel", "pdiparams")))
+    paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
+    try:  # Paddle reads a damaged file into a crash
+        for path in paths:
+            folders.verify_file(path, description["files"][path.name], f"{NAME}.json")
+    except folders.DamagedError as e:
+        raise UsageError(f"{folder} is damaged: {e}: export it again") from e
+    except (KeyError, TypeError) as e:
+        raise UsageError(f"{folder}/{NAME}.json has no size and sha256 of {path.name}: export it again") from e
+    settings = inference.Config(*map(str, paths))
     settings.disable_glog_info()
     settings.set_cpu_math_library_num_threads(len(os.sched_getaffinity(0)))
     if device == "gpu":

@@ -16,7 +16,7 @@ import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
 from utils import exit_codes, logger, signals
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
 TOP = 5
@@ -206,7 +206,7 @@ def _main(args):
         for path, row, reason in predict(model, paths, args.batch_size, device, args.dali_num_threads):
             if row is None:
                 bad += 1
-                logger.write_line(f"{path} {reason}", sys.stderr)
+                logger.write_line(printable(f"{path} {reason}"), sys.stderr)
                 continue
             found = top(row, model.description["classes"])
             if write:
@@ -215,7 +215,8 @@ def _main(args):
                 best = [{"label": label, "class": name, "probability": p} for label, name, p in found]
                 logger.write_line(json.dumps({"image": path, "top": best}), sys.stdout)
             elif args.csv != "-":
-                logger.write_line(f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in found), sys.stdout)
+                line = f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in found)
+                logger.write_line(printable(line), sys.stdout)
     return exit_codes.FAILURE if bad else exit_codes.DONE
 
 

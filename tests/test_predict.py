@@ -1,6 +1,8 @@
 import csv
 import io
 import json
+import os
+import shutil
 import sys
 
 import numpy as np
@@ -162,3 +164,56 @@ def test_an_interrupt_is_a_sentence(checkpoint, val_images, capsys, monkeypatch)
     monkeypatch.setattr(inference, "open_model", interrupt)
     assert predict.main([str(checkpoint), val_images[0][0]]) == 130
     assert capsys.readouterr().err == "paddle_resnet.predict: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: (folder / "model.pdmodel").write_bytes(b"no model"), "model.pdmodel has 8 bytes instead of "),
+        (lambda folder: flip_a_bit(folder / "model.pdiparams"), "pdiparams has another sha256 than model.json says"),
+        (lambda folder: (folder / "model.pdiparams").unlink(), "is damaged: model.pdiparams cannot be read"),
+        (lambda folder: change(folder / "model.json", files={}), "json has no size and sha256 of model.pdmodel"),
+        (lambda folder: change(folder / "model.json", classes=["a"] * 4), "names more classes than the network has"),
+    ],
+    ids=["model", "a bit of the weights", "no weights", "no list", "classes"],
+)
+def test_damaged_export_is_a_sentence(checkpoint, model_of, val_images, capsys, damage, says):
+    folder = model_of("export", checkpoint)
+    damage(folder)
+    assert predict.main([str(folder), val_images[0][0], "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_damaged_onnx_file_is_a_sentence(val_images, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    model = tmp_path / "model.onnx"
+    for data, says in ((None, "does not exist"), (b"no model", "cannot be opened by onnxruntime")):
+        if data:
+            model.write_bytes(data)
+        assert predict.main([str(model), val_images[0][0], "--device", "cpu"]) == 2
+        assert f"{model} {says}" in capsys.readouterr().err
+
+
+def test_image_whose_name_is_not_utf_8_is_named(checkpoint, val_images, tmp_path, capsys):
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")
+    shutil.copy(val_images[0][0], name)
+    assert predict.main([str(checkpoint), name, "--device", "cpu"]) == 1
+    assert f"{tmp_path}/\\udcff.jpg has a name that is not valid UTF-8: rename it\n" in capsys.readouterr().err
+
+
+def test_name_of_an_image_does_not_steer_the_terminal(checkpoint, val_images, tmp_path, capsys):
+    name = f"{tmp_path}/a\x1b[31m\n.jpg"
+    shutil.copy(val_images[0][0], name)
+    assert predict.main([str(checkpoint), name, "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/a\\x1b[31m\\n.jpg: class")

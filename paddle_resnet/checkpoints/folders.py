@@ -164,10 +164,10 @@ def commit(root, name, files, meta, form="rename"):
 
 
 def _write_files(folder, files, meta):
-    manifest = {file_name: _write(folder / file_name, write) for file_name, write in files.items()}
+    manifest = {file_name: write_file(folder / file_name, write) for file_name, write in files.items()}
     meta = {"format": FORMAT, **meta, "files": manifest}
     text = json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
-    _write(folder / META, lambda file: file.write(text.encode()))
+    write_file(folder / META, lambda file: file.write(text.encode()))
 
 
 def _unmark(folder):
@@ -241,19 +241,32 @@ def verify(folder):
     """
     meta = read_meta(folder)
     for name, expected in meta["files"].items():
-        try:
-            with open_regular(Path(folder) / name) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != expected["size"]:
-                    raise DamagedError(f"{name} has {size} bytes instead of {expected['size']}")
-                digest = hashlib.sha256()
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        except OSError as e:
-            raise DamagedError(f"{name} cannot be read ({e.strerror})") from e
-        if digest.hexdigest() != expected["sha256"]:
-            raise DamagedError(f"{name} has another sha256 than {META} says")
+        verify_file(Path(folder) / name, expected, META)
     return meta
+
+
+def verify_file(path, expected, source):
+    """Read every byte of a file.
+
+    Args:
+        path: of the file.
+        expected: {"size": bytes, "sha256": hexadecimal}, as write_file returned it.
+        source: name of the file that says so.
+    Raises:
+        DamagedError: the file is missing or was changed after it was written.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["size"]:
+                raise DamagedError(f"{path.name} has {size} bytes instead of {expected['size']}")
+            digest = hashlib.sha256()
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as e:
+        raise DamagedError(f"{path.name} cannot be read ({e.strerror})") from e
+    if digest.hexdigest() != expected["sha256"]:
+        raise DamagedError(f"{path.name} has another sha256 than {source} says")
 
 
 def position(name):
@@ -384,7 +397,8 @@ class _HashingFile:
         self.digest.update(data)
 
 
-def _write(path, write):
+def write_file(path, write):
+    """Let write(file) write a file and flush it to the disk; returns {"size": bytes, "sha256": hexadecimal}."""
     with open(path, "wb") as file:
         hashing = _HashingFile(file)
         write(hashing)

@@ -139,6 +139,14 @@ def test_mark_changes_over(tmp_path):
     assert names(tmp_path) == ["1", "2", "latest"]
 
 
+def test_deleting_a_link_leaves_what_it_leads_to(tmp_path):
+    folder = write(tmp_path / "elsewhere", "3")
+    (tmp_path / "3").symlink_to(folder)
+    folders.delete(tmp_path / "3")
+    assert names(tmp_path) == ["elsewhere"]
+    folders.verify(folder)
+
+
 def test_failing_deletion_is_a_warning_and_leaves_nothing_that_looks_whole(tmp_path, capsys, monkeypatch):
     folder = write(tmp_path, "3")
 

@@ -13,7 +13,9 @@ from conftest import phase
 from paddle_resnet import program
 from paddle_resnet.data import listing, records
 from paddle_resnet.native import build as native
+from paddle_resnet.results import predictions
 from paddle_resnet.steps import cuda_graph
+from utils.errors import RunError
 from utils.meters import TopMeter
 from utils.mode import Mode
 
@@ -154,3 +156,14 @@ def test_flags_that_do_not_fit_are_refused(run_train, checkpoint, capsys, flags,
     start = ["--from-pretrained-params", checkpoint] if "eval_only" in flags else []
     assert run_train(*flags, *start)[0] == 2
     assert says in capsys.readouterr().err
+
+
+def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, photos, tmp_path):
+    args = parse("--image-root", photos)
+    found = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
+    with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now: evaluate again"):
+        predictions.write(str(tmp_path / "p.csv"), args, found[:22], list("abc"))
+    with pytest.raises(RunError, match=r"nowhere/p.csv cannot be written \(No such file or directory\): make room"):
+        predictions.write(str(tmp_path / "nowhere/p.csv"), args, found, list("abc"))
+    predictions.write(str(tmp_path / "p.csv"), args, found, list("abc"))
+    assert len(read(tmp_path / "p.csv")) == 23
