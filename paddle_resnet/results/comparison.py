@@ -1,6 +1,7 @@
 """`python -m paddle_resnet.report RUN...`: runs side by side, from their reports."""
 
 import argparse
+import math
 
 from rich.console import Console
 from rich.table import Table
@@ -112,7 +113,7 @@ def _print(console, title, runs, rows):
 def _print_curves(console, runs):
     """A row of bars for each run and figure, on one scale for all runs."""
     for name, title in CURVES.items():
-        curves = {run: [y for _, y in points if y == y] for run, _, points in _series(runs, name)}
+        curves = {run: [y for _, y in points if math.isfinite(y)] for run, _, points in _series(runs, name)}
         values = [y for curve in curves.values() for y in curve]
         if len(values) < 2:
             continue

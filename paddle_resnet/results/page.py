@@ -33,7 +33,7 @@ def write(path, report_file, environment=None):
     run = reading.read(report_file)
     classes, confusion = run.rows("classes.csv"), run.rows("confusion.csv")
     predictions = run.parameters.get("predictions")
-    rows = reading.csv_rows(predictions) if predictions else run.rows("predictions.csv")
+    rows = run.rows("predictions.csv", predictions)
     save(
         path,
         "run.html.j2",
@@ -130,9 +130,11 @@ def _worst(run, classes, confusion, rows):
 
 def _images(run):
     """{name: listing.Image} of the validation split; empty if it is no longer there."""
-    data_format = run.parameters["data_format"]
+    image_root, data_format = (run.parameters.get(name) for name in ("image_root", "data_format"))
+    if image_root is None or data_format not in ("auto", *listing.STORAGE_FORMATS):
+        return {}
     try:
-        found = listing.images(run.parameters["image_root"], Mode.EVAL, None if data_format == "auto" else data_format)
+        found = listing.images(image_root, Mode.EVAL, None if data_format == "auto" else data_format)
     except UsageError:
         return {}
     return {image.name: image for image in found[2]}

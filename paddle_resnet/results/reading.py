@@ -2,12 +2,22 @@
 
 import csv
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import config
 from utils import files
 from utils.errors import UsageError
+
+LIMIT_BYTES = 1 << 30  # of a report: ten million steps
+# Columns that must be there: whole numbers, and numbers that may be missing.
+COLUMNS = {
+    "classes.csv": (("label", "images", "correct"), ("top1",)),
+    "confusion.csv": (("label", "predicted", "images"), ()),
+    "predictions.csv": (("label", "prediction"), ("probability_1",)),
+}
+PATHS = ("image_root", "data_format", "predictions")  # parameters that are used as texts
 
 
 @dataclass
@@ -55,24 +65,39 @@ class Run:
 
     def last(self, name):
         """The last value of a figure of epochs, or that of the summary, or None."""
-        found = self.curve(name)
-        return found[-1][1] if found else self.summary.get(name)
+        found, summed = self.curve(name), self.summary.get(name)
+        return found[-1][1] if found else summed if _is_number(summed) else None
 
-    def rows(self, ending):
-        """Rows of a CSV file beside the report; none if it is missing."""
-        return csv_rows(files.beside(self.path, ending))
+    def rows(self, kind, path=None):
+        """Rows of a CSV file, by default the one beside the report, as dicts; none if it is missing.
+
+        Args:
+            kind: a key of COLUMNS.
+            path: of the file.
+        Raises:
+            UsageError: it is no such table.
+        """
+        return _rows(path or files.beside(self.path, kind), *COLUMNS[kind])
 
     def changed_flags(self):
         """{flag: value} of the parameters that are not the defaults."""
         return config.changed(self.parameters)
 
 
-def csv_rows(path):
-    """The rows of a CSV file as dicts; none if it is missing."""
+def _rows(path, whole_numbers, numbers):
     if not Path(path).is_file():
         return []
-    with open(path, encoding="utf-8", newline="") as f:
-        return list(csv.DictReader(f))
+    try:
+        with open(path, encoding="utf-8", newline="") as f:
+            rows = list(csv.DictReader(f))
+        for row in rows:
+            if None in row or None in row.values() or not all(0 <= int(row[name]) < 2**31 for name in whole_numbers):
+                raise ValueError
+            for name in numbers:
+                float(row[name] or 0)
+    except (ValueError, KeyError, csv.Error) as e:
+        raise UsageError(f"{path} is no table of train.py: delete it, or evaluate again") from e
+    return rows
 
 
 def read(place):
@@ -88,12 +113,13 @@ def read(place):
     path = Path(place) / "report.json" if Path(place).is_dir() else Path(place)
     run = Run(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a line without its end is torn
+        with files.open_regular(path, LIMIT_BYTES) as f:
+            lines = f.read().decode().split("\n")[:-1]  # a line without its end is torn
         for line in lines:
             _add(run, json.loads(line.removeprefix("DLLL ")))
     except OSError as e:
         raise UsageError(f"{path} cannot be read ({e.strerror}): name a report or the folder of a report.json") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UsageError(f"{path} is no report of train.py: name the file of its --report-file") from e
     if not run.parameters:
         raise UsageError(f"{path} has no entries: name the report of a run that has started")
@@ -102,7 +128,12 @@ def read(place):
 
 def _add(run, entry):
     step, data, elapsed_s = entry["step"], entry["data"], float(entry["elapsedtime"])
-    if step == "PARAMETER":
+    is_start = step == "PARAMETER"
+    if not math.isfinite(elapsed_s) or not isinstance(data, dict) or not (is_start or _are_figures(step, data)):
+        raise ValueError
+    if is_start:
+        if not all(isinstance(data.get(name), str | None) for name in PATHS):
+            raise ValueError
         run.parameters, run.summary = data, {}
         run.when = run.when or entry["datetime"][:16]
         run.start_s += elapsed_s
@@ -114,3 +145,13 @@ def _add(run, entry):
     else:
         run.summary = data
     run.total_s = run.before_s + elapsed_s
+
+
+def _are_figures(step, data):
+    """Whether a step is a list of whole numbers, and the data are numbers; the summary, [], has texts, too."""
+    is_step = isinstance(step, list) and all(type(n) is int and 0 <= n < 2**53 for n in step)
+    return is_step and (step == [] or all(map(_is_number, data.values())))
+
+
+def _is_number(value):
+    return type(value) in (int, float)  # JSON's true and false are none

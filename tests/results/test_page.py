@@ -6,8 +6,11 @@ import html.parser
 import io
 import json
 import math
+import os
+import random
 import re
 import shutil
+from collections import Counter
 
 import pytest
 from PIL import Image
@@ -268,3 +271,72 @@ def test_page_without_its_images_and_in_a_folder_that_is_not_there(run_train, ch
         assert found.addresses == [] and "Worst classes" in found.text
     with pytest.raises(RunError, match="nowhere/page.html cannot be written"):
         page.write(tmp_path / "nowhere/page.html", tmp_path / "report.json")
+
+
+HOSTILE = [
+    None,
+    True,
+    -1,
+    2**60,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "/dev/zero",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    "9" * 5000,
+]
+
+
+def mutated(text, generator):
+    """A report with a value, or a part of the text, that is another one."""
+    lines = text.splitlines(keepends=True)
+    i = generator.randrange(len(lines))
+    if generator.random() < 0.2:
+        place = generator.randrange(len(lines[i]))
+        lines[i] = lines[i][:place] + generator.choice(["", "0", '"', "\0", "[" * 2000, "\n"]) + lines[i][place + 1 :]
+    else:
+        entry = json.loads(lines[i].removeprefix("DLLL "))
+        holder = generator.choice([entry, entry["data"] or entry])
+        holder[generator.choice(list(holder))] = generator.choice(HOSTILE)
+        lines[i] = f"DLLL {json.dumps(entry)}\n"
+    return "".join(lines)
+
+
+@pytest.mark.timeout(120)
+def test_damaged_reports_and_tables_are_refused_or_harmless(trained, tmp_path, capsys):
+    for path in trained.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    report, whole = tmp_path / "report.json", (tmp_path / "report.json").read_text()
+    generator, codes = random.Random(0), Counter()
+    for _ in range(100):
+        report.write_text(mutated(whole, generator))
+        codes[comparison.main([str(report), str(trained), "--html", str(tmp_path / "x.html")])] += 1
+        codes[comparison.main([str(report), "--html", str(tmp_path / "x.html")])] += 1
+    assert codes.keys() == {0, 2} and codes[2] > 20, codes
+    report.write_text(whole)
+    for name, column in (("classes", "images"), ("classes", "top1"), ("confusion", "predicted")):
+        table = tmp_path / f"report.{name}.csv"
+        rows = list(csv.DictReader(table.open()))
+        kept = table.read_bytes()
+        for value in ("", "x", "-1", "9" * 5000):
+            with table.open("w", newline="") as f:
+                writer = csv.DictWriter(f, list(rows[0]))
+                writer.writeheader()
+                writer.writerows([rows[0] | {column: value}, *rows[1:]])
+            code = comparison.main([str(report), "--html", str(tmp_path / "x.html")])
+            assert code == 2 or column == "top1", (name, column, value)
+        table.write_bytes(kept)
+    assert comparison.main([str(report), "--html", str(tmp_path / "x.html")]) == 0
+
+
+@pytest.mark.timeout(20)
+def test_pipes_and_devices_are_no_reports(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (str(tmp_path / "pipe"), "/dev/zero"):
+        assert comparison.main([place]) == 2
+        assert f"error: {place} cannot be read (not a regular file)" in capsys.readouterr().err
