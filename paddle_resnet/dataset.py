@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.tools import convert
-from utils import exit_codes, signals
+from utils import exit_codes, files, signals
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -244,7 +244,7 @@ def _run_verify(args):
 
     if args.fix_list is not None:
         with _fix_list_errors(args.fix_list):
-            open(args.fix_list, "a").close()  # fail before the work, which may take hours
+            files.touch(args.fix_list)  # fail before the work, which may take hours
     try:
         report = verify.verify(args.root, args.num_of_class, args.allow_outside, RunScope(args.run_scope))
     except BrokenProcessPool as e:

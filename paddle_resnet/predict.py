@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from utils import exit_codes, logger, signals
+from utils import exit_codes, files, logger, signals
 from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
@@ -108,8 +108,8 @@ def find_images(words, stdin):
         if word == "-":
             paths += [line.rstrip("\n") for line in stdin if line.strip()]
         elif os.path.isdir(word):
-            files = (p for p in Path(word).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-            found = sorted(str(p) for p in files if not any(map(is_of_the_system, p.relative_to(word).parts)))
+            below = (p for p in Path(word).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            found = sorted(str(p) for p in below if not any(map(is_of_the_system, p.relative_to(word).parts)))
             paths += found
             if not found:
                 raise UsageError(f"{word} holds no images ({', '.join(IMAGE_SUFFIXES)}): name another folder")
@@ -228,6 +228,8 @@ def _csv_writer(path):
         return
     header = ["image", *(f"{name}{i + 1}" for i in range(TOP) for name in ("class", "probability"))]
     try:
+        if path != "-":
+            files.touch(path)
         with contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", newline="") as file:
             write = csv.writer(file, lineterminator="\n").writerow
             write(header)

@@ -36,7 +36,7 @@ def check_outputs(args):
         if path is not None and processes.rank() == 0:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-                open(path, "a").close()
+                files.touch(path)
             except OSError as e:
                 flag = config.flag(name)
                 raise UsageError(f"{flag} {path} cannot be written ({e.strerror}): name another file") from e

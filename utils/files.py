@@ -12,6 +12,16 @@ def beside(path, ending):
     return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
 
 
+def touch(path):
+    """Create a file, or leave one as it is, to see whether it can be written; a pipe must have a reader.
+
+    Raises:
+        OSError: it cannot.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # open() would wait for a reader
+    os.close(os.open(path, flags, 0o666))
+
+
 def open_regular(path, limit_bytes=None):
     """Open a file for reading.
 

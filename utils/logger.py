@@ -14,7 +14,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from utils import progress
+from utils import files, progress
 from utils.errors import RunError, UsageError
 
 _path = _report = None
@@ -41,7 +41,7 @@ def setup(report_file, rank=0):
     path = Path(report_file)
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        open(path, "a").close()
+        files.touch(path)
     _path = path
 
 

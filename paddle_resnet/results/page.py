@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from paddle_resnet.data import listing, records
 from paddle_resnet.results import reading
 from paddle_resnet.results.curves import chart
+from utils import files
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
@@ -56,6 +57,7 @@ def save(path, template, **content):
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["duration"] = lambda seconds: str(timedelta(seconds=round(seconds)))
     try:
+        files.touch(path)
         Path(path).write_text(environment.get_template(template).render(content), encoding="utf-8")
     except OSError as e:
         raise RunError(f"{path} cannot be written ({e.strerror}): make room or name another file") from e

@@ -18,6 +18,7 @@ from PIL import Image
 pytest.importorskip("jinja2")
 
 from conftest import ROOT, losses, read_report
+from paddle_resnet import dataset, predict
 from paddle_resnet.results import comparison, curves, page, reading
 from utils.errors import RunError, UsageError
 
@@ -340,3 +341,21 @@ def test_pipes_and_devices_are_no_reports(tmp_path, capsys):
     for place in (str(tmp_path / "pipe"), "/dev/zero"):
         assert comparison.main([place]) == 2
         assert f"error: {place} cannot be read (not a regular file)" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_that_nobody_reads_is_refused_as_output(run_train, checkpoint, trained, photos, tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    says = f"{pipe} cannot be written (No such device or address)"
+    evaluation = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
+    for flags in (["--report-html", pipe], ["--report-file", pipe], [*evaluation, "--predictions", pipe]):
+        assert run_train(*flags, "--dry-run")[0] in (1, 2)
+        assert says in capsys.readouterr().err
+    image = next((photos / "val").glob("*/*"))
+    assert predict.main([str(checkpoint), str(image), "--device", "cpu", "--csv", str(pipe)]) == 2
+    assert says in capsys.readouterr().err
+    assert comparison.main([str(trained), "--html", str(pipe)]) == 1
+    assert says in capsys.readouterr().err
+    assert dataset.main(["verify", str(photos), "--fix-list", str(pipe)]) == 2
+    assert f"{pipe} cannot be written" in capsys.readouterr().err
