@@ -11,7 +11,7 @@ REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 # Another one holds another Paddle beside it: make test VENV=.venv/paddle3 PADDLE=3.3.1
 VENV = .venv
 BIN := $(VENV)/bin
-# Processes that share the tests: for two cores, since the tests of jobs wait a lot. 6 on a GPU.
+# Processes that share the tests: for two cores, since the tests of jobs wait a lot. 8 with a GPU and 16 cores.
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 

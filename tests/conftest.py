@@ -284,9 +284,15 @@ def assert_sparse(params, algorithm="mask_1d"):
 
 
 def gpu_labels(count):
-    """What the launcher calls the first GPUs that are visible here."""
+    """What the launcher calls the first GPUs that are visible here; with $SHARE_GPU, the first one COUNT times."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (visible.split(",") if visible else [str(i) for i in range(count)])[:count]
+    labels = visible.split(",") if visible else [str(i) for i in range(count)]
+    return labels[:1] * count if "SHARE_GPU" in os.environ else labels[:count]
+
+
+def need_two_gpus():
+    if paddle.device.cuda.device_count() < 2 and "SHARE_GPU" not in os.environ:
+        pytest.skip("needs two GPUs")
 
 
 @pytest.fixture

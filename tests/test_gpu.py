@@ -23,6 +23,7 @@ from conftest import (
     assert_sparse,
     gpu_labels,
     losses,
+    need_two_gpus,
     phase,
     read_report,
 )
@@ -435,8 +436,7 @@ PADDLES = {f"{name}, Paddle's": [*flags, "--kernels", "paddle"] for name, flags 
 @pytest.fixture
 def two_gpus(photos, tmp_path):
     """Run a job on two GPUs; returns its report entries, or [log of each rank] if a fault is to end it."""
-    if paddle.device.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need_two_gpus()
 
     def two_gpus(*flags, fault=None, gpus=2, environment=None):
         labels = ",".join(gpu_labels(gpus))
@@ -499,8 +499,7 @@ def test_two_gpus_recorded_steps_change_nothing(two_gpus, tmp_path, flags):
 
 def test_two_hosts_with_a_gpu_each_keep_the_same_parameters(launch_nodes):
     """Their gradients travel beside the backward pass, without a graph."""
-    if paddle.device.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need_two_gpus()
     nodes, folder = launch_nodes(*O2, "--batch-size", "5", "--epochs", "2", on_gpus=True)
     assert [node.wait(200) for node in nodes] == [0, 0]
     assert "CUDA graph" not in (folder / "log0/workerlog.0").read_text()

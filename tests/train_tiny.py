@@ -7,7 +7,7 @@ $SHARES: the synthetic images of a step are the same over all processes together
 the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer,
 so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from
 FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one
-rank alone, or "RANK version", and more of them behind commas.
+rank alone, or "RANK version", and more of them behind commas. $SHARE_GPU: the ranks share a GPU.
 """
 # ruff: noqa: I001
 
@@ -34,6 +34,9 @@ from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils import signals
 from utils.mode import Mode
+
+if "SHARE_GPU" in os.environ:  # which NCCL allows to ranks of different hosts, joined by sockets
+    os.environ |= {"NCCL_HOSTID": str(processes.rank()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def kill_at(root, fatal):
