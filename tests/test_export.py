@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -72,7 +73,10 @@ def predict(folder, images, output=""):
     return np.load(folder / "probabilities.npy")
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(flags, id=name, marks=pytest.mark.soak if name == "NCHW" else []) for name, flags in FLAGS.items()],
+)
 def test_exported_model_scores_like_the_evaluation(trained, parse, photos, tmp_path, flags):
     checkpoint, expected = trained(*flags)
     found = export.export(checkpoint, tmp_path / "exported")
@@ -96,11 +100,25 @@ def test_exported_model_scores_like_the_evaluation(trained, parse, photos, tmp_p
     assert losses.mean() == pytest.approx(expected["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-@pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
-def test_all_that_is_written_scores_like_the_checkpoint(trained, photos, tmp_path, capsys, flags, uint8):
+QUICK = [
+    ("NCHW", "float32"),
+    ("NHWC with four channels", "uint8"),
+    ("ASP", "uint8"),
+    ("other preprocessing", "float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "images"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
+        for case in itertools.product(FLAGS, ["float32", "uint8"])
+    ],
+)
+def test_all_that_is_written_scores_like_the_checkpoint(trained, photos, tmp_path, capsys, name, images):
     pytest.importorskip("onnxruntime")
-    checkpoint, expected = trained(*flags)
+    checkpoint, expected = trained(*FLAGS[name])
+    uint8 = images == "uint8"
     found = export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, uint8=uint8)
     assert found["input"]["shape"] == ([None, 32, 32, 3] if uint8 else [None, 3, 32, 32])
     scores = [line for line in capsys.readouterr().out.splitlines() if line.endswith("23 images")]

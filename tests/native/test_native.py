@@ -348,8 +348,17 @@ def cross_entropy(x, labels, smoothing):
     return -(target * log_softmax).sum(1), (np.exp(log_softmax) - target) / len(x)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("rows, classes, k", [(256, 1000, 5), (3, 2, 2), (1, 1, 1), (300, 257, 5), (5, 256, 3)])
+LARGE_LOGITS, SMALL_LOGITS = [(256, 1000, 5), (300, 257, 5)], [(3, 2, 2), (1, 1, 1), (5, 256, 3)]
+
+
+@pytest.mark.parametrize(
+    "rows, classes, k, smoothing",
+    [
+        *((*case, 0.1) for case in LARGE_LOGITS + SMALL_LOGITS),
+        *((*case, 0.0) for case in SMALL_LOGITS),
+        *(pytest.param(*case, 0.0, marks=pytest.mark.soak) for case in LARGE_LOGITS),
+    ],
+)
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_loss(device, where, rows, classes, k, smoothing):
     random = np.random.RandomState(rows)

@@ -119,10 +119,11 @@ def test_skipped_images_are_left_out(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
-# LMDB's is a database; the other three write one file after the other.
-@pytest.mark.parametrize(
-    "to", [pytest.param(to, marks=[pytest.mark.soak] if to == "webdataset" else []) for to in convert.CONTAINER_FORMATS]
-)
+# LMDB's is a database, RecordIO's two files; the others write one file after the other.
+SHARDED = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
+
+
+@pytest.mark.parametrize("to", [*convert.SINGLE_FILE, *SHARDED])
 def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, tmp_path, to):
     """Kills the command whenever a file has appeared that was not there before."""
     output = tmp_path / "x"
