@@ -1,6 +1,7 @@
 """The doctor on this machine, healthy and with something wrong."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -73,6 +74,18 @@ def test_small_machine(examine, monkeypatch):
     assert rows["ulimits"].remedy == "ulimit -n 4096"
 
 
+def test_container_without_shared_memory(examine, monkeypatch):
+    real = os.statvfs
+
+    def statvfs(path):
+        if path == "/dev/shm":
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # one process needs none
+
+
 def in_children(monkeypatch, tmp_path, code):
     """Run code in every Python that is started from here."""
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -127,6 +140,12 @@ def gpu_machine(monkeypatch):
         "device.cuda.get_device_capability": lambda index: (9, 0),
     }.items():
         monkeypatch.setattr(f"paddle.{name}", value)
+
+
+def test_build_that_looks_for_its_libraries_itself(examine, gpu_machine, monkeypatch):
+    monkeypatch.setattr(gpus, "problem", lambda index, several: None)
+    monkeypatch.setattr(libraries, "is_served", lambda: False)
+    assert examine()["NCCL"].found == "this build of Paddle looks for it itself"
 
 
 def test_gpu_machine(examine, gpu_machine, monkeypatch):

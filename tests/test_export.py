@@ -217,7 +217,7 @@ def test_folder_of_an_export(checkpoint, photos, tmp_path):
     assert done.stdout.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
 
 
-def test_the_script_beside_an_onnx_file_predicts(checkpoint, photos, tmp_path):
+def test_the_script_beside_an_onnx_file_predicts(checkpoint, photos, tmp_path, capsys, monkeypatch):
     pytest.importorskip("onnxruntime")
     export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=True)
     (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
@@ -227,6 +227,16 @@ def test_the_script_beside_an_onnx_file_predicts(checkpoint, photos, tmp_path):
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
+    # The module that it is a copy of says the same; without onnxruntime, it says what the image becomes.
+    monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
+    capsys.readouterr()
+    preprocessing.main([str(image)])
+    assert capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    preprocessing.main([str(image)])
+    said = capsys.readouterr()
+    assert said.out.splitlines() == lines[:1]
+    assert said.err == "onnxruntime is not installed: no prediction\n"
 
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])

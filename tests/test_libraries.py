@@ -79,6 +79,44 @@ def test_without_a_cache_folder(site):
     assert opened(site) == "package 8"
 
 
+@pytest.fixture
+def links(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return {"libcudnn.so": ROOT / "README.md"}
+
+
+def test_other_packages_have_links_of_their_own(links):
+    first = libraries._make_folder(links)
+    assert (first / "libcudnn.so").resolve() == ROOT / "README.md"
+    second = libraries._make_folder({"libcudnn.so": ROOT / "LICENSE"})
+    assert (second / "libcudnn.so").resolve() == ROOT / "LICENSE"
+    assert libraries._make_folder(links) == first
+
+
+def test_processes_that_start_together_share_the_links(links, monkeypatch):
+    """Another process makes the folder while this one does."""
+    real, made = libraries._fill, []
+
+    def fill(folder, links):
+        if not made:
+            made.append(None)
+            made[0] = libraries._make_folder(links)
+        real(folder, links)
+
+    monkeypatch.setattr(libraries, "_fill", fill)
+    assert libraries._make_folder(links) == made[0]
+    assert list(made[0].parent.iterdir()) == made
+    assert (made[0] / "libcudnn.so").exists()
+
+
+def test_links_without_a_cache_folder_are_of_this_process_alone(links, tmp_path):
+    (tmp_path / "cache").write_text("no folder")
+    folder = libraries._make_folder(links)
+    assert (folder / "libcudnn.so").exists()
+    assert tmp_path not in folder.parents
+    libraries._make_folder.temporary.cleanup()
+
+
 def test_library_path_wins(site):
     mine = site.parent / "mine"
     compile_library(mine / "libcudnn.so", cudnn("mine"))

@@ -57,6 +57,14 @@ def test_the_numbers_are_those_of_the_evaluation(run_train, tmp_path, model_of, 
     assert losses.mean() == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("size", ["0", "-1", "4.5", "many"])
+def test_batch_size_that_is_none_is_refused(tmp_path, capsys, size):
+    with pytest.raises(SystemExit) as e:
+        predict.main([str(tmp_path), str(tmp_path), "--batch-size", size])
+    assert e.value.code == 2
+    assert f"--batch-size: '{size}' is not a whole number of at least 1" in capsys.readouterr().err
+
+
 def test_the_batch_size_does_not_matter(checkpoint, val_images):
     paths, _ = val_images
     for batch_size in (1, 23, 64):

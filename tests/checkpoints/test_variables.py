@@ -5,7 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet.checkpoints import variables
+from paddle_resnet.checkpoints import folders, restore, variables
 from test_program import build, random_batches, variable
 from utils.errors import UsageError
 
@@ -108,6 +108,17 @@ def test_damaged_file_is_refused(args, saved, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UsageError, match=r"tiny.pdparams cannot be read"):
         load(args, saved[0])
+
+
+def test_files_beside_a_damaged_description_are_refused(args, tmp_path):
+    (tmp_path / folders.META).write_text("{")
+    (tmp_path / "tiny.pdparams").write_bytes(b"")
+    with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path} is damaged: .*: name another checkpoint"):
+        variables.load(args, tmp_path, None, PLACE)
+    for given in (tmp_path, tmp_path / "tiny.pdparams"):
+        args.from_pretrained_params = str(given)
+        with pytest.raises(UsageError, match=f"--from-pretrained-params {given} is damaged: .*: name another"):
+            restore.origin(args, None)
 
 
 def test_missing_optimizer_file_is_refused(args, saved):

@@ -216,6 +216,31 @@ def test_truncated_lmdb_is_refused(copy, keep):
         assert "is damaged" in verify.verify(root).errors[0]
 
 
+def more_records(data):
+    """The head of the file, one of the first two pages, has their number as 64 bits."""
+    place = data.index(struct.pack("<Q", 23), 0, 2 * 4096)
+    data[place] += 1
+
+
+def another_order(data):
+    place = data.index(b"00000003")
+    data[place : place + 8] = b"99999999"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(more_records, "23 of 24 records can be found"), (another_order, "record b'00000004' is not in its place")],
+)
+def test_lmdb_whose_tree_is_damaged_is_refused(copy, damage, says):
+    root = copy("lmdb")
+    path = root / "val_lmdb/data.mdb"
+    data = bytearray(path.read_bytes())
+    damage(data)
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=f"val_lmdb is not a Caffe LMDB, or is damaged .{says}"):
+        open_split(root)
+
+
 def test_lmdb_that_ends_its_reader_is_refused(copy, monkeypatch):
     root = copy("lmdb")
     ended = subprocess.CompletedProcess([], -signal.SIGBUS, "", "")

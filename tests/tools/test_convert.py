@@ -151,6 +151,18 @@ def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, 
         assert contents(output, mode) == contents(converted[to], mode)
 
 
+def test_damaged_records_of_a_killed_conversion_are_refused(photos, converted, tmp_path):
+    output = tmp_path / "x"
+    shutil.copytree(converted["recordio"], output)
+    plan = json.loads((output / "convert.json").read_text())
+    (output / "convert.json").write_text(json.dumps(plan | {"complete": False}))
+    for name in ("val.idx", "val.rec"):
+        (output / name).rename(output / f"{name}.partial")
+    os.truncate(output / "val.rec.partial", (output / "val.rec.partial").stat().st_size // 2)
+    with pytest.raises(UsageError, match=r"val\.rec\.partial is damaged: remove the folder and convert again"):
+        convert.convert(photos, output, "recordio", workers=1)
+
+
 @pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
 def test_what_is_there_already_is_not_written_again(photos, tmp_path, to):
     output = tmp_path / "x"

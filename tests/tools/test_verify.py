@@ -197,6 +197,16 @@ def test_label_without_a_class_fails(converted, tmp_path):
     assert set(report.failing.values()) == {"has the label 2, which is not one of 2 classes"}
 
 
+def test_folder_without_a_good_image(tmp_path, capsys):
+    for name in [f"{split}/a/{i:02d}.jpg" for split in ("train", "val") for i in range(30)]:
+        (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "x" / name).write_bytes(JPEG[:20])
+    assert dataset.main(["verify", str(tmp_path / "x")]) == 1
+    out = capsys.readouterr().out
+    assert "fails: 10 more: --fix-list FILE writes all" in out
+    assert out.count("fails: ") == 51
+
+
 def test_good_folder_passes(photos, tmp_path):
     assert dataset.main(["verify", str(photos), "--fix-list", str(tmp_path / "bad.txt")]) == 0
     assert (tmp_path / "bad.txt").read_text() == ""
