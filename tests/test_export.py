@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -124,7 +125,8 @@ def test_all_that_is_written_scores_like_the_checkpoint(trained, photos, tmp_pat
     scores = [line for line in capsys.readouterr().out.splitlines() if line.endswith("23 images")]
     assert [line.split(":")[0] for line in scores[-3:]] == ["Executor", "paddle.inference", "onnxruntime"]
     for line in scores[-3:]:
-        assert f"top1 {expected['top1']:.6g}, loss {expected['loss']:.4f}" in line
+        assert f"top1 {expected['top1']:.6g}, " in line
+        assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=1e-4)
 
 
 def test_onnx_file(checkpoint, tmp_path):
@@ -135,7 +137,7 @@ def test_onnx_file(checkpoint, tmp_path):
     assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", onnx_writer.OPSET)]
     assert json.loads(model.metadata_props[0].value) | {"files": description["files"]} == description
     assert (
-        len(model.graph.initializer) == len({name for node in model.graph.node for name in node.input[1:]} - {""}) - 4
+        len(model.graph.initializer) == len({name for node in model.graph.node for name in node.input[1:]} - {""}) - 2
     )
     session = onnxruntime.InferenceSession(tmp_path / "exported/model.onnx")
     images = np.random.RandomState(0).normal(size=(7, 3, 32, 32)).astype("float32")
@@ -324,7 +326,7 @@ import train
 from paddle_resnet import export, models
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 
-models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
+models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1), width=8)
 limit = int(sys.argv.pop())
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 sys.exit(export.main(sys.argv[1:]))

@@ -68,7 +68,7 @@ def test_pruning_leaves_two_of_four(parse, algorithm):
     masks = optimizer.prune(args, main, paddle.CPUPlace())
     pruned = [name for name in before if np.any(variable(name) != before[name])]
     assert {name.removesuffix(".asp_mask") for name in pruned} == set(masks)
-    assert len(masks) > 10
+    assert len(masks) == 8
     for name in masks:
         weight = variable(name)
         assert_two_of_four(weight, algorithm)
@@ -177,7 +177,7 @@ def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, le
         if op.type == "momentum":
             others = [name for word in ("Grad", "Velocity", "MasterParam") for name in op.input(word)]
             expected[op.input("Param")[0]] = [*others, np.float32(op.attr("regularization_coeff"))]
-    assert len(expected) == 53
+    assert len(expected) == 29
     fusion.fuse(main)
     by_type, found = {op.type: op for op in main.global_block().ops}, {}
     for name, masters in (("native_momentum", []), ("native_momentum_masters", ["Masters@VECTOR"])):
@@ -273,6 +273,8 @@ def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is
         assert all(np.any(before[name] != after[name]) for name in velocities)
     scale = static.global_scope().find_var(program.LOSS_SCALE).get_tensor()
     scale.set(np.array([3e38], "float32"), paddle.CPUPlace())
+    classifier = static.global_scope().find_var("linear_0.w_0").get_tensor()
+    classifier.set(100 * np.array(classifier), paddle.CPUPlace())  # so that the gradients below it overflow
     before, after = step()
     np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
     for name in names:

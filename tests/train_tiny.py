@@ -3,15 +3,17 @@
 $PARAMETERS: folder that each rank writes its parameters to at the end, and its whole state at the end of each epoch.
 $SHARES: the synthetic images of a step are the same over all processes together, whatever their number. $OVERFLOW:
 "RANK STEP STEP ...", where those of one rank are infinite. $SCALING: with dynamic loss scaling, in float32. The model
-"Plain" has no batch normalisation. $UNFUSED: each gradient has an all-reduce of its own. $FATAL_CHANGE: kill -9 before
-the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP: seconds that each step takes longer,
-so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank before its n-th training step, from
-FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists. $DIFFERS: "RANK WORDS", flags of one
-rank alone, or "RANK version", and more of them behind commas. $SHARE_GPU: the ranks share a GPU.
+"Plain" has no batch normalisation, "Deep" has four stages. $UNFUSED: each gradient has an all-reduce of its own.
+$FATAL_CHANGE: kill -9 before the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP:
+seconds that each step takes longer, so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank
+before its n-th training step, from FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists.
+$DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version", and more of them behind commas. $SHARE_GPU: the
+ranks share a GPU.
 """
-# ruff: noqa: I001
+# ruff: noqa: E402, I001
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -19,6 +21,7 @@ import threading
 import time
 from functools import partial
 
+gc.disable()  # which takes a fifth of the time of the imports
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
 import numpy as np
 import paddle
@@ -34,6 +37,9 @@ from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils import signals
 from utils.mode import Mode
+
+gc.freeze()
+gc.enable()
 
 if "SHARE_GPU" in os.environ:  # which NCCL allows to ranks of different hosts, joined by sockets
     os.environ |= {"NCCL_HOSTID": str(processes.rank()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -155,8 +161,9 @@ def write_state(save):
 
 
 if __name__ == "__main__":
-    models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
+    models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1), width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
+    models.MODELS["Deep"] = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
     dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
     if "Plain" in sys.argv:
         resnet.BatchNorm = paddle.nn.Identity
@@ -189,8 +196,11 @@ if __name__ == "__main__":
     code = signals.leaving(train.main())
     print(f"recordings: {len(recordings)}")
     if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:
-        names = [f"conv2d_{i}.w_0" for i in range(17)] + ["linear_0.w_0", "linear_0.b_0"]
-        names += [f"batch_norm_{i}.{part}" for i in range(17) for part in ("w_0", "b_0", "w_1", "w_2")]
+        count = 17 if "Deep" in sys.argv else 9
+        names = [f"conv2d_{i}.w_0" for i in range(count)] + ["linear_0.w_0", "linear_0.b_0"]
+        names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{os.environ['PARAMETERS']}/rank{processes.rank()}.npz", **arrays)
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without the destructors of Paddle's libraries, which take half a second

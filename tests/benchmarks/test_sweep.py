@@ -47,16 +47,21 @@ def test_measurement_that_takes_too_long_is_ended(capsys):
 
 
 def test_rows_take_turns_and_failures_are_counted(tmp_path, capsys):
-    rows = ["--row", "plain:", "--row", "refused: --batch-size none", "--row", "evaluation: --run-scope eval_only"]
+    rows = ["--row", "plain:", "--row", "refused: --batch-size none"]
     output = tmp_path / "runs.jsonl"
     assert sweep.main(["--repeats", "2", "--flags", FLAGS, *rows, "--output", str(output)]) == 1
     results = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [result["row"] for result in results] == ["plain", "refused", "evaluation"] * 2
+    assert [result["row"] for result in results] == ["plain", "refused"] * 2
     assert "--batch-size" in results[1]["error"]
     lines = capsys.readouterr().out.splitlines()
-    plain, refused, evaluation = (line.split(" | ") for line in lines[-3:])
+    plain, refused = (line.split(" | ") for line in lines[-2:])
     assert refused[:2] == ["| refused", "0 (2 failed)"] and not any(refused[2:-1])
-    assert plain[1] == evaluation[1] == "2"
-    low, high = sorted(results[i]["ips"] for i in (0, 3))
+    assert plain[1] == "2"
+    low, high = sorted(results[i]["ips"] for i in (0, 2))
     assert plain[2:4] == [f"{(low + high) / 2:,.0f}", f"{low:,.0f} to {high:,.0f}"]
     assert plain[7] == f"{results[0]['loss']:.7g}"  # the same in both
+
+
+def test_an_evaluation_is_measured_too(capsys):
+    assert sweep.main(["--repeats", "1", "--flags", FLAGS, "--row", "evaluation: --run-scope eval_only"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split(" | ")[:2] == ["| evaluation", "1"]

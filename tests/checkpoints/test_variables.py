@@ -90,8 +90,8 @@ def test_other_model_is_refused_and_everything_listed_if_asked(args, saved):
     with pytest.raises(UsageError, match=says) as error:
         load(args, saved[0])
     _, missing, reshaped = str(error.value).splitlines()
-    assert missing.startswith("missing: batch_norm_17.b_0, batch_norm_17.w_0, batch_norm_17.w_1, ")
-    assert "conv2d_9.w_0 is [" in reshaped
+    assert missing.startswith("missing: batch_norm_10.b_0, batch_norm_10.w_0, batch_norm_10.w_1, ")
+    assert "conv2d_8.w_0 is [" in reshaped
 
 
 def test_other_class_count_is_refused(args, saved):

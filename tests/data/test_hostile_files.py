@@ -10,7 +10,6 @@ import struct
 import subprocess
 import tarfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from paddle_resnet.tools import inspection, verify
 from utils.errors import DataError, UsageError
 from utils.mode import Mode, RunScope
 
+pytestmark = pytest.mark.usefixtures("verify_here")
 INDEXED = ("recordio", "tfrecord", "webdataset")
 
 
@@ -37,12 +37,6 @@ def copy(converted, tmp_path):
         return root
 
     return copy
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    """verify decodes in this process: new ones take seconds to start. tests/tools/test_verify.py has them."""
-    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *arguments: ThreadPoolExecutor(1))
 
 
 def open_split(root, mode=Mode.EVAL, num_of_class=3):

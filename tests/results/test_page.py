@@ -52,7 +52,8 @@ def trained(once, run_train, tmp_path):
     """The folder of a run of two epochs with its page, which runs once for all tests."""
 
     def make(folder):
-        flags = ["--epochs", "2", "--print-interval", "1", "--report-html", tmp_path / "page.html"]
+        flags = ["--epochs", "2", "--lr", "0.01"]  # too little for all images
+        flags += ["--print-interval", "1", "--report-html", tmp_path / "page.html"]
         assert run_train(*flags)[0] == 0
         for path in tmp_path.glob("*.*"):
             shutil.copy(path, folder / path.name)

@@ -29,17 +29,17 @@ def test_trace_of_a_benchmark_names_steps_and_operators(run_train, tmp_path):
     assert phase(report, [], "train.")["steps"] == 4
     found = events(tmp_path / "output/profile/steps_1_4_rank0.json")
     assert {"ProfileStep#1", "ProfileStep#2", "ProfileStep#3"} <= set(steps(found))
-    # The tiny network's 17 convolutions and BN layers and 53 trainable parameters.
-    assert found["conv2d"] == found["conv2d_grad"] == 3 * 17
-    assert found["momentum"] == 3 * 53
-    assert found["batch_norm"] == 3 * 17
+    # The tiny network's 9 convolutions and BN layers and 29 trainable parameters.
+    assert found["conv2d"] == found["conv2d_grad"] == 3 * 9
+    assert found["momentum"] == 3 * 29
+    assert found["batch_norm"] == 3 * 9
 
 
 def test_trace_up_to_the_last_step_of_an_evaluation(run_train, tmp_path):
     code, _ = run_train("--run-scope", "eval_only", *BENCHMARK, "--profile-steps", "5:6")
     assert code == 0
     found = events(tmp_path / "output/profile/steps_5_6_rank0.json")
-    assert found["conv2d"] == 17
+    assert found["conv2d"] == 9
     assert found["momentum"] == 0
 
 
@@ -50,8 +50,8 @@ def test_only_the_first_epoch_is_traced(run_train, tmp_path, monkeypatch):
     assert len(started) == 1
     assert [path.name for path in (tmp_path / "output/profile").iterdir()] == ["steps_1_3_rank0.json"]
     found = events(tmp_path / "output/profile/steps_1_3_rank0.json")
-    assert found["momentum"] == 2 * 53
-    assert found["conv2d"] == 2 * 17
+    assert found["momentum"] == 2 * 29
+    assert found["conv2d"] == 2 * 9
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_repeated_command_goes_on_with_an_evaluation(run_train, stop_before, tmp
     shutil.rmtree(tmp_path / "output/profile")
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 53
+    assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 29
 
 
 def test_repeated_command_goes_on_where_the_traced_steps_are_over(

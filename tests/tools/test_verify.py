@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import signal
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -42,6 +43,7 @@ def deep():
     return buffer.getvalue()
 
 
+pytestmark = pytest.mark.usefixtures("verify_here")
 JPEG = encoded()
 # name: (bytes, whether training would fail, kinds of oddities)
 FILES = {
@@ -115,14 +117,23 @@ def odd(photos, tmp_path):
     return root
 
 
-def test_report_on_a_whole_folder(odd, tmp_path, capsys):
+@pytest.fixture
+def reports(monkeypatch):
+    """What verify finds, in order."""
+    found, look = [], verify.verify
+    monkeypatch.setattr(verify, "verify", lambda *args: found.append(look(*args)) or found[-1])
+    return found
+
+
+def test_report_on_a_whole_folder(odd, reports, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(verify, "ProcessPoolExecutor", ProcessPoolExecutor)
     assert dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")]) == 1
     failing = [f"train/class0/{name}" for name, (_, fails, _) in FILES.items() if fails]
     assert sorted((tmp_path / "bad.txt").read_text().splitlines()) == sorted(failing)
     printed = capsys.readouterr().out
     for word in ("CMYK", "EXIF-rotated", "class only in train", "the same file in train and val", "would fail"):
         assert word in printed
-    report = verify.verify(odd)
+    [report] = reports
     assert report.images == 53 + len(FILES) + 1
     assert sorted(report.failing) == sorted(failing)
     assert report.odd["class only in train"] == ["class3"]
@@ -149,7 +160,7 @@ def odd_containers(odd, tmp_path, request):
         (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
     for name in request.param:
         roots[name] = tmp_path / name
-        convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=2)
+        convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=1)
     return roots
 
 
@@ -159,15 +170,14 @@ def odd_containers(odd, tmp_path, request):
     indirect=True,
 )
 def test_every_format_is_verified_and_trains_without_what_fails(
-    odd_containers, odd, run_train, tmp_path, capsys, monkeypatch
+    odd_containers, odd, reports, run_train, tmp_path, capsys
 ):
-    expected, reports, look = verify.verify(odd), [], verify.verify
-    monkeypatch.setattr(verify, "verify", lambda *args: reports.append(look(*args)) or reports[-1])
+    expected = verify.verify(odd)
     bad = tmp_path / "bad.txt"
     flags = ["--num-of-class", "4", "--batch-size", "4", "--overwrite"]
     for data_format, root in odd_containers.items():
         assert dataset.main(["verify", str(root), "--fix-list", str(bad)]) == 1
-        report = reports.pop()
+        report = reports[-1]
         assert report.images == expected.images
         assert sorted(report.failing.values()) == sorted(expected.failing.values())
         for kind in ("CMYK", "EXIF-rotated", "grayscale", "truncated", "0 bytes", "the same file in train and val"):
