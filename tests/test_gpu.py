@@ -32,7 +32,9 @@ from paddle_resnet.steps import cuda_graph
 from test_dali import epoch, take
 from utils.mode import Mode
 
-pytestmark = pytest.mark.gpu
+# Four stages, as always here. With two, two runs of three had a fault whose cause is not known:
+# benchmarks/log/tests_h200_2026-11-23.md
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
 FP32 = ["--device", "gpu"]
 FP32_NHWC = [*FP32, *NHWC]

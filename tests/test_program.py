@@ -1,6 +1,5 @@
 import inspect
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +8,13 @@ import pytest
 from paddle import static
 
 from conftest import phase, read_report
-from paddle_resnet import dali, models, program
-from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+from paddle_resnet import dali, program
 from utils import logger
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter
 from utils.mode import Mode
 
 GOLDEN = Path(__file__).parent / "goldens" / "tiny_losses.json"
-FOUR_STAGES = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
 
 SIGNATURES = {
     "create_feeds": "(image_shape)",
@@ -100,8 +97,7 @@ def test_signature(name):
     assert f"({text})" == SIGNATURES[name]
 
 
-def test_golden_losses(parse, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "Tiny", FOUR_STAGES)
+def test_golden_losses(parse, four_stages):
     found = losses(parse(), random_batches(5, batch=32))
     np.testing.assert_allclose(
         found,

@@ -3,12 +3,12 @@
 $PARAMETERS: folder that each rank writes its parameters to at the end, and its whole state at the end of each epoch.
 $SHARES: the synthetic images of a step are the same over all processes together, whatever their number. $OVERFLOW:
 "RANK STEP STEP ...", where those of one rank are infinite. $SCALING: with dynamic loss scaling, in float32. The model
-"Plain" has no batch normalisation, "Deep" has four stages. $UNFUSED: each gradient has an all-reduce of its own.
-$FATAL_CHANGE: kill -9 before the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION, $SLOW_STEP:
-seconds that each step takes longer, so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what happens to a rank
-before its n-th training step, from FAULTS, and more of them behind commas; $FAULT_AFTER: not before this path exists.
-$DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version", and more of them behind commas. $SHARE_GPU: the
-ranks share a GPU.
+"Plain" has no batch normalisation. $STAGES: of the network, 2 if not given. $UNFUSED: each gradient has an all-reduce
+of its own. $FATAL_CHANGE: kill -9 before the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION,
+$SLOW_STEP: seconds that each step takes longer, so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what
+happens to a rank before its n-th training step, from FAULTS, and more of them behind commas; $FAULT_AFTER: not before
+this path exists. $DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version", and more of them behind commas.
+$SHARE_GPU: the ranks share a GPU.
 """
 # ruff: noqa: E402, I001
 
@@ -161,9 +161,9 @@ def write_state(save):
 
 
 if __name__ == "__main__":
-    models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1, 1), width=8)
+    stages = int(os.environ.get("STAGES", 2))
+    models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * stages, width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
-    models.MODELS["Deep"] = partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8)
     dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
     if "Plain" in sys.argv:
         resnet.BatchNorm = paddle.nn.Identity
@@ -196,7 +196,7 @@ if __name__ == "__main__":
     code = signals.leaving(train.main())
     print(f"recordings: {len(recordings)}")
     if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:
-        count = 17 if "Deep" in sys.argv else 9
+        count = 1 + 4 * stages
         names = [f"conv2d_{i}.w_0" for i in range(count)] + ["linear_0.w_0", "linear_0.b_0"]
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}

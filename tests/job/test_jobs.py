@@ -36,11 +36,10 @@ ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KE
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
-def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
+def test_fused_all_reduces_reach_every_gradient(launch, four_stages, tmp_path, kernels):
     """NHWC fuses the all-reduces on a CPU as on a GPU: gradients lie in buffers that are reduced as a whole. A gradient
     that is not in its buffer in time leaves the ranks different, or unlike those that reduce each gradient alone."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
-    flags += ["--model-arch-name", "Deep"]
     single, (reference, _) = launch(2, *flags, environment={"SHARES": "1", "UNFUSED": "1"})
     report, (first, second) = launch(2, *flags, "--kernels", kernels, environment={"SHARES": "1"})
     assert "2 gradient all-reduces a step" in (tmp_path / "job1/log/workerlog.0").read_text()  # of 53
