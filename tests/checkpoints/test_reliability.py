@@ -275,7 +275,7 @@ def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
 
 def test_two_processes_stop_together_or_one_is_killed_and_they_go_on_bit_for_bit(runs, two_processes):
     flags = [*TWO_EPOCHS, "--resume"]
-    process = runs.start(*flags, processes=2, environment={"SLOW_STEP": "0.2"})
+    process = runs.start(*flags, processes=2, environment={"SLOW_STEP": "0.5"})
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
     assert code == signal.SIGTERM, output  # the launcher's own exit code; its workers' is 75
@@ -283,13 +283,10 @@ def test_two_processes_stop_together_or_one_is_killed_and_they_go_on_bit_for_bit
     assert "stopped by SIGTERM; the same command with --resume goes on" in runs.logs()
     assert folders.position(runs.check()[0][0])[1]  # inside an epoch
 
-    process = runs.start(*flags, processes=2, environment={"SLOW_STEP": "0.2"})
-    runs.wait_for(process, '"step": [1, 0]')
-    wait_until((runs.root / "0").exists, 60)  # written in the background
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(workers[-1]), signal.SIGKILL)
+    # In the second epoch, with the first one's checkpoint, which is written in the background.
+    fault = {"FAULT": "1 2 killed", "FAULT_AFTER": str(runs.root / "0")}
     start = time.monotonic()
-    code, output = runs.finish(process)
+    code, output = runs.run(*flags, processes=2, environment=fault)
     assert time.monotonic() - start < 60
     assert code != 0
     assert no_process_is_left(runs)
