@@ -284,13 +284,14 @@ def test_two_processes_stop_together_or_one_is_killed_and_they_go_on_bit_for_bit
     assert folders.position(runs.check()[0][0])[1]  # inside an epoch
 
     # In the second epoch, with the first one's checkpoint, which is written in the background.
-    fault = {"FAULT": "1 2 killed", "FAULT_AFTER": str(runs.root / "0")}
+    fault = {"FAULT": "0 2 killed", "FAULT_AFTER": str(runs.root / "0")}
     start = time.monotonic()
     code, output = runs.run(*flags, processes=2, environment=fault)
     assert time.monotonic() - start < 60
     assert code != 0
     assert no_process_is_left(runs)
-    assert "failed first: its process ended without a word" in runs.logs()
+    log = (runs.folder / "log/workerlog.1").read_text()
+    assert_one_sentence(log, ["rank 0 failed first: its process ended without a word"])
     assert runs.check()[0][0] == "0"
 
     code, output = runs.run(*flags, processes=2)
