@@ -89,7 +89,8 @@ class Recorder:
         self._exe = static.Executor(self._place)
         self.inputs, self._posting, self._program = _split(program, variables, post)
         self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
-        self._shape, self._steps, self._graph, self._recorded_at = None, 0, None, None
+        self._shape, self._steps = None, 0
+        self._graph, self._recorded_at, self._workspaces = None, None, None
 
     def __call__(self, run_with_feed, feed):
         """Run a step; a batch of another size goes to run_with_feed."""
@@ -120,7 +121,7 @@ class Recorder:
         if exchange.all_gather([has_moved]).any():
             if self._graph is not None:
                 self._graph.reset()
-            self._graph, self._steps = None, 0
+            self._graph, self._workspaces, self._steps = None, None, 0
 
     def _set_learning_rate(self):
         if self._lr_scheduler is None:
@@ -146,6 +147,7 @@ class Recorder:
         except Exception as e:
             raise RunError(f"the step cannot be recorded as a CUDA graph ({core(e)}): give --cuda-graph false") from e
         self._graph, self._recorded_at = graph, self._addresses()
+        self._workspaces = _take_free_memory(self._place)
 
     def _addresses(self):
         """{name: address} of the tensors that outlive a step."""
@@ -157,6 +159,26 @@ class Recorder:
             for name, variable in zip(names, found, strict=True)
             if variable is not None and variable.get_tensor()._is_initialized()
         }
+
+
+def _take_free_memory(place):
+    """Tensors in all memory that Paddle's ordinary pool has and does not use.
+
+    While it records, too, Paddle takes the workspaces of cuDNN from this pool and gives them back. The launches of the
+    graph write there: nothing else may be in this memory, and it must stay mapped.
+    """
+    taken, grown = [], []
+    for size in (2**n for n in range(20, 7, -1)):  # 256 bytes are the smallest block
+        while True:
+            reserved = paddle.device.cuda.memory_reserved(place)
+            tensor = paddle.framework.core.LoDTensor()
+            tensor._set_dims([size])
+            tensor._mutable_data(place, paddle.base.core.VarDesc.VarType.UINT8)
+            if paddle.device.cuda.memory_reserved(place) > reserved:  # the pool had no block of this size left
+                grown.append(tensor)
+                break
+            taken.append(tensor)
+    return taken
 
 
 @contextlib.contextmanager

@@ -83,6 +83,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(static.Executor, "run", record_or_run)
     monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
     monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cuda_graph, "_take_free_memory", lambda place: [])
     monkeypatch.setattr(FakeGraph, "made", [])
     yield FakeGraph
     FakeGraph.recording = None
