@@ -35,8 +35,8 @@ from utils.mode import Mode
 # Four stages: more kinds of convolutions than two have, and more of cuDNN's algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
-# Without the hardware JPEG decoder. If too many loaders share a GPU, it is missing in some of them. GPU kernels then
-# decode their images, with other values: no two of these tests' runs would be alike.
+# Without the hardware JPEG decoder. With eight test processes on a GPU, it could not be opened for some loaders. GPU
+# kernels then decode instead, with other values, and runs that should be equal differ.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
 FP32_NHWC = [*FP32, *NHWC]
 O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]

@@ -168,7 +168,8 @@ def _take_free_memory(place):
     graph write there: nothing else may be in this memory, and it must stay mapped.
     """
     taken, grown = [], []
-    for size in (2**n for n in range(20, 7, -1)):  # 256 bytes are the smallest block
+    # From 1 MiB, so that the pool grows by little, to 256 bytes, its smallest block.
+    for size in (2**n for n in range(20, 7, -1)):
         while True:
             reserved = paddle.device.cuda.memory_reserved(place)
             tensor = paddle.framework.core.LoDTensor()

@@ -242,3 +242,29 @@ def test_operators_that_are_not_known_to_repeat_are_refused(run_train, capsys, f
     assert run_train(*NATIVE)[0] == 2
     assert_one_sentence(capsys.readouterr().err, [operator, "--cuda-graph false"])
     assert run_train(*NATIVE, "--cuda-graph", "false", "--epochs", "1")[0] == 0
+
+
+def test_all_free_memory_of_the_pool_is_taken(monkeypatch):
+    """With a pool that takes the smallest block in which a tensor fits, as Paddle's does."""
+    free, reserved = [3 * 2**20 + 768, 349_440, 1024, 256], [10**7]
+    total = sum(free)
+
+    class Tensor:
+        def _set_dims(self, dims):
+            [self.size] = dims
+
+        def _mutable_data(self, place, dtype):
+            block = min((block for block in free if block >= self.size), default=None)
+            if block is None:
+                reserved[0] += self.size
+                return
+            free.remove(block)
+            if block > self.size:
+                free.append(block - self.size)
+
+    monkeypatch.setattr(paddle.framework.core, "LoDTensor", Tensor)
+    monkeypatch.setattr(paddle.device.cuda, "memory_reserved", lambda place: reserved[0])
+    taken = cuda_graph._take_free_memory(paddle.CPUPlace())
+    assert not free
+    assert sum(tensor.size for tensor in taken) == total  # nothing that the pool grew by
+    assert reserved[0] < 10**7 + 2 * 2**20
