@@ -8,6 +8,8 @@ import reprlib
 
 import numpy as np
 
+from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_table, is_text
+
 
 def problem(meta):
     """What is wrong with the content of a meta.json (without its checksum): a few words, or None."""
@@ -21,67 +23,38 @@ def problem(meta):
     return None
 
 
-def _is_count(value):
-    return type(value) is int and 0 <= value < 2**31
-
-
-def _is_number(value):
-    return type(value) in (int, float)  # a loss may be infinite or not a number
-
-
-def _is_ratio(value):
-    return _is_number(value) and 0 <= value <= 1
-
-
-def _is_text(value):
-    return isinstance(value, str)
-
-
-def _is_table(value, /, **checks):
-    """Whether a value is a dict that has these keys, with values that pass their checks."""
-    return isinstance(value, dict) and all(name in value and check(value[name]) for name, check in checks.items())
-
-
-def _is_list_of(check):
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _is_none_or(check):
-    return lambda value: value is None or check(value)
-
-
 def _is_result(value):
     """Of an epoch's training or evaluation."""
-    checks = {"loss": _is_number, "top1": _is_ratio, "top5": _is_ratio, "ips": _is_number}
-    return _is_table(value, **checks) and all(map(_is_number, value.values()))
+    checks = {"loss": is_number, "top1": is_ratio, "top5": is_ratio, "ips": is_number}
+    return is_table(value, **checks) and all(map(is_number, value.values()))
 
 
 def _is_best(value):
-    return _is_result(value) and _is_count(value.get("epoch"))
+    return _is_result(value) and is_count(value.get("epoch"))
 
 
 def _is_rank(value):
     """One process's part: the state of its loader and of its meters."""
     return (
-        _is_table(value, loader=_is_loader, meters=_is_table)
-        and all(map(_is_text, value["meters"]))
+        is_table(value, loader=_is_loader, meters=is_table)
+        and all(map(is_text, value["meters"]))
         and all(map(_is_meter, value["meters"].values()))
     )
 
 
 def _is_loader(value):
-    return _is_table(value, step=_is_count, conditions=_is_table) and _is_base64(value.get("pipeline", ""))
+    return is_table(value, step=is_count, conditions=is_table) and _is_base64(value.get("pipeline", ""))
 
 
 def _is_base64(value):
     try:
-        return _is_text(value) and base64.b64decode(value, validate=True) is not None
+        return is_text(value) and base64.b64decode(value, validate=True) is not None
     except ValueError:
         return False
 
 
 def _is_meter(value):
-    return _is_table(value, value=_is_number, sum=_is_number, count=_is_count) and _is_count(value.get("not_finite", 0))
+    return is_table(value, value=is_number, sum=is_number, count=is_count) and is_count(value.get("not_finite", 0))
 
 
 def _are_seeds(value):
@@ -103,9 +76,9 @@ def as_tuples(value):
 def _are_files(value):
     """{name: {"size", "sha256"}} with the parameters and the optimizer, below the folder itself."""
     return (
-        _is_table(value)
+        is_table(value)
         and all(re.fullmatch(r"[^/.\0][^/\0]*", name) for name in value)
-        and all(_is_table(entry, size=_is_size, sha256=_is_sha256) for entry in value.values())
+        and all(is_table(entry, size=_is_size, sha256=_is_sha256) for entry in value.values())
         and prefix(value) is not None
     )
 
@@ -123,22 +96,22 @@ def _is_size(value):
 
 
 def _is_sha256(value):
-    return _is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None
+    return is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 SCHEMA = {
     "sequence": _is_size,
-    "run": _is_text,
-    "epoch": _is_count,
-    "step": _is_none_or(_is_count),
-    "steps_each_epoch": _is_count,
-    "world_size": lambda value: _is_count(value) and value > 0,
-    "classes": _is_list_of(_is_text),
-    "arguments": _is_table,
-    "trained": _is_none_or(_is_result),
-    "evaluated": _is_none_or(_is_result),
-    "best": _is_none_or(_is_best),
+    "run": is_text,
+    "epoch": is_count,
+    "step": is_none_or(is_count),
+    "steps_each_epoch": is_count,
+    "world_size": lambda value: is_count(value) and value > 0,
+    "classes": is_list_of(is_text),
+    "arguments": is_table,
+    "trained": is_none_or(_is_result),
+    "evaluated": is_none_or(_is_result),
+    "best": is_none_or(_is_best),
     "seeds": _are_seeds,
-    "ranks": lambda value: bool(value) and _is_list_of(_is_rank)(value),
+    "ranks": lambda value: bool(value) and is_list_of(_is_rank)(value),
     "files": _are_files,
 }

@@ -1,0 +1,32 @@
+"""Checks of plain data read from files, for the schemas of meta.json, reports and exports."""
+
+
+def is_count(value):
+    """Whether a value is an integer from 0 to 2**31 - 1."""
+    return type(value) is int and 0 <= value < 2**31
+
+
+def is_number(value):
+    """Whether a value is a number that a float can hold; infinity and NaN included."""
+    return type(value) is float or (type(value) is int and abs(value) <= 2**1023)
+
+
+def is_ratio(value):
+    return is_number(value) and 0 <= value <= 1
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_table(value, /, **checks):
+    """Whether a value is a dict that has these keys, with values that pass their checks."""
+    return isinstance(value, dict) and all(name in value and check(value[name]) for name, check in checks.items())
+
+
+def is_list_of(check):
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def is_none_or(check):
+    return lambda value: value is None or check(value)
