@@ -5,14 +5,12 @@ This module imports neither Paddle nor DALI, so that `--help` and a misspelt fla
 
 import argparse
 import difflib
-import math
 import re
 import sys
-from fractions import Fraction
 
 import yaml
 
-from utils import files
+from utils import files, numbers
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -25,7 +23,6 @@ AUGMENTATION_RANGES = {
     "normalize_scale": (1e-12, 1e12),
     "normalize_std": (1e-12, 1e12),
     "normalize_mean": (-1e12, 1e12),
-    "resize_short": (1, 8192),
 }
 
 
@@ -202,17 +199,20 @@ def _add_global(group):
     group.add_argument(
         "--run-scope", default="train_eval", choices=[s.value for s in RunScope], help="what this run does"
     )
-    group.add_argument("--epochs", type=_positive, default=90, help="epochs to train")
+    group.add_argument("--epochs", type=numbers.positive, default=90, help="epochs to train")
     group.add_argument(
-        "--save-interval", type=_positive, default=1, help="epochs between checkpoints; the last epoch is always saved"
+        "--save-interval",
+        type=numbers.positive,
+        default=1,
+        help="epochs between checkpoints; the last epoch is always saved",
     )
     group.add_argument(
         "--eval-interval",
-        type=_positive,
+        type=numbers.positive,
         default=1,
         help="epochs between evaluations; the last epoch is always evaluated",
     )
-    group.add_argument("--print-interval", type=_positive, default=10, help="steps between log lines")
+    group.add_argument("--print-interval", type=numbers.positive, default=10, help="steps between log lines")
     group.add_argument(
         "--report-file", default="./report.json", help="metrics in dllogger's JSON lines; --resume appends to the file"
     )
@@ -236,8 +236,10 @@ def _add_global(group):
     )
     group.add_argument("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
     _add_switch(group, "--benchmark", help="measure the speed of training (or of eval_only) and stop")
-    group.add_argument("--benchmark-steps", type=_positive, default=100, help="steps to measure")
-    group.add_argument("--benchmark-warmup-steps", type=_not_negative, default=100, help="steps before the measurement")
+    group.add_argument("--benchmark-steps", type=numbers.positive, default=100, help="steps to measure")
+    group.add_argument(
+        "--benchmark-warmup-steps", type=numbers.not_negative, default=100, help="steps before the measurement"
+    )
     group.add_argument(
         "--profile-steps",
         type=_steps,
@@ -252,10 +254,16 @@ def _add_global(group):
         "without meta.json that a run starts from (default: resnet_50_paddle)",
     )
     group.add_argument(
-        "--save-interval-steps", type=_not_negative, default=0, help="steps between checkpoints in an epoch; 0: none"
+        "--save-interval-steps",
+        type=numbers.not_negative,
+        default=0,
+        help="steps between checkpoints in an epoch; 0: none",
     )
     group.add_argument(
-        "--keep-checkpoints", type=_positive, default=3, help="newest checkpoints of this run to keep, beside its best"
+        "--keep-checkpoints",
+        type=numbers.positive,
+        default=3,
+        help="newest checkpoints of this run to keep, beside its best",
     )
     group.add_argument(
         "--checkpoint-commit",
@@ -302,7 +310,7 @@ def _add_global(group):
         group, "--dry-run", help="check flags, data and output folder, build the programs, load the checkpoint, stop"
     )
     _add_switch(group, "--enable-cpu-affinity", default=True, help="bind each process to the cores next to its GPU")
-    group.add_argument("--seed", type=_seed, default=0, help="seed of the initial parameters")
+    group.add_argument("--seed", type=numbers.seed, default=0, help="seed of the initial parameters")
     group.add_argument(
         "--device", default="auto", choices=["auto", "gpu", "cpu"], help="auto: a GPU if Paddle finds one, else the CPU"
     )
@@ -312,21 +320,21 @@ def _add_dataset(group):
     group.add_argument("--image-root", default="/imagenet", help="folder of the data set; docs/data.md has its forms")
     group.add_argument(
         "--image-shape",
-        type=_integers,
+        type=numbers.shape,
         default=[4, 224, 224],
         metavar="C,H,W",
         help="C is 3, or 4 for RGB and a zero channel, which is faster in NHWC on a GPU and the default there alone; H "
         "and W are --crop-size, which follows them if it is not given",
     )
-    group.add_argument("--batch-size", type=_positive, default=256, help="images a step and process")
+    group.add_argument("--batch-size", type=numbers.batch_size, default=256, help="images a step and process")
     group.add_argument(
         "--data-format",
         default="auto",
         choices=["auto", "folder", "filelist", "recordio", "tfrecord", "lmdb", "webdataset", "synthetic"],
         help="auto: detected in --image-root; synthetic: one random batch that stays in device memory",
     )
-    group.add_argument("--dali-random-seed", type=_seed, default=42, help="seed of order and augmentation")
-    group.add_argument("--dali-num-threads", type=_positive, default=4, help="loader threads a process")
+    group.add_argument("--dali-random-seed", type=numbers.seed, default=42, help="seed of order and augmentation")
+    group.add_argument("--dali-num-threads", type=numbers.threads, default=4, help="loader threads a process")
     _add_switch(group, "--dali-output-fp16", help="the loader outputs float16 images")
     group.add_argument(
         "--dali-device",
@@ -336,17 +344,19 @@ def _add_dataset(group):
     )
     group.add_argument(
         "--hw-decoder-load",
-        type=_ratio,
+        type=numbers.ratio,
         default=0.9,
         help="share of each batch for the GPU's hardware JPEG decoder, if it has one",
     )
     group.add_argument(
         "--cpu-decoder-load",
-        type=_ratio,
+        type=numbers.ratio,
         default=0.0,
         help="share of each training batch that the CPU decodes beside the GPU",
     )
-    group.add_argument("--dali-prefetch", type=_positive, default=3, help="batches the loader keeps ready")
+    group.add_argument(
+        "--dali-prefetch", type=numbers.integer(1, 100), default=3, help="batches the loader keeps ready"
+    )
     group.add_argument(
         "--skip-list", metavar="FILE", help="images to leave out, one path below IMAGE_ROOT a line: see dataset verify"
     )
@@ -354,23 +364,33 @@ def _add_dataset(group):
 
 
 def _add_augmentation(group):
-    group.add_argument("--crop-size", type=_positive, default=224, help="height and width of the crop")
+    group.add_argument("--crop-size", type=numbers.side, default=224, help="height and width of the crop")
     group.add_argument(
-        "--rand-crop-scale", type=_numbers, default=[0.08, 1.0], metavar="MIN,MAX", help="area of the random crop"
+        "--rand-crop-scale",
+        type=numbers.number_list,
+        default=[0.08, 1.0],
+        metavar="MIN,MAX",
+        help="area of the random crop",
     )
     group.add_argument(
         "--rand-crop-ratio",
-        type=_numbers,
+        type=numbers.number_list,
         default=[3 / 4, 4 / 3],
         metavar="MIN,MAX",
         help="width/height of the random crop",
     )
     group.add_argument("--normalize-scale", type=_positive_number, default=1 / 255, help="factor before normalisation")
-    group.add_argument("--normalize-mean", type=_numbers, default=[0.485, 0.456, 0.406], metavar="R,G,B", help="mean")
     group.add_argument(
-        "--normalize-std", type=_numbers, default=[0.229, 0.224, 0.225], metavar="R,G,B", help="standard deviation"
+        "--normalize-mean", type=numbers.number_list, default=[0.485, 0.456, 0.406], metavar="R,G,B", help="mean"
     )
-    group.add_argument("--resize-short", type=_positive, default=256, help="shorter side before the centre crop")
+    group.add_argument(
+        "--normalize-std",
+        type=numbers.number_list,
+        default=[0.229, 0.224, 0.225],
+        metavar="R,G,B",
+        help="standard deviation",
+    )
+    group.add_argument("--resize-short", type=numbers.side, default=256, help="shorter side before the centre crop")
     group.add_argument(
         "--color-jitter",
         type=_not_negative_number,
@@ -406,7 +426,7 @@ def _add_model(group):
     )
     group.add_argument(
         "--num-of-class",
-        type=_positive,
+        type=numbers.num_of_class,
         default=argparse.SUPPRESS,
         help="outputs of the network (default: the classes of the data, or 1000 where the data do not name them)",
     )
@@ -414,9 +434,11 @@ def _add_model(group):
 
 
 def _add_training(group):
-    group.add_argument("--label-smoothing", type=_ratio, default=0.1, help="share of the label spread over all classes")
+    group.add_argument(
+        "--label-smoothing", type=numbers.ratio, default=0.1, help="share of the label spread over all classes"
+    )
     group.add_argument("--optimizer", default="Momentum", choices=["Momentum"], help="optimizer")
-    group.add_argument("--momentum", type=_ratio, default=0.875, help="momentum")
+    group.add_argument("--momentum", type=numbers.ratio, default=0.875, help="momentum")
     group.add_argument("--weight-decay", type=_not_negative_number, default=3.0517578125e-05, help="L2 weight decay")
     group.add_argument("--lr-scheduler", default="Cosine", choices=["Cosine"], help="learning-rate schedule")
     group.add_argument(
@@ -425,7 +447,7 @@ def _add_training(group):
         default=0.256,
         help="peak learning rate of one process; multiplied by the number of processes",
     )
-    group.add_argument("--warmup-epochs", type=_not_negative, default=5, help="epochs of linear warm-up")
+    group.add_argument("--warmup-epochs", type=numbers.not_negative, default=5, help="epochs of linear warm-up")
     group.add_argument("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate of step 0")
 
 
@@ -447,13 +469,13 @@ def _add_advanced(group):
     _add_switch(group, "--use-pure-fp16", help="the same as --amp-level O2, in float16")
     group.add_argument(
         "--max-bad-steps",
-        type=_positive,
+        type=numbers.positive,
         default=10,
         help="end the run after this many losses in a row that are not finite; skips of loss scaling do not count",
     )
     group.add_argument(
         "--comm-timeout-s",
-        type=_positive,
+        type=numbers.integer(1, 10**6),
         default=600,
         help="end a job of several processes when one of them makes no progress for this many seconds",
     )
@@ -719,16 +741,6 @@ def _truth(text):
     return words[text.lower()]
 
 
-def _number(text):
-    try:
-        value = float(Fraction(text)) if "/" in text else float(text)
-    except (ValueError, ZeroDivisionError, OverflowError) as e:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number: give one such as 0.1 or 1/255") from e
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not finite: give a number such as 0.1 or 1/255")
-    return value
-
-
 def _file_name(text):
     if not text or "/" in text or text.startswith("."):
         raise argparse.ArgumentTypeError(
@@ -738,48 +750,16 @@ def _file_name(text):
 
 
 def _not_negative_number(text):
-    value = _number(text)
+    value = numbers.number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative: give 0 or more")
     return value
 
 
 def _positive_number(text):
-    value = _number(text)
+    value = numbers.number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not positive: give more than 0")
-    return value
-
-
-def _ratio(text):
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1: give a share")
-    return value
-
-
-def _integer(text, least):
-    try:
-        value = int(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number: give one of at least {least}") from e
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is too small: give at least {least}")
-    return value
-
-
-def _positive(text):
-    return _integer(text, 1)
-
-
-def _not_negative(text):
-    return _integer(text, 0)
-
-
-def _seed(text):
-    value = _not_negative(text)
-    if value >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is too large for a seed: give less than {2**32}")
     return value
 
 
@@ -790,7 +770,7 @@ def _steps(text):
     parts = text.replace(",", ":").split(":")
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(f"'{text}' is not A:B: give two steps such as 100:110 (quoted in YAML)")
-    begin, end = (_not_negative(part) for part in parts)
+    begin, end = (numbers.not_negative(part) for part in parts)
     if begin >= end:
         raise argparse.ArgumentTypeError(f"{begin}:{end} holds no step: give A:B with A less than B")
     return [begin, end]
@@ -804,18 +784,4 @@ def _path(text):
 def _epoch(text):
     if text == "None":
         return None
-    return text if text == "auto" else _integer(text, 0)
-
-
-def _integers(text):
-    return [_integer(part, 0) for part in _parts(text)]
-
-
-def _numbers(text):
-    return [_number(part) for part in _parts(text)]
-
-
-def _parts(text):
-    if len(text.split()) > 1 and "," not in text:
-        raise argparse.ArgumentTypeError(f"'{text}' has no commas: give {','.join(text.split())}")
-    return text.split(",")
+    return text if text == "auto" else numbers.not_negative(text)

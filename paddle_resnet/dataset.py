@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_resnet.tools import convert
-from utils import exit_codes, files, signals
+from utils import exit_codes, files, numbers, signals
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -103,7 +103,7 @@ def _add_split(commands):
         "--val", type=_share, default=0.2, metavar="SHARE", help="of each class that goes to val/ (default 0.2)"
     )
     command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="another one makes another choice (default 0)"
+        "--seed", type=numbers.seed, default=0, metavar="N", help="another one makes another choice (default 0)"
     )
 
 
@@ -129,20 +129,24 @@ def _add_convert(commands):
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
     command.add_argument(
         "--shards",
-        type=_positive,
+        type=numbers.positive,
         metavar="N",
         help=f"training shards of tfrecord and webdataset (default: one per {convert.IMAGES_PER_SHARD} images)",
     )
     command.add_argument(
         "--resize-short",
-        type=_positive,
+        type=numbers.side,
         metavar="N",
         help="shrink images to a shorter side of N pixels (default: keep the bytes)",
     )
     command.add_argument(
-        "--quality", type=_quality, default=95, metavar="Q", help="JPEG quality when shrinking (default 95)"
+        "--quality",
+        type=numbers.integer(1, 100),
+        default=95,
+        metavar="Q",
+        help="JPEG quality when shrinking (default 95)",
     )
-    command.add_argument("--workers", type=_positive, metavar="N", help="processes (default: one per core)")
+    command.add_argument("--workers", type=numbers.threads, metavar="N", help="processes (default: one per core)")
     command.add_argument("--skip-list", metavar="FILE", help="images to leave out, as for train.py")
     command.add_argument("--unchecked", action="store_true", help="do not decode all images first: verify has done it")
     _add_allow_outside(command)
@@ -215,7 +219,9 @@ def _add_preview(commands):
     command = _add(commands, "preview", _run_preview, "draw training images as the network receives them", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", required=True, metavar="FILE", help="drawing to write: .png, .pdf or .svg")
-    command.add_argument("--images", type=_positive, default=36, metavar="N", help="number of images (default 36)")
+    command.add_argument(
+        "--images", type=numbers.integer(1, 1000), default=36, metavar="N", help="number of images (default 36)"
+    )
 
 
 def _run_preview(args):
@@ -229,7 +235,9 @@ def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--fix-list", metavar="FILE", help="write the failing images to FILE for train.py --skip-list")
-    command.add_argument("--num-of-class", type=_positive, metavar="N", help="outputs of the network (default: any)")
+    command.add_argument(
+        "--num-of-class", type=numbers.num_of_class, metavar="N", help="outputs of the network (default: any)"
+    )
     command.add_argument(
         "--run-scope",
         choices=[scope.value for scope in RunScope],
@@ -285,13 +293,17 @@ def _add_speed(commands):
     command = _add(commands, "speed", _run_speed, "measure the loader alone", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
-        "--threads", type=_list_of(int), default=[4], metavar="N,...", help="--dali-num-threads to try"
+        "--threads",
+        type=numbers.list_of(numbers.threads),
+        default=[4],
+        metavar="N,...",
+        help="--dali-num-threads to try",
     )
     command.add_argument(
-        "--loads", type=_list_of(float), default=[0.9], metavar="L,...", help="--hw-decoder-load to try"
+        "--loads", type=numbers.list_of(numbers.ratio), default=[0.9], metavar="L,...", help="--hw-decoder-load to try"
     )
-    command.add_argument("--batches", type=_positive, default=20, help="batches per measurement (default 20)")
-    command.add_argument("--repeats", type=_positive, default=3, help="measurements per setting (default 3)")
+    command.add_argument("--batches", type=numbers.positive, default=20, help="batches per measurement (default 20)")
+    command.add_argument("--repeats", type=numbers.positive, default=3, help="measurements per setting (default 3)")
 
 
 def _run_speed(args):
@@ -304,37 +316,11 @@ def _add_allow_outside(command):
     command.add_argument("--allow-outside", action="store_true", help="file lists may name files outside DIR")
 
 
-def _positive(text):
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
-
-
-def _quality(text):
-    value = _positive(text)
-    if value > 100:
-        raise argparse.ArgumentTypeError(f"{text} is not a JPEG quality: give 1 to 100")
-    return value
-
-
 def _share(text):
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share between 0 and 1, such as 0.2")
+    value = numbers.ratio(text)
+    if value in (0, 1):
+        raise argparse.ArgumentTypeError(f"{text} leaves a split empty: use a fraction between 0 and 1, such as 0.2")
     return value
-
-
-def _list_of(kind):
-    def values(text):
-        try:
-            return [kind(part) for part in text.split(",")]
-        except ValueError as e:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a list such as 4,8") from e
-
-    return values
 
 
 if __name__ == "__main__":

@@ -397,7 +397,7 @@ def test_list_with_a_part_of_the_wrong_kind_is_refused(flag, value, part):
         ("--normalize-scale 1e-300", ["--normalize-scale 1e-300 is out of range"]),
         ("--normalize-std 1,1,1e300", ["--normalize-std 1,1,1e+300 is out of range"]),
         ("--normalize-mean 0,-1e30,0", ["--normalize-mean 0,-1e+30,0 is out of range"]),
-        ("--resize-short 100000", ["--resize-short 100000 is out of range", "1 to 8192"]),
+        ("--resize-short 100000", ["--resize-short: 100000 is too large", "1 to 8192"]),
         ("--resize-short 223", ["--resize-short 223", "--crop-size 224"]),
         ("--from-checkpoint a --from-pretrained-params b", ["--from-checkpoint a", "--from-pretrained-params b"]),
         ("--last-epoch-of-checkpoint auto", ["--last-epoch-of-checkpoint auto", "--from-checkpoint"]),
@@ -453,7 +453,7 @@ def test_flags_at_the_edge_of_a_refusal_are_accepted(flags):
         ("normalize_mean: [0, 0", "is not YAML"),
         ("epochs: 3\n\tlr: 1", "is not YAML"),
         ("lr: fast", "--lr: 'fast' is not a number"),
-        ("image_shape: 3 32 32", "--image-shape: '3 32 32' has no commas: give 3,32,32"),
+        ("image_shape: 3 32 32", "--image-shape: '3 32 32' has no commas: use 3,32,32"),
     ],
 )
 def test_unusable_config_file_is_refused(config_file, text, says):
@@ -481,8 +481,11 @@ def test_flags_need_neither_paddle_nor_dali():
         (["--scale-loss", "0"], "0 is not positive"),
         (["--normalize-scale", "0"], "0 is not positive"),
         (["--rand-crop-scale", "nan,1"], "nan is not finite"),
-        (["--dali-random-seed", str(2**32)], "too large for a seed"),
-        (["--seed", str(2**32)], "too large for a seed"),
+        (["--lr", "1e400"], "1e400 is not finite"),
+        (["--dali-random-seed", str(2**32)], f"too large: use a whole number from 0 to {2**32 - 1}"),
+        (["--seed", str(2**32)], f"too large: use a whole number from 0 to {2**32 - 1}"),
+        (["--dali-num-threads", "100000"], "100000 is too large: use a whole number from 1 to 1024"),
+        (["--num-of-class", str(2**31)], f"{2**31} is too large: use a whole number from 1 to {2**24}"),
         (["--profile-steps", "3:3"], "--profile-steps: 3:3 holds no step"),
         (["--profile-steps", "4:3"], "4:3 holds no step"),
         (["--profile-steps=-1:3"], "-1 is too small"),
@@ -494,6 +497,19 @@ def test_flags_need_neither_paddle_nor_dali():
 def test_numbers_that_cannot_be_meant_are_refused(flags, says):
     with pytest.raises(UsageError, match=says):
         config.parse_args(flags)
+
+
+WHOLE_NUMBERS = [config.flag(a.dest) for a in config.build_parser()._actions if type(a.default) is int] + [
+    *("--num-of-class", "--image-shape", "--profile-steps", "--last-epoch-of-checkpoint")
+]
+
+
+@pytest.mark.parametrize("value", ["9" * 11, "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_every_whole_number_has_an_upper_limit(name, value):
+    with pytest.raises(UsageError, match=rf"^{name}: .*use a whole number from [01] to [0-9]+$") as error:
+        config.parse_args([name, f"1:{value}" if name == "--profile-steps" else value])
+    assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize(

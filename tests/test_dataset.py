@@ -120,9 +120,16 @@ def test_bad_command_line_exits_with_2(argv, capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["split", "x", "--output", "y", "--val", "1.5"], "'1.5' is not a share between 0 and 1"),
-        (["split", "x", "--output", "y", "--val", "some"], "'some' is not a share between 0 and 1"),
-        (["speed", "x", "--threads", "2,many"], "'2,many' is not a list such as 4,8"),
+        (["split", "x", "--output", "y", "--val", "1.5"], "1.5 is not between 0 and 1"),
+        (["split", "x", "--output", "y", "--val", "some"], "'some' is not a number"),
+        (["split", "x", "--output", "y", "--val", "1"], "1 leaves a split empty: use a fraction between 0 and 1"),
+        (["split", "x", "--output", "y", "--seed", "9" * 400], "is too large: use a whole number from 0 to"),
+        (["speed", "x", "--threads", "2,many"], "'many' is not a whole number: use a whole number from 1 to 1024"),
+        (["speed", "x", "--threads", "99999"], "99999 is too large"),
+        (["speed", "x", "--loads", "0.5,nan"], "nan is not finite"),
+        (["preview", "x", "--output", "y", "--images", "1000000000"], "1000000000 is too large"),
+        (["verify", "x", "--num-of-class", str(2**31)], f"{2**31} is too large"),
+        (["convert", "--from", "x", "--to", "lmdb", "--output", "y", "--workers", "100000"], "100000 is too large"),
     ],
 )
 def test_value_that_is_none_is_named(argv, says, capsys):

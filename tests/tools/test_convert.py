@@ -211,8 +211,8 @@ def test_other_images_are_refused(photos, tmp_path):
     [
         (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file per split"),
         (["--to", "tfrecord", "--shards", "31"], "--shards 31 exceeds the 30 images"),
-        (["--to", "tfrecord", "--quality", "101"], "101 is not a JPEG quality"),
-        (["--to", "tfrecord", "--shards", "0"], "'0' is not a whole number"),
+        (["--to", "tfrecord", "--quality", "101"], "101 is too large: use a whole number from 1 to 100"),
+        (["--to", "tfrecord", "--shards", "0"], "0 is too small"),
         (["--to", "jpeg"], "invalid choice: 'jpeg'"),
     ],
 )
