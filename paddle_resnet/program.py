@@ -192,8 +192,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
     """Run one epoch, or what is left of it, or in benchmark mode a given number of steps.
 
     The host dispatches step n and then reads the metrics of step n-1; it waits for nothing else. In benchmark mode
-    the loader starts again as often as needed; the first --benchmark-warmup-steps and the time that a restart
-    takes are left out of every figure, and the measurement begins and ends with an empty queue.
+    the loader restarts as often as needed. A restart and the wait for the first batch after it count as data_time of
+    that step. The first --benchmark-warmup-steps do not count, and the measurement begins and ends with an empty queue.
 
     Args:
         args: flags.
@@ -208,11 +208,12 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
         steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
         (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
-        latency_{mean,p50,p90,p95,p99}_ms and first_step_s (seconds from the start of the program until the host had the
-        first step's metrics); with Mode.EVAL confusion (images by label and predicted class, int64 [C, C]) and
-        class_top1 (float64 [C], NaN for a class without images); on rank 0 with --predictions or --report-html
-        predictions (float64 [images, 1 + 2 k] in the order of the data set: label, the k = 5 or C < 5 most probable
-        classes, their probabilities); not_finite (images whose loss is NaN or infinite) if
+        latency_{mean,p50,p90,p95,p99}_ms (of the time between the dispatches of consecutive steps: the host is a step
+        ahead of a GPU, so this is the time per step, not the time that one batch takes) and first_step_s (seconds from
+        the start of the program until the host had the first step's metrics); with Mode.EVAL confusion (images by label
+        and predicted class, int64 [C, C]) and class_top1 (float64 [C], NaN for a class without images); on rank 0 with
+        --predictions or --report-html predictions (float64 [images, 1 + 2 k] in the order of the data set: label, the
+        k = 5 or C < 5 most probable classes, their probabilities); not_finite (images whose loss is NaN or infinite) if
         there are any. After a resume inside an epoch, steps and times are those of the rest of the epoch.
     Raises:
         Preempted: the run was asked to stop, and all processes stopped before the same step.
@@ -306,19 +307,15 @@ class _Pass:
             self._clock.restart()
 
     def next_batch(self, step):
-        """{"data", "label"} of the next batch. A benchmark restarts the loader as often as needed and leaves the time
-        out."""
+        """{"data", "label"} of the next batch. A benchmark restarts the loader as often as needed."""
         watchdog.step(step, waits=True)
         batch = next(self._batches, None)
         if batch is None:
             if not self._args.benchmark:
                 raise RuntimeError(f"the loader ended at step {step} of {self.end_step}")
-            self._drain()
-            self._clock.close_step()
             self._loader.reset()
             self._batches = iter(self._loader)
             batch = next(self._batches)
-            self._clock.resume()
         self._clock.data_ready()
         watchdog.step(step)
         return batch[0]

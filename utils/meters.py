@@ -134,7 +134,7 @@ class TopMeter:
 
 
 class StepClock:
-    """Splits the time of each step into waiting for the loader and the rest. Restarts of the loader are left out."""
+    """Splits the time of each step into waiting for the loader and the rest."""
 
     def __init__(self):
         self.restart()
