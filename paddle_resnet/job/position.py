@@ -38,8 +38,15 @@ class Position:
         return slice(1024 + phase % 2 * 256, 1280 + phase % 2 * 256)
 
 
-def standstill(positions):
-    """Name the ranks that are behind: {rank: [phase, place, name of the phase]}."""
+def standstill(positions, stopped=()):
+    """Name the ranks that block the job.
+
+    Args:
+        positions: {rank: [phase, place, name of the phase]}.
+        stopped: ranks that a signal has stopped. They are the cause, wherever the others are.
+    """
+    if stopped:
+        return f"{ranks(stopped)} stopped by SIGSTOP or a debugger in {where_is(positions[stopped[0]])}"
     first, last = min(p[:2] for p in positions.values()), max(p[:2] for p in positions.values())
     behind = [rank for rank in sorted(positions) if positions[rank][:2] == first]
     where = where_is(positions[behind[0]])

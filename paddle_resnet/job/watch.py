@@ -144,7 +144,7 @@ class Watch:
             if launcher and _parent(self._pid) not in (launcher, None):
                 launcher = None
                 os.kill(self._pid, signal.SIGTERM)
-            self._tell({"at": self._position.read()})
+            self._tell({"at": self._position.read(), "stopped": _is_stopped(self._pid)})
             if self._judge:
                 self._judge.look()
             silence = time.monotonic() - self._heard
@@ -181,6 +181,7 @@ class _Judge:
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
         self._peers, self._known = {}, set()  # {rank: writer}, ranks that have ever connected
         self._seen = {}  # {rank: (position, since when)}
+        self._stopped = set()  # ranks that a signal has stopped
         self._end = None  # message to all
 
     async def open(self, keys):
@@ -214,16 +215,21 @@ class _Judge:
             case {"at": [int(), int(), str()] as position} if rank in self._seen:
                 if position != self._seen[rank][0]:
                     self._seen[rank] = (position, time.monotonic())
+                self._stopped.discard(rank)
+                if message.get("stopped") is True:
+                    self._stopped.add(rank)
             case {"failed": str(cause), "code": int(code)} if 0 < code < 256:
                 self._fail(f"rank {rank} failed first: {cause}", code)
             case {"bye": True}:
                 self._seen.pop(rank, None)
+                self._stopped.discard(rank)
 
     def look(self):
         self._tell({"alive": True})
         if self._seen and time.monotonic() - min(since for _, since in self._seen.values()) >= self._timeout_s:
             positions = {rank: position for rank, (position, _) in self._seen.items()}
-            self._fail(f"--comm-timeout-s {self._timeout_s:g}: no progress for that long: {standstill(positions)}", 1)
+            where = standstill(positions, sorted(self._stopped))
+            self._fail(f"--comm-timeout-s {self._timeout_s:g}: no progress for that long: {where}", 1)
 
     def _fail(self, message, code):
         if not self._end:
@@ -243,8 +249,20 @@ async def _until(condition):
 
 def _parent(pid):
     """Process id of a process's parent; None if the process is gone."""
+    stat = _stat(pid)
+    return stat and int(stat[1])
+
+
+def _is_stopped(pid):
+    """Whether a signal (SIGSTOP) or a debugger has stopped a process."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] in "Tt"
+
+
+def _stat(pid):
+    """State, parent and the other fields of a process from proc(5); None if the process is gone."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
 

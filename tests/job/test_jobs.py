@@ -183,9 +183,10 @@ def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
 
 
 STANDSTILL = "--comm-timeout-s 8: no progress for that long: rank {} last seen in"
+STOPPED = "--comm-timeout-s 8: no progress for that long: rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
 FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
-    "0 4 stopped": STANDSTILL.format(0),
+    "0 4 stopped": STOPPED.format(0),
     # Rank 0 waits for rank 1, as in a copy to a GPU that stands still: no thread of it can tell where it is.
     "1 4 hangs,0 4 locks_soon": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
@@ -196,7 +197,7 @@ MORE_FAULTS = {
     "1 4 hangs": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait",
     "0 4 raises": "rank 0 failed first: ZeroDivisionError of the test",
     "1 4 killed": "rank 1 failed first: its process ended without a word",
-    "1 4 stopped": STANDSTILL.format(1),
+    "1 4 stopped": STOPPED.format(1),
 }
 
 

@@ -63,6 +63,12 @@ def test_ranks_that_are_behind_are_named():
     assert position.standstill(positions) == says
 
 
+def test_stopped_ranks_are_named_first():
+    positions = {rank: [1, 5, "epoch 0 val"] for rank in range(4)}
+    says = "ranks 2, 3 stopped by SIGSTOP or a debugger in epoch 0 val, step 2, waiting for images"
+    assert position.standstill(positions, [2, 3]) == says
+
+
 def test_many_ranks_are_not_listed():
     assert position.ranks([3]) == "rank 3"
     assert position.ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."

@@ -65,12 +65,12 @@ class Job:
 
 
 def run(scenario, *args, **kwargs):
-    """Run a coroutine function of a Job."""
+    """Run a coroutine function of a Job, made with kwargs, and of args."""
 
     async def run():
-        job = Job(*args, **kwargs)
+        job = Job(**kwargs)
         try:
-            return await asyncio.wait_for(scenario(job), 60)
+            return await asyncio.wait_for(scenario(job, *args), 60)
         finally:
             for end in job._ends:
                 end.close()
@@ -193,6 +193,24 @@ def test_rank_that_stands_still_is_named_after_the_timeout(capsys, killed):
     )
     assert capsys.readouterr().err == f"train.py: error: {says}, others wait in epoch 0 train, step 9\n" * 3
     assert not killed
+
+
+def test_stopped_rank_is_named_wherever_the_others_are(capsys, monkeypatch):
+    monkeypatch.setattr(watch.Watch, "_has_rank_ended", lambda self: self._is_rank_gone)  # the process is a stand-in
+
+    async def scenario(job, pid):
+        ranks = [await job.start(0), await job.start(1, pid=pid)]
+        for rank in ranks:
+            rank.position.phase("epoch 0 train")
+            rank.position.step(7, waits=False)
+        assert await asyncio.gather(*map(verdict, ranks)) == [1, 1]
+
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        run(scenario, process.pid, world_size=2, timeout_s=0.2)
+        process.kill()
+    says = "no progress for that long: rank 1 stopped by SIGSTOP or a debugger in epoch 0 train, step 7"
+    assert capsys.readouterr().err == f"train.py: error: --comm-timeout-s 0.2: {says}\n" * 2
 
 
 def test_ranks_that_do_not_find_each_other_end_after_the_timeout(capsys):
