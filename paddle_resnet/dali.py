@@ -9,7 +9,7 @@ from nvidia.dali import fn, pipeline_def, types
 
 import config
 from paddle_resnet.data import listing, readers
-from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, SyntheticIterator
+from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
 from paddle_resnet.job import exchange, processes, watchdog
 from utils import logger
 from utils.errors import UsageError
@@ -43,10 +43,6 @@ BATCH_FLAGS = (
 
 DEFAULT_CLASSES = 1000  # ImageNet's, where the data do not name any
 LIST = "list of images and labels (hash)"
-
-
-class StateError(UsageError):
-    """A loader's state, from a checkpoint, that is damaged."""
 
 
 def settle_classes(args, mode):
@@ -137,9 +133,8 @@ def build_dataloader(args, mode, state=None):
         # DALI makes no empty shards: use one shard per image, for the processes that have one.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
-    if checkpoint is not None:
-        _restore(pipeline)
-    return ShardIterator(pipeline, images, data_set, args.image_root, conditions, state["step"] if state else 0)
+    make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions)
+    return make() if checkpoint is None else _restored(pipeline, lambda: make(state["step"]))
 
 
 def open_data_set(args, mode):
@@ -161,15 +156,29 @@ def _conditions(args, data_format, size, digest=None):
     return {"--data-format": data_format, **flags, **counts, **files, "DALI version": nvidia.dali.__version__}
 
 
-def _restore(pipeline):
-    """Build a pipeline that has a checkpoint of DALI's, so that what is wrong with that is told from other errors."""
+def _restored(pipeline, make):
+    """The iterator of a pipeline that has a checkpoint of DALI's. Building the pipeline first distinguishes a damaged
+    checkpoint from images that cannot be decoded.
+
+    Raises:
+        StateError: the checkpoint is damaged.
+    """
     try:
         pipeline.build()
-    except (RuntimeError, ValueError) as e:
+    except (RuntimeError, LookupError, TypeError, ValueError) as e:
         if "memory" in str(e) or "CUDA" in str(e):
             raise
-        reason = str(e).partition(" failed: ")[2] or str(e)
-        raise StateError(f"the state of the loader is damaged ({' '.join(reason.split())[:200]})") from e
+        raise _state_error(str(e).partition(" failed: ")[2] or repr(e)) from e
+    try:
+        return make()
+    except UsageError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as e:  # DALI's plugin does not check what it reads
+        raise _state_error(repr(e)) from e
+
+
+def _state_error(reason):
+    return StateError(f"the state of the loader is damaged ({' '.join(reason.split())[:200]})")
 
 
 def _usable(state, conditions, steps):

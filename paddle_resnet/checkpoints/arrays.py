@@ -1,9 +1,11 @@
 """Reads files of named arrays without trusting them: the pickles of this project and of Paddle, and NumPy's .npz.
 
 `pickle.load` calls whatever functions a file names. `read_pickle` interprets the opcodes of pickled arrays itself: it
-calls nothing that the file names, and reserves no more memory than the file has bytes.
+calls nothing that the file names. Its time and memory are proportional to the size of the file: no opcode copies more
+than the bytes that the file spends on it.
 """
 
+import os
 import pickletools
 import re
 import zipfile
@@ -14,6 +16,7 @@ from utils import files
 
 _RECONSTRUCT = "numpy.core.multiarray._reconstruct"
 _KNOWN = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
+_NAME_LIMIT = 1000  # characters of an array's name, which each use of it reads
 _TABLE = "StructuredToParameterName@@"  # paddle.save adds the structured names of a Layer's parameters
 
 
@@ -80,6 +83,7 @@ class _Array:
 def _interpret(file):
     """The object of a pickle, arrays as _Array. Opcodes that no pickled array has are refused."""
     stack, marks, memo = [], [], {}
+    to_encode = os.fstat(file.fileno()).st_size  # characters; a text of the memo could be encoded again and again
     for opcode, argument, _ in pickletools.genops(file):
         match opcode.name:
             case "PROTO" | "FRAME":
@@ -117,6 +121,10 @@ def _interpret(file):
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
                 stack.append(_call(function, arguments))
+                if isinstance(stack[-1], bytes):
+                    to_encode -= len(stack[-1])
+                    if to_encode < 0:
+                        raise UnreadableError("it encodes more text than it has")
             case "BUILD":
                 state = stack.pop()
                 _set_content(stack[-1], state)
@@ -135,9 +143,13 @@ def _pop(stack, start):
 
 
 def _set_items(target, keys, values):
-    if not isinstance(target, dict) or not all(isinstance(key, str) and key.isprintable() for key in keys):
+    if not isinstance(target, dict) or not all(map(_is_name, keys)):
         raise UnreadableError("its keys are not names")
     target.update(zip(keys, values, strict=True))
+
+
+def _is_name(key):
+    return isinstance(key, str) and len(key) <= _NAME_LIMIT and key.isprintable()
 
 
 class _Known(str):

@@ -18,8 +18,13 @@ def problem(meta):
             return f"{name} is missing"
         if not is_valid(meta[name]):
             return f"{name} is {reprlib.repr(meta[name])[:100]}"
-    if (meta["step"] or 0) > meta["steps_each_epoch"]:
-        return f"step is {meta['step']} of {meta['steps_each_epoch']}"
+    step, steps = meta["step"], meta["steps_each_epoch"]
+    if (step or 0) > steps:
+        return f"step is {step} of {steps}"
+    if step is not None and meta["trained"] is None:
+        wrong = {rank["loader"]["step"] for rank in meta["ranks"]} - {step}
+        if wrong:
+            return f"step is {step}, but {min(wrong)} in the state of a loader"
     return None
 
 
@@ -100,7 +105,7 @@ def _is_sha256(value):
 
 
 SCHEMA = {
-    "sequence": _is_size,
+    "sequence": is_count,
     "run": is_text,
     "epoch": is_count,
     "step": is_none_or(is_count),

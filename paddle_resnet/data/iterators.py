@@ -22,6 +22,10 @@ from utils.mode import Mode
 READER = "Reader"  # name of the reader operator in a pipeline
 
 
+class StateError(UsageError):
+    """A loader's state, from a checkpoint, that is damaged."""
+
+
 class _Steps:
     """Step counts of an iterator with `images` images per epoch, of which `_left` are still to come."""
 
@@ -87,9 +91,16 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
     def __next__(self):
         if self._left == 0:
-            while True:  # until StopIteration
+            for _ in range(3):  # padding takes at most two batches; then StopIteration
                 self._next_batch()
-        batch = self._next_batch()
+            raise StateError("the state of the loader is damaged (its epoch is too long): use a different checkpoint")
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            raise StateError(
+                f"the state of the loader is damaged (its epoch ends {self._left} images early): use a different "
+                "checkpoint"
+            ) from None
         if self._left < self.batch_size:
             batch = {name: lod_tensor_clip(tensor, self._left) for name, tensor in batch.items()}
         self._left -= min(self._left, self.batch_size)

@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -127,7 +128,11 @@ def hostile_pickles():
     """Pickles that take time, memory, or the memory of others where pickle reads them."""
     key = b"\x80\x04})\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"K\x01s."
     one = pickle.dumps({"a": STATE["steps"]}, 4)
+    text = b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93\x94\x8c\x06latin1\x94X" + struct.pack("<I", 10**6)
+    text += b"x" * 10**6 + b"\x94"
     return {
+        "a text encoded 1,500 times": text + b"h\x00h\x02h\x01\x86R" * 1500 + b".",
+        "a name of 1 MB set 100,000 times": text + b"}" + b"h\x02K\x01s" * 100_000 + b".",
         "a key that takes 2^60 steps to hash": key,
         "a list of lists": b"\x80\x04]" + b"]" * 100_000,
         "tuples of tuples": b"\x80\x04)" + b"\x85" * 100_000 + b".",
@@ -156,6 +161,17 @@ def hostile_pickles():
 def test_hostile_pickles_are_refused_at_once(tmp_path, kind):
     with pytest.raises(UnreadableError):
         read(tmp_path, hostile_pickles()[kind])
+
+
+def test_memory_is_bounded_by_the_size_of_the_file(tmp_path):
+    data = hostile_pickles()["a text encoded 1,500 times"]
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnreadableError, match="encodes more text than it has"):
+            read(tmp_path, data)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(data)
+    finally:
+        tracemalloc.stop()
 
 
 def mutated(data, generator):
@@ -264,7 +280,7 @@ METER = {"value": 1.0, "sum": 2.0, "count": 3}
 LOADER = {"step": 1, "conditions": {}}
 # {field: values that it cannot have}
 IMPOSSIBLE = {
-    "sequence": [-1, 1.5, None, "1", True, [], float("nan")],
+    "sequence": [-1, 1.5, None, "1", True, [], float("nan"), 10**4000],
     "run": [None, 3, []],
     "epoch": [-5, -1, 2**31, 1.0, float("nan"), float("inf"), None, "0", True, [0], {}],
     "step": [-1, 4, 2**31, 1.5, "1", [], float("nan")],
@@ -326,27 +342,37 @@ def test_the_good_one_is_good(tmp_path, good):
 DAMAGED_STATES = {
     "text": {"pipeline": base64.b64encode(b"garbage").decode()},
     "of no pipeline": {"pipeline": ""},
-    "without a pipeline": {},
+    "without a pipeline": {},  # removed below
+    "of an earlier step": {"step": 1},
     "after the end": {"step": 4},
 }
+# A flipped bit in the names of what DALI's plugin keeps in its state.
+NAMES_IN_STATES = (b"_size", b"_counter_per_gpu", b"epoch_idx", b"iter")
 
 
-@pytest.mark.parametrize("damage", DAMAGED_STATES)
-def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path, capsys, damage):
+def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path, capsys):
     """In a meta.json whose checksum is right."""
     stop_before(train_step=2)
     assert run_train()[0] == 75
     stop_before()
     folder = tmp_path / "output/Tiny/0_2"
     meta = folders.read_meta(folder)
-    if damage == "without a pipeline":
-        del meta["ranks"][0]["loader"]["pipeline"]
-    meta["ranks"][0]["loader"] |= DAMAGED_STATES[damage]
-    craft(folder, meta)
-    capsys.readouterr()
-    assert run_train("--resume")[0] == 2
-    says = [f"{folder}: the state of the loader is damaged (", "): move it away, or start from another checkpoint"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    [rank] = meta["ranks"]
+    pipeline = base64.b64decode(rank["loader"]["pipeline"])
+    states = {name: rank["loader"] | damage for name, damage in DAMAGED_STATES.items()}
+    states["without a pipeline"].pop("pipeline")
+    for name in NAMES_IN_STATES:
+        assert name in pipeline
+        damaged = base64.b64encode(pipeline.replace(name, name[:-1] + bytes([name[-1] ^ 1]), 1)).decode()
+        states[name.decode()] = rank["loader"] | {"pipeline": damaged}
+    for damage, state in states.items():
+        craft(folder, meta | {"ranks": [rank | {"loader": state}]})
+        capsys.readouterr()
+        assert run_train("--resume")[0] == 2, damage
+        says = [f"{folder}: the state of the loader is damaged (", "): move it away, or start from another checkpoint"]
+        if "step" in DAMAGED_STATES.get(damage, ()):
+            says = ["holds only damaged checkpoints"]
+        assert_one_sentence(capsys.readouterr().err, says)
 
 
 @pytest.mark.parametrize("field", IMPOSSIBLE)
