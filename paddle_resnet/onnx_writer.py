@@ -16,12 +16,13 @@ def require(name):
     """Import onnx or onnxruntime.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: it is missing or broken.
     """
     try:
         return __import__(name)
-    except ImportError as e:
-        raise UsageError(f"ONNX needs the package {name}, which cannot be imported ({e}): {INSTALL}") from e
+    except Exception as e:  # a broken package raises errors of all kinds
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise UsageError(f"ONNX needs the package {name}, which cannot be imported ({reason}): {INSTALL}") from e
 
 
 def to_onnx(program, inputs, outputs, read, metadata):

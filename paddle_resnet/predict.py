@@ -3,125 +3,210 @@
 import argparse
 import contextlib
 import csv
-import importlib.util
 import json
 import os
 import signal
 import sys
 import tempfile
+from collections import Counter, deque
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from utils import exit_codes, files, logger, signals
+from paddle_resnet.results import predictions
+from utils import exit_codes, files, logger, numbers, signals
 from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
 TOP = 5
 FIGURES = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")  # of a line of --benchmark
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # a measurement lasts at least so long and so many steps
+MAX_LINE_BYTES = 4098  # of stdin: Linux's longest path and a line break
+SHOWN_REASONS = 8  # for skipping files of a folder
 
 
 def predict(model, paths, batch_size=32, device="cpu", threads=4):
-    """Yield (path, probabilities, why not) of each image file in order.
+    """Yield (path, probabilities, problem) for each image file, in order.
 
     Images are decoded, resized and normalised as in an evaluation: dali.py, Mode.EVAL.
 
     Args:
         model: inference.Model.
         paths: image files.
-        batch_size: images a batch.
+        batch_size: images per batch.
         device, threads: "cpu" or "gpu", and CPU threads, of DALI.
     Returns:
-        iterator; probabilities are float32 [classes], or None with the reason for a file that cannot be decoded.
+        iterator; probabilities are float32 [classes], or None with the problem of a file that cannot be decoded.
     """
-    for batch, images, reason in _images(model.description, paths, batch_size, device, threads):
-        probabilities = [None] if images is None else model.run(images)
-        for path, row in zip(batch, probabilities, strict=True):
-            yield path, row, reason
+    for files_read, images in _images(model.description, paths, batch_size, device, threads):
+        rows = iter(() if images is None else model.run(images))
+        for path, problem in files_read:
+            yield path, next(rows) if problem is None else None, problem
 
 
 def _images(description, paths, batch_size, device, threads):
-    """Yield (paths, images, None) of each batch, and ([path], None, reason) of each file that cannot be decoded. A DALI
-    pipeline ends with the first such file; the images that it was about to deliver are then decoded one by one."""
-    done = 0
-    while done < len(paths):
+    """Yield ([(path, problem or None)], images of those without a problem) of each batch.
+
+    DALI decodes some batches ahead. It stops at the first image that it cannot decode; the images of the batches that
+    it had read are then decoded one by one."""
+    remaining, ahead = iter(paths), deque()
+
+    def batches():
+        files_read, batch = [], []
+        for path in remaining:
+            encoded, problem = _read(path)
+            files_read.append((path, problem))
+            if problem is None:
+                batch.append(encoded)
+            if len(batch) == batch_size:
+                ahead.append(files_read)
+                yield batch
+                files_read, batch = [], []
+        ahead.append(files_read)
+        if batch:
+            yield batch
+
+    while True:
         try:
-            for images in _decoded(description, paths[done:], batch_size, device, threads):
-                batch = paths[done : done + len(images)]
-                done += len(images)
-                yield batch, images, None
-        except (RuntimeError, UnicodeEncodeError) as error:
-            for path in paths[done : done + batch_size]:
-                done += 1
-                try:
-                    (images,) = _decoded(description, [path], 1, device, threads)
-                except (RuntimeError, UnicodeEncodeError):
-                    yield [path], None, _why_not(path, error)
-                else:
-                    yield [path], images, None
+            for images in _decoded(description, batches(), min(batch_size, len(paths)), device, threads):
+                yield ahead.popleft(), images
+        except RuntimeError as error:
+            for path, problem in chain.from_iterable(ahead):
+                yield _alone(description, path, problem, device, threads, error)
+            ahead.clear()
+        else:
+            yield from ((files_read, None) for files_read in ahead)  # after the last image
+            return
 
 
-def _decoded(description, paths, batch_size, device, threads):
-    """Yield the images of each batch as the network takes them; DALI raises RuntimeError for a file that it cannot
-    decode."""
+def _alone(description, path, problem, device, threads, error):
+    """Decode one image, as _images, after DALI stopped with an error at it or at a different one."""
+    from paddle_resnet.data import bad_images
+
+    encoded, problem = (None, problem) if problem else _read(path)
+    if problem is None:
+        try:
+            (images,) = _decoded(description, iter([[encoded]]), 1, device, threads)
+        except RuntimeError:
+            problem = bad_images.decode(encoded.tobytes())
+            if problem is None:
+                reason = str(error).strip().splitlines()[-1]
+                raise RunError(f"{path}: this pipeline cannot load it ({reason}); remove it") from error
+        else:
+            return [(path, None)], images
+    return [(path, problem)], None
+
+
+def _read(path):
+    """(bytes of an image file, uint8 [size], None), or (None, what is wrong with it). DALI itself would wait for the
+    writer of a pipe, and read a device without end."""
+    from paddle_resnet.data import bad_images
+
+    try:
+        with files.open_regular(path, bad_images.MAX_BYTES) as file:
+            data = file.read()
+    except OSError as e:
+        return None, f"cannot be read ({e.strerror})"
+    except ValueError as e:  # a NUL in the path
+        return None, f"cannot be read ({e})"
+    return np.frombuffer(data, np.uint8), bad_images.header_problem(data)
+
+
+def _decoded(description, batches, batch_size, device, threads):
+    """Yield the images of each batch of encoded ones as the network takes them; DALI raises RuntimeError for an image
+    that it cannot decode."""
     from paddle_resnet import dali, inference
     from paddle_resnet.data import readers
     from utils.mode import Mode
 
-    batch_size = min(batch_size, len(paths))
     args = inference.loader_args(description, batch_size, device, threads)
-    pipeline = dali.create_dali_pipeline(args, readers.single_files(paths), Mode.EVAL, 0, 1)
+    pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.EVAL, 0, 1)
     pipeline.build()
-    for start in range(0, len(paths), batch_size):
-        images, _ = pipeline.run()
-        images = np.array(images.as_cpu().as_tensor())[: len(paths) - start]  # the last batch is padded
-        yield images.astype(description["input"]["dtype"])
-
-
-def _why_not(path, error):
-    from paddle_resnet.data import bad_images
-
-    try:
-        path.encode()
-        reason = bad_images.decode(Path(path).read_bytes())
-    except UnicodeEncodeError:
-        return "has a name that is not valid UTF-8: rename it"
-    except OSError as e:
-        return f"cannot be read ({e.strerror})"
-    if reason is None:
-        raise RunError(f"{path} cannot be loaded by this pipeline: {str(error).strip().splitlines()[-1]}") from error
-    return reason
+    while True:
+        try:
+            images, _ = pipeline.run()
+        except StopIteration:
+            return
+        yield np.array(images.as_cpu().as_tensor()).astype(description["input"]["dtype"])
 
 
 def find_images(words, stdin):
-    """The image files that words name: files, folders (searched at any depth; hidden ones and those of the system are
-    passed over), `-` (paths on stdin, one a line). Raises UsageError where a folder holds no images, or nothing is
-    named."""
-    from paddle_resnet.data.listing import is_of_the_system
-    from paddle_resnet.data.records import IMAGE_SUFFIXES
+    """The image files that words name: files, folders (searched at any depth), `-` (paths on stdin, one per line).
 
+    Raises:
+        UsageError: a folder contains no images or cannot be listed, stdin cannot be read, or there is no path.
+    """
     paths = []
     for word in words:
         if word == "-":
-            paths += [line.rstrip("\n") for line in stdin if line.strip()]
+            paths += _paths_on(stdin)
         elif os.path.isdir(word):
-            below = (p for p in Path(word).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-            found = sorted(str(p) for p in below if not any(map(is_of_the_system, p.relative_to(word).parts)))
-            paths += found
-            if not found:
-                raise UsageError(f"{word} holds no images ({', '.join(IMAGE_SUFFIXES)}): name another folder")
+            paths += _images_below(word)
         else:
             paths.append(word)
     if not paths:
-        raise UsageError("no images are named: give files, folders, or - for paths on stdin")
+        raise UsageError("no images: add files, folders, or - for paths on stdin")
     return paths
 
 
+def _paths_on(stdin):
+    if stdin is None:
+        raise UsageError("-: stdin is closed; pipe paths into it, one per line")
+    try:
+        while line := stdin.buffer.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES:
+                raise UsageError(f"-: a line on stdin exceeds {MAX_LINE_BYTES - 2} bytes; write one path per line")
+            if line.strip():
+                yield os.fsdecode(line.rstrip(b"\n"))
+    except OSError as e:
+        raise UsageError(f"-: stdin cannot be read ({e.strerror}); pipe paths into it, one per line") from e
+
+
+def _images_below(folder):
+    """Paths of the images in a folder at any depth, sorted. Links to folders are followed, but each folder is read
+    once. A warning counts what is skipped."""
+
+    from paddle_resnet.data.listing import is_of_the_system
+    from paddle_resnet.data.records import IMAGE_SUFFIXES
+
+    def stop(error):
+        raise UsageError(f"{error.filename} cannot be listed ({error.strerror}): make it readable or remove it")
+
+    found, skipped, read = [], Counter(), set()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=stop):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in read:
+            skipped["repeated by links"] += 1
+            folders.clear()
+            continue
+        read.add((status.st_dev, status.st_ino))
+        skipped["hidden or of the system"] += sum(map(is_of_the_system, [*folders, *names]))
+        folders[:] = sorted(name for name in folders if not is_of_the_system(name))
+        for name in names:
+            suffix = os.path.splitext(name)[1].lower()
+            if is_of_the_system(name):
+                continue
+            if suffix in IMAGE_SUFFIXES:
+                found.append(os.path.join(parent, name))
+            else:
+                skipped[suffix or "without suffix"] += 1
+    suffixes = ", ".join(IMAGE_SUFFIXES)
+    reasons = sorted((-count, what) for what, count in skipped.items() if count)
+    counts = ", ".join(f"{-count} {what}" for count, what in reasons[:SHOWN_REASONS])
+    counts += ", ..." if len(reasons) > SHOWN_REASONS else ""
+    if not found:
+        skips = f"; skipped: {counts}" if counts else ""
+        raise UsageError(f"{folder}: contains no images ({suffixes}){skips}; choose a different folder")
+    if counts:
+        logger.warn(printable(f"{folder}: skipped {counts} (images end in {suffixes})"))
+    return sorted(found)
+
+
 def top(probabilities, classes):
-    """[(label, class name, probability)], the likeliest first; of equal ones the lower label."""
+    """[(label, class name, probability)] of the most probable classes; of equal ones the lower label comes first."""
     names = classes + [str(i) for i in range(len(classes), len(probabilities))]
     return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
 
@@ -130,11 +215,12 @@ def benchmark(models, batch_sizes):
     """Measure networks, [inference.Model], from random images in host memory to probabilities there. Yields for each
     batch size and model {"engine", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms"}.
     """
-    random = np.random.RandomState(0)
+    random = np.random.default_rng(0)
     for batch in batch_sizes:
         for model in models:
             taken = model.description["input"]
-            images = random.uniform(0, 2, (batch, *taken["shape"][1:])).astype(taken["dtype"])
+            images = 2 * random.random((batch, *taken["shape"][1:]), dtype=np.float32)
+            images = images.astype(taken["dtype"], copy=False)
             model.run(images)
             times_s = []
             while len(times_s) < BENCHMARK_STEPS or sum(times_s) < BENCHMARK_S:
@@ -147,37 +233,61 @@ def benchmark(models, batch_sizes):
 
 @contextlib.contextmanager
 def engines(path, device):
-    """All ways to run a model, [inference.Model]; a checkpoint is exported to a temporary folder first."""
-    from paddle_resnet import export, inference, onnx_writer
+    """All ways to run a model, [inference.Model]; a checkpoint is exported to a temporary folder first. onnxruntime is
+    left out with a warning if it or onnx is missing or broken."""
+    from paddle_resnet import export, inference
 
     models = [inference.open_model(path, device)]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(path)
+    if models[0].engine == "onnxruntime":
+        yield models
+        return
+    with _temporary_folder() as temporary:
+        folder, problem = Path(path), f"{path} has no {inference.NAME}.onnx; export with --onnx"
         if models[0].engine == "Executor":
-            folder = Path(temporary) / "export"
-            export.export(path, folder, onnx=all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))))
+            folder = temporary / "export"
+            try:
+                export.export(path, folder, onnx=True)
+            except (UsageError, RunError) as e:
+                problem = e
+                export.export(path, folder)
             models.append(inference.open_paddle(folder, device))
-        if (file := folder / f"{inference.NAME}.onnx").is_file() and importlib.util.find_spec("onnxruntime"):
+        try:
+            if not (file := folder / f"{inference.NAME}.onnx").is_file():
+                raise UsageError(problem)
             models.append(inference.open_onnx(file, device))
-        elif models[0].engine != "onnxruntime":
-            logger.info(f"without onnxruntime: it takes an export with --onnx, and {onnx_writer.INSTALL}")
+        except UsageError as e:
+            logger.warn(f"onnxruntime is not measured: {e}")
         yield models
 
 
+@contextlib.contextmanager
+def _temporary_folder():
+    try:
+        folder = tempfile.TemporaryDirectory()
+    except OSError as e:
+        raise UsageError(f"--benchmark: no temporary folder can be made ({e.strerror}); set TMPDIR to a folder") from e
+    with folder as path:
+        yield Path(path)
+
+
 def main(argv=None):
-    """Run and return the exit code: 0 done, 1 some files are no images, 2 usage, 130 interrupted."""
+    """Run and return the exit code: 0 done, 1 some files are not images, 2 usage, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint or of an export, or an ONNX file")
     parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
-    parser.add_argument("--csv", metavar="FILE|-", help="write a table with one line an image; - is stdout")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each image")
+    parser.add_argument("--csv", metavar="FILE|-", help="write a table with one line per image; - is stdout")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")
     parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="(default: auto)")
-    parser.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="images a batch (default: 32)")
-    parser.add_argument("--dali-num-threads", type=_positive, default=4, metavar="N", help="CPU threads (default: 4)")
+    parser.add_argument(
+        "--batch-size", type=numbers.batch_size, default=32, metavar="N", help="images per batch (default: 32)"
+    )
+    parser.add_argument(
+        "--dali-num-threads", type=numbers.threads, default=4, metavar="N", help="CPU threads (default: 4)"
+    )
     parser.add_argument("--benchmark", action="store_true", help="measure the network alone, on random images")
     parser.add_argument(
         "--benchmark-batches",
-        type=lambda text: [_positive(part) for part in text.split(",")],
+        type=numbers.list_of(numbers.batch_size),
         default=[1, 4, 16, 64, 256],
         metavar="N,...",
         help="batch sizes of --benchmark (default: 1,4,16,64,256)",
@@ -187,30 +297,32 @@ def main(argv=None):
 
 def _main(args):
     if args.json and args.csv == "-":
-        raise UsageError("--json and --csv - both write to stdout: drop one, or give --csv a file")
+        raise UsageError("--json and --csv - both write to stdout; remove one, or set --csv to a file")
     if args.benchmark and (args.images or args.json or args.csv):
-        raise UsageError("--benchmark measures the network on random images: drop images, --csv and --json")
+        raise UsageError("--benchmark measures the network on random images; remove images, --csv and --json")
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
     with signals.postponed():
         from paddle_resnet import compat  # imports Paddle, which takes seconds
 
         compat.check_version()
         from paddle_resnet import inference
+        from paddle_resnet.data import bad_images
 
     device = inference.resolve_device(args.device)
     if args.benchmark:
         return _print_benchmark(args, device)
     model = inference.open_model(args.model, device)
     bad = 0
-    with _csv_writer(args.csv) as write:
-        for path, row, reason in predict(model, paths, args.batch_size, device, args.dali_num_threads):
+    classes = model.description["output"]["shape"][1]
+    with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():
+        for path, row, problem in predict(model, paths, args.batch_size, device, args.dali_num_threads):
             if row is None:
                 bad += 1
-                logger.write_line(printable(f"{path} {reason}"), sys.stderr)
+                logger.write_line(printable(f"{path} {problem}"), sys.stderr)
                 continue
             found = top(row, model.description["classes"])
             if write:
-                write([path, *(value for _, name, p in found for value in (name, f"{p:.7f}"))])
+                write([path, *found[0][:2], *predictions.top_cells(found)])
             if args.json:
                 best = [{"label": label, "class": name, "probability": p} for label, name, p in found]
                 logger.write_line(json.dumps({"image": path, "top": best}), sys.stdout)
@@ -221,21 +333,23 @@ def _main(args):
 
 
 @contextlib.contextmanager
-def _csv_writer(path):
-    """A function that writes a line, or None without a path."""
+def _csv_writer(path, k):
+    """A function that writes a line with the k most probable classes, or None without a path."""
     if path is None:
         yield None
         return
-    header = ["image", *(f"{name}{i + 1}" for i in range(TOP) for name in ("class", "probability"))]
+    header = ["image", "prediction", "predicted_class", *predictions.top_columns(k)]
     try:
         if path != "-":
             files.touch(path)
-        with contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", newline="") as file:
+        # Names of files need not be UTF-8.
+        options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
+        with contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", **options) as file:
             write = csv.writer(file, lineterminator="\n").writerow
             write(header)
             yield write
     except OSError as e:
-        raise UsageError(f"--csv {path} cannot be written ({e.strerror}): name another file") from e
+        raise UsageError(f"--csv {path}: cannot be written ({e.strerror}); choose a different file") from e
 
 
 def _print_benchmark(args, device):
@@ -245,12 +359,6 @@ def _print_benchmark(args, device):
         for found in benchmark(models, args.benchmark_batches):
             figures = "  ".join(f"{found[name]:9.2f}" for name in FIGURES)
             logger.info(f"{found['batch']:5}  {found['engine']:16}  {figures}")
-
-
-def _positive(text):
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

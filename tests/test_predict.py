@@ -10,6 +10,8 @@ import pytest
 
 from conftest import NHWC, phase
 from paddle_resnet import export, inference, predict
+from paddle_resnet.data.records import IMAGE_SUFFIXES
+from utils.errors import UsageError
 
 KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
 
@@ -57,12 +59,22 @@ def test_the_numbers_are_those_of_the_evaluation(run_train, tmp_path, model_of, 
     assert losses.mean() == pytest.approx(expected["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("size", ["0", "-1", "4.5", "many"])
-def test_batch_size_that_is_none_is_refused(tmp_path, capsys, size):
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--batch-size", "0", "0 is too small: use a whole number from 1 to 65536"),
+        ("--batch-size", "4.5", "'4.5' is not a whole number"),
+        ("--batch-size", "1" * 400, "is too large: use a whole number from 1 to 65536"),
+        ("--dali-num-threads", "100000", "100000 is too large: use a whole number from 1 to 1024"),
+        ("--benchmark-batches", "1,1000000000", "1000000000 is too large: use a whole number from 1 to 65536"),
+    ],
+)
+def test_numbers_outside_their_limits_are_errors(tmp_path, capsys, flag, value, says):
     with pytest.raises(SystemExit) as e:
-        predict.main([str(tmp_path), str(tmp_path), "--batch-size", size])
+        predict.main([str(tmp_path), str(tmp_path), flag, value])
     assert e.value.code == 2
-    assert f"--batch-size: '{size}' is not a whole number of at least 1" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{flag}: " in error and says in error
 
 
 def test_the_batch_size_does_not_matter(checkpoint, val_images):
@@ -72,7 +84,9 @@ def test_the_batch_size_does_not_matter(checkpoint, val_images):
         np.testing.assert_allclose(found, probabilities(checkpoint, paths, batch_size=8), atol=1e-6)
 
 
-def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_path, capsys):
+def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_path, capfd, monkeypatch):
+    """Each has one line on stderr, and C libraries write none: capfd sees those, too."""
+    real = predict.find_images
     folder = tmp_path / "mixed"
     folder.mkdir()
     for i, path in enumerate(sorted((photos / "val").glob("*/*.jpg"))[:9]):
@@ -85,22 +99,68 @@ def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_p
     (folder / "__MACOSX").mkdir()
     (folder / "__MACOSX" / "left.jpg").write_bytes(b"")
     (folder / "notes.txt").write_text("")
-    gone, text = str(tmp_path / "gone.jpg"), str(folder / "notes.txt")
-    assert predict.main([str(checkpoint), str(folder), gone, text, "--batch-size", "4", "--device", "cpu"]) == 1
-    out, err = capsys.readouterr()
+    os.mkfifo(folder / "6pipe.jpg")
+    with open(tmp_path / "huge.jpg", "wb") as huge:
+        huge.truncate(1 << 40)
+    gone, text, huge = str(tmp_path / "gone.jpg"), str(folder / "notes.txt"), str(tmp_path / "huge.jpg")
+    words = [str(folder), gone, text, "/dev/zero", huge, str(tmp_path)]
+    monkeypatch.setattr(predict, "find_images", lambda words, stdin: [*real(words[:-1], stdin), "a\0b.jpg", words[-1]])
+    assert predict.main([str(checkpoint), *words, "--batch-size", "4", "--device", "cpu"]) == 1
+    out, err = capfd.readouterr()
     assert [line.split(":")[0] for line in out.splitlines()] == [str(folder / f"{i}.jpg") for i in range(9)]
-    bad = [*(str(folder / name) for name in ("0text.jpg", "5empty.jpg", "cut.jpg")), gone, text]
-    assert [line.split(" ", 1)[0] for line in err.splitlines() if line.startswith(str(tmp_path))] == bad
-    assert f"{gone} cannot be read (No such file or directory)" in err
-    assert f"{folder / 'cut.jpg'} has damaged image data" in err
-    assert f"{folder / '0text.jpg'} is not in an image format that DALI knows" in err
+    unknown = "is not in an image format that DALI knows"
+    assert err.splitlines() == [
+        f"warning: {folder}: skipped 2 hidden or of the system, 1 .txt (images end in {', '.join(IMAGE_SUFFIXES)})",
+        f"{folder / '0text.jpg'} {unknown}",
+        f"{folder / '5empty.jpg'} is empty",
+        f"{folder / '6pipe.jpg'} cannot be read (not a regular file)",
+        f"{folder / 'cut.jpg'} has damaged image data, or a variant of its format that DALI cannot decode",
+        f"{gone} cannot be read (No such file or directory)",
+        f"{text} is empty",
+        "/dev/zero cannot be read (not a regular file)",
+        f"{huge} cannot be read (1099511627776 bytes, where 268435456 are the limit)",
+        "a\\x00b.jpg cannot be read (embedded null byte)",
+        f"{tmp_path} cannot be read (Is a directory)",
+    ]
+
+
+def test_folders_are_searched_as_in_training(photos, tmp_path, capsys):
+    """Links to folders are followed, but no folder is read twice."""
+    folder = tmp_path / "mixed"
+    (folder / "below").mkdir(parents=True)
+    (folder / "link").symlink_to(photos / "val/class1")
+    (folder / "below/loop").symlink_to(folder)
+    (folder / "copy").symlink_to(folder / "below")
+    for name in ("a.gif", "b.GIF", "c.heic", "Makefile", ".hidden.jpg"):
+        (folder / "below" / name).write_text("")
+    names = sorted(path.name for path in (photos / "val/class1").iterdir())
+    assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
+    skipped = "2 .gif, 2 repeated by links, 1 .heic, 1 hidden or of the system, 1 without suffix"
+    assert capsys.readouterr().err.startswith(f"warning: {folder}: skipped {skipped} (images end in .jpg, ")
+    (folder / "below/loop").unlink()
+    with pytest.raises(UsageError, match=r"copy: contains no images \(\.jpg, .*\); skipped: 2 \.gif, "):
+        predict.find_images([str(folder / "copy")], None)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "-: stdin is closed"),
+        (b"\0" * 5000, "-: a line on stdin exceeds 4096 bytes"),
+        (b"\n\n", "no images: add files, folders, or -"),
+    ],
+)
+def test_unusable_stdin_is_an_error(checkpoint, capsys, monkeypatch, data, says):
+    monkeypatch.setattr(sys, "stdin", data and io.TextIOWrapper(io.BytesIO(data)))
+    assert predict.main([str(checkpoint), "-"]) == 2
+    assert f"paddle_resnet.predict: error: {says}" in capsys.readouterr().err
 
 
 def test_output_for_people_and_programs(checkpoint, val_images, tmp_path, capsys, monkeypatch):
     paths = val_images[0][:3]
     expected = probabilities(checkpoint, paths)
     best = expected.argsort(axis=1)[:, ::-1]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{path}\n" for path in paths)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{path}\n" for path in paths).encode())))
     table = tmp_path / "table.csv"
     assert predict.main([str(checkpoint), "-", "--csv", str(table), "--json", "--device", "cpu"]) == 0
     for i, line in enumerate(capsys.readouterr().out.splitlines()):
@@ -110,10 +170,11 @@ def test_output_for_people_and_programs(checkpoint, val_images, tmp_path, capsys
         assert [entry["class"] for entry in found["top"]] == [f"class{label}" for label in best[i]]
         assert [entry["probability"] for entry in found["top"]] == expected[i][best[i]].tolist()
     rows = list(csv.reader(table.open()))
-    assert rows[0][:3] == ["image", "class1", "probability1"]
+    top = [f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")]
+    assert rows[0] == ["image", "prediction", "predicted_class", *top]  # of --predictions, three classes
     for i, row in enumerate(rows[1:]):
-        assert row[:2] == [paths[i], f"class{best[i][0]}"]
-        assert float(row[2]) == pytest.approx(expected[i].max(), abs=1e-7)
+        assert len(row) == len(rows[0])
+        assert row[:6] == [paths[i], *[str(best[i][0]), f"class{best[i][0]}"] * 2, f"{expected[i].max():.7g}"]
     assert predict.main([str(checkpoint), *paths, "--csv", "-", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == table.read_text()
     assert predict.main([str(checkpoint), *paths, "--device", "cpu"]) == 0
@@ -136,7 +197,27 @@ def test_benchmark_names_every_engine(checkpoint, model_of, capsys, monkeypatch)
         assert engines in (["Executor", "paddle.inference"], ["Executor", "paddle.inference", "onnxruntime"])
         assert all(float(number) > 0 for line in lines if line[0] == batch for number in line[2:])
     assert predict.main([str(model_of("export", checkpoint)), *command]) == 0
-    assert "paddle.inference" in (out := capsys.readouterr().out) and "Executor" not in out
+    out, err = capsys.readouterr()
+    assert "paddle.inference" in out and "Executor" not in out
+    assert "warning: onnxruntime is not measured: " in err and "has no model.onnx; export with --onnx" in err
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])
+def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monkeypatch, package):
+    pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if package == "session":
+        monkeypatch.setattr(onnxruntime, "InferenceSession", lambda path, **options: onnxruntime.gone)
+    else:
+        (tmp_path / "broken").mkdir()
+        (tmp_path / f"broken/{package}.py").write_text("import numpy\nnumpy.gone\n")
+        monkeypatch.syspath_prepend(tmp_path / "broken")
+        monkeypatch.delitem(sys.modules, package)
+    monkeypatch.setattr(predict, "BENCHMARK_S", 0)
+    assert predict.main([str(checkpoint), "--benchmark", "--benchmark-batches", "1", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[1] for line in out.splitlines()[2:]] == ["Executor", "paddle.inference"]
+    assert err.startswith("warning: onnxruntime is not measured: ") and "has no attribute 'gone'" in err
 
 
 @pytest.mark.parametrize(
@@ -145,11 +226,11 @@ def test_benchmark_names_every_engine(checkpoint, model_of, capsys, monkeypatch)
         (["{root}/nowhere", "{image}"], "nowhere does not exist: name the folder of a checkpoint or of an export"),
         (["{root}", "{image}"], "meta.json cannot be read"),
         (["{run}", "{image}"], "holds the checkpoints 0: name one of them"),
-        (["{run}/0"], "no images are named: give files, folders, or -"),
-        (["{run}/0", "{root}/empty"], "empty holds no images (.jpg,"),
+        (["{run}/0"], "no images: add files, folders, or -"),
+        (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json and --csv - both write to stdout"),
         (["{run}/0", "{image}", "--benchmark"], "--benchmark measures the network on random images"),
-        (["{run}/0", "{image}", "--csv", "{root}/none/x.csv"], "x.csv cannot be written (No such file or directory)"),
+        (["{run}/0", "{image}", "--csv", "{root}/none/x.csv"], "x.csv: cannot be written (No such file or directory)"),
         (["{root}/broken", "{image}"], "model.json does not describe a network of this program"),
     ],
 )
@@ -213,11 +294,13 @@ def test_damaged_onnx_file_is_a_sentence(val_images, tmp_path, capsys):
         assert f"{model} {says}" in capsys.readouterr().err
 
 
-def test_image_whose_name_is_not_utf_8_is_named(checkpoint, val_images, tmp_path, capsys):
+def test_names_need_not_be_utf_8(checkpoint, val_images, tmp_path, capsys):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")
     shutil.copy(val_images[0][0], name)
-    assert predict.main([str(checkpoint), name, "--device", "cpu"]) == 1
-    assert f"{tmp_path}/\\udcff.jpg has a name that is not valid UTF-8: rename it\n" in capsys.readouterr().err
+    table = tmp_path / "table.csv"
+    assert predict.main([str(checkpoint), name, "--device", "cpu", "--csv", str(table)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/\\udcff.jpg: class")
+    assert table.read_text().splitlines()[1].startswith(f"{tmp_path}/\\udcff.jpg,")
 
 
 def test_name_of_an_image_does_not_steer_the_terminal(checkpoint, val_images, tmp_path, capsys):

@@ -1,7 +1,9 @@
 """Decoding checks, and the search for the image at which a loader failed."""
 
+import contextlib
 import os
 import re
+import sys
 from time import monotonic
 
 import numpy as np
@@ -12,7 +14,35 @@ from nvidia.dali import fn, pipeline_def, types
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
 SEARCH_S = 40  # a run that meets a bad image ends within a minute
 MAX_PIXELS = 2**28  # of an image that is decoded; paddle_resnet/__init__.py sets this limit for DALI's OpenCV
+MAX_BYTES = 2**28  # of an image file that is read as a whole
 _decoder = None
+
+
+@contextlib.contextmanager
+def decoders_silenced():
+    """Discard what C libraries write to stderr: decoders report damaged images there, without their names and in
+    threads that run ahead. Python's sys.stderr is not affected."""
+    stderr, descriptor = sys.stderr, os.dup(2)
+    stderr.flush()
+    try:
+        if _descriptor(stderr) == 2:
+            sys.stderr = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
+        yield
+    finally:
+        sys.stderr.flush()
+        sys.stderr = stderr
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+
+def _descriptor(stream):
+    try:
+        return stream.fileno()
+    except OSError:  # one that tests have replaced
+        return None
 
 
 def decode(data):
@@ -50,6 +80,8 @@ def decode(data):
 
 def header_problem(data):
     """Why the header of an image file shows that it cannot be decoded, or None."""
+    if not len(data):
+        return "is empty"
     try:
         stream = nvimgcodec.CodeStream(data)
         width, height = stream.width, stream.height

@@ -112,10 +112,14 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
     return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest)
 
 
-def single_files(paths):
-    """Image files anywhere, in the given order; the label of each is its number in it."""
-    paths = [os.path.abspath(path) for path in paths]
-    return DataSet("filelist", len(paths), [], _file_reader("/", paths, list(range(len(paths)))), _digest(*paths))
+def encoded_images(batches):
+    """Images without labels: an iterator provides each batch, [bytes of an image file, uint8 [size]]."""
+
+    def read(name, shard_id, num_shards, shuffle):
+        encoded = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
+        return encoded, fn.constant(idata=-1, dtype=types.INT64, shape=[1])
+
+    return DataSet("filelist", 0, [], read, "")
 
 
 def _digest(*parts):

@@ -1,7 +1,8 @@
 """What an evaluation predicted for each image (--predictions), as a CSV file.
 
 A row for each image, in the order of the data set: image (listing.Image.name), label, prediction, class and
-predicted_class (their names), then label_1, probability_1 and so on for the five most probable classes.
+predicted_class (their names), then label_1, class_1, probability_1 and so on for the five most probable classes.
+`python -m paddle_resnet.predict --csv` writes the same columns without label and class.
 """
 
 import csv
@@ -31,7 +32,7 @@ def write(path, args, predictions, names):
         )
     k = predictions.shape[1] // 2
     header = ["image", "label", "prediction", "class", "predicted_class"]
-    header += [column for i in range(1, k + 1) for column in (f"label_{i}", f"probability_{i}")]
+    header += top_columns(k)
     partial = f"{path}.partial"
     try:
         with open(partial, "w", encoding="utf-8", newline="") as f:
@@ -39,11 +40,21 @@ def write(path, args, predictions, names):
             writer.writerow(header)
             for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
                 label, classes, probabilities = int(label), [int(c) for c in row[:k]], row[k:]
-                top = [x for c, p in zip(classes, probabilities, strict=True) for x in (c, f"{p:.7g}")]
-                writer.writerow([image.name, label, classes[0], names[label], names[classes[0]], *top])
+                top = [(c, names[c], p) for c, p in zip(classes, probabilities, strict=True)]
+                writer.writerow([image.name, label, top[0][0], names[label], top[0][1], *top_cells(top)])
         os.replace(partial, path)
     except OSError as e:
         raise RunError(f"{path} cannot be written ({e.strerror}): make room") from e
+
+
+def top_columns(k):
+    """Names of the columns of the k most probable classes."""
+    return [f"{name}_{i}" for i in range(1, k + 1) for name in ("label", "class", "probability")]
+
+
+def top_cells(top):
+    """The cells of these columns for [(label, class name, probability)]."""
+    return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}")]
 
 
 def _images(args):

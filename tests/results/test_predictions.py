@@ -50,11 +50,12 @@ def test_rows_are_the_images_in_order_and_agree_with_the_evaluation(
     assert {name: result[name] for name in ("loss", "top1", "top5")} == {n: plain[n] for n in ("loss", "top1", "top5")}
     assert list(rows[0]) == [
         *("image", "label", "prediction", "class", "predicted_class"),
-        *("label_1", "probability_1", "label_2", "probability_2", "label_3", "probability_3"),
+        *(f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")),
     ]
     assert [row["image"] for row in rows] == sorted(str(p.relative_to(photos)) for p in photos.glob("val/*/*"))
     assert all(row["class"] == Path(row["image"]).parent.name == f"class{row['label']}" for row in rows)
     assert all(row["predicted_class"] == f"class{row['prediction']}" for row in rows)
+    assert all(row[f"class_{i}"] == f"class{row[f'label_{i}']}" for row in rows for i in (1, 2, 3))
     assert np.mean([row["label"] == row["prediction"] for row in rows]) == pytest.approx(result["top1"], abs=1e-12)
     losses = []
     for row in rows:
