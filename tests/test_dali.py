@@ -466,6 +466,19 @@ def test_augmentation_follows_the_seed_and_leaves_evaluation_alone(parse, photos
     assert np.array_equal(images(1, Mode.EVAL, AUGMENTATION[:-2]), images(2, Mode.EVAL, []))
 
 
+@pytest.mark.parametrize(
+    "flags", [[], ["--color-jitter", "0.4"], ["--lighting", "0.1"]], ids=["crop", "jitter", "lighting"]
+)
+def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
+    """On copies of one image; the crops and flips of a uniform one look the same."""
+    root = copies(np.full((40, 40, 3), 100) if flags else asymmetric(40), 16)
+    images = []
+    for rank in (0, 1):
+        shard(rank, 2)
+        images.append(np.concatenate(epoch(load(parse, root, Mode.TRAIN, *flags))[0]))
+    assert not np.array_equal(*images)
+
+
 def test_lighting_adds_one_colour_an_image_from_the_principal_components(unflipped):
     pixels = asymmetric(32)
     added = unflipped(pixels, "--lighting", "0.1", count=256) - pixels

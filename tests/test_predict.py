@@ -87,8 +87,8 @@ def test_the_batch_size_does_not_matter(checkpoint, val_images):
 def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_path, capfd, monkeypatch):
     """Each has one line on stderr, and C libraries write none: capfd sees those, too."""
     real = predict.find_images
-    folder = tmp_path / "mixed"
-    folder.mkdir()
+    folder = tmp_path / ".cache/mixed"  # named itself, so that its parents may be hidden
+    folder.mkdir(parents=True)
     for i, path in enumerate(sorted((photos / "val").glob("*/*.jpg"))[:9]):
         (folder / f"{i}.jpg").write_bytes(path.read_bytes())
     jpeg = (folder / "0.jpg").read_bytes()

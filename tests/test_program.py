@@ -443,6 +443,21 @@ def test_benchmark_counts_all_time_for_any_number_of_batches_per_epoch(parse, mo
     assert result["loss"] == pytest.approx(np.arange(3, 13).mean())
 
 
+def test_a_resumed_epoch_averages_all_images_and_times_its_own(parse):
+    class Rest(Batches):
+        step = 2
+
+        def __iter__(self):
+            return iter(self.batches[2:])
+
+    fetchs = fake_fetchs()
+    for _, meter in fetchs.values():
+        meter.restore({"value": 2.0, "sum": 32.0, "count": 16})
+    result = program.run(parse(), Rest(random_batches(3)), Trace(), None, fetchs, 0)
+    assert (result["images"], result["steps"], result["loss"]) == (24, 1, 1.5)
+    assert result["ips"] == pytest.approx(8 / result["epoch_time"])
+
+
 def test_loader_that_ends_early_or_late_is_an_error(parse):
     args = parse()
     batches = Batches(random_batches(3))

@@ -237,6 +237,7 @@ HOLDER = """
 
 def test_another_process_is_kept_out_until_the_first_has_ended(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
+    (tmp_path / ".lock").write_text("process 4194304 on a machine with a longer name than this one's\n" * 2)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "locked\n"
         for _ in range(2):

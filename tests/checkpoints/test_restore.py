@@ -116,6 +116,17 @@ def test_position_between_training_and_evaluation(args, run):
     assert (found.epoch, found.step, found.trained) == (4, 10, trained)
 
 
+def test_failed_evaluation_saves_the_epoch_of_a_single_process_only(run, monkeypatch):
+    saver, _, _ = run
+    monkeypatch.setattr(exchange, "gather", lambda data: [data])
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    saver.rescue(RuntimeError(), 4, {"loss": 1.5})
+    assert saver.folder is None
+    monkeypatch.undo()
+    saver.rescue(RuntimeError(), 4, {"loss": 1.5})
+    assert saver.folder.name == "4_10"
+
+
 def test_schedule_goes_on_exactly(args, run):
     saver, lr_scheduler, _ = run
     saver.save(0, 2)
@@ -225,6 +236,9 @@ def test_old_folder_needs_an_epoch_for_a_name(args, saved, tmp_path):
     with pytest.raises(UsageError, match="mine has no meta.json, and its name is not an epoch: give"):
         find(args, tmp_path / "mine", "auto")
     assert find(args, tmp_path / "mine").epoch == 0
+    for epoch in ("9", "10"):  # the newest of several
+        shutil.copytree(tmp_path / "mine", tmp_path / "theirs" / epoch)
+    assert find(args, tmp_path / "theirs", "auto").epoch == 11
 
 
 def test_start_cleans_up_after_a_killed_run(args, tmp_path):

@@ -177,6 +177,10 @@ def test_float16_parameters_are_saved_from_their_float32_masters(args):
     saved = variables.snapshot(main)[0][name]
     assert saved.dtype == np.float32
     np.testing.assert_array_equal(saved, master)
+    mask = np.random.RandomState(0).randint(0, 2, master.shape)
+    main.global_block().create_parameter(name=name + variables.MASK, shape=mask.shape, dtype="float32")
+    static.global_scope().var(name + variables.MASK).get_tensor().set(mask.astype("float32"), PLACE)
+    np.testing.assert_array_equal(variables.snapshot(main)[0][name], master * mask)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])

@@ -198,9 +198,13 @@ def test_recordio_index_in_another_order_is_sorted(tmp_path):
     assert again.images.tolist() == index.images.tolist()
 
 
-def test_file_appears_complete_or_not_at_all(tmp_path):
-    path = tmp_path / "x.idx"
+def test_file_appears_complete_or_not_at_all(tmp_path, monkeypatch):
+    path, calls = tmp_path / "x.idx", []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append(os.fstat(file).st_size) or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *names: calls.append("replace") or replace(*names))
     indexes.write_file(str(path), b"data")
+    assert calls == [4, "replace"]  # all bytes are on the disk before the name is
     assert path.read_bytes() == b"data"
     assert stat.S_ISREG(path.stat().st_mode)
     with pytest.raises(TypeError):

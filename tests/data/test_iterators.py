@@ -49,6 +49,15 @@ def test_synthetic_batches_stay_where_they_are(parse):
         np.testing.assert_array_equal(values, expected[name])
 
 
+def test_synthetic_loader_resumes_at_its_step(parse, monkeypatch):
+    monkeypatch.setitem(dali.SYNTHETIC_SIZE, Mode.TRAIN, 16)
+    args = parse("--data-format", "synthetic")
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    next(loader)
+    resumed = dali.build_dataloader(args, Mode.TRAIN, loader.state())
+    assert (resumed.step, len(list(resumed))) == (1, 1)
+
+
 def test_iterator_without_images_takes_targets_and_has_no_batch():
     class NoImages:
         size, classes, digest = 0, [], None

@@ -82,3 +82,15 @@ def test_a_list_that_contradicts_itself_is_refused(photos, tmp_path):
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\ntrain/class0/03.jpg 1\ntrain/class0/00.jpg 2\n")
     says = f"{tmp_path}/train.txt gives train/class0/00.jpg the labels 0 and 2: remove one of the lines"
     assert message(tmp_path, Mode.TRAIN) == says
+
+
+@pytest.mark.parametrize("label", [2, 10_000_000])
+def test_a_label_of_a_file_list_is_less_than_the_number_of_images(tmp_path, label):
+    """A typing error would make a network of millions of outputs."""
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
+    with pytest.raises(UsageError, match=f"the file lists have 2 images and the label {label}: number the"):
+        listing.count_classes(tmp_path, Mode.TRAIN)
+    (tmp_path / "train.txt").write_text("a 0\nb 1\n")
+    assert listing.count_classes(tmp_path, Mode.TRAIN) == 2

@@ -373,7 +373,7 @@ def test_an_lmdb_cannot_skip(converted):
     assert readers.open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
 
 
-@pytest.mark.parametrize("text", [b"7", b"12\n", b"007", b"123456", b"0"])
+@pytest.mark.parametrize("text", [b"7", b"12\n", b"007", b"123456", b"000123456", b"0"])
 def test_webdataset_labels_are_decimal_digits(tmp_path, text):
     with open(tmp_path / "val-0.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
         writer.write({"__key__": "a", "jpg": b"x", "cls": text})

@@ -58,9 +58,11 @@ def test_sources_are_part_of_it(facts, parse, monkeypatch):
 def test_sizes_lists_classes_and_shapes_are_part_of_it(facts, parse, photos, tmp_path):
     from paddle import static
 
-    def work(*flags):
+    def work(*flags, classes=None):
         args = parse("--image-root", photos, *flags)
         loaders = [dali.build_dataloader(args, mode) for mode in (Mode.TRAIN, Mode.EVAL)]
+        for loader in loaders:
+            loader.classes = classes or loader.classes
         main = static.Program()
         program.build(args, main, static.Program(), len(loaders[0]))
         return facts(agreement.check_work, *loaders, main)
@@ -72,6 +74,9 @@ def test_sizes_lists_classes_and_shapes_are_part_of_it(facts, parse, photos, tmp
     (tmp_path / "list").write_text("val/class0/00.jpg\n")
     other = work("--skip-list", tmp_path / "list")
     hashes = {"the list of validation images and labels (hash)", "the number of validation images"}
+    assert {name for name in first if first[name] != other[name]} == hashes
+    other = work(classes=["class0", "class1", "another"])
+    hashes = {f"the list of classes of the {name} images (hash)" for name in ("training", "validation")}
     assert {name for name in first if first[name] != other[name]} == hashes
     other = work("--num-of-class", "4")
     assert {name for name in first if first[name] != other[name]} == {"the shapes of the parameters (hash)"}

@@ -363,11 +363,15 @@ LARGE_LOGITS, SMALL_LOGITS = [(256, 1000, 5), (300, 257, 5)], [(3, 2, 2), (1, 1,
 def test_loss(device, where, rows, classes, k, smoothing):
     random = np.random.RandomState(rows)
     x = random.randn(rows, classes) * 5 + 300  # far from zero: the largest is taken off first
-    x = np.round(x * 8) / 8  # with equals
+    x = np.round(x * 8) / 8
     labels = random.randint(0, classes, rows)
+    two, all_equal = np.arange(0, rows, 3), np.arange(1, rows, 3)
+    x[two[:, None], [0, -1]] = x[two].max(1, keepdims=True)
+    labels[two] = np.where(two % 2, 0, classes - 1)
+    x[all_equal], labels[all_equal] = 300, all_equal % min(classes, 8)
     logits, given = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
     losses, gradient = cross_entropy(x, labels, smoothing)
-    order = np.argsort(-x, axis=1, kind="stable")  # the lower of two equals first
+    order = np.argsort(-x, axis=1, kind="stable")  # of equal ones the lower class comes first
     for mean in (True, False):
         loss, top1, topk, _, pairs = run("native_loss", logits, given, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])

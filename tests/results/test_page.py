@@ -89,6 +89,10 @@ def test_thumbnails_are_the_wrong_images_of_their_class(trained, photos):
     shown = dict(re.findall(r'<figure title="([^"]+)"><img src="data:image/jpeg;base64,([^"]+)"', text))
     assert set(shown) <= {row["image"] for row in wrong}
     assert len(shown) == sum(min(6, sum(w["label"] == str(c) for w in wrong)) for c in range(3))
+    for label in "012":  # those of the highest probability first
+        of_class = sorted((row for row in wrong if row["label"] == label), key=lambda row: -float(row["probability_1"]))
+        names = [row["image"] for row in of_class]
+        assert [name for name in shown if name in names] == names[:6]
     for name, data in shown.items():
         thumbnail = Image.open(io.BytesIO(base64.b64decode(data)))
         assert thumbnail.size == (144, 144)

@@ -168,3 +168,13 @@ def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, 
         predictions.write(str(tmp_path / "nowhere/p.csv"), args, found, list("abc"))
     predictions.write(str(tmp_path / "p.csv"), args, found, list("abc"))
     assert len(read(tmp_path / "p.csv")) == 23
+
+
+def test_names_are_compared_as_the_loader_does(parse, photos, tmp_path):
+    """A file list and a skip list may write one path in different ways."""
+    (tmp_path / "val").symlink_to(photos / "val")
+    (tmp_path / "val.txt").write_text("./val/class0/00.jpg 0\n./val/class1/01.jpg 1\n")
+    (tmp_path / "skip.txt").write_text("val/./class0/00.jpg\n")
+    args = parse("--image-root", tmp_path, "--skip-list", tmp_path / "skip.txt")
+    predictions.write(str(tmp_path / "p.csv"), args, np.array([[1, 1, 0, 0.7, 0.3]]), list("ab"))
+    assert [row["image"] for row in read(tmp_path / "p.csv")] == ["./val/class1/01.jpg"]

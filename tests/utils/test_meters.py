@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from utils.meters import AverageMeter, ConfusionMeter, latency_percentiles
+from utils.meters import AverageMeter, ConfusionMeter, TopMeter, latency_percentiles
 
 
 def test_accuracy_is_exact_over_many_float32_batches():
@@ -134,6 +134,12 @@ def test_confusion_leaves_out_images_without_a_prediction():
     meter.update(np.array([[3, -(2**32) + 7], [0, 2**32 + 9], [3, -1], [4, 10], [3, 4]]), 5)
     codes, counts = meter.counts()
     assert (codes.tolist(), counts.tolist()) == ([34], [1])
+
+
+def test_of_equal_logits_the_lower_class_comes_first():
+    meter = TopMeter(5)
+    meter.update(np.arange(1000)[None] % 3, 1)
+    assert meter.rows()[0, :5].tolist() == [2, 5, 8, 11, 14]
 
 
 def test_sum_over_samples_does_not_depend_on_their_order():
