@@ -19,11 +19,13 @@ from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import processes
 from paddle_resnet.models import build_model
 from paddle_resnet.program import compile_prog
-from utils import files
+from utils import errors, files
+from utils.checks import is_number, is_table, is_text
 from utils.errors import UsageError
 
 NAME = "model"  # of the files of an export: model.pdmodel, model.pdiparams, model.json, model.onnx
 SUFFIXES = ("pdmodel", "pdiparams")  # of Paddle Inference's two files
+MAX_ONNX_BYTES = 2**31  # of protobuf
 
 
 @dataclass
@@ -187,7 +189,7 @@ def open_model(path, device):
     path = Path(path)
     if path.suffix == ".onnx":
         return open_onnx(path, device)
-    if (path / f"{NAME}.json").is_file():
+    if os.path.lexists(path / f"{NAME}.json"):
         return open_paddle(path, device)
     if path.is_dir():
         return load_checkpoint(path, device).model()
@@ -200,14 +202,16 @@ def open_paddle(folder, device):
 
     description = _read_description(folder)
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
+    if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
+        raise UsageError(f"{folder}/{NAME}.json: files has no size and sha256 of {NAME}.*; export it again")
     try:  # Paddle reads a damaged file into a crash
         for path in paths:
             folders.verify_file(path, description["files"][path.name], f"{NAME}.json")
     except folders.DamagedError as e:
         raise UsageError(f"{folder} is damaged: {e}: export it again") from e
-    except (KeyError, TypeError) as e:
-        raise UsageError(f"{folder}/{NAME}.json has no size and sha256 of {path.name}: export it again") from e
-    settings = inference.Config(*map(str, paths))
+    program, parameters = (path.read_bytes() for path in paths)  # Paddle opens only names in UTF-8
+    settings = inference.Config()
+    settings.set_model_buffer(program, len(program), parameters, len(parameters))
     settings.disable_glog_info()
     settings.set_cpu_math_library_num_threads(len(os.sched_getaffinity(0)))
     if device == "gpu":
@@ -225,45 +229,71 @@ def open_paddle(folder, device):
         predictor.run()
         return predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()
 
-    return Model("paddle.inference", description, run)
+    return _tried(Model("paddle.inference", description, run), folder)
 
 
 def open_onnx(path, device):
     """The network of an ONNX file that the export wrote, run by onnxruntime; errors of open_model."""
     onnxruntime = onnx_writer.require("onnxruntime")
-    if not Path(path).is_file():
-        raise UsageError(f"{path} does not exist: name an ONNX file of an export")
+    try:
+        with files.open_regular(path, MAX_ONNX_BYTES) as file:
+            data = file.read()
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); use an ONNX file of an export") from e
     wanted = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
     providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
     try:
-        session = onnxruntime.InferenceSession(str(path), providers=providers)
+        session = onnxruntime.InferenceSession(data, providers=providers)
     except Exception as e:  # onnxruntime's errors have no common class
         reason = str(e).strip().splitlines()[-1]
         raise UsageError(f"{path} cannot be opened by onnxruntime ({reason}): export it again") from e
     text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
     description = _checked_description(text, path)
     name = description["input"]["name"]
-    return Model("onnxruntime", description, lambda images: session.run(None, {name: images})[0])
+    return _tried(Model("onnxruntime", description, lambda images: session.run(None, {name: images})[0]), path)
+
+
+def _tried(model, path):
+    """A model, after one image of zeros has shown that the network fits its description.
+
+    Raises:
+        UsageError: it does not.
+    """
+    taken, given = model.description["input"], model.description["output"]
+    try:
+        found = list(model.run(np.zeros([1, *taken["shape"][1:]], taken["dtype"])).shape)
+    except Exception as e:  # the engines' errors have no common class
+        reason = errors.core(e)
+        raise UsageError(f"{path}: the network does not fit its description ({reason}); export it again") from e
+    if found != [1, given["shape"][1]]:
+        raise UsageError(
+            f"{path}: the output of the network is {found}, not {[1, *given['shape'][1:]]}; export it again"
+        )
+    return model
 
 
 def _read_description(folder):
     path = Path(folder) / f"{NAME}.json"
     try:
-        with files.open_regular(path) as f:
+        with files.open_regular(path, preprocessing.MAX_JSON_BYTES) as f:
             return _checked_description(f.read(), path)
     except OSError as e:
-        raise UsageError(f"{path} cannot be read ({e.strerror}): name the folder of an export") from e
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); use the folder of an export") from e
 
 
 def _checked_description(text, path):
     try:
         description = json.loads(text)
-        loader_args(description, 1)
-        if len(description["classes"]) <= description["output"]["shape"][1]:
-            return description
-    except (ValueError, KeyError, TypeError) as e:
-        raise UsageError(f"{path} does not describe a network of this program ({e!r}): export it again") from e
-    raise UsageError(f"{path} names more classes than the network has: export it again")
+        problem = preprocessing.problem(description)
+    except (ValueError, RecursionError) as e:
+        problem = str(e)
+    if problem:
+        raise UsageError(f"{path}: does not describe a network of this program ({problem}); export it again")
+    return description
+
+
+def _is_file(value):
+    return is_table(value, size=is_number, sha256=is_text)
 
 
 def resolve_device(wanted):

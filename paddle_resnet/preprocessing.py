@@ -6,6 +6,7 @@ The export writes this file into its folder as preprocess.py. It imports nothing
 """
 
 import json
+import reprlib
 import sys
 from pathlib import Path
 
@@ -35,6 +36,64 @@ FILTERS = {
     "cubic": (_cubic, 2, True),
     "lanczos3": (lambda x: np.where(x < 3, np.sinc(x) * np.sinc(x / 3), 0), 3, True),
 }
+
+
+LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
+MAX_PIXELS = 2**28  # of an image that is decoded, as in training
+MAX_JSON_BYTES = 2**24
+
+
+def _is_in(low, high, kinds):
+    return lambda value: type(value) in kinds and low <= value <= high
+
+
+def _is_list_of(is_valid, size=None):
+    return lambda value: isinstance(value, list) and size in (None, len(value)) and all(map(is_valid, value))
+
+
+def _is_text(value):
+    return isinstance(value, str)
+
+
+_is_side = _is_in(1, 8192, (int,))
+_is_scale = _is_in(1e-12, 1e12, (int, float))
+# What is read from model.json, except for its list of files.
+SCHEMA = {
+    "preprocessing.resize_short": _is_side,
+    "preprocessing.center_crop": _is_side,
+    "preprocessing.interp": lambda value: value in tuple(FILTERS),
+    "preprocessing.scale": _is_scale,
+    "preprocessing.mean": _is_list_of(_is_in(-1e12, 1e12, (int, float)), 3),
+    "preprocessing.std": _is_list_of(_is_scale, 3),
+    "input.name": _is_text,
+    "input.dtype": lambda value: value in tuple(LAYOUTS),
+    "input.layout": lambda value: value in tuple(LAYOUTS.values()),
+    "input.shape": _is_list_of(lambda side: side is None or _is_side(side), 4),
+    "output.shape": _is_list_of(lambda side: side is None or _is_in(1, 2**24, (int,))(side), 2),
+    "classes": _is_list_of(_is_text),
+}
+
+
+def problem(model):
+    """What is wrong with the content of model.json, as plain data: a few words, or None."""
+    for path, is_valid in SCHEMA.items():
+        value = model
+        for name in path.split("."):
+            if not isinstance(value, dict) or name not in value:
+                return f"{path} is missing"
+            value = value[name]
+        if not is_valid(value):
+            return f"{path} is {reprlib.repr(value)[:100]}"
+    side, (_, outputs) = model["preprocessing"]["center_crop"], model["output"]["shape"]
+    layout, shape = LAYOUTS[model["input"]["dtype"]], model["input"]["shape"]
+    expected = [None, 3, side, side] if layout == "NCHW" else [None, side, side, 3]
+    if (model["input"]["layout"], shape) != (layout, expected):
+        return f"input.shape is {shape} in {model['input']['layout']}, not {expected} in {layout}"
+    if model["preprocessing"]["resize_short"] < side:
+        return f"preprocessing.resize_short is less than center_crop {side}"
+    if outputs is None or len(model["classes"]) > outputs:
+        return f"classes has {len(model['classes'])} names, and output.shape is {model['output']['shape']}"
+    return None
 
 
 def pixels(image, preprocessing):
@@ -89,26 +148,80 @@ def model_input(image, model):
     return prepare(image, model["preprocessing"])[None]
 
 
+def read_model(path):
+    """The content of model.json.
+
+    Raises:
+        ValueError: it cannot be read, or does not describe a network.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would wait for its writer
+            raise ValueError(f"not a file of up to {MAX_JSON_BYTES} bytes")
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f"{path}: cannot be read ({_reason(e)}); copy the folder of the export again") from e
+    if what := problem(model):
+        raise ValueError(f"{path}: does not describe a network ({what}); copy the folder of the export again")
+    return model
+
+
 def main(paths):
-    """Print the input that each image becomes and, with model.onnx and onnxruntime, the five likeliest classes."""
+    """Print the input that each image becomes and, with model.onnx and onnxruntime, the five most probable classes.
+
+    Returns:
+        exit code: 0 done, 1 some files are not images, 2 no images, or no usable model.json.
+    """
     folder = Path(__file__).parent
-    model = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    if not paths:
+        return _report("usage: python preprocess.py IMAGE...", 2)
+    try:
+        model = read_model(folder / "model.json")
+    except ValueError as e:
+        return _report(e, 2)
+    Image.MAX_IMAGE_PIXELS = None  # _checked_input has the limit of training
     session = None
-    if (folder / "model.onnx").exists():
+    if (folder / "model.onnx").is_file():
         try:
             import onnxruntime
 
             session = onnxruntime.InferenceSession(folder / "model.onnx")
         except ImportError:
-            print("onnxruntime is not installed: no prediction", file=sys.stderr)
+            _report("onnxruntime is not installed: no prediction")
+        except Exception as e:  # onnxruntime's errors have no common class
+            _report(f"{folder / 'model.onnx'}: no prediction ({_reason(e)})")
+    code = 0
     for path in paths:
-        images = model_input(path, model)
+        try:
+            images = _checked_input(path, model)
+            (probabilities,) = session.run(None, {model["input"]["name"]: images})[0] if session else ((),)
+        except Exception as e:  # Pillow's plugins raise errors of all kinds at damaged files
+            code = _report(f"{path}: cannot be used ({_reason(e)})", 1)
+            continue
         print(f"{path}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")
-        if session is not None:
-            (probabilities,) = session.run(None, {model["input"]["name"]: images})[0]
-            for label in np.argsort(-probabilities, kind="stable")[:5]:
-                print(f"  {probabilities[label]:.6f}  {model['classes'][label]}")
+        for label in np.argsort(-np.asarray(probabilities), kind="stable")[:5]:
+            print(f"  {probabilities[label]:.6f}  {dict(enumerate(model['classes'])).get(label, label)}")
+    return code
+
+
+def _checked_input(path, model):
+    """As model_input, for a regular file of up to MAX_PIXELS."""
+    if not Path(path).is_file():
+        raise ValueError("not a regular file")
+    with Image.open(path) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS:,}")
+        return model_input(image, model)
+
+
+def _reason(error):
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _report(message, code=0):
+    print(message, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    sys.exit(main(sys.argv[1:]))

@@ -6,11 +6,13 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import paddle
 import pytest
 from paddle import static
+from PIL import Image
 
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from paddle_resnet import dali, export, onnx_writer, preprocessing
@@ -215,8 +217,44 @@ def test_folder_of_an_export(checkpoint, photos, tmp_path):
     (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
     command = [sys.executable, "-I", tmp_path / "exported/preprocess.py", image]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
+
+
+def test_the_script_reports_what_it_cannot_use(checkpoint, photos, tmp_path, capsys, monkeypatch):
+    export.export(checkpoint, tmp_path / "exported")
+    model = tmp_path / "exported/model.json"
+    monkeypatch.setattr(preprocessing, "__file__", str(model.with_name("preprocess.py")))
+    (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
+    (tmp_path / "text.jpg").write_text("no image")
+    (tmp_path / "cut.jpg").write_bytes(image.read_bytes()[:500])
+    os.mkfifo(tmp_path / "pipe.jpg")
+    monkeypatch.setattr(preprocessing, "MAX_PIXELS", 70 * 70)
+    Image.new("1", (80, 80)).save(tmp_path / "large.png")
+    bad = [
+        str(photos),
+        *(str(tmp_path / name) for name in ("text.jpg", "cut.jpg", "pipe.jpg", "large.png", "gone.jpg")),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 30)
+        assert preprocessing.main([*bad, str(image)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
+    assert [line.split(": cannot be used (")[0] for line in err.splitlines()] == bad
+    assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
+    assert preprocessing.main([]) == 2
+    assert capsys.readouterr().err == "usage: python preprocess.py IMAGE...\n"
+    for damage, says in (
+        (lambda: model.write_text("[" * 100000), "cannot be read (maximum recursion depth exceeded"),
+        (lambda: model.write_text('{"preprocessing": {"resize_short": 0}}'), "(preprocessing.resize_short is 0)"),
+        (lambda: model.write_bytes(b"\xff"), "cannot be read ('utf-8' codec can't decode"),
+        (model.unlink, "cannot be read (not a file of up to"),
+    ):
+        damage()
+        assert preprocessing.main([str(image)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"{model}: ") and says in err and err.count("\n") == 1
 
 
 def test_the_script_beside_an_onnx_file_predicts(checkpoint, photos, tmp_path, capsys, monkeypatch):

@@ -1,3 +1,4 @@
+import copy
 import csv
 import io
 import json
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import NHWC, phase
-from paddle_resnet import export, inference, predict
+from paddle_resnet import export, inference, predict, preprocessing
 from paddle_resnet.data.records import IMAGE_SUFFIXES
 from utils.errors import UsageError
 
@@ -231,7 +232,7 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json and --csv - both write to stdout"),
         (["{run}/0", "{image}", "--benchmark"], "--benchmark measures the network on random images"),
         (["{run}/0", "{image}", "--csv", "{root}/none/x.csv"], "x.csv: cannot be written (No such file or directory)"),
-        (["{root}/broken", "{image}"], "model.json does not describe a network of this program"),
+        (["{root}/broken", "{image}"], "model.json: does not describe a network of this program (preprocessing.resize"),
     ],
 )
 def test_mistakes_are_sentences(checkpoint, val_images, tmp_path, capsys, words, says):
@@ -261,10 +262,12 @@ def test_an_interrupt_is_a_sentence(checkpoint, val_images, capsys, monkeypatch)
         (lambda folder: (folder / "model.pdmodel").write_bytes(b"no model"), "model.pdmodel has 8 bytes instead of "),
         (lambda folder: flip_a_bit(folder / "model.pdiparams"), "pdiparams has another sha256 than model.json says"),
         (lambda folder: (folder / "model.pdiparams").unlink(), "is damaged: model.pdiparams cannot be read"),
-        (lambda folder: change(folder / "model.json", files={}), "json has no size and sha256 of model.pdmodel"),
-        (lambda folder: change(folder / "model.json", classes=["a"] * 4), "names more classes than the network has"),
+        (lambda folder: change(folder / "model.json", files={}), "model.json: files has no size and sha256 of model.*"),
+        (lambda folder: sink(folder / "model.json", "output", shape=[None, 4]), "output of the network is [1, 3], not"),
+        (lambda folder: sink(folder / "model.json", "input", name="image"), "the network does not fit its description"),
+        (lambda folder: pipe(folder / "model.json"), "model.json: cannot be read (not a regular file)"),
     ],
-    ids=["model", "a bit of the weights", "no weights", "no list", "classes"],
+    ids=["model", "a bit of the weights", "no weights", "no list", "outputs", "input", "pipe"],
 )
 def test_damaged_export_is_a_sentence(checkpoint, model_of, val_images, capsys, damage, says):
     folder = model_of("export", checkpoint)
@@ -284,14 +287,57 @@ def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def sink(path, table, **values):
+    change(path, **{table: json.loads(path.read_text())[table] | values})
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
+def test_every_field_of_a_description_is_checked(checkpoint, tmp_path, uint8):
+    description = inference.load_checkpoint(checkpoint, uint8=uint8).description
+    assert preprocessing.problem(description) is None
+    hostile = [None, True, -1, 0, 10**400, float("nan"), "object", "x" * 10**5, [], [[]], [None] * 4, {}, [10**400] * 3]
+    for path in preprocessing.SCHEMA:
+        *table, name = path.split(".")
+        for value in [*hostile, "missing"]:
+            changed = copy.deepcopy(description)
+            parent = changed[table[0]] if table else changed
+            if value == parent[name] or (value == "missing" and path == "input.name"):
+                continue
+            parent[name] = value
+            if value == "missing":
+                del parent[name]
+            found = preprocessing.problem(changed)
+            is_free = (path == "input.name" and isinstance(value, str)) or (path == "classes" and value == [])
+            assert found is None if is_free else found.startswith(path) and len(found) < 300, (path, value)
+    for other in ([], None, {"preprocessing": 1}):
+        assert preprocessing.problem(other) == "preprocessing.resize_short is missing"
+    for text in ("[" * 100000, "{", json.dumps(description | {"classes": ["a"] * 4}), b"\xff"):
+        with pytest.raises(UsageError, match="^model.json: does not describe a network of this program "):
+            inference._checked_description(text, "model.json")
+
+
 def test_damaged_onnx_file_is_a_sentence(val_images, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     model = tmp_path / "model.onnx"
-    for data, says in ((None, "does not exist"), (b"no model", "cannot be opened by onnxruntime")):
+    for data, says in ((None, ": cannot be read"), (b"no model", " cannot be opened by onnxruntime")):
         if data:
             model.write_bytes(data)
         assert predict.main([str(model), val_images[0][0], "--device", "cpu"]) == 2
-        assert f"{model} {says}" in capsys.readouterr().err
+        assert f"{model}{says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export", "ONNX"])
+def test_the_folder_of_a_model_need_not_be_utf_8(checkpoint, model_of, val_images, tmp_path, kind):
+    (image, *_), _ = val_images
+    folder = tmp_path / os.fsdecode(b"\xff")
+    model = model_of(kind, checkpoint)
+    (model.parent if kind == "ONNX" else model).rename(folder)
+    probabilities(folder / "model.onnx" if kind == "ONNX" else folder, [image])
 
 
 def test_names_need_not_be_utf_8(checkpoint, val_images, tmp_path, capsys):
