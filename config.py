@@ -26,11 +26,51 @@ AUGMENTATION_RANGES = {
 }
 
 
-# What an evaluation of a checkpoint needs: the network and the preparation of images.
-CHECKPOINT_FLAGS = (
-    *("model_arch_name", "num_of_class", "image_shape", "crop_size", "resize_short", "interp"),
-    *("normalize_scale", "normalize_mean", "normalize_std"),
-)
+# The kind of each flag says who inherits it from a checkpoint: an evaluation and fine-tuning need the network and the
+# preprocessing, a resumed run also the recipe and the saving of checkpoints. The others belong to the command.
+KINDS = {
+    "network": ("model_arch_name", "num_of_class", "image_shape"),
+    "preprocessing": (
+        *("crop_size", "resize_short", "interp"),
+        *("normalize_scale", "normalize_mean", "normalize_std"),
+    ),
+    "recipe": (
+        *("epochs", "batch_size", "seed", "dali_random_seed", "data_layout", "dali_output_fp16", "cpu_decoder_load"),
+        *("rand_crop_scale", "rand_crop_ratio", "color_jitter", "lighting", "rotate_degrees"),
+        *("bn_weight_decay", "label_smoothing", "optimizer", "momentum", "weight_decay"),
+        *("lr_scheduler", "lr", "warmup_epochs", "warmup_start_lr", "max_bad_steps"),
+        *("amp", "amp_dtype", "amp_level", "use_pure_fp16", "scale_loss", "use_dynamic_loss_scaling"),
+        *("fuse_resunit", "asp", "prune_model", "mask_algo"),
+    ),
+    "saving": (
+        *("model_prefix", "save_interval", "save_interval_steps", "keep_checkpoints", "checkpoint_commit"),
+        "eval_interval",
+    ),
+    "loader": (
+        *("image_root", "data_format", "dali_num_threads", "dali_device", "hw_decoder_load", "dali_prefetch"),
+        *("skip_list", "allow_outside"),
+    ),
+    "machine": ("device", "enable_cpu_affinity", "comm_timeout_s", "kernels", "cuda_graph"),
+    "output": (
+        *("config", "print_config", "show_config", "verbose", "dry_run", "run_scope", "print_interval"),
+        *("output_dir", "report_file", "tensorboard_dir", "report_html", "predictions", "profile_steps"),
+        *("benchmark", "benchmark_steps", "benchmark_warmup_steps", "resume", "overwrite"),
+        *("from_checkpoint", "last_epoch_of_checkpoint", "from_pretrained_params", "pretrained_mismatch"),
+    ),
+}
+EVALUATED = (*KINDS["network"], *KINDS["preprocessing"])
+RESUMED = (*EVALUATED, *KINDS["recipe"], *KINDS["saving"])
+# If one of these is explicit and differs from the checkpoint's, those that depend on it are not inherited.
+DEPENDENT = {
+    "model_arch_name": ("model_prefix",),
+    "crop_size": ("resize_short",),
+    "image_shape": ("resize_short",),
+    "amp": ("amp_dtype", "amp_level", "use_pure_fp16", "scale_loss", "use_dynamic_loss_scaling"),
+    "amp_dtype": ("use_pure_fp16", "scale_loss", "use_dynamic_loss_scaling"),
+    "amp_level": ("use_pure_fp16",),
+    "asp": ("prune_model", "mask_algo"),
+}
+RESIZE_RATIO = 256 / 224  # of --resize-short to --crop-size by default
 # Flags that older checkpoints do not have, where the default is not what the program did before.
 OLD_MEANINGS = {"interp": "linear", "num_of_class": 1000}
 # What other programs call a flag.
@@ -62,8 +102,8 @@ def parse_args(argv=None):
         argv: list of words, default the command line. A flag on it wins over `--config FILE`, which wins over
             the default.
     Returns:
-        argparse.Namespace, one attribute a flag with underscores; run_scope is a RunScope. `given` holds the names of
-        the flags that the command line or the file sets.
+        argparse.Namespace, one attribute per flag with underscores; run_scope is a RunScope. `given` holds the names of
+        the explicit flags, those on the command line or in the file, `inherited` those that a checkpoint has set.
     Raises:
         UsageError: an unknown flag or key, a value of the wrong kind, flags that exclude each other; a line for each.
     """
@@ -76,9 +116,9 @@ def parse_args(argv=None):
         raise UsageError(*_unknown_words(parser, unknown))
     args.amp_level = args.amp_level or ("O2" if args.use_pure_fp16 else "O1")
     follow_sizes(args)
-    problems = list(_conflicts(args))
-    if not (_has_start(args) or args.resume):  # a checkpoint may have the sizes of images: see take_over
-        problems += _conflicts_of_sizes(args)
+    problems = [*_conflicts_of_start(args), *_conflicts_of_output(args)]
+    if not (_has_start(args) or args.resume):  # a checkpoint may have what the others need: see inherit
+        problems += _conflicts_of_settings(args)
     _refuse(problems)
     return args
 
@@ -90,32 +130,34 @@ def _parse(parser, words):
     unset = object()
     args, unknown = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
     given = {name: value for name, value in vars(args).items() if value is not unset}
-    args = argparse.Namespace(**defaults | given, given=frozenset(given))
+    args = argparse.Namespace(**defaults | given, given=frozenset(given), inherited=frozenset())
     args.run_scope = RunScope(args.run_scope)
     args.model_prefix = args.model_prefix or _prefix(args.model_arch_name)
     return args, unknown
 
 
-def take_over(args, recorded, names):
-    """Give the flags that are not given the values of an earlier run; changes the flags.
+def inherit(args, recorded, names):
+    """Give the flags that are not explicit the values of an earlier run; changes the flags.
 
     Args:
         args: flags.
         recorded: those of the earlier run.
         names: of the flags.
     Returns:
-        ({flag: value} of those that changed, {flag: (value, recorded value)} of those that are given and differ).
+        ({flag: value} of those that changed, {flag: (value, recorded value)} of those that are explicit and differ).
     """
     before = dict(vars(args))
-    for name in set(names) - args.given:
+    differing = [n for n in names if n in args.given and before[n] != getattr(recorded, n)]
+    blocked = {name for leader in differing for name in DEPENDENT.get(leader, ())}
+    inherited = [name for name in names if name not in args.given and name not in blocked]
+    for name in inherited:
         setattr(args, name, getattr(recorded, name))
-    if "model_prefix" not in {*args.given, *names}:
+    args.inherited = args.inherited.union(inherited)
+    if "model_prefix" not in {*args.given, *inherited}:
         args.model_prefix = _prefix(args.model_arch_name)
     follow_sizes(args)
-    now = vars(args)
-    was = {name: getattr(recorded, name) for name in names}
-    taken = {flag(name): now[name] for name in names if name not in args.given and now[name] != before[name]}
-    return taken, {flag(n): (now[n], was[n]) for n in names if n in args.given and now[n] != was[n]}
+    taken = {flag(name): vars(args)[name] for name in inherited if vars(args)[name] != before[name]}
+    return taken, {flag(n): (before[n], getattr(recorded, n)) for n in differing}
 
 
 def _prefix(arch):
@@ -124,20 +166,37 @@ def _prefix(arch):
 
 
 def follow_sizes(args):
-    """Let --image-shape follow --crop-size, or the other way round, if only one of them is given; changes the flags."""
+    """Let --image-shape follow --crop-size, or the other way round, if only one of them is explicit, and --resize-short
+    follow --crop-size unless it is explicit or inherited; changes the flags."""
     if "image_shape" not in args.given:
         args.image_shape = [args.image_shape[0], args.crop_size, args.crop_size]
     elif "crop_size" not in args.given and len(args.image_shape) == 3:
         args.crop_size = args.image_shape[1]
+    if "resize_short" not in args.given | args.inherited:
+        args.resize_short = max(1, round(args.crop_size * RESIZE_RATIO))
 
 
-def check_images(args):
-    """Check the flags of the preparation of images once all are known.
+def check_settings(args):
+    """Check the flags together once all are known.
 
     Raises:
         UsageError: they are impossible, or do not fit each other.
     """
-    _refuse([*_conflicts_of_augmentation(args), *_conflicts_of_sizes(args)])
+    _refuse(list(_conflicts_of_settings(args)))
+
+
+def warnings(args):
+    """Yield a sentence for each combination of flags that runs, but rarely as intended."""
+    ratio = args.resize_short / args.crop_size
+    if ratio > 1.3:
+        yield (
+            f"--resize-short {args.resize_short}: {ratio:.2f} times --crop-size {args.crop_size}, so an evaluation "
+            f"sees only the center of each image; use {round(args.crop_size * RESIZE_RATIO)}"
+        )
+    if args.device == "cpu" and args.data_layout == "NHWC":
+        yield "--data-layout NHWC: several times slower than NCHW on a CPU; use NCHW"
+    if args.device == "cpu" and args.dali_output_fp16:
+        yield "--dali-output-fp16: rounds images to half precision without a gain on a CPU; remove the flag"
 
 
 def _refuse(problems):
@@ -147,14 +206,15 @@ def _refuse(problems):
 
 def as_dict(args):
     """The flags that describe the run as plain data."""
-    values = {name: value for name, value in vars(args).items() if name not in ("config", "print_config", "given")}
+    hidden = ("config", "print_config", "given", "inherited")
+    values = {name: value for name, value in vars(args).items() if name not in hidden}
     values["run_scope"] = args.run_scope.value
     return values
 
 
 def as_file(args):
     """What a --config file holds: as_dict without what would follow checkpoint, data or network if it is not given."""
-    follow = {*CHECKPOINT_FLAGS, "model_prefix"} - args.given
+    follow = {*EVALUATED, "model_prefix"} - args.given
     return {name: value for name, value in as_dict(args).items() if name not in follow}
 
 
@@ -390,7 +450,12 @@ def _add_augmentation(group):
         metavar="R,G,B",
         help="standard deviation",
     )
-    group.add_argument("--resize-short", type=numbers.side, default=256, help="shorter side before the centre crop")
+    group.add_argument(
+        "--resize-short",
+        type=numbers.side,
+        default=256,
+        help="shorter side before the center crop of an evaluation; if not set, 256/224 of --crop-size",
+    )
     group.add_argument(
         "--color-jitter",
         type=_not_negative_number,
@@ -506,13 +571,12 @@ def _add_advanced(group):
     )
 
 
-def _conflicts(args):
-    """Yield a sentence for each thing that the flags alone show to be wrong, but for the sizes of images."""
-    yield from _conflicts_of_start(args)
-    yield from _conflicts_of_output(args)
+def _conflicts_of_settings(args):
+    """Yield a sentence for each thing that is wrong with flags that a checkpoint may complete."""
     yield from _conflicts_of_augmentation(args)
     yield from _conflicts_of_sparsity(args)
     yield from _conflicts_of_amp(args)
+    yield from _conflicts_of_sizes(args)
 
 
 def _conflicts_of_start(args):
@@ -534,6 +598,11 @@ def _conflicts_of_start(args):
         yield (
             f"--pretrained-mismatch {args.pretrained_mismatch} is about --from-pretrained-params DIR: add it, "
             "or drop the flag"
+        )
+    if args.run_scope is RunScope.EVAL_ONLY and args.pretrained_mismatch != "error":
+        yield (
+            f"--pretrained-mismatch {args.pretrained_mismatch}: leaves the classifier untrained, and --run-scope is "
+            "eval_only; remove it"
         )
     if args.run_scope is RunScope.EVAL_ONLY and not _has_start(args) and not args.benchmark and not args.resume:
         yield "--run-scope eval_only has nothing to evaluate: add --from-checkpoint DIR or --from-pretrained-params DIR"
@@ -581,8 +650,8 @@ def _out_of_range(args, name):
 
 
 def _conflicts_of_sparsity(args):
-    if args.asp and not args.prune_model and args.from_checkpoint is None:
-        yield "--asp keeps pruned weights pruned and there are none: add --prune-model or --from-checkpoint DIR"
+    if args.asp and not (args.prune_model or args.resume) and args.from_checkpoint is None:
+        yield "--asp: requires pruned weights; add --prune-model or --from-checkpoint DIR"
     if args.mask_algo != "mask_1d" and not args.prune_model:
         yield f"--mask-algo {args.mask_algo} is how --prune-model prunes: add it, or drop the flag"
     if args.prune_model and not args.asp:

@@ -50,10 +50,11 @@ def _run(args, argv):
 
     phases.start(args)
     with exchange.leaving_together():
-        fleet.start(args)
+        fleet.connect(args)
         found = phases.find_start(args)
         if args.run_scope.trains and found and found.epoch >= args.epochs:
             return report.all_done(args, found)
+        fleet.start(args)
         exe = static.Executor(processes.place(args))
         train_loader, eval_loader = phases.open_data(args, found)
         training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader)

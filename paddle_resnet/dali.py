@@ -41,6 +41,9 @@ BATCH_FLAGS = (
     *("normalize_scale", "normalize_mean", "normalize_std"),
 )
 
+# Conditions that determine the order of the training images. It is the same for any number of processes.
+ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "number of images", "DALI version")
+
 DEFAULT_CLASSES = 1000  # ImageNet's, where the data do not name any
 LIST = "list of images and labels (hash)"
 
@@ -81,8 +84,10 @@ def build_dataloader(args, mode, state=None):
         args: flags, with the number of classes (settle_classes).
         mode: Mode.TRAIN: shuffled and augmented, without the last partial batch. Mode.EVAL: in order, every image of
             the data set once, with a shorter last batch.
-        state: result of state() of this process's training loader, to resume with the next batch. If the flags or the
-            data set have changed, a warning names the change and the loader starts at the beginning of an epoch.
+        state: result of state() of this process's training loader, to resume with the next batch. If the flags have
+            changed, a warning names the change: at the end of an epoch, the order of the images continues, and the
+            random numbers of the augmentation start again; inside an epoch, or with a different data set, the loader
+            starts with the order of the first epoch.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
         images. `len()` is the number of steps per epoch, the same on every process in training; `step` the number of
@@ -98,7 +103,9 @@ def build_dataloader(args, mode, state=None):
     if args.data_format == "synthetic":
         images = SYNTHETIC_SIZE[mode] // world_size
         conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
-        return SyntheticIterator(args, images, mode, conditions, _usable(state, conditions, images // args.batch_size))
+        return SyntheticIterator(
+            args, images, mode, conditions, _usable(state, conditions, images // args.batch_size)[0]
+        )
 
     data_set = open_data_set(args, mode)
     per_process = data_set.size // world_size
@@ -116,8 +123,13 @@ def build_dataloader(args, mode, state=None):
             f"give {1 / args.batch_size:.2g} or more, or leave it out"
         )
     conditions = _conditions(args, data_set.data_format, data_set.size, data_set.digest)
-    state = _usable(state, conditions, per_process // args.batch_size)
+    state, continues_order_alone = _usable(state, conditions, per_process // args.batch_size)
     checkpoint = base64.b64decode(state.get("pipeline", "")) if state else None
+    if continues_order_alone:
+        fresh = create_dali_pipeline(args, data_set, mode, rank, world_size)
+        fresh.build()
+        checkpoint = _with_reader_of(checkpoint, fresh.checkpoint())
+        del fresh
     if mode is Mode.TRAIN:
         images = per_process // args.batch_size * args.batch_size
     else:
@@ -182,28 +194,57 @@ def _state_error(reason):
 
 
 def _usable(state, conditions, steps):
-    """The state, or None with a warning if its conditions differ.
+    """What of a state still serves if its conditions may differ; a warning names the differences.
 
+    Returns:
+        (state, or None if nothing of it serves; whether only the order of the images continues).
     Raises:
         StateError: it is of a later step than an epoch has.
     """
     if state is None:
-        return None
+        return None, False
     # Older checkpoints know neither the flags nor the list.
     older = {"--cpu-decoder-load": 0.0, "--interp": config.OLD_MEANINGS["interp"], LIST: conditions.get(LIST)}
     before = older | state["conditions"]
-    changes = [
-        f"{name} is {now} and was {before.get(name)}" for name, now in conditions.items() if now != before.get(name)
-    ]
+    changes = {
+        name: f"{name} is {now} and was {before.get(name)}"
+        for name, now in conditions.items()
+        if now != before.get(name)
+    }
+    if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
+        logger.warn(
+            f"{', '.join(changes.values())}: the order of the images continues, and the random numbers of the "
+            "augmentation start again"
+        )
+        return state, True
     if changes:
         logger.warn(
-            f"the loader cannot resume inside the epoch: {', '.join(changes)}; it starts at the beginning of the "
-            "epoch, in the order of the first epoch"
+            f"the loader cannot resume inside the epoch: {', '.join(changes.values())}; it starts at the beginning of "
+            "the epoch, in the order of the first epoch"
         )
-        return None
+        return None, False
     if state["step"] > steps:
         raise StateError(f"the state of the loader is damaged (step {state['step']} of {steps})")
-    return state
+    return state, False
+
+
+def _with_reader_of(checkpoint, fresh):
+    """A fresh checkpoint of a pipeline with the position of the reader from another pipeline's checkpoint. Both are
+    protobuf messages that begin with the state of the first operator, the reader."""
+    return _first_operator(checkpoint) + fresh[len(_first_operator(fresh)) :]
+
+
+def _first_operator(checkpoint):
+    """The first field of a protobuf message, a message itself: its tag, its length as a varint, its content."""
+    length, place = 0, 1
+    while True:
+        byte = checkpoint[place : place + 1]
+        if checkpoint[:1] != b"\n" or not byte or place > 5:
+            raise StateError("the state of the loader is damaged (it has no reader)")
+        length |= (byte[0] & 0x7F) << 7 * (place - 1)
+        place += 1
+        if byte[0] < 0x80:
+            return checkpoint[: place + length]
 
 
 def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=None):

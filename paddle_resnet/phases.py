@@ -24,24 +24,27 @@ Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled
 
 
 def start(args):
-    """Settle devices and kernels, and see that the report can be written."""
+    """Resolve the device, and check that the report can be written."""
     logger.setup(args.report_file, processes.rank())
     report.check_outputs(args)
-    processes.resolve_devices(args)
-    progress.phase("the custom kernels")
-    native.resolve(args)
+    processes.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())
     paddle.enable_static()
 
 
 def find_start(args):
-    """What the run starts from: restore.Found or None. Takes over its flags; refuses processes that differ and an
-    output folder that cannot be used."""
+    """What the run starts from: restore.Found or None. Inherits its flags, then resolves what follows the machine;
+    refuses processes that differ and an output folder that cannot be used."""
     agreement.check_start(args)
     restore.settle_network(args)
     found = restore.find(args)
-    restore.take_over_flags(args, found)
+    restore.inherit_flags(args, found)
+    processes.resolve_device_flags(args)
+    for warning in config.warnings(args):
+        logger.warn(warning)
+    progress.phase("the custom kernels")
+    native.resolve(args)
     saver.check_folder(args, found)
     return found
 
@@ -120,7 +123,7 @@ def check_and_describe(args, training, evaluation):
     """Compare data and networks of all processes, and print the flags and the start line."""
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
-    agreement.check_work(*loaders, main.program)
+    agreement.check_work(args, *loaders, main.program)
     if args.show_config:
         values = config.as_dict(args)
         shown = values if "show_config" in args.given else config.changed(values)

@@ -100,7 +100,7 @@ OURS = {
     "cuda-graph": True,
 }
 DEFAULTS = {**NVIDIA, **OURS}
-IMAGES = config.CHECKPOINT_FLAGS[2:]
+IMAGES = config.EVALUATED[2:]
 
 
 def parse(text=""):
@@ -632,7 +632,7 @@ def test_flags_of_an_earlier_run_are_taken_where_none_are_given(given, names, ex
     recorded = {"model_arch_name": "ResNet18", "model_prefix": "old", "image_shape": [3, 96, 96], "crop_size": 96}
     recorded = config.from_dict(recorded | {"interp": "cubic", "resize_short": 110})
     args = parse(given)
-    taken, differing = config.take_over(args, recorded, names)
+    taken, differing = config.inherit(args, recorded, names)
     for name, value in expected.items():
         assert getattr(args, name) == value, name
     differs = {"--crop-size 64": (64, 96), "--image-shape 4,64,64": ([4, 64, 64], [3, 96, 96])}
@@ -643,12 +643,58 @@ def test_flags_of_an_earlier_run_are_taken_where_none_are_given(given, names, ex
         assert value == getattr(args, name[2:].replace("-", "_")), name
 
 
+def test_each_flag_has_one_kind():
+    names = [name for kind in config.KINDS.values() for name in kind]
+    assert sorted(names) == sorted(flag.replace("-", "_") for flag in DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", {"amp": True, "amp_level": "O2", "scale_loss": 128, "asp": True, "lr": 0.1, "epochs": 7}),
+        ("--amp false", {"amp": False, "amp_level": "O1", "scale_loss": 1, "use_dynamic_loss_scaling": False}),
+        ("--amp-level O1", {"amp": True, "use_pure_fp16": False, "scale_loss": 128}),
+        ("--amp-dtype bfloat16 --asp false", {"scale_loss": 1, "use_dynamic_loss_scaling": False, "amp_level": "O2"}),
+        ("--asp false", {"asp": False, "prune_model": False, "mask_algo": "mask_1d"}),
+        ("--lr 0.5", {"lr": 0.5, "epochs": 7, "keep_checkpoints": 9}),
+    ],
+)
+def test_a_resumed_run_inherits_recipe_and_saving(given, expected):
+    text = "--amp --use-pure-fp16 --scale-loss 128 --use-dynamic-loss-scaling --asp --prune-model --lr 0.1 --epochs 7"
+    recorded = parse(f"{text} --mask-algo mask_2d_best --keep-checkpoints 9 --dali-num-threads 9")
+    args = parse(f"--resume {given}")
+    _, differing = config.inherit(args, config.from_dict(config.as_dict(recorded)), config.RESUMED)
+    config.check_settings(args)
+    for name, value in {**expected, "dali_num_threads": 4}.items():
+        assert getattr(args, name) == value, name
+    assert set(differing) == {word for word in given.split() if word.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    ("text", "resize_short"),
+    [("", 256), ("--crop-size 32", 37), ("--image-shape 3,96,96", 110), ("--crop-size 32 --resize-short 256", 256)],
+)
+def test_resize_short_follows_the_crop_unless_it_is_explicit(text, resize_short):
+    args = parse(text)
+    assert args.resize_short == resize_short
+    warned = [warning for warning in config.warnings(args) if warning.startswith("--resize-short 256: 8.00 times")]
+    assert len(warned) == (args.crop_size == 32 and resize_short == 256)
+    assert config.as_file(args).get("resize_short") == (256 if "--resize-short" in text else None)
+
+
+@pytest.mark.parametrize("flag", ["--data-layout NHWC", "--dali-output-fp16"])
+def test_flags_that_only_slow_down_a_cpu_are_warned_of(flag):
+    for device in ("cpu", "gpu"):
+        warned = [warning.split(":")[0] for warning in config.warnings(parse(f"{flag} --device {device}"))]
+        assert warned == [flag] * (device == "cpu")
+
+
 def test_a_start_may_name_the_sizes_that_do_not_fit_yet():
     args = parse("--from-checkpoint d --resize-short 110")
     with pytest.raises(UsageError, match="--resize-short 110 is smaller than --crop-size 224"):
-        config.check_images(args)
-    config.take_over(args, config.from_dict({"crop_size": 96, "image_shape": [3, 96, 96]}), IMAGES)
-    config.check_images(args)
+        config.check_settings(args)
+    config.inherit(args, config.from_dict({"crop_size": 96, "image_shape": [3, 96, 96]}), IMAGES)
+    config.check_settings(args)
 
 
 def test_flags_that_an_old_checkpoint_lacks_have_their_old_meaning():

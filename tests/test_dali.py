@@ -151,7 +151,51 @@ def test_loader_of_fewer_processes_starts_an_epoch_and_says_why(parse, photos, c
         loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 2)
     assert dali.build_dataloader(args, Mode.TRAIN, loader.state()).step == 0
-    assert "number of processes is 1 and was 2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot resume inside the epoch: number of processes is 1 and was 2" in said
+
+
+@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
+@pytest.mark.parametrize("change", ["fewer", "more", "batch"])
+def test_at_the_end_of_an_epoch_the_order_continues(parse, distinct, shard, capsys, data_format, change):
+    """With a different number of processes or a different batch; the order of image files is the same for any."""
+
+    def loaders(world_size, batch, states=None):
+        flags = ["--num-of-class", "37", "--data-format", data_format, "--batch-size", batch]
+        made = []
+        for rank in range(world_size):
+            shard(rank, world_size)
+            args = parse("--image-root", distinct[data_format], *flags)
+            made.append(dali.build_dataloader(args, Mode.TRAIN, states and states[min(rank, len(states) - 1)]))
+        return made
+
+    def order(made):
+        return [label for loader in made for label in np.concatenate(epoch(loader)[1])[:, 0].tolist()]
+
+    before, after = {"fewer": ((2, 2), (1, 4)), "more": ((1, 4), (2, 2)), "batch": ((1, 4), (1, 2))}[change]
+    first = loaders(*before)
+    order(first)
+    resumed = loaders(*after, [loader.state() for loader in first])
+    assert ": the order of the images continues" in capsys.readouterr().err
+    reference = loaders(*after)
+    epochs = [order(reference) for _ in range(3)]
+    continued = [order(resumed) for _ in range(2)]
+    assert all(len(set(labels)) == len(labels) >= 36 for labels in continued)
+    assert epochs[0] not in continued
+    if data_format in listing.FILE_FORMATS:
+        assert continued == epochs[1:]
+
+
+def test_more_processes_draw_crops_of_their_own_at_the_end_of_an_epoch(parse, photos, shard):
+    args = parse("--image-root", photos, "--batch-size", "3")
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    epoch(loader)
+    mirrors = []
+    for rank in range(2):
+        shard(rank, 2)
+        pipeline = dali.build_dataloader(args, Mode.TRAIN, loader.state())._pipes[0]
+        mirrors.append(pipeline.checkpoint().partition(b"CoinFlip")[2])
+    assert mirrors[0] != mirrors[1]
 
 
 def test_batches_are_what_the_program_feeds(parse, photos):

@@ -103,14 +103,23 @@ def test_dry_run_checks_everything_and_writes_nothing(run_train, tmp_path, capsy
     )
 
 
-def test_sparse_training_keeps_the_pattern(run_train, tmp_path):
+def test_sparse_training_keeps_the_pattern(run_train, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--epochs", "2"]
     assert run_train(*flags)[0] == 0
     for epoch in (0, 1):
         params = pickle.loads((tmp_path / f"output/Tiny/{epoch}/tiny.pdparams").read_bytes())
         assert_sparse(params)
-    flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "0", "--asp", "--epochs", "2"]
-    assert run_train(*flags)[0] == 0
+    # Sparsity is inherited; training that would make the weights dense must be asked for.
+    elsewhere = ["--output-dir", tmp_path / "branch", "--epochs", "2"]
+    assert run_train("--from-checkpoint", tmp_path / "output/Tiny/1", *elsewhere)[0] == 0
+    assert_sparse(pickle.loads((tmp_path / "branch/Tiny/1/tiny.pdparams").read_bytes()))
+    shutil.rmtree(tmp_path / "branch")
+    capsys.readouterr()
+    pretrained = ["--from-pretrained-params", tmp_path / "output/Tiny/1", *elsewhere, "--epochs", "1"]
+    assert run_train(*pretrained)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["2:4 sparse weights", "use --asp --prune-model", "or --asp false"])
+    assert run_train(*pretrained, "--asp", "false")[0] == 0
+    assert "has 2:4 sparse weights, which --asp false makes dense" in capsys.readouterr().err
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")[0] == 0
 
 

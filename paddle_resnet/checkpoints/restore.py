@@ -20,9 +20,6 @@ from paddle_resnet.models import check_name
 from utils import logger
 from utils.errors import UsageError
 
-# Flags that determine the learning-rate schedule.
-_SCHEDULE_FLAGS = ("lr", "lr_scheduler", "epochs", "warmup_epochs", "warmup_start_lr", "batch_size")
-
 
 @dataclass
 class Found:
@@ -239,34 +236,54 @@ def settle_network(args):
             args.model_arch_name = recorded_flags(folder, meta).model_arch_name
 
 
-def take_over_flags(args, found):
-    """Take the flags that are not given from the meta.json of what the run starts from, and say what is taken and what
-    differs; changes the flags. Fine-tuning takes the network alone.
+def inherit_flags(args, found):
+    """Take the flags that are not explicit from the meta.json of what the run starts from, and log what is taken and
+    what differs; changes the flags. config.KINDS says which ones an evaluation, fine-tuning and a resumed run inherit.
 
     Args:
         args: flags.
         found: result of find.
     Raises:
-        UsageError: what is taken is impossible, or does not fit what is given.
+        UsageError: the flags, with those of the checkpoint, are impossible or do not fit each other.
     """
     folder, meta = origin(args, found)
     if meta is not None:
         recorded = recorded_flags(folder, meta)
-        trains = args.run_scope.trains
-        names = config.CHECKPOINT_FLAGS if found or not trains else ("model_arch_name",)
-        if found is None and trains and "image_shape" not in args.given:
-            args.image_shape = [recorded.image_shape[0], *args.image_shape[1:]]  # the channels of the first filters
-        if found and found.goes_on and trains:
-            names = (*names, "model_prefix")
-        taken, differing = config.take_over(args, recorded, names)
+        resumes = bool(found and found.goes_on and args.run_scope.trains)
+        taken, differing = config.inherit(args, recorded, _inherited_names(args, found, recorded, resumes))
+        if found is None and args.run_scope.trains and "image_shape" not in args.given:
+            # The first filters have these channels.
+            args.image_shape = [recorded.image_shape[0], *args.image_shape[1:]]
+            args.inherited |= {"image_shape"}
         if taken:
-            logger.info(f"from {folder}/{folders.META}: {', '.join(f'{k} {config.text(v)}' for k, v in taken.items())}")
-        if differing:
-            changes = (f"{k} {config.text(v)} (was {config.text(old)})" for k, (v, old) in differing.items())
-            logger.warn(f"{folder} was trained with other flags than are given: {', '.join(changes)}")
+            values = ", ".join(f"{name} {config.text(value)}" for name, value in taken.items())
+            logger.info(f"from {folder}/{folders.META}: {values}")
+        _log_differences(folder, differing, resumes)
     elif folder is not None and "image_shape" not in args.given:
         args.image_shape = [4, *args.image_shape[1:]]  # as NVIDIA's example, whatever is faster here
-    config.check_images(args)
+        args.inherited |= {"image_shape"}
+    config.check_settings(args)
+
+
+def _inherited_names(args, found, recorded, resumes):
+    if resumes:
+        return config.RESUMED
+    if not args.run_scope.trains:
+        return config.EVALUATED
+    if found is None:  # fine-tuning: the data name the classes
+        return ("model_arch_name", *config.KINDS["preprocessing"])
+    return (*config.EVALUATED, "asp") if recorded.asp else config.EVALUATED
+
+
+def _log_differences(folder, differing, resumes):
+    """Log the explicit flags that differ from those of a checkpoint: {flag: (value, recorded value)}."""
+    saving = {config.flag(name) for name in config.KINDS["saving"]} if resumes else set()
+    changes = {name: f"{name} {config.text(now)} (was {config.text(old)})" for name, (now, old) in differing.items()}
+    if harmless := [text for name, text in changes.items() if name in saving]:
+        logger.info(f"{folder}: resumed with {', '.join(harmless)}")
+    if others := [text for name, text in changes.items() if name not in saving]:
+        effect = "; the losses will differ from those of an uninterrupted run" if resumes else ""
+        logger.warn(f"{folder}: the flags differ from those of its training: {', '.join(others)}{effect}")
 
 
 def recorded_flags(folder, meta):
@@ -317,7 +334,7 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
     for _ in range(found.epoch * len(loader) + (len(loader) if found.trained else found.step)):
         lr_scheduler.step()
     if found.goes_on:
-        _tell_changes(args, found.meta)
+        _log_environment_changes(found.meta)
         random.setstate(schema.as_tuples(json.loads(found.meta["seeds"]["python"])))
         np.random.set_state(schema.as_tuples(json.loads(found.meta["seeds"]["numpy"])))
     if found.step and not found.trained:
@@ -340,13 +357,12 @@ def _epoch_of(folder):
         return at[0] if at and at[1] is None else None
 
 
-def _tell_changes(args, meta):
+def _log_environment_changes(meta):
     before = meta.get("paddle_version", paddle.__version__)  # missing in older checkpoints
     if before != paddle.__version__:
         logger.warn(f"the checkpoint is of Paddle {before}, and this is {paddle.__version__}: numbers may differ")
-    before = {config.flag(name): meta["arguments"].get(name) for name in _SCHEDULE_FLAGS}
-    now = {config.flag(name): getattr(args, name) for name in _SCHEDULE_FLAGS}
-    before["number of processes"], now["number of processes"] = meta["world_size"], processes.world_size()
-    changes = [f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before[name]]
-    if changes:
-        logger.info(f"the learning rate continues on the schedule of {', '.join(changes)}")
+    if processes.world_size() != meta["world_size"]:
+        logger.warn(
+            f"the checkpoint was written by {meta['world_size']} processes, and these are {processes.world_size()}: "
+            "the batch of a step and the peak learning rate change in proportion"
+        )

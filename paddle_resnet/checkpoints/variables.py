@@ -138,19 +138,24 @@ def snapshot(program):
     optimizer = {name: read(name) for name in others}
     for name in parameters:
         if name + MASTER in others:
-            params[name] = optimizer[name + MASTER]
             if name + MASK in parameters:  # the optimizer masks the float16 parameter, but not its master
-                params[name] = params[name] * params[name + MASK].astype(np.float32)
+                optimizer[name + MASTER] = optimizer[name + MASTER] * params[name + MASK].astype(np.float32)
+            params[name] = optimizer[name + MASTER]
     return params, optimizer
 
 
 def _load_parameters(args, program, state, flag, place, skipped=()):
     parameters, others = variables(program)
     parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
+    is_sparse = any(name.endswith(MASK) for name in state)
     if not any(name.endswith(MASK) for name in parameters):
-        # A dense program takes sparse weights without their masks.
+        # A dense program takes sparse weights without their masks. Training would change the zeros.
+        if is_sparse and others:
+            _check_masks_may_be_dropped(args, flag)
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
-    elif args.prune_model and not any(name.endswith(MASK) for name in state):
+    elif not is_sparse:
+        if not args.prune_model:
+            raise UsageError(f"{flag}: has dense weights, and --asp requires pruned ones; add --prune-model")
         # A sparse program may start from dense weights, which are pruned next.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
@@ -158,6 +163,16 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     for name in parameters:
         if name + MASTER in others:
             set_variable(name + MASTER, state[name].astype(np.float32), place)
+
+
+def _check_masks_may_be_dropped(args, flag):
+    if "asp" not in args.given:
+        keep = "--asp" if args.from_pretrained_params is None else "--asp --prune-model"
+        raise UsageError(
+            f"{flag}: has 2:4 sparse weights, which training without --asp makes dense; use {keep} to keep them "
+            "sparse, or --asp false"
+        )
+    logger.warn(f"{flag}: has 2:4 sparse weights, which --asp false makes dense")
 
 
 def _load_strictly(variables, state, flag, place, remedy, is_verbose):

@@ -26,24 +26,24 @@ def check_start(args):
         UsageError: on every rank; names what differs and on which ranks.
     """
     facts = {config.flag(name): v for name, v in config.as_dict(args).items() if name not in LOCAL_FLAGS}
-    # After `auto` is resolved: one machine may have a compiler and another none.
-    facts["--kernels (auto follows the machine, paddle runs on all)"] = facts.pop("--kernels")
-    taken_over = (*config.CHECKPOINT_FLAGS, "model_prefix")  # unless they are given
-    facts["the given ones of the flags that a checkpoint may name"] = sorted(args.given.intersection(taken_over))
+    for name in map(config.flag, {*config.RESUMED} - args.given):
+        facts[name] = f"{facts[name]} (default)"  # which a checkpoint may replace
     facts["the version of Paddle"] = paddle.__version__
     facts["the version of DALI"] = nvidia.dali.__version__
     facts["this program (hash of its sources)"] = _hash(_sources())
     _compare(facts)
 
 
-def check_work(train_loader, eval_loader, program):
-    """Compare data sets and network, like check_start.
+def check_work(args, train_loader, eval_loader, program):
+    """Compare kernels, data sets and network, like check_start.
 
     Args:
+        args: flags, with resolved --kernels.
         train_loader, eval_loader: results of dali.build_dataloader, or None.
         program: training program, or evaluation program if nothing is trained.
     """
-    facts = {}
+    # One machine may have a compiler and another none.
+    facts = {"--kernels (auto follows the machine, paddle runs on all)": args.kernels}
     if train_loader is not None:
         facts["the number of steps per epoch"] = len(train_loader)
     for name, loader in (("training", train_loader), ("validation", eval_loader)):

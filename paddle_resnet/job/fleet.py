@@ -30,9 +30,17 @@ _GRADIENTS_AN_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
 
 
+def connect(args):
+    """Let the processes of a job exchange host numbers, and start the watch: before Fleet, which may wait for a dead
+    process while it sets up communication."""
+    if processes.world_size() > 1:
+        rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
+        watchdog.start(rank, world_size, args.comm_timeout_s, master, exchange.gather, exchange.from_rank_0)
+
+
 def start(args):
-    """Set Paddle's flags, seed the host's random generators, start the watch and initialise Fleet. A job of one process
-    uses Fleet, too. Call this before a program is built."""
+    """Set Paddle's flags, seed the host's random generators and initialize Fleet. A job of one process uses Fleet, too.
+    Call this once all flags are resolved, before a program is built."""
     random.seed(args.seed)
     np.random.seed(args.seed)
     if args.device == "gpu":
@@ -42,10 +50,6 @@ def start(args):
     # threads crashed once in many runs and gain no speed. A CUDA graph records the operators of one thread.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
-    if processes.world_size() > 1:
-        # Before Fleet, which may wait for a dead process while it sets up communication.
-        rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
-        watchdog.start(rank, world_size, args.comm_timeout_s, master, exchange.gather, exchange.from_rank_0)
     set_log_level("ERROR")  # before the strategy, which logs its creation
     strategy = fleet.DistributedStrategy()
     # On a CPU with NCHW, oneDNN writes gradients into its own memory, not into the buffer of a fused all-reduce.

@@ -77,22 +77,36 @@ def local_gpu():
     return int(os.environ.get("FLAGS_selected_gpus", "0").split(",")[0])  # noqa: SIM112  Paddle's name
 
 
-def resolve_devices(args):
-    """Settle --device auto, --dali-device auto and, unless it is given, the number of channels of --image-shape, and
-    refuse what the device cannot do; changes the flags.
+def resolve_device(args):
+    """Resolve --device auto; changes the flags.
 
     Raises:
-        UsageError: --device gpu without a GPU that Paddle can compute on, mixed precision on a CPU, bfloat16 on an old
-            GPU, a GPU loader for a CPU program, --cpu-decoder-load without a GPU loader.
+        UsageError: --device gpu without a GPU that Paddle can compute on.
     """
-    import paddle
-
     from paddle_resnet import gpus
 
     args.device = gpus.settle(args.device, local_gpu(), world_size() > 1)
+
+
+def resolve_devices(args):
+    """Both steps, for tools that start from no checkpoint."""
+    resolve_device(args)
+    resolve_device_flags(args)
+
+
+def resolve_device_flags(args):
+    """Resolve --dali-device auto and, unless it is explicit or inherited, the number of channels of --image-shape, and
+    refuse what the device cannot do; changes the flags.
+
+    Raises:
+        UsageError: mixed precision on a CPU, bfloat16 on an old GPU, a GPU loader for a CPU program,
+            --cpu-decoder-load without a GPU loader.
+    """
+    import paddle
+
     if args.amp and args.device == "cpu":
         raise UsageError(
-            f"--amp needs a GPU and this run is on the CPU, which has no {args.amp_dtype} kernels: drop --amp"
+            f"--amp: requires a GPU, and this run is on the CPU, which has no {args.amp_dtype} kernels; use --amp false"
         )
     if args.amp and args.amp_dtype == "bfloat16":
         major, minor = paddle.device.cuda.get_device_capability(local_gpu())
@@ -105,7 +119,7 @@ def resolve_devices(args):
         raise UsageError("--dali-device gpu needs --device gpu and this run is on the CPU: give --dali-device cpu")
     if args.dali_device == "auto":
         args.dali_device = args.device
-    if "image_shape" not in args.given:
+    if "image_shape" not in args.given | args.inherited:
         # Tensor cores and the custom kernels read a pixel of four values at once; elsewhere the fourth is idle work.
         args.image_shape = [4 if args.device == "gpu" and args.data_layout == "NHWC" else 3, *args.image_shape[1:]]
     if args.cpu_decoder_load and args.dali_device == "cpu":

@@ -100,17 +100,24 @@ def _modes():
     return list(Mode)
 
 
-def test_sparse_training_goes_on_with_its_masks(run_train, whole, stop_before, tmp_path):
-    flags = ["--asp", "--prune-model"]
+def test_a_resume_without_its_flags_continues_recipe_and_sparsity(run_train, whole, stop_before, tmp_path, capsys):
+    flags = ["--asp", "--prune-model", "--weight-decay", "0.01", "--momentum", "0.5", "--label-smoothing", "0.3"]
+    flags += ["--bn-weight-decay", "--rand-crop-scale", "0.5,1", "--keep-checkpoints", "1"]
     expected = whole(*flags)
     stop_before(train_step=4)
     first = losses(run_train(*FLAGS, *flags, "--resume")[1])
     params = pickle.loads((tmp_path / "output/Tiny/1_1/tiny.pdparams").read_bytes())
     masks = {name: array for name, array in params.items() if name.endswith(".asp_mask")}
     stop_before()
-    code, report = run_train(*FLAGS, *flags, "--resume")
+    capsys.readouterr()
+    code, report = run_train(*FLAGS, "--resume")
     assert code == 0
     assert first | losses(report) == expected
+    said = capsys.readouterr()
+    [line] = [line for line in said.out.splitlines() if "/1_1/meta.json: " in line]
+    for words in ("--asp True", "--prune-model True", "--weight-decay 0.01", "--keep-checkpoints 1"):
+        assert words in line
+    assert said.err == ""
     params = pickle.loads((tmp_path / "output/Tiny/2/tiny.pdparams").read_bytes())
     assert len(masks) == 8
     for name, mask in masks.items():
@@ -143,7 +150,7 @@ def test_other_batch_size_starts_the_epoch_again_and_says_so(run_train, stop_bef
     said = capsys.readouterr()
     assert "--batch-size is 6 and was 8" in said.err
     assert "epoch 1 starts again at its beginning" in said.err
-    assert "schedule of --batch-size 6 (was 8)" in said.out
+    assert "training: --batch-size 6 (was 8); the losses will differ from those of an uninterrupted run" in said.err
     steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.loss" in e["data"]]
     assert steps == [[epoch, step] for epoch in (1, 2) for step in range(5)]
     rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
@@ -155,17 +162,17 @@ def test_other_batch_size_in_the_first_epoch_is_the_same_run(run_train, stop_bef
     assert run_train(*FLAGS)[0] == 75
     stop_before()
     assert run_train(*FLAGS, "--resume", "--batch-size", "6", "--keep-checkpoints", "1")[0] == 0
-    assert "schedule of --batch-size 6 (was 8)" in capsys.readouterr().out
+    assert "training: --batch-size 6 (was 8); the losses will differ" in capsys.readouterr().err
     assert not (tmp_path / "output/Tiny/0_1").exists()
 
 
 def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys):
     flags = ["--print-interval", "1", "--resume"]
     assert run_train("--epochs", "1", *flags)[0] == 0
-    assert "schedule of" not in capsys.readouterr().out
+    assert capsys.readouterr().err == ""
     code, report = run_train("--epochs", "2", *flags)
     assert code == 0
-    assert "schedule of --epochs 2 (was 1)" in capsys.readouterr().out
+    assert "training: --epochs 2 (was 1); the losses will differ" in capsys.readouterr().err
     rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
     assert rates == [pytest.approx(0.025)]
 

@@ -66,13 +66,35 @@ def test_evaluation_needs_no_flag_of_the_training(run_train, run_bare, tmp_path,
         "--resize-short 40",
     ):
         assert words in line
-    assert "other flags" not in said.err
+    assert "flags differ" not in said.err
 
     code, report = run_bare("--run-scope", "eval_only", flag, folder, "--interp", "triangular", "--num-of-class", "3")
     assert code == 0
     assert evaluation(report)["loss"] != recorded(folder)["loss"]
-    says = f"warning: {folder} was trained with other flags than are given: --interp triangular (was cubic)\n"
+    says = f"warning: {folder}: the flags differ from those of its training: --interp triangular (was cubic)\n"
     assert says in capsys.readouterr().err
+
+
+def test_fine_tuning_inherits_the_preprocessing(run_train, run_bare, tmp_path, capsys):
+    assert run_train(*PREPARATION)[0] == 0
+    folder = tmp_path / "output/Tiny/0"
+    capsys.readouterr()
+    assert run_bare("--from-pretrained-params", folder, "--normalize-mean", "0,0,0")[0] == 0
+    arguments = folders.verify(tmp_path / "bare/Tiny/0")["arguments"]
+    expected = {"interp": "cubic", "resize_short": 40, "crop_size": 32, "image_shape": [3, 32, 32], "lr": 0.01}
+    assert expected.items() <= arguments.items()
+    said = capsys.readouterr()
+    assert "--crop-size 32, --resize-short 40, --interp cubic" in said.out
+    assert (
+        f"{folder}: the flags differ from those of its training: --normalize-mean 0.0,0.0,0.0 (was 0.5,0.4,0.3)\n"
+        in said.err
+    )
+
+
+def test_an_evaluation_leaves_out_no_classifier(run_bare, checkpoint, capsys):
+    flags = ["--pretrained-mismatch", "skip-classifier", "--num-of-class", "12"]
+    assert run_bare("--run-scope", "eval_only", "--from-pretrained-params", checkpoint, *flags)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["skip-classifier: leaves the classifier untrained"])
 
 
 def test_a_checkpoint_of_a_version_without_interp_is_evaluated_with_its_filter(run_train, run_bare, tmp_path):
@@ -85,7 +107,12 @@ def test_a_checkpoint_of_a_version_without_interp_is_evaluated_with_its_filter(r
 
 
 def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, checkpoint, capsys):
-    assert run_bare("--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--crop-size", "64")[0] == 2
+    assert (
+        run_bare(
+            "--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--crop-size", "64", "--resize-short", "36"
+        )[0]
+        == 2
+    )
     assert_one_sentence(capsys.readouterr().err, ["--resize-short 36 is smaller than --crop-size 64"])
 
 
@@ -93,12 +120,8 @@ def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, che
 @pytest.mark.parametrize("flags", [["--run-scope", "eval_only", "--from-checkpoint"], ["--from-pretrained-params"]])
 def test_impossible_flags_of_a_checkpoint_are_refused(run_bare, checkpoint, tmp_path, capsys, change, flags):
     changed = rewrite(checkpoint, lambda meta: meta["arguments"].update(change), tmp_path / "changed")
-    code, _ = run_bare(*flags, changed, "--dry-run")
-    if "normalize_std" in change and flags == ["--from-pretrained-params"]:  # which it does not take
-        assert code == 0
-    else:
-        assert code == 2
-        assert_one_sentence(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
+    assert run_bare(*flags, changed, "--dry-run")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
 
 
 def without(flag):
@@ -186,7 +209,7 @@ def test_parameters_of_another_network_are_counted_or_named(run_bare, checkpoint
     flags = ["--from-checkpoint", checkpoint, "--model-arch-name", "ResNet18", "--dry-run"]
     assert run_bare(*flags)[0] == 2
     said = capsys.readouterr().err
-    assert "was trained with other flags than are given: --model-arch-name ResNet18 (was Tiny)" in said
+    assert "the flags differ from those of its training: --model-arch-name ResNet18 (was Tiny)" in said
     assert_one_sentence(said, ["is of another model: ", " missing, ", "give the --model-arch-name", "--verbose"])
     assert "conv2d_" not in said
     assert run_bare(*flags, "--verbose")[0] == 2

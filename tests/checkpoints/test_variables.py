@@ -182,6 +182,13 @@ def test_float16_parameters_are_saved_from_their_float32_masters(args):
     static.global_scope().var(name + variables.MASK).get_tensor().set(mask.astype("float32"), PLACE)
     np.testing.assert_array_equal(variables.snapshot(main)[0][name], master * mask)
 
+    mask = (np.arange(master.size).reshape(master.shape) % 2).astype(np.float32)
+    main.global_block().create_parameter(name=name + ".asp_mask", shape=mask.shape, dtype="float32")
+    static.global_scope().var(name + ".asp_mask").get_tensor().set(mask, PLACE)
+    params, optimizer = variables.snapshot(main)  # a run without --asp would read the master
+    for saved in (params[name], optimizer[name + "_fp32_master_0"]):
+        np.testing.assert_array_equal(saved, master * mask)
+
 
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_loss_scale_is_the_flags_unless_the_run_adapts_it(args, tmp_path, capsys, is_dynamic):

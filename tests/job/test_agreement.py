@@ -36,12 +36,19 @@ def test_every_difference_is_named_with_its_ranks():
 def test_flags_of_paths_and_speed_may_differ(facts, parse):
     first = facts(agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b"))
     assert first == facts(agreement.check_start, parse())
-    other = facts(agreement.check_start, parse("--dali-random-seed", "7"))
-    assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
+    # A checkpoint replaces a default, and an explicit flag of the same value stays.
+    for seed in ("7", "42"):
+        other = facts(agreement.check_start, parse("--dali-random-seed", seed))
+        assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
 
 
 def test_kernels_that_one_machine_lacks_are_named_with_a_remedy(facts, parse):
-    everyone = [facts(agreement.check_start, parse("--kernels", kernels)) for kernels in ("native", "paddle")]
+    from paddle import static
+
+    main = static.Program()
+    everyone = [
+        facts(agreement.check_work, parse("--kernels", kernels), None, None, main) for kernels in ("native", "paddle")
+    ]
     with pytest.raises(UsageError, match="paddle runs on all. is native on rank 0 and paddle on rank 1: start"):
         agreement._refuse_differences(everyone)
 
@@ -65,7 +72,7 @@ def test_sizes_lists_classes_and_shapes_are_part_of_it(facts, parse, photos, tmp
             loader.classes = classes or loader.classes
         main = static.Program()
         program.build(args, main, static.Program(), len(loaders[0]))
-        return facts(agreement.check_work, *loaders, main)
+        return facts(agreement.check_work, args, *loaders, main)
 
     first = work()
     assert first["the number of training images"] == 30
