@@ -252,8 +252,8 @@ def write_classes(args, result, classes):
     confusion = result["confusion"]
     if "not_finite" in numbers:
         logger.warn(
-            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not a number: the accuracies of the "
-            "classes and the confusion omit these images or assign an arbitrary class"
+            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite: the mean loss omits "
+            "these images; class accuracies and confusion counts omit images whose logits are all NaN"
         )
     names = [*classes, *map(str, range(len(classes), len(confusion)))]
     rows = [

@@ -68,7 +68,7 @@ def test_losses_that_are_no_numbers_are_counted(run_train, checkpoint, tmp_path,
     code, entries = run_train("--run-scope", "eval_only", "--from-pretrained-params", folder)
     assert code == 0
     assert phase(entries, [], "val.")["not_finite"] == 23
-    assert "the loss of 23 of 23 images is not a number" in capsys.readouterr().err
+    assert "the loss of 23 of 23 images is not finite: the mean loss omits these images" in capsys.readouterr().err
 
 
 def test_printed_command_evaluates_the_last_checkpoint_and_keeps_the_report(run_train, tmp_path, capsys):

@@ -73,7 +73,7 @@ class AverageMeter:
 class ConfusionMeter:
     """Counts of (label, predicted class) pairs.
 
-    Images whose predicted class is out of range are left out; Paddle predicts such classes for NaN logits.
+    Images without a predicted class, which is then class_num, are omitted.
 
     Args:
         class_num: number of classes.
@@ -117,18 +117,21 @@ class TopMeter:
         self._classes, self._probabilities = [], []
 
     def update(self, logits, n):
-        """Add one batch: logits [n, C]. Of equal ones the lower class comes first, and NaN last."""
+        """Add one batch: logits [n, C]. Of equal ones the lower class comes first. C takes the place of a class whose
+        logit is NaN; these come last."""
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
         with np.errstate(invalid="ignore"):  # logits that are not finite
             probabilities = np.exp(logits - logits.max(axis=1, keepdims=True))
         probabilities /= probabilities.sum(axis=1, keepdims=True)
-        self._classes.append(classes)
+        is_number = ~np.isnan(np.take_along_axis(logits, classes, axis=1))
+        self._classes.append(np.where(is_number, classes, logits.shape[1]))
         self._probabilities.append(np.take_along_axis(probabilities, classes, axis=1))
 
     def rows(self):
-        """float64 [images, 2 k]: k classes, the most probable first, then their probabilities."""
+        """float64 [images, 2 k]: k classes, the most probable first, then their probabilities, which are NaN in an
+        image with a logit that is NaN or +inf."""
         empty = np.empty((0, self._k))
         return np.hstack([np.concatenate([empty, *part]) for part in (self._classes, self._probabilities)])
 

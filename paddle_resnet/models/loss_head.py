@@ -2,11 +2,17 @@
 
 This is the one place that knows these operators, Paddle's and the project's own. They stand in a name scope, by which
 mixed precision finds them: half precision would round the loss and the accuracies to 11 bits or 8.
+
+All accuracies, confusion counts and predictions follow one rule. Classes rank by their logits: of equal logits the
+lower class comes first, and NaN comes last. An image whose label has the logit NaN is never correct. An image whose
+logits are all NaN has no predicted class. A NaN or +inf among the logits, of any class, makes the loss of that image
+NaN.
 """
 
 import paddle
 import paddle.nn.functional as F
 from paddle import static
+from paddle.utils import unique_name
 
 SCOPE = "loss_head"
 
@@ -32,23 +38,81 @@ def add_paddle(logits, label, class_num, label_smoothing, is_train):
         is_train: the loss is the mean over the batch []; else that of each image [N, 1], and there is "confusion".
     Returns:
         {"loss", "top1" [], "top5" [] (top-C where there are C < 5 classes), in float32; "confusion": label and
-        predicted class [N, 2] int64}.
+        predicted class [N, 2] int64, which is class_num if there is none}.
     """
     with scope():
+        finite = _nan_rows(logits)
         if not is_train:
-            loss = F.cross_entropy(logits, label, reduction="none")
+            loss = F.cross_entropy(finite, label, reduction="none")
         elif label_smoothing:
             soft_label = F.label_smooth(F.one_hot(paddle.reshape(label, [-1]), class_num), epsilon=label_smoothing)
-            loss = F.cross_entropy(logits, soft_label, soft_label=True)
+            loss = F.cross_entropy(finite, soft_label, soft_label=True)
         else:
-            loss = F.cross_entropy(logits, label)
-        head = {"loss": loss, "top1": static.accuracy(logits, label, k=1)}
-        head["top5"] = static.accuracy(logits, label, k=min(5, class_num))
+            loss = F.cross_entropy(finite, label)
+        order = _op("cumsum", {"X": _full([1, class_num], 1, "int64")}, axis=1, reverse=True)  # C, C - 1, ..., 1
+        head = {"loss": loss} | _accuracies(logits, label, order, {"top1": 1, "top5": min(5, class_num)})
         if not is_train:
-            # The operator that the accuracy uses, so that both agree on which of two equal logits comes first.
-            _, prediction = paddle.topk(logits, k=1)
-            head["confusion"] = paddle.concat([label, prediction], axis=1)
+            head["confusion"] = paddle.concat([label, _first_class(logits, order)], axis=1)
         return head
+
+
+def _nan_rows(logits):
+    """The logits, with all logits of an image replaced by NaN if one is NaN or +inf: Paddle's cross entropy on the CPU
+    computes a finite loss from some of them."""
+    is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
+    factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
+    factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN
+    return _op("elementwise_mul", {"X": logits, "Y": factor}, stop_gradient=False)
+
+
+def _accuracies(logits, label, order, sizes):
+    """{name: share of the images whose label is among the first k classes, for name, k in sizes}."""
+    own = _op("index_sample", {"X": logits, "Index": label})
+    class_num = logits.shape[1]
+    is_lower = _op("greater_than", {"X": order, "Y": paddle.scale(label, -1, class_num)}, "bool")
+    is_tie = _op("equal", {"X": logits, "Y": own}, "bool")
+    is_lower_tie = _op("logical_and", {"X": is_tie, "Y": is_lower}, "bool")
+    is_larger = _op("greater_than", {"X": logits, "Y": own}, "bool")
+    is_ahead = _op("logical_or", {"X": is_larger, "Y": is_lower_tie}, "bool")
+    ahead = _op("reduce_sum", {"X": _cast(is_ahead, "float32")}, dim=[1], keep_dim=True)
+    is_number = _op("equal", {"X": own, "Y": own}, "bool")
+    found = {}
+    for name, k in sizes.items():
+        is_among = _op("less_than", {"X": ahead, "Y": _full([1], k, "float32")}, "bool")
+        is_hit = _op("logical_and", {"X": is_among, "Y": is_number}, "bool")
+        found[name] = _op("reduce_mean", {"X": _cast(is_hit, "float32")}, reduce_all=True)
+    return found
+
+
+def _first_class(logits, order):
+    """The class with the largest logit [N, 1] int64; class_num if all are NaN."""
+    is_number = _op("equal", {"X": logits, "Y": logits}, "bool")
+    lowest = _op("fill_any_like", {"X": logits}, value=float("-inf"))
+    numbers = _op("where", {"Condition": is_number, "X": logits, "Y": lowest})
+    largest = _op("reduce_max", {"X": numbers}, dim=[1], keep_dim=True)
+    is_largest = _op("equal", {"X": logits, "Y": largest}, "bool")
+    places = _op("elementwise_mul", {"X": _cast(is_largest, "int64"), "Y": order}, "int64")
+    first = _op("reduce_max", {"X": places}, "int64", dim=[1], keep_dim=True)
+    return paddle.scale(first, -1, logits.shape[1])
+
+
+def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
+    """Append an operator with one output. Many of Paddle 3's functions reject the variables of legacy programs."""
+    block = static.default_main_program().global_block()
+    name = unique_name.generate(f"{SCOPE}.{op_type}")
+    out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)
+    block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
+    return out
+
+
+def _cast(x, dtype):
+    return _op("cast", {"X": x}, dtype, in_dtype=x.dtype, out_dtype=getattr(paddle, dtype))
+
+
+def _full(shape, value, dtype):
+    out = paddle.full(shape, value, dtype)
+    out.stop_gradient = True
+    return out
 
 
 def add_logits(logits):

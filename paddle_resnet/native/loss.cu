@@ -9,13 +9,10 @@ struct Largest {
   int at;
 };
 
-// Of equal values the first wins. NaN is larger than any number, so that it cannot go unnoticed.
+// Among equal values the first wins. `a` is never NaN; a NaN in `b` loses against all values.
 struct FirstLargest {
   __device__ Largest operator()(const Largest &a, const Largest &b) const {
-    const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;
-    if (a_is_nan != b_is_nan) return a_is_nan ? a : b;
-    if (a_is_nan || a.value == b.value) return a.at < b.at ? a : b;
-    return a.value > b.value ? a : b;
+    return b.value > a.value || (b.value == a.value && b.at < a.at) ? b : a;
   }
 };
 
@@ -56,11 +53,12 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
 }
 
 // For each row, with the row's logits x:
-// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), NaN if the label is out of range.
+// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), NaN if a logit is NaN or the label is
+// out of range.
 // of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, hence softmax(x) = exp(x - largest - log(sum)).
-// hits[row]: bit 0 if the label's logit is the largest, bit 1 if it is among the k largest, bit 2 if the label is out
-// of range. Of equal logits, the lower class ranks first.
-// pairs[row] = {label, class of the largest logit, or -1 if a logit is NaN}.
+// hits[row]: bit 0 if the label's class ranks first, bit 1 if it is among the first k, bit 2 if the label is out of
+// range. pairs[row] = {label, class that ranks first, or `classes` if there is none}. For the order of classes with
+// equal logits and NaN, see models/loss_head.py.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_rows(const float *logits, const long long *labels, int classes, float smoothing, int k, float *losses,
               float *of_softmax, unsigned char *hits, long long *pairs) {
@@ -89,13 +87,12 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   float loss = log_sum - (1 - smoothing) * (own - largest.value);
   // Without smoothing, a logit of -inf would make this 0 times infinity.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
-  const bool is_number = largest.value == largest.value && own == own;
   losses[row] = loss;
   of_softmax[2 * row] = largest.value;
   of_softmax[2 * row + 1] = log_sum;
-  hits[row] = is_number ? (sums.ahead < 1) | (sums.ahead < k) << 1 : !is_class << 2;
+  hits[row] = own == own ? (sums.ahead < 1) | (sums.ahead < k) << 1 : !is_class << 2;
   pairs[2 * row] = label;
-  pairs[2 * row + 1] = largest.value == largest.value ? largest.at : -1;
+  pairs[2 * row + 1] = largest.at;
 }
 
 // One block reduces the batch: the mean loss, unless `loss` is null, and the shares of top-1 and top-k hits. top1 is -1

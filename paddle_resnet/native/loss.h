@@ -34,7 +34,7 @@ const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 //   top1 []: share of the batch, -1 if a label is out of range;
 //   topk []: share of the batch;
 //   of_softmax [N, 2]: largest logit, log(sum(exp(logit - largest)));
-//   pairs [N, 2]: label, predicted class, -1 if a logit is NaN
+//   pairs [N, 2]: label, predicted class, C if all logits are NaN
 // }.
 std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, float smoothing, int k, bool mean) {
   LogitsShape shape(logits, labels);

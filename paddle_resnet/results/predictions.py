@@ -3,9 +3,11 @@
 A row for each image, in the order of the data set: image (listing.Image.name), label, prediction, class and
 predicted_class (their names), then label_1, class_1, probability_1 and so on for the five most probable classes.
 `python -m paddle_resnet.predict --csv` writes the same columns without label and class.
+A class whose logit is NaN and a probability that is not finite leave their fields empty.
 """
 
 import csv
+import math
 import os
 
 from paddle_resnet.data import listing
@@ -39,9 +41,9 @@ def write(path, args, predictions, names):
             writer = csv.writer(f)
             writer.writerow(header)
             for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
-                label, classes, probabilities = int(label), [int(c) for c in row[:k]], row[k:]
-                top = [(c, names[c], p) for c, p in zip(classes, probabilities, strict=True)]
-                writer.writerow([image.name, label, top[0][0], names[label], top[0][1], *top_cells(top)])
+                named = [(int(c), names[int(c)]) if c < len(names) else ("", "") for c in row[:k]]
+                top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
+                writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
         os.replace(partial, path)
     except OSError as e:
         raise RunError(f"{path} cannot be written ({e.strerror}): make room") from e
@@ -54,7 +56,7 @@ def top_columns(k):
 
 def top_cells(top):
     """The cells of these columns for [(label, class name, probability)]."""
-    return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}")]
+    return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 
 def _images(args):

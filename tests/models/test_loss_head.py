@@ -7,15 +7,16 @@ from paddle import static
 
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
+from utils.meters import ConfusionMeter, TopMeter
 
 CLASSES = [1, 2, 5, 7]
 
 
-def run(add_head, classes, smoothing, is_train):
+def run(add_head, classes, smoothing, is_train, feed=None):
     """[value of each metric, gradient of the squared loss by the logits if the loss is a mean], and the program."""
     main = static.Program()
     random = np.random.RandomState(0)
-    feed = {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
+    feed = feed or {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
     with static.program_guard(main):
         logits = static.data("x", [None, classes])
         logits.stop_gradient = False
@@ -40,6 +41,40 @@ def test_both_heads_are_the_same(classes, smoothing, is_train):
         assert found[name].shape == value.shape, name
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     assert next(op.type for op in main.global_block().ops if loss_head.contains(op)) == "native_loss"
+
+
+HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is None else [])]
+
+
+@pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
+def test_ties_and_nan_follow_one_rule(add_head):
+    """The lower one of two equal logits comes first, NaN last, and a label with NaN is wrong: in both heads, the
+    confusion counts and the predictions."""
+    if add_head is loss_head.add_native:
+        native.load()
+    random = np.random.RandomState(1)
+    x = random.randint(-2, 3, (400, 7)).astype("float32")  # with ties
+    x[random.rand(*x.shape) < 0.1] = np.nan
+    x[:20], x[20:40], x[40:60, 1:] = np.nan, 1, -np.inf
+    y = random.randint(0, 7, (400, 1))
+    rows = np.arange(len(x))
+    order = np.argsort(-x, axis=1, kind="stable")
+    order[np.isnan(x)[rows[:, None], order]] = 7  # no class
+    found = {is_train: run(add_head, 7, 0, is_train, {"x": x, "y": y})[0] for is_train in (True, False)}
+    for head in found.values():
+        assert head["top1"] == np.float32((order[:, :1] == y).mean())
+        assert head["top5"] == np.float32((order[:, :5] == y).any(1).mean())
+    has_nan = np.isnan(x).any(1)
+    np.testing.assert_array_equal(np.isnan(found[False]["loss"][:, 0]), has_nan)
+    np.testing.assert_array_equal(np.isnan(found[True]["gradient"]).all(1), np.ones(len(x), bool))  # of a NaN loss
+    np.testing.assert_array_equal(found[False]["confusion"], np.hstack([y, order[:, :1]]))
+    confusion, top = ConfusionMeter(7), TopMeter(5)
+    confusion.update(found[False]["confusion"], len(x))
+    top.update(x, len(x))
+    np.testing.assert_array_equal(top.rows()[:, :5], order[:, :5])
+    codes, counts = confusion.counts()
+    assert counts.sum() == np.count_nonzero(~np.isnan(x).all(1))
+    assert counts[codes % 8 == 0].sum() == np.count_nonzero(order[:, 0] == y[:, 0])
 
 
 @pytest.mark.parametrize("is_train", [True, False])

@@ -166,8 +166,16 @@ def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, 
         predictions.write(str(tmp_path / "p.csv"), args, found[:22], list("abc"))
     with pytest.raises(RunError, match=r"nowhere/p.csv cannot be written \(No such file or directory\): make room"):
         predictions.write(str(tmp_path / "nowhere/p.csv"), args, found, list("abc"))
+    found[1] = [2, 1, 3, 3, *[np.nan] * 3]  # two logits are NaN
+    found[2] = [2, 3, 3, 3, *[np.nan] * 3]
     predictions.write(str(tmp_path / "p.csv"), args, found, list("abc"))
-    assert len(read(tmp_path / "p.csv")) == 23
+    rows = [list(row.values())[1:] for row in read(tmp_path / "p.csv")]
+    assert len(rows) == 23
+    assert rows[:3] == [
+        ["0", "0", "a", "a", *("0", "a", "0.5"), *("1", "b", "0.3"), *("2", "c", "0.2")],
+        ["2", "1", "c", "b", "1", "b", *[""] * 7],
+        ["2", "", "c", *[""] * 10],
+    ]
 
 
 def test_names_are_compared_as_the_loader_does(parse, photos, tmp_path):

@@ -21,8 +21,11 @@ inline void loss(const float *logits, const int64_t *labels, int rows, int class
     const int64_t label = labels[row];
     const bool is_class = label >= 0 && label < classes;
     const float own = is_class ? x[label] : std::numeric_limits<float>::quiet_NaN();
-    const bool has_nan = std::any_of(x, x + classes, [](float value) { return std::isnan(value); });
-    const float largest = has_nan ? std::numeric_limits<float>::quiet_NaN() : *std::max_element(x, x + classes);
+    float largest = -std::numeric_limits<float>::infinity();
+    int first = classes;
+    for (int i = classes - 1; i >= 0; --i) {
+      if (x[i] >= largest) largest = x[i], first = i;  // false for NaN
+    }
     double exponentials = 0, differences = 0;
     int ahead = 0;  // classes that rank before the label's; of equal logits the lower class does
     for (int i = 0; i < classes; ++i) {
@@ -36,12 +39,11 @@ inline void loss(const float *logits, const int64_t *labels, int rows, int class
     total += value;
     of_softmax[2 * row] = largest;
     of_softmax[2 * row + 1] = std::log(exponentials);
-    const bool is_number = !has_nan && is_class;
-    hits += is_number && ahead < 1;
-    hits_k += is_number && ahead < k;
+    hits += own == own && ahead < 1;
+    hits_k += own == own && ahead < k;
     out_of_range += !is_class;
     pairs[2 * row] = label;
-    pairs[2 * row + 1] = has_nan ? -1 : std::max_element(x, x + classes) - x;
+    pairs[2 * row + 1] = first;
   }
   if (loss) *loss = total / rows;
   *top1 = out_of_range ? -1 : static_cast<float>(hits) / rows;
