@@ -16,8 +16,7 @@ from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.models import build_model, loss_head
 from paddle_resnet.optimizer import build_lr_scheduler, build_optimizer, decorate_amp, exclude_from_asp
-from paddle_resnet.passes import all_reduces, fusion
-from paddle_resnet.passes.updates import mend_updates
+from paddle_resnet.passes import all_reduces, fusion, updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
 from utils import logger, progress
 from utils.errors import RunError
@@ -143,7 +142,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
                 exclude_from_asp(main_prog, model)
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints its optimizers' names
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
-            mend_updates(args, main_prog)
+            updates.mend_updates(args, main_prog)
             all_reduces.adapt_communication(args, main_prog, startup_prog)
         if args.kernels == "native":
             with loss_head.scope():  # the metrics reach the host in the precision that they have
@@ -171,6 +170,8 @@ def compile_prog(args, program, loss_name=None, is_train=True):
                 op._set_attr("use_mkldnn", True)
     if args.kernels == "native":
         fusion.fuse(program)
+    else:
+        updates.keep_statistics_finite(program)
     return static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
 
 

@@ -124,14 +124,15 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
         by_type.setdefault(op.type, []).append(op)
 
     def dtypes(op, names):
-        return {block.var(name).dtype for name in names if block.var(name).dtype not in (paddle.int64, paddle.int32)}
+        exact = (paddle.int64, paddle.int32, paddle.bool)
+        return {block.var(name).dtype for name in names if block.var(name).dtype not in exact}
 
     for op in by_type["conv2d"]:
         assert dtypes(op, op.input("Input") + op.input("Filter") + op.output("Output")) == {half}
     head = [op for op in block.ops if loss_head.contains(op) and op.type != "cast"]
     assert ("native_loss" in by_type) == (kernels == "native")
     assert len(head) >= 2
-    for op in head:  # what it has beside integers
+    for op in head:
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= {paddle.float32}, op.type
     assert {variable.dtype for name, (variable, _) in fetchs.items() if name != "confusion"} == {paddle.float32}
     weights = {p.name for p in main.all_parameters() if "batch_norm" not in p.name and "mask" not in p.name}
@@ -289,6 +290,13 @@ def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is
     before, after = step()
     assert all(np.any(before[name] != after[name]) for name in velocities)
     assert np.isfinite(np.concatenate([after[name].ravel() for name in velocities])).all()
+    # Images whose variance in the first layer exceeds float32.
+    stem = {name: variable(name) for name in ("batch_norm_0.w_1", "batch_norm_0.w_2")}
+    images, labels = next(batches)
+    exe.run(compiled, {"data": images * np.float32(1e30), "label": labels}, [])
+    assert all(np.isfinite(variable(name)).all() for name in all_reduces.bn_statistics(main))
+    for name, value in stem.items():
+        np.testing.assert_array_equal(variable(name), value)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])

@@ -119,7 +119,7 @@ __device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, f
 }
 
 // Computes the coefficients [4, C], which are a and b of y = a x + b, mean, 1 / standard deviation. Updates the running
-// mean and the running unbiased variance.
+// mean and the running unbiased variance of channels whose statistics are finite.
 template <class T>
 __device__ void statistics(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean,
                            float *running_variance, float momentum, float epsilon, float *coefficients, float *partial,
@@ -163,6 +163,8 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
     coefficients[2 * channels + channel] = mean;
     coefficients[3 * channels + channel] = inverse;
     const float unbiased = rows > 1 ? variance * (static_cast<float>(rows) / (rows - 1)) : variance;
+    // Values that are not finite would stay in the running statistics. The comparison is false for NaN.
+    if (!(fabsf(mean) <= kLargestFloat && unbiased <= kLargestFloat)) continue;
     running_mean[channel] = momentum * running_mean[channel] + (1 - momentum) * mean;
     running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * unbiased;
   }

@@ -6,6 +6,7 @@ constexpr int kVectorBytes = 16;                           // what a thread load
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
+constexpr float kLargestFloat = 3.402823466e38f;
 
 // Geometry of a pooling, in pixels. `vectors`: 16-byte vectors that hold the channels of one pixel.
 struct Window {
@@ -34,7 +35,6 @@ struct LossScaling {
   float raise_by, lower_by;
 
   ON_BOTH void follow(bool has_overflow, float *scale, int *good_steps, int *bad_steps) const {
-    constexpr float kLargest = 3.402823466e38f;
     *good_steps = has_overflow ? 0 : *good_steps + 1;
     *bad_steps = has_overflow ? *bad_steps + 1 : 0;
     if (*bad_steps == lower_after_steps) {
@@ -43,7 +43,7 @@ struct LossScaling {
       *bad_steps = 0;
     } else if (*good_steps == raise_after_steps) {
       const float higher = *scale * raise_by;
-      if (higher <= kLargest) *scale = higher;
+      if (higher <= kLargestFloat) *scale = higher;
       *good_steps = 0;
     }
   }

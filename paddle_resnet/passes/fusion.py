@@ -195,7 +195,7 @@ def _fuse_updates(graph):
     """One operator for all momentum operators of a kind, and one that checks the gradients and updates the loss scale.
 
     Gradients keep the loss scale until momentum reads them in float32. Paddle divides by it in float16, where small
-    gradients are lost. A skipped step changes nothing, velocities included.
+    gradients are lost. A skipped step changes neither parameters nor velocities; BN statistics include its batch.
     """
     block = graph.block
     updates = [op for op in block.ops if op.type == "momentum"]

@@ -1,5 +1,7 @@
 """Paddle's operators that update the parameters, corrected where their result is wrong."""
 
+import itertools
+
 import paddle
 from paddle.utils import unique_name
 
@@ -59,6 +61,43 @@ def _keep_parameters_on_overflow(block):
     _insert_update(block, at, "elementwise_mul", {"X": rate, "Y": proceeds}, effective_rate, {"axis": -1})
     _insert_update(block, at, "scale", {"X": overflows}, proceeds, {"scale": -1.0, "bias": 1.0})
     _insert_update(block, at, "cast", {"X": overflow}, overflows, _cast(overflow, overflows))
+    block._sync_with_cpp()
+
+
+def keep_statistics_finite(program):
+    """Let channels whose mean or variance of a batch is not finite keep their running statistics, in place.
+
+    Paddle's batch_norm would make the running statistics infinite or NaN for the rest of the run, although the output
+    may be finite, and dynamic loss scaling does not skip the statistics of a step. The added operators work on all
+    layers at once. Custom kernels have this check inside.
+    """
+    block = program.global_block()
+    layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]
+    layers = [op for op in layers if not op.attr("use_global_stats")]
+    if not layers:
+        return
+    last = block.ops.index(layers[-1]) + 1
+    variables = {kind: [block.var(op.output(f"{kind}Out")[0]) for op in layers] for kind in ("Mean", "Variance")}
+    sizes = [variable.shape[0] for variable in variables["Mean"]]
+
+    def insert(at, op_type, inputs, dtype=paddle.float32, **attrs):
+        name = unique_name.generate(f"running_statistics.{op_type}")
+        out = block.create_var(name=name, shape=[sum(sizes)], dtype=dtype, stop_gradient=True)
+        attrs["op_role"] = int(OpRole.Forward)
+        block._insert_op_without_sync(at, type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)
+        return out
+
+    before = {kind: insert(0, "concat", {"X": inputs}, axis=0) for kind, inputs in variables.items()}
+    at = itertools.count(last + len(before))
+    after = {kind: insert(next(at), "concat", {"X": inputs}, axis=0) for kind, inputs in variables.items()}
+    is_finite = [insert(next(at), "isfinite_v2", {"X": value}, paddle.bool) for value in after.values()]
+    both = insert(next(at), "logical_and", dict(zip("XY", is_finite, strict=True)), paddle.bool)
+    for kind, outputs in variables.items():
+        chosen = insert(next(at), "where", {"Condition": both, "X": after[kind], "Y": before[kind]})
+        attrs = {"axis": 0, "num": 0, "sections": sizes, "op_role": int(OpRole.Forward)}
+        block._insert_op_without_sync(
+            next(at), type="split", inputs={"X": chosen}, outputs={"Out": outputs}, attrs=attrs
+        )
     block._sync_with_cpp()
 
 

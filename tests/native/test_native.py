@@ -385,26 +385,27 @@ def test_loss(device, where, rows, classes, k, smoothing):
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
-def test_loss_of_what_is_no_number(device, where):
-    """Such an image has no class and hits none, the loss says so, and its neighbours are what they are. A label that is
-    no class is told from that by an impossible top1."""
-    x = np.random.RandomState(0).randn(4, 9).astype("float32")
-    x[1, 8], x[2, 3] = np.nan, -np.inf
-    labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9])  # the last one is no class
-    top1 = run("native_loss", paddle.to_tensor(x[:3]), paddle.to_tensor(labels[:3, None]), 0.0, 5, False)[1]
-    assert top1.item() == np.float32(2 / 3)
-    loss, top1, top5, _, pairs = run(
-        "native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.0, 5, False
-    )
-    np.testing.assert_array_equal(np.isnan(wide(loss)[:, 0]), [False, True, False, True])
-    assert (top1.item(), top5.item()) == (-1, 0.5)
-    np.testing.assert_array_equal(pairs.numpy()[:, 1], [x[0].argmax(), -1, x[2].argmax(), x[3].argmax()])
+def test_loss_of_logits_that_are_not_finite(device, where):
+    """Such an image's loss is NaN, NaN ranks last, and its neighbours are unaffected. A label that is out of range
+    makes top1 impossible."""
+    x = np.random.RandomState(0).randn(6, 9).astype("float32")
+    x[1, 8], x[2, 3], x[4, 0], x[5] = np.nan, -np.inf, np.nan, np.nan
+    labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth one is out of range
+    in_range = labels < 9
+    top1 = run("native_loss", paddle.to_tensor(x[in_range]), paddle.to_tensor(labels[in_range, None]), 0.0, 9, False)[1]
+    assert top1.item() == np.float32(3 / 5)
+    inputs = [paddle.to_tensor(x), paddle.to_tensor(labels[:, None])]
+    loss, top1, top9, _, pairs = run("native_loss", *inputs, 0.0, 9, False)
+    has_loss = np.array([True, False, True, False, False, False])
+    np.testing.assert_array_equal(np.isfinite(wide(loss)[:, 0]), has_loss)
+    assert (top1.item(), top9.item()) == (-1, 0.5)
+    np.testing.assert_array_equal(pairs.numpy()[:, 1], [*np.nanargmax(x[:5], 1), 9])
     logits = paddle.to_tensor(x, stop_gradient=False)
-    run("native_loss", logits, paddle.to_tensor(labels[:, None]), 0.0, 5, True)[0].backward()
-    gradient = logits.grad
-    np.testing.assert_array_equal(np.isnan(wide(gradient)).all(1), [False, True, False, True])
-    assert np.isfinite(wide(gradient)[[0, 2]]).all()
-    smoothed = run("native_loss", paddle.to_tensor(x), paddle.to_tensor(labels[:, None]), 0.1, 5, True)[0]
+    run("native_loss", logits, inputs[1], 0.0, 5, True)[0].backward()
+    gradient = wide(logits.grad)
+    np.testing.assert_array_equal(np.isnan(gradient).all(1), ~has_loss)
+    assert np.isfinite(gradient[has_loss]).all()
+    smoothed = run("native_loss", *inputs, 0.1, 5, True)[0]
     assert np.isnan(smoothed.item())
 
 
@@ -428,7 +429,25 @@ def test_what_is_not_finite_goes_through(device, where, dtype, value):
         # A channel whose mean is not finite has no finite output.
         assert np.isnan(wide(y)[..., 0]).all()
         assert np.isfinite(wide(y)[..., 1:]).all()
-        assert np.isnan(wide(variance)[0]) and np.isfinite(wide(variance)[1:]).all()
+        assert_only_first_channel_is_kept(mean, variance)
+
+
+def assert_only_first_channel_is_kept(mean, variance):
+    """Running statistics that began with 0 and 1."""
+    assert (wide(mean)[0], wide(variance)[0]) == (0, 1)
+    assert (wide(mean)[1:] != 0).all() and (wide(variance)[1:] != 1).all()
+    assert np.isfinite(wide(mean)).all() and np.isfinite(wide(variance)).all()
+
+
+@pytest.mark.parametrize("where, dtype", NARROW)
+def test_running_statistics_skip_a_variance_beyond_float32(device, where, dtype):
+    """Its output is finite, so no loss would show it."""
+    x = np.random.RandomState(0).randn(2, 4, 4, 8).astype("float32")
+    x[..., 0] *= 1e30
+    mean, variance = paddle.zeros([8]), paddle.ones([8])
+    x = paddle.to_tensor(x).astype(dtype)
+    run("native_bn_act", x, paddle.ones([8]), paddle.zeros([8]), mean, variance, 0.9, EPSILON, True)
+    assert_only_first_channel_is_kept(mean, variance)
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ namespace reference {
 
 constexpr int kMaskLanes = kVectorBytes / sizeof(float);  // channels of a mask's byte
 
-// The batch's coefficients; updates the running statistics, whose variance is the unbiased one.
+// The batch's coefficients; updates the running statistics, whose variance is the unbiased one, of channels whose
+// statistics are finite in float32.
 inline void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias,
                           float *running_mean, float *running_variance, float momentum, float epsilon,
                           float *coefficients) {
@@ -36,8 +37,10 @@ inline void bn_statistics(const float *x, int rows, int channels, const float *s
     coefficients[channels + channel] = bias[channel] - mean * a;
     coefficients[2 * channels + channel] = mean;
     coefficients[3 * channels + channel] = inverse;
+    const double unbiased = square / std::max(1, rows - 1);
+    if (!std::isfinite(static_cast<float>(mean)) || !std::isfinite(static_cast<float>(unbiased))) continue;
     running_mean[channel] = momentum * running_mean[channel] + (1 - momentum) * mean;
-    running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * square / std::max(1, rows - 1);
+    running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * unbiased;
   }
 }
 
