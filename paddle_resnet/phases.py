@@ -10,6 +10,7 @@ import config
 from paddle_resnet import dali, optimizer, program, report
 from paddle_resnet.checkpoints import restore, saver, variables
 from paddle_resnet.job import agreement, processes
+from paddle_resnet.models import registered_name
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
 from paddle_resnet.steps import trace
@@ -24,8 +25,9 @@ Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled
 
 
 def start(args):
-    """Resolve the device, and check that the report can be written."""
+    """Resolve the network's name and the device, and check that the report can be written."""
     logger.setup(args.report_file, processes.rank())
+    args.model_arch_name = registered_name(args.model_arch_name)
     report.check_outputs(args)
     processes.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":

@@ -72,7 +72,7 @@ def test_other_layouts_and_inputs_train(run_train, flags):
 
 
 def test_report_starts_with_the_flags_and_ends_with_the_summary(run_train):
-    _, report = run_train()
+    _, report = run_train("--model-arch-name", "tINY")  # in any case
     assert report[0]["step"] == "PARAMETER"
     assert report[0]["data"]["model_arch_name"] == "Tiny"
     assert report[-1]["step"] == []

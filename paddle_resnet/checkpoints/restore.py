@@ -16,7 +16,7 @@ import paddle
 import config
 from paddle_resnet.checkpoints import folders, schema, variables
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.models import check_name
+from paddle_resnet.models import registered_name
 from utils import logger
 from utils.errors import UsageError
 
@@ -294,7 +294,7 @@ def recorded_flags(folder, meta):
     """
     try:
         args = config.from_dict(meta["arguments"])
-        check_name(args.model_arch_name)  # also the name of a folder
+        args.model_arch_name = registered_name(args.model_arch_name)  # also the name of a folder
         return args
     except UsageError as e:
         raise UsageError(f"{folder} has impossible arguments in its {folders.META}: {e}") from e

@@ -20,8 +20,7 @@ def build_model(args):
     Raises:
         UsageError: --model-arch-name is not in the registry.
     """
-    check_name(args.model_arch_name)
-    return MODELS[args.model_arch_name](
+    return MODELS[registered_name(args.model_arch_name)](
         num_classes=args.num_of_class,
         in_channels=args.image_shape[0],
         data_format=args.data_layout,
@@ -29,7 +28,13 @@ def build_model(args):
     )
 
 
-def check_name(arch):
-    """Raise UsageError if --model-arch-name is not in the registry."""
-    if arch not in MODELS:
-        raise UsageError(f"--model-arch-name {arch} is unknown: give one of {', '.join(MODELS)}")
+def registered_name(arch):
+    """The registry's spelling of --model-arch-name, which may be written in any case.
+
+    Raises:
+        UsageError: no such network.
+    """
+    names = {name.lower(): name for name in MODELS}
+    if arch.lower() not in names:
+        raise UsageError(f"--model-arch-name {arch}: unknown network; use one of {', '.join(MODELS)}")
+    return names[arch.lower()]
