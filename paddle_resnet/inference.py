@@ -35,12 +35,16 @@ class Model:
     Attributes:
         engine: what runs it: "Executor", "paddle.inference" or "onnxruntime".
         description: content of model.json.
-        run: function from images (shape and type: description["input"]) to probabilities, float32 [N, classes].
+        outputs: function from images (shape and type: description["input"]) to [probabilities], or, if opened with
+            logits, [probabilities, logits]; each is float32 [N, classes].
     """
 
     engine: str
     description: dict
-    run: Callable
+    outputs: Callable
+
+    def run(self, images):
+        return self.outputs(images)[0]
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Network:
     Attributes:
         args: flags of the training, for this device and layout.
         meta: content of meta.json.
-        program, images, probabilities: static.Program, its input and its output.
+        program, images, probabilities, logits: static.Program, its input, its output, and the input of its softmax.
         description: content of model.json.
         scope: holds the parameters.
     """
@@ -60,6 +64,7 @@ class Network:
     program: static.Program
     images: object
     probabilities: object
+    logits: object
     description: dict
     scope: static.Scope = field(default_factory=static.Scope)
 
@@ -70,15 +75,15 @@ class Network:
     def parameter(self, name):
         return np.array(self.scope.find_var(name).get_tensor())
 
-    def model(self):
+    def model(self, logits=False):
         """The Model that the Executor runs, compiled as for an evaluation."""
         compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
+        fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
 
-        def run(images):
-            feed = {self.images.name: images}
-            return exe.run(compiled, feed=feed, fetch_list=[self.probabilities], scope=self.scope)[0]
+        def outputs(images):
+            return exe.run(compiled, feed={self.images.name: images}, fetch_list=fetched, scope=self.scope)
 
-        return Model("Executor", self.description, run)
+        return Model("Executor", self.description, outputs)
 
 
 def load_checkpoint(checkpoint, device="cpu", uint8=False):
@@ -103,8 +108,8 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False):
     paddle.enable_static()
     trained, startup, *_ = _build(args)
     channels, args.image_shape = args.image_shape[0], [3, *args.image_shape[1:]]
-    program, _, images, probabilities = _build(args, uint8)
-    network = Network(args, meta, program, images, probabilities, _describe(args, meta, images, probabilities))
+    program, _, *ends = _build(args, uint8)
+    network = Network(args, meta, program, *ends, _describe(args, meta, *ends[:2]))
     with static.scope_guard(network.scope):
         network.exe.run(startup)
         variables.load(args, checkpoint, trained, processes.place(args))
@@ -134,7 +139,7 @@ def _read_meta(checkpoint):
 
 
 def _build(args, uint8=False):
-    """(program, its start-up program, images, probabilities)"""
+    """(program, its start-up program, images, probabilities, logits)"""
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
         channels, *size = args.image_shape
@@ -149,10 +154,11 @@ def _build(args, uint8=False):
             images = normalised = static.data("images", [None, channels, *size], dtype="float32")
         model = build_model(args)
         model.eval()
-        probabilities = paddle.nn.functional.softmax(model(normalised))
+        logits = model(normalised)
+        probabilities = paddle.nn.functional.softmax(logits)
         block = program.global_block()
         block._rename_var(probabilities.name, "probabilities")
-    return program, startup, images, block.var("probabilities")
+    return program, startup, images, block.var("probabilities"), logits
 
 
 def _describe(args, meta, images, probabilities):
@@ -196,7 +202,7 @@ def open_model(path, device):
     raise UsageError(f"{path} does not exist: name the folder of a checkpoint or of an export, or an ONNX file")
 
 
-def open_paddle(folder, device):
+def open_paddle(folder, device, logits=False):
     """The network of an export's folder, run by Paddle Inference; errors of open_model."""
     from paddle import inference
 
@@ -210,6 +216,7 @@ def open_paddle(folder, device):
     except folders.DamagedError as e:
         raise UsageError(f"{folder} is damaged: {e}: export it again") from e
     program, parameters = (path.read_bytes() for path in paths)  # Paddle opens only names in UTF-8
+    program = _with_logits(program) if logits else program
     settings = inference.Config()
     settings.set_model_buffer(program, len(program), parameters, len(parameters))
     settings.disable_glog_info()
@@ -224,15 +231,25 @@ def open_paddle(folder, device):
         reason = str(e).strip().splitlines()[-1]
         raise UsageError(f"{folder} cannot be opened by Paddle Inference ({reason}): export it again") from e
 
-    def run(images):
+    def outputs(images):
         predictor.get_input_handle(description["input"]["name"]).copy_from_cpu(np.ascontiguousarray(images))
         predictor.run()
-        return predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()
+        return [predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names()]
 
-    return _tried(Model("paddle.inference", description, run), folder)
+    return _tried(Model("paddle.inference", description, outputs), folder)
 
 
-def open_onnx(path, device):
+def _with_logits(serialized):
+    """A program of an export whose second output is the input of its softmax; in and out as the bytes of a file."""
+    program = static.deserialize_program(serialized)
+    block = program.global_block()
+    [logits] = [op.input("X")[0] for op in block.ops if op.type == "softmax"]
+    [fetched] = [op.output("Out") for op in block.ops if op.type == "fetch"]
+    block.append_op(type="fetch", inputs={"X": [logits]}, outputs={"Out": fetched}, attrs={"col": 1})
+    return program.desc.serialize_to_string()
+
+
+def open_onnx(path, device, logits=False):
     """The network of an ONNX file that the export wrote, run by onnxruntime; errors of open_model."""
     onnxruntime = onnx_writer.require("onnxruntime")
     try:
@@ -240,6 +257,8 @@ def open_onnx(path, device):
             data = file.read()
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); use an ONNX file of an export") from e
+    if logits:
+        data = onnx_writer.with_logits(data)
     wanted = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
     providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
     try:
@@ -250,7 +269,7 @@ def open_onnx(path, device):
     text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
     description = _checked_description(text, path)
     name = description["input"]["name"]
-    return _tried(Model("onnxruntime", description, lambda images: session.run(None, {name: images})[0]), path)
+    return _tried(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)
 
 
 def _tried(model, path):

@@ -63,6 +63,17 @@ def to_onnx(program, inputs, outputs, read, metadata):
     return model
 
 
+def with_logits(serialized):
+    """The bytes of an ONNX file of to_onnx with the input of its softmax as a second output."""
+    onnx = require("onnx")
+    model = onnx.load_from_string(serialized)
+    [logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
+    output = onnx.ValueInfoProto.FromString(model.graph.output[0].SerializeToString())
+    output.name = logits
+    model.graph.output.append(output)
+    return model.SerializeToString()
+
+
 def _value(onnx, variable):
     dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(convert_dtype(variable.dtype)))
     return onnx.helper.make_tensor_value_info(variable.name, dtype, ["N", *variable.shape[1:]])

@@ -15,7 +15,7 @@ from paddle import static
 from PIL import Image
 
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
-from paddle_resnet import dali, export, onnx_writer, preprocessing
+from paddle_resnet import dali, export, inference, onnx_writer, preprocessing
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
@@ -176,6 +176,49 @@ def test_what_disagrees_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, n
     assert export.main(command) == 1
 
 
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["correct", "wrong"])
+def test_verify_compares_what_the_probabilities_of_a_poor_network_do_not_show(
+    trained, photos, tmp_path, monkeypatch, capsys, is_wrong
+):
+    """Probabilities are 0 or 1 for all but some images, and Paddle's evaluation clips losses at 64."""
+    onnx = importlib.util.find_spec("onnxruntime") is not None
+    checkpoint, recorded = trained("--lr", "5")
+    assert 5 < recorded["loss"] <= 65
+    real = export._write_paddle
+
+    def write(network, folder):
+        if is_wrong:
+            weights = network.scope.find_var("linear_0.w_0").get_tensor()
+            weights.set(np.array(weights) * np.float32(1.01), paddle.CPUPlace())
+        return real(network, folder)
+
+    monkeypatch.setattr(export, "_write_paddle", write)
+    code = export.main([str(checkpoint), str(tmp_path / "exported"), "--verify", str(photos), *["--onnx"] * onnx])
+    assert code == int(is_wrong)
+    out, err = capsys.readouterr()
+    losses = [float(re.search(r"loss (\S+),", line)[1]) for line in out.splitlines() if line.endswith("23 images")]
+    assert losses[0] > 100 and losses[0] > recorded["loss"]
+    if is_wrong:
+        assert "--verify: paddle.inference and the checkpoint's network disagree: " in err
+    else:
+        assert losses == [pytest.approx(losses[0], rel=1e-5)] * (2 + onnx)
+
+
+def test_an_engine_whose_softmax_is_wrong_is_reported(checkpoint, photos, tmp_path, monkeypatch):
+    """Its logits are right."""
+    real = inference.open_paddle
+
+    def open_paddle(*args, **options):
+        model = real(*args, **options)
+        outputs = model.outputs
+        model.outputs = lambda images: [outputs(images)[0][:, ::-1], outputs(images)[1]]
+        return model
+
+    monkeypatch.setattr(inference, "open_paddle", open_paddle)
+    with pytest.raises(RunError, match=r"--verify: paddle.inference: its probabilities are not the softmax of its"):
+        export.export(checkpoint, tmp_path / "exported", verify=photos)
+
+
 def test_ties_and_rounding_are_no_disagreement():
     score = {"images": 100, "correct": 70, "ties": 1, "loss": 2.0}
     export._refuse_disagreement("a", score, "b", score | {"correct": 72, "loss": 2.0001})
@@ -190,7 +233,7 @@ def test_an_onnx_file_that_computes_something_else_is_not_kept(checkpoint, tmp_p
     monkeypatch.setattr(
         onnx_writer, "to_onnx", lambda program, i, o, read, text: real(program, i, o, lambda n: read(n) * 1.1, text)
     )
-    with pytest.raises(RunError, match=r"model.onnx gives other probabilities than the checkpoint, by up to 0\."):
+    with pytest.raises(RunError, match=r"model.onnx: its probabilities differ .* by up to 0\."):
         export.export(checkpoint, tmp_path / "exported", onnx=True)
     assert not list(tmp_path.glob("*exported*"))
 
