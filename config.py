@@ -38,7 +38,8 @@ KINDS = {
         *("epochs", "batch_size", "seed", "dali_random_seed", "data_layout", "dali_output_fp16", "cpu_decoder_load"),
         *("rand_crop_scale", "rand_crop_ratio", "color_jitter", "lighting", "rotate_degrees"),
         *("bn_weight_decay", "label_smoothing", "optimizer", "momentum", "weight_decay"),
-        *("lr_scheduler", "lr", "warmup_epochs", "warmup_start_lr", "max_bad_steps"),
+        *("lr_scheduler", "min_lr", "lr_decay_epochs", "lr_decay_factor", "lr_power", "lr_rise", "lr_flat"),
+        *("lr", "warmup_epochs", "warmup_start_lr", "max_bad_steps"),
         *("amp", "amp_dtype", "amp_level", "use_pure_fp16", "scale_loss", "use_dynamic_loss_scaling"),
         *("fuse_resunit", "asp", "prune_model", "mask_algo"),
     ),
@@ -60,6 +61,15 @@ KINDS = {
 }
 EVALUATED = (*KINDS["network"], *KINDS["preprocessing"])
 RESUMED = (*EVALUATED, *KINDS["recipe"], *KINDS["saving"])
+# The flags that only some schedules use.
+SCHEDULE_FLAGS = {
+    "min_lr": ("Cosine", "Poly", "OneCycle", "FlatCosine"),
+    "lr_decay_epochs": ("Piecewise",),
+    "lr_decay_factor": ("Piecewise",),
+    "lr_power": ("Poly",),
+    "lr_rise": ("OneCycle",),
+    "lr_flat": ("FlatCosine",),
+}
 # If one of these is explicit and differs from the checkpoint's, those that depend on it are not inherited.
 DEPENDENT = {
     "model_arch_name": ("model_prefix",),
@@ -69,6 +79,7 @@ DEPENDENT = {
     "amp_dtype": ("use_pure_fp16", "scale_loss", "use_dynamic_loss_scaling"),
     "amp_level": ("use_pure_fp16",),
     "asp": ("prune_model", "mask_algo"),
+    "lr_scheduler": tuple(SCHEDULE_FLAGS),
 }
 RESIZE_RATIO = 256 / 224  # of --resize-short to --crop-size by default
 # Flags that older checkpoints do not have, where the default is not what the program did before.
@@ -505,7 +516,38 @@ def _add_training(group):
     group.add_argument("--optimizer", default="Momentum", choices=["Momentum"], help="optimizer")
     group.add_argument("--momentum", type=numbers.ratio, default=0.875, help="momentum")
     group.add_argument("--weight-decay", type=_not_negative_number, default=3.0517578125e-05, help="L2 weight decay")
-    group.add_argument("--lr-scheduler", default="Cosine", choices=["Cosine"], help="learning-rate schedule")
+    group.add_argument(
+        "--lr-scheduler",
+        default="Cosine",
+        choices=["Cosine", "Piecewise", "Poly", "OneCycle", "FlatCosine"],
+        help="learning-rate schedule after the warm-up; docs/training.md has the formulas",
+    )
+    group.add_argument(
+        "--min-lr",
+        type=_not_negative_number,
+        default=0.0,
+        help="learning rate of one process at the end of all schedules except Piecewise",
+    )
+    group.add_argument(
+        "--lr-decay-epochs",
+        type=numbers.list_of(_not_negative_number),
+        default=[30.0, 60.0, 80.0],
+        metavar="E,...",
+        help="epochs from which Piecewise multiplies the learning rate by --lr-decay-factor",
+    )
+    group.add_argument(
+        "--lr-decay-factor", type=_positive_number, default=0.1, help="factor of Piecewise at each of these epochs"
+    )
+    group.add_argument("--lr-power", type=_positive_number, default=2.0, help="exponent of Poly")
+    group.add_argument(
+        "--lr-rise", type=numbers.ratio, default=0.25, help="fraction of the steps in which OneCycle rises to the peak"
+    )
+    group.add_argument(
+        "--lr-flat",
+        type=numbers.ratio,
+        default=0.75,
+        help="fraction of the steps in which FlatCosine stays at the peak",
+    )
     group.add_argument(
         "--lr",
         type=_not_negative_number,
@@ -574,6 +616,7 @@ def _add_advanced(group):
 def _conflicts_of_settings(args):
     """Yield a sentence for each thing that is wrong with flags that a checkpoint may complete."""
     yield from _conflicts_of_augmentation(args)
+    yield from _conflicts_of_schedule(args)
     yield from _conflicts_of_sparsity(args)
     yield from _conflicts_of_amp(args)
     yield from _conflicts_of_sizes(args)
@@ -647,6 +690,19 @@ def _out_of_range(args, name):
             f"{flag(name)} {','.join(f'{value:g}' for value in values)} is out of range: give values from {low:g} "
             f"to {high:g}"
         )
+
+
+def _conflicts_of_schedule(args):
+    parser = build_parser()
+    for name, schedules in SCHEDULE_FLAGS.items():
+        value = getattr(args, name)
+        if value != parser.get_default(name) and args.lr_scheduler not in schedules:
+            yield (
+                f"{flag(name)} {text(value)}: not used by --lr-scheduler {args.lr_scheduler}; remove it, or use "
+                f"--lr-scheduler {' or '.join(schedules)}"
+            )
+    if args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr:g}: exceeds --lr {args.lr:g}; use a smaller one"
 
 
 def _conflicts_of_sparsity(args):

@@ -1,4 +1,4 @@
-"""Learning-rate schedule, Momentum, and what wraps them: mixed precision (AMP) and 2:4 sparsity (ASP)."""
+"""Momentum, and what wraps it: mixed precision (AMP) and 2:4 sparsity (ASP)."""
 
 import paddle
 from paddle import static
@@ -7,40 +7,7 @@ from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 from paddle.static.amp import fp16_utils
 
 from paddle_resnet import compat
-from paddle_resnet.job import processes
 from paddle_resnet.models import loss_head
-from utils import logger
-from utils.errors import UsageError
-
-
-def build_lr_scheduler(args, step_each_epoch):
-    """Cosine decay to 0 after a linear warm-up, advanced once a step.
-
-    The peak is --lr times the number of processes: Goyal et al., arXiv:1706.02677.
-
-    Args:
-        args: flags.
-        step_each_epoch: training steps an epoch.
-    Raises:
-        UsageError: the warm-up does not start below the peak.
-    """
-    peak = args.lr * processes.world_size()
-    warmup_epochs = args.warmup_epochs
-    if warmup_epochs > args.epochs:
-        logger.warn(f"--warmup-epochs {warmup_epochs} exceeds --epochs: the warm-up takes all {args.epochs} epochs")
-        warmup_epochs = args.epochs
-    warmup_steps = warmup_epochs * step_each_epoch
-    if warmup_steps and args.warmup_start_lr >= peak:
-        raise UsageError(
-            f"--warmup-start-lr {args.warmup_start_lr:g} is not below the peak of {peak:g}, which is --lr {args.lr:g} "
-            f"times {processes.world_size()} processes: give a lower one, or --warmup-epochs 0"
-        )
-    # T_max 0 would divide by zero where the whole run is warm-up, although it never reaches the cosine.
-    decay_steps = max(1, args.epochs * step_each_epoch - warmup_steps)
-    scheduler = paddle.optimizer.lr.CosineAnnealingDecay(learning_rate=peak, T_max=decay_steps)
-    if warmup_steps:
-        scheduler = paddle.optimizer.lr.LinearWarmup(scheduler, warmup_steps, args.warmup_start_lr, peak)
-    return scheduler
 
 
 def build_optimizer(args, lr_scheduler):

@@ -24,6 +24,7 @@ FLOORS = [
     ["paddle_resnet.results"],
     ["paddle_resnet.data"],
     ["paddle_resnet.optimizer"],
+    ["paddle_resnet.optimizers"],
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.models"],

@@ -88,6 +88,12 @@ OURS = {
     "cpu-decoder-load": 0.0,
     "dali-prefetch": 3,
     "skip-list": None,
+    "min-lr": 0.0,
+    "lr-decay-epochs": [30.0, 60.0, 80.0],
+    "lr-decay-factor": 0.1,
+    "lr-power": 2.0,
+    "lr-rise": 0.25,
+    "lr-flat": 0.75,
     "tensorboard-dir": None,
     "report-html": None,
     "predictions": None,
@@ -656,12 +662,15 @@ def test_each_flag_has_one_kind():
         ("--amp-level O1", {"amp": True, "use_pure_fp16": False, "scale_loss": 128}),
         ("--amp-dtype bfloat16 --asp false", {"scale_loss": 1, "use_dynamic_loss_scaling": False, "amp_level": "O2"}),
         ("--asp false", {"asp": False, "prune_model": False, "mask_algo": "mask_1d"}),
-        ("--lr 0.5", {"lr": 0.5, "epochs": 7, "keep_checkpoints": 9}),
+        ("--lr 0.5", {"lr": 0.5, "epochs": 7, "keep_checkpoints": 9, "lr_power": 3}),
+        ("--lr-scheduler Cosine", {"lr_power": 2}),
     ],
 )
 def test_a_resumed_run_inherits_recipe_and_saving(given, expected):
     text = "--amp --use-pure-fp16 --scale-loss 128 --use-dynamic-loss-scaling --asp --prune-model --lr 0.1 --epochs 7"
-    recorded = parse(f"{text} --mask-algo mask_2d_best --keep-checkpoints 9 --dali-num-threads 9")
+    recorded = parse(
+        f"{text} --mask-algo mask_2d_best --keep-checkpoints 9 --dali-num-threads 9 --lr-scheduler Poly --lr-power 3"
+    )
     args = parse(f"--resume {given}")
     _, differing = config.inherit(args, config.from_dict(config.as_dict(recorded)), config.RESUMED)
     config.check_settings(args)

@@ -1,5 +1,4 @@
 import itertools
-import math
 
 import numpy as np
 import paddle
@@ -8,56 +7,10 @@ from paddle import static
 
 from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four
 from paddle_resnet import optimizer, program
-from paddle_resnet.job import processes
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion, updates
 from test_program import build, random_batches, variable
-from utils.errors import UsageError
-
-
-def rates(scheduler, steps):
-    result = []
-    for _ in range(steps):
-        result.append(scheduler.last_lr)
-        scheduler.step()
-    return result
-
-
-def closed_form(step, peak, start, warmup, total):
-    if step < warmup:
-        return start + (peak - start) * step / warmup
-    return 0.5 * peak * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-
-
-@pytest.mark.parametrize(("warmup", "start"), [(0, 0), (2, 0), (2, 0.05)])
-def test_cosine_after_linear_warmup_per_step(parse, warmup, start):
-    args = parse("--lr", "0.4", "--epochs", "10", "--warmup-epochs", warmup, "--warmup-start-lr", start)
-    found = rates(optimizer.build_lr_scheduler(args, 7), 70)
-    expected = [closed_form(step, 0.4, start, 7 * warmup, 70) for step in range(70)]
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_peak_is_multiplied_by_the_number_of_processes(parse, monkeypatch):
-    args = parse("--lr", "0.1", "--epochs", "4", "--warmup-epochs", "1")
-    monkeypatch.setattr(processes, "world_size", lambda: 8)
-    assert max(rates(optimizer.build_lr_scheduler(args, 5), 20)) == pytest.approx(0.8)
-
-
-@pytest.mark.parametrize("flags", [["--lr", "0"], ["--lr", "0.1", "--warmup-start-lr", "0.1"]])
-def test_warmup_from_the_peak_or_above_is_refused(parse, flags):
-    args = parse("--epochs", "2", "--warmup-epochs", "1", *flags)
-    with pytest.raises(UsageError, match="--warmup-start-lr .* --lr .* --warmup-epochs 0"):
-        optimizer.build_lr_scheduler(args, 5)
-    args.warmup_epochs = 0
-    optimizer.build_lr_scheduler(args, 5)
-
-
-def test_warmup_longer_than_the_run_is_cut_with_a_warning(parse, capsys):
-    args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")
-    found = rates(optimizer.build_lr_scheduler(args, 10), 20)
-    np.testing.assert_allclose(found, [0.4 * step / 20 for step in range(20)])
-    assert "--warmup-epochs 5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", MASK_ALGORITHMS)

@@ -1,0 +1,126 @@
+"""Each schedule against its closed formula in float64, at every step, and after a resume."""
+
+import math
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_resnet.job import processes
+from paddle_resnet.optimizers import schedules
+from utils.errors import UsageError
+
+EPOCHS, STEPS = 10, 7  # steps per epoch
+PEAK, LOW, START = 0.4, 0.01, 0.05
+
+
+def rates(scheduler, steps=EPOCHS * STEPS):
+    result = []
+    for _ in range(steps):
+        result.append(scheduler.last_lr)
+        scheduler.step()
+    return result
+
+
+def half_cosine(high, low, progress):
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def piecewise(t, epoch, n):
+    return PEAK * (1 if epoch < 4 else 0.2 if epoch < 6.5 else 0.04)
+
+
+def one_cycle(t, epoch, n):
+    rise = round(0.3 * n)
+    if t < rise:
+        return half_cosine(PEAK / 25, PEAK, t / rise)
+    return half_cosine(PEAK, LOW, (t - rise) / (n - rise))
+
+
+def flat_cosine(t, epoch, n):
+    flat = round(0.6 * n)
+    return PEAK if t < flat else half_cosine(PEAK, LOW, (t - flat) / (n - flat))
+
+
+FORMULAS = {  # of the step after the warm-up, the epoch and the number of steps after the warm-up
+    "Cosine": (f"--min-lr {LOW}", lambda t, epoch, n: half_cosine(PEAK, LOW, t / n)),
+    "Piecewise": ("--lr-decay-epochs 4,6.5 --lr-decay-factor 0.2", piecewise),
+    "Poly": (f"--min-lr {LOW} --lr-power 3", lambda t, epoch, n: LOW + (PEAK - LOW) * (1 - t / n) ** 3),
+    "OneCycle": (f"--min-lr {LOW} --lr-rise 0.3", one_cycle),
+    "FlatCosine": (f"--min-lr {LOW} --lr-flat 0.6", flat_cosine),
+}
+
+
+def expected(name, warmup_epochs):
+    _, formula = FORMULAS[name]
+    warmup, n = warmup_epochs * STEPS, (EPOCHS - warmup_epochs) * STEPS
+    end = formula(0, warmup_epochs, n)
+    return [
+        START * (1 - step / warmup) + end * step / warmup if step < warmup else formula(step - warmup, step / STEPS, n)
+        for step in range(EPOCHS * STEPS)
+    ]
+
+
+def build(parse, name, warmup_epochs):
+    flags = f"--lr-scheduler {name} {FORMULAS[name][0]} --lr {PEAK} --epochs {EPOCHS} --warmup-epochs {warmup_epochs}"
+    start = START if name != "OneCycle" else PEAK / 50  # which begins at PEAK / 25
+    args = parse(*flags.split(), "--warmup-start-lr", start)
+    return schedules.build_lr_scheduler(args, STEPS)
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 2])
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+def test_a_schedule_is_its_formula_also_after_a_resume(parse, monkeypatch, name, warmup_epochs):
+    if name == "OneCycle":
+        monkeypatch.setattr("test_schedules.START", PEAK / 50)
+    found = rates(build(parse, name, warmup_epochs))
+    np.testing.assert_allclose(found, expected(name, warmup_epochs), rtol=1e-12, atol=1e-15)
+    resumed = build(parse, name, warmup_epochs)
+    for _ in range(33):
+        resumed.step()
+    assert rates(resumed, EPOCHS * STEPS - 33) == found[33:]
+
+
+def test_the_default_is_that_of_paddle(parse):
+    args = parse("--lr", "0.4", "--epochs", "10", "--warmup-epochs", "2", "--warmup-start-lr", "0.1")
+    cosine = paddle.optimizer.lr.CosineAnnealingDecay(0.4, T_max=8 * STEPS)
+    reference = paddle.optimizer.lr.LinearWarmup(cosine, 2 * STEPS, 0.1, 0.4)
+    np.testing.assert_allclose(rates(schedules.build_lr_scheduler(args, STEPS)), rates(reference), rtol=1e-14)
+
+
+def test_peak_and_minimum_are_multiplied_by_the_number_of_processes(parse, monkeypatch):
+    args = parse("--lr", "0.1", "--min-lr", "0.01", "--epochs", "4", "--warmup-epochs", "1")
+    monkeypatch.setattr(processes, "world_size", lambda: 8)
+    found = rates(schedules.build_lr_scheduler(args, 5), 21)
+    assert max(found) == pytest.approx(0.8)
+    assert found[-1] == pytest.approx(0.08)
+
+
+@pytest.mark.parametrize("flags", [["--lr", "0"], ["--lr", "0.1", "--warmup-start-lr", "0.1"]])
+def test_a_warmup_from_the_peak_or_above_is_an_error(parse, flags):
+    args = parse("--epochs", "2", "--warmup-epochs", "1", *flags)
+    with pytest.raises(UsageError, match="--warmup-start-lr .* --lr .* --warmup-epochs 0"):
+        schedules.build_lr_scheduler(args, 5)
+    args.warmup_epochs = 0
+    schedules.build_lr_scheduler(args, 5)
+
+
+def test_a_warmup_longer_than_the_run_is_cut_with_a_warning(parse, capsys):
+    args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")
+    found = rates(schedules.build_lr_scheduler(args, 10), 20)
+    np.testing.assert_allclose(found, [0.4 * step / 20 for step in range(20)])
+    assert "--warmup-epochs 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--lr-power 3", "--lr-power 3.0: not used by --lr-scheduler Cosine; remove it, or use --lr-scheduler Poly"),
+        ("--lr-scheduler Piecewise --min-lr 0.1", "--min-lr 0.1: not used by --lr-scheduler Piecewise"),
+        ("--lr 0.1 --min-lr 0.2", "--min-lr 0.2: exceeds --lr 0.1"),
+    ],
+)
+def test_flags_without_an_effect_are_errors(parse, flags, says):
+    with pytest.raises(UsageError) as error:
+        parse(*flags.split())
+    assert says in str(error.value)
