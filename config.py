@@ -431,6 +431,7 @@ def _add_dataset(group):
     group.add_argument(
         "--skip-list", metavar="FILE", help="images to leave out, one path below IMAGE_ROOT a line: see dataset verify"
     )
+    _add_switch(group, "--allow-empty-classes", help="class folders of train/ may be without images: a warning")
     _add_switch(group, "--allow-outside", help="file lists and --skip-list may name files outside IMAGE_ROOT")
 
 

@@ -142,7 +142,7 @@ def _evaluate(args, exe, evaluation, epoch):
     evaluation.refold()
     result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, epoch, Mode.EVAL)
     program.log_info((epoch,), result, Mode.EVAL)
-    return report.write_classes(args, result, evaluation.loader.classes)
+    return report.write_classes(args, result, evaluation.loader.class_names)
 
 
 if __name__ == "__main__":

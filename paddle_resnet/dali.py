@@ -77,7 +77,7 @@ def warn_of_unused_outputs(args, loader):
         )
 
 
-def build_dataloader(args, mode, state=None):
+def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
@@ -88,11 +88,13 @@ def build_dataloader(args, mode, state=None):
             changed, a warning names the change: at the end of an epoch, the order of the images continues, and the
             random numbers of the augmentation start again; inside an epoch, or with a different data set, the loader
             starts with the order of the first epoch.
+        trained: class of each output of a trained network, which then defines the labels of class folders; None: the
+            data set does.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
         images. `len()` is the number of steps per epoch, the same on every process in training; `step` the number of
-        steps done; `data_set_size` the number of images of the whole split; `classes` the class names in label order;
-        `digest` that of readers.DataSet, None for synthetic images.
+        steps done; `data_set_size` the number of images of the whole split; `classes` and `class_names` (in reports) in
+        label order; `digest` that of readers.DataSet, None for synthetic images.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
@@ -107,7 +109,7 @@ def build_dataloader(args, mode, state=None):
             args, images, mode, conditions, _usable(state, conditions, images // args.batch_size)[0]
         )
 
-    data_set = open_data_set(args, mode)
+    data_set = open_data_set(args, mode, trained)
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
         raise UsageError(
@@ -149,14 +151,15 @@ def build_dataloader(args, mode, state=None):
     return make() if checkpoint is None else _restored(pipeline, lambda: make(state["step"]))
 
 
-def open_data_set(args, mode):
+def open_data_set(args, mode, trained=None):
     """The split that the flags name, without the images of --skip-list: readers.DataSet. Errors as for
     build_dataloader."""
     skip = frozenset()
     if args.skip_list is not None:
         skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
     return readers.open_split(
-        args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip, args.allow_outside
+        *(args.image_root, args.data_format, mode, args.num_of_class, args.dali_random_seed, skip),
+        *(args.allow_outside, args.allow_empty_classes, trained),
     )
 
 

@@ -244,6 +244,7 @@ def _add_verify(commands):
         default=RunScope.TRAIN_EVAL.value,
         help="that of train.py: which splits must be there (default train_eval)",
     )
+    command.add_argument("--allow-empty-classes", action="store_true", help="class folders of train/ may be empty")
     _add_allow_outside(command)
 
 
@@ -254,7 +255,8 @@ def _run_verify(args):
         with _fix_list_errors(args.fix_list):
             files.touch(args.fix_list)  # fail before the work, which may take hours
     try:
-        report = verify.verify(args.root, args.num_of_class, args.allow_outside, RunScope(args.run_scope))
+        scope = RunScope(args.run_scope)
+        report = verify.verify(args.root, args.num_of_class, args.allow_outside, scope, args.allow_empty_classes)
     except BrokenProcessPool as e:
         raise UsageError(
             "a worker process was killed, perhaps out of memory, before all images were checked: repeat the command "

@@ -180,7 +180,7 @@ def _describe(args, meta, images, probabilities):
             "std": args.normalize_std,
             "conventions": preprocessing.CONVENTIONS,
         },
-        "classes": meta["classes"],
+        "classes": meta.get("class_names", meta["classes"]),
         "epoch": meta["epoch"],
         "evaluated": evaluated and {name: evaluated[name] for name in ("top1", "top5", "loss")},
     }

@@ -67,7 +67,8 @@ def open_data(args, found):
         train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
     except dali.StateError as e:
         raise UsageError(f"{found.folder}: {e}: move it away, or start from another checkpoint") from e
-    eval_loader = dali.build_dataloader(args, Mode.EVAL) if evaluates else None
+    trained = restore.classes_of_outputs(args, found)
+    eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
     restore.compare_classes(args, found, train_loader or eval_loader)
     dali.warn_of_unused_outputs(args, train_loader or eval_loader)
     trace.check(args, train_loader or eval_loader)

@@ -97,6 +97,7 @@ OURS = {
     "tensorboard-dir": None,
     "report-html": None,
     "predictions": None,
+    "allow-empty-classes": False,
     "allow-outside": False,
     "color-jitter": 0.0,
     "lighting": 0.0,

@@ -158,12 +158,10 @@ def flatten(split):
         (lambda root: shutil.rmtree(root / "val"), ["has no folder val/", "--run-scope train_only"]),
         (lambda root: shutil.rmtree(root / "train"), ["has no folder train/", "--run-scope eval_only"]),
         (lambda root: flatten(root / "train"), ["--image-root", "no class folders", "one folder per class"]),
-        (
-            lambda root: empty(root / "train" / "class0") or empty(root / "val"),
-            ["--image-root", "val/ has no images"],
-        ),
+        (lambda root: empty(root / "val"), ["--image-root", "val/ has no images"]),
+        (lambda root: empty(root / "train/class0"), ["train has no images of 1 of 3", "--allow-empty-classes"]),
     ],
-    ids=["missing", "empty", "no val", "no train", "no class folders", "no images"],
+    ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "an empty class"],
 )
 def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, says):
     root = copy_with(photos, tmp_path, change)

@@ -300,6 +300,13 @@ def recorded_flags(folder, meta):
         raise UsageError(f"{folder} has impossible arguments in its {folders.META}: {e}") from e
 
 
+def classes_of_outputs(args, found):
+    """The class of each output of a network that the run only evaluates, from its checkpoint. None if the checkpoint
+    does not record classes, or if the run trains: the data set then defines them."""
+    _, meta = origin(args, found)
+    return None if meta is None or args.run_scope.trains else meta["classes"] or None
+
+
 def compare_classes(args, found, loader):
     """Warn if the classes of what the run starts from and of the data set differ. Fine-tuning to another number of
     classes is no mistake."""

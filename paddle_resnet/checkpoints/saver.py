@@ -172,6 +172,7 @@ class Saver:
             "steps_each_epoch": len(self._loader),
             "world_size": processes.world_size(),
             "classes": list(self._loader.classes),
+            "class_names": list(self._loader.class_names),
             "arguments": config.as_dict(self._args),
             "trained": trained,
             "evaluated": evaluated,

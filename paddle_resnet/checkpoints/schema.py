@@ -25,6 +25,8 @@ def problem(meta):
         wrong = {rank["loader"]["step"] for rank in meta["ranks"]} - {step}
         if wrong:
             return f"step is {step}, but {min(wrong)} in the state of a loader"
+    if not is_list_of(is_text)(meta.get("class_names", [])):  # missing in older checkpoints
+        return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
     return None
 
 

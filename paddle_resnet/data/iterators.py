@@ -59,6 +59,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self.images = images
         self.data_set_size = data_set.size
         self.classes = data_set.classes
+        self.class_names = data_set.class_names
         self.digest = data_set.digest
         self._data_set = data_set
         self._image_root = image_root
@@ -163,6 +164,7 @@ class EmptyIterator:
     def __init__(self, data_set):
         self.data_set_size = data_set.size
         self.classes = data_set.classes
+        self.class_names = data_set.class_names
         self.digest = data_set.digest
 
     def __len__(self):
@@ -194,7 +196,7 @@ class SyntheticIterator(_Steps):
     def __init__(self, args, images, mode, conditions, state=None):
         self.batch_size = args.batch_size
         self.data_set_size = conditions["number of images"]
-        self.classes = list(map(str, range(args.num_of_class)))
+        self.classes = self.class_names = list(map(str, range(args.num_of_class)))
         self.digest = None
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:

@@ -3,10 +3,13 @@
 Imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
 
+import contextlib
 import functools
 import json
 import os
 import re
+import shlex
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +41,8 @@ OTHER_NAMES = {
 }
 # Folders that systems and archives leave behind. They are never classes, and neither are hidden folders.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
+OUTSIDE = "image outside the class folders"  # a kind of what is left out
+_TEXT_LIMIT = 1 << 30  # bytes of a file list, classes.txt or skip list
 # Describes a conversion; tools/convert.py writes it into the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
@@ -73,6 +78,19 @@ class Image:
         return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
 
+def check_root(image_root, holds="train/ and val/"):
+    """Raise UsageError for an --image-root that is not a folder, or whose name DALI does not accept."""
+    if not os.path.isdir(image_root):
+        raise UsageError(f"--image-root {image_root} is not a folder: give the folder that holds {holds}")
+    if not _is_utf8(os.path.abspath(image_root)):
+        raise UsageError(f"--image-root {image_root!a}: the path is not valid UTF-8; rename the folder")
+
+
+def _is_utf8(path):
+    """Whether a path is valid UTF-8, as DALI requires."""
+    return os.fsencode(path) == str(path).encode(errors="replace")
+
+
 def detect(image_root, mode):
     """Detect the storage format of a split from the names in image_root.
 
@@ -83,8 +101,7 @@ def detect(image_root, mode):
     Raises:
         UsageError: image_root is not a folder, or holds the split in several formats.
     """
-    if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root} is not a folder: give the folder that holds train/ and val/")
+    check_root(image_root)
     found = [data_format for data_format in SHARD_NAMES if find_shards(image_root, data_format, mode)]
     if os.path.isfile(os.path.join(image_root, f"{mode.value}.txt")):
         found.append("filelist")
@@ -103,8 +120,9 @@ def splits(image_root):
     """The modes, Mode.TRAIN and Mode.EVAL, whose split exists under image_root.
 
     Raises:
-        UsageError: there is neither.
+        UsageError: there is neither, or image_root cannot be used.
     """
+    check_root(image_root)
     found = [mode for mode in Mode if _has_split(image_root, mode)]
     if not found:
         raise UsageError(f"{image_root} has neither train/ nor val/ in any format: {_how_to_get_splits(image_root)}")
@@ -127,7 +145,7 @@ def _missing(image_root, mode):
     if similar:
         remedy = f"rename {similar} to {wanted}"
     elif data_format == "folder" and mode is Mode.EVAL:
-        remedy = f"create it, for example with `python -m paddle_resnet.dataset split {image_root}/train`"
+        remedy = f"create it, or {_split_command(os.path.join(image_root, mode.TRAIN.value), image_root)}"
     else:
         remedy = "create it"
     wanted = f"folder {wanted}" if data_format == "folder" else wanted
@@ -142,9 +160,16 @@ def _how_to_get_splits(image_root):
     if renames:
         return " and ".join(renames)
     return (
-        "give the folder that holds train/ and val/; `python -m paddle_resnet.dataset split` makes them from a folder "
-        "of class folders"
+        "give the folder that holds train/ and val/; if this is a folder of class folders, "
+        f"{_split_command(image_root, image_root)}"
     )
+
+
+def _split_command(source, image_root):
+    """The command that creates both splits from a folder of class folders."""
+    output = f"{os.path.abspath(image_root)}_split"
+    words = shlex.join(["python", "-m", "paddle_resnet.dataset", "split", str(source), "--output", output])
+    return f"run `{words}` and use --image-root {shlex.quote(output)}"
 
 
 def _similar(image_root, mode, data_format="folder"):
@@ -157,7 +182,7 @@ def _similar(image_root, mode, data_format="folder"):
     return next((found[name + ending] for name in OTHER_NAMES[mode] if name + ending in found), None)
 
 
-def images(image_root, mode, data_format=None, allow_outside=False):
+def images(image_root, mode, data_format=None, allow_outside=False, classes=None):
     """List all images of a split in stored order, which is the order of an evaluation.
 
     Args:
@@ -165,15 +190,16 @@ def images(image_root, mode, data_format=None, allow_outside=False):
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS; None to detect it.
         allow_outside: whether a file list may name files outside image_root.
+        classes: those of list_folder, for class folders.
     Returns:
-        (storage format, class names or None, [Image])
+        (storage format, classes or None, [Image])
     Raises:
         UsageError: the split cannot be used.
     """
     data_format = data_format or detect(image_root, mode)
     if data_format in FILE_FORMATS:
         if data_format == "folder":
-            files, labels, classes = list_folder(image_root, mode)
+            files, labels, classes = list_folder(image_root, mode, classes=classes)
         else:
             files, labels, classes = list_filelist(image_root, mode, allow_outside=allow_outside)
         found = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
@@ -192,48 +218,61 @@ def images(image_root, mode, data_format=None, allow_outside=False):
     return data_format, class_names(image_root), found
 
 
-def list_folder(image_root, mode, num_of_class=None, skip=frozenset()):
+def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
     Labels number the sorted class folders of train/, or of val/ if there is no train/. A class without validation
-    images therefore does not shift the labels of the others.
+    images therefore does not shift the labels of the others. One warning counts what is left out because of its name
+    or place.
 
     Args:
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
         num_of_class: number of outputs of the network, or None for any.
         skip: names of images that may be unusable, because they will be left out.
+        classes: class of each output of a trained network, which then defines the labels; None: the folders do. Mere
+            numbers, which stand for classes without names, are ignored if they match no folder.
     Returns:
-        (paths relative to image_root, labels, class names)
+        (paths relative to image_root, labels, classes: the names of their folders)
     Raises:
-        UsageError: a missing folder, no class folders, more classes than outputs, a class in val/ only, an image that
-            is not a regular file.
+        UsageError: a missing folder, no class folders, more classes than outputs, a class in val/ only or not in
+            `classes`, an image that is not a regular file.
     """
     split = mode.value
     split_dir = os.path.join(image_root, split)
-    if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root} is not a folder: give the folder that holds train/ and val/")
+    check_root(image_root)
     if not os.path.isdir(split_dir):
         raise _missing(image_root, mode)
 
-    label_dir = _label_dir(image_root, mode)
-    classes = class_folders(label_dir)
-    if not classes:
-        raise UsageError(
-            f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders: put the images "
-            "into one folder per class"
-        )
+    folders = class_folders(split_dir)
+    if classes and not set(folders) & set(classes) and list(classes) == numbers(len(classes)):
+        classes = None
+    is_trained = classes is not None
+    if classes is None:
+        label_dir = _label_dir(image_root, mode)
+        classes = class_folders(label_dir)
+        if not classes:
+            raise UsageError(
+                f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders: put the images "
+                "into one folder per class"
+            )
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
             f"--num-of-class {num_of_class} is less than the {len(classes)} class folders in {image_root}: "
             f"give --num-of-class {len(classes)}"
         )
     files, labels = [], []
+    ignored = [(OUTSIDE, "", name) for name in images_at_the_top(split_dir)]
     label_of = {name: label for label, name in enumerate(classes)}
-    for name in class_folders(split_dir):
+    for name in folders:
         if name not in label_of:
-            raise UsageError(f"--image-root {image_root}: val/{name} has no train/{name}: add it, or remove val/{name}")
-        found, unusable = image_files(os.path.join(split_dir, name))
+            raise UsageError(
+                f"--image-root {image_root}: {split}/{name} is not one of the {len(classes)} classes of the checkpoint "
+                f"({_some(classes)}): remove or rename it"
+                if is_trained
+                else f"--image-root {image_root}: val/{name} has no train/{name}: add it, or remove val/{name}"
+            )
+        found, unusable, others = image_files(os.path.join(split_dir, name))
         for file in unusable:
             if f"{split}/{name}/{file}" not in skip:
                 raise UsageError(
@@ -242,12 +281,104 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset()):
                 )
         files += [f"{split}/{name}/{file}" for file in found]
         labels += [label_of[name]] * len(found)
-    try:
-        "".join(files).encode()
-    except UnicodeEncodeError:
-        name = next(os.fsencode(file) for file in files if os.fsencode(file) != file.encode(errors="replace"))
-        raise UsageError(f"--image-root {image_root}: {name!r} is not valid UTF-8: rename the file") from None
+        ignored += [(kind, name, file) for kind, file in others]
+    if not _is_utf8("".join(files)):
+        name = next(os.fsencode(file) for file in files if not _is_utf8(file))
+        raise UsageError(f"--image-root {image_root}: {name!r} is not valid UTF-8: rename the file")
+    warn_of_left_out(split_dir, ignored)
     return files, labels, classes
+
+
+def left_out(image_root, mode):
+    """Paths below image_root of what listing the class folders of a split leaves out; those that can be listed."""
+    split_dir = os.path.join(image_root, mode.value)
+    found = []
+    with contextlib.suppress(UsageError):  # listing the split reports it
+        found += [f"{mode.value}/{name}" for name in images_at_the_top(split_dir)]
+        for label in class_folders(split_dir):
+            with contextlib.suppress(UsageError):
+                found += [f"{mode.value}/{label}/{name}" for _, name in image_files(os.path.join(split_dir, label))[2]]
+    return found
+
+
+def own_classes(image_root, mode):
+    """The class folders of a split, to list its images whatever their labels; None if it has no folder."""
+    folder = os.path.join(image_root, mode.value)
+    return class_folders(folder) if os.path.isdir(folder) else None
+
+
+def numbers(count):
+    """The classes of data that do not name them."""
+    return [str(i) for i in range(count or 0)]
+
+
+def warn_of_left_out(folder, left_out):
+    """Log one line that counts, by kind and class, what listing class folders leaves out.
+
+    Args:
+        folder: that holds the class folders.
+        left_out: [(kind, class, name of the file or folder)], as image_files returns kind and name.
+    """
+    if not left_out:
+        return
+    kinds = defaultdict(list)
+    for kind, label, name in left_out:
+        kinds[kind].append((label, name))
+    parts = []
+    for kind, places in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        counts = Counter(label for label, _ in places if label)
+        classes = _some([f"{label} {count}" for label, count in counts.most_common()], 3)
+        example = os.path.join(*places[0])
+        parts.append(f"{len(places)} {kind} ({f'{classes}; ' if classes else ''}for example {example})")
+    _say_once(
+        printable(
+            f"{folder}: {entries(len(left_out))} left out: {_some(parts, 10)}; images must be in a class "
+            f"folder and end in {', '.join(IMAGE_SUFFIXES)}"
+        ),
+        logger.warn,
+    )
+
+
+def entries(count):
+    return f"{count} {'entry' if count == 1 else 'entries'}"
+
+
+def check_classes(image_root, mode, data_format, labels, classes, allow_empty=False):
+    """Report classes without images, and training images of a single class.
+
+    Args:
+        image_root: the folder that holds the split.
+        mode: Mode.TRAIN or Mode.EVAL.
+        data_format: one of FILE_FORMATS.
+        labels: of all images.
+        classes: in label order.
+        allow_empty: whether class folders of train/ may be empty; a warning then names them.
+    Raises:
+        UsageError: a class folder of train/ has no images.
+    """
+    there = set(labels)
+    empty = [name for label, name in enumerate(classes) if label not in there]
+    if empty:
+        words = (
+            f"--image-root {image_root}: {mode.value} has no images of {len(empty)} of {len(classes)} classes "
+            f"({_some(empty)})"
+        )
+        if mode is Mode.TRAIN and data_format == "folder" and not allow_empty:
+            raise UsageError(
+                f"{words}: add images ({', '.join(IMAGE_SUFFIXES)}), remove the folders, or use --allow-empty-classes"
+            )
+        _say_once(printable(words), logger.warn)
+    if mode is Mode.TRAIN and len(there) == 1:
+        _say_once(
+            printable(f"--image-root {image_root}: all images of {mode.value} have one class, {classes[min(there)]}"),
+            logger.warn,
+        )
+
+
+def _some(names, most=5):
+    """The first names, separated by commas, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def count_classes(image_root, mode, data_format="auto", allow_outside=False):
@@ -287,7 +418,7 @@ def _label_dir(image_root, mode):
     return folder if os.path.isdir(folder) else os.path.join(image_root, mode.value)
 
 
-def list_filelist(image_root, mode, num_of_class=None, allow_outside=False):
+def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trained=None):
     """Read a file list, IMAGE_ROOT/train.txt or val.txt: lines `PATH LABEL`, paths relative to image_root.
 
     Args:
@@ -295,6 +426,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False):
         mode: Mode.TRAIN reads train.txt, Mode.EVAL val.txt.
         num_of_class: number of outputs of the network, or None for any.
         allow_outside: whether the list may name files outside image_root. Links in image_root may lead anywhere.
+        trained: that of class_names.
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
@@ -302,10 +434,10 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False):
             without an output of the network.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
-    classes = class_names(image_root, num_of_class)
+    classes = class_names(image_root, num_of_class, trained)
     files, labels = [], []
     try:
-        with records.open_regular(path) as f:
+        with records.open_regular(path, _TEXT_LIMIT) as f:
             lines = f.read().decode().split("\n")
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -362,7 +494,9 @@ def class_folders(path):
             raise UsageError(f"{os.path.join(path, name)} is a link that leads nowhere: repair or remove it")
     if len(classes) < len(names):
         others = ", ".join(name for name in names if is_of_the_system(name))
-        _say_once(f"{path}: no class is made of {printable(others)}: folders of the system and hidden ones")
+        _say_once(
+            f"{path}: no class is made of {printable(others)}: folders of the system and hidden ones", logger.info
+        )
     return classes
 
 
@@ -372,22 +506,38 @@ def is_of_the_system(name):
 
 
 @functools.cache
-def _say_once(message):
-    logger.info(message)
+def _say_once(message, say):
+    say(message)
 
 
 def image_files(path):
     """Images of a class folder, by their suffixes.
 
     Returns:
-        (sorted names, sorted names of those that are no regular files: links that lead nowhere, FIFOs, devices)
+        (sorted names, sorted names of those that are not regular files: links that lead nowhere, FIFOs, devices,
+        [(kind, name)] of what is left out: the suffix of a file, or "folder"; hidden ones are not counted)
     Raises:
         UsageError: the folder cannot be listed.
     """
     entries = [entry for entry in _listed(path) if not entry.name.startswith(".")]
     found = {entry.name: _type(entry) for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES)}
     names = sorted(name for name, kind in found.items() if kind != "folder")
-    return names, [name for name in names if found[name] != "file"]
+    left_out = [
+        (
+            "folder" if _type(entry) == "folder" else os.path.splitext(entry.name)[1].lower() or "without suffix",
+            entry.name,
+        )
+        for entry in entries
+        if found.get(entry.name, "folder") == "folder"
+    ]
+    return names, [name for name in names if found[name] != "file"], sorted(left_out)
+
+
+def images_at_the_top(path):
+    """Sorted names of the image files next to the class folders."""
+    entries = _listed(path)
+    names = [entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES) and _type(entry) == "file"]
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def _type(entry):
@@ -489,17 +639,22 @@ def check_count(image_root, mode, data_format, count, what="images"):
         )
 
 
-def class_names(image_root, num_of_class=None):
+def class_names(image_root, num_of_class=None, trained=None):
     """Class names in label order: the lines of IMAGE_ROOT/classes.txt, or None if there is no such file.
 
+    Args:
+        image_root: the folder of the file.
+        num_of_class: number of outputs of the network, or None for any.
+        trained: class of each output of a trained network, or None. A name may not have a different label there.
     Raises:
-        UsageError: more names than outputs of the network, or the file cannot be read.
+        UsageError: more names than outputs of the network, a name with a different label there, or the file cannot be
+            read.
     """
     path = os.path.join(image_root, "classes.txt")
     if not os.path.lexists(path):
         return None
     try:
-        with records.open_regular(path) as f:
+        with records.open_regular(path, _TEXT_LIMIT) as f:
             text = f.read().decode().replace("\r\n", "\n").removesuffix("\n")
         classes = text.split("\n") if text else []
     except (OSError, UnicodeDecodeError) as e:
@@ -509,7 +664,32 @@ def class_names(image_root, num_of_class=None):
             f"--num-of-class {num_of_class} is less than the {len(classes)} classes in {path}: "
             f"give --num-of-class {len(classes)}"
         )
+    labels_of = defaultdict(list)
+    for label, name in enumerate(trained or []):
+        labels_of[name].append(label)
+    for label, name in enumerate(classes):
+        if labels_of[name] and label not in labels_of[name]:
+            raise UsageError(
+                f"{path}: {name} is label {label}, and label {labels_of[name][0]} of the checkpoint: number the labels "
+                "of the data set as in training"
+            )
     return classes
+
+
+def report_names(image_root, data_format, classes):
+    """The names of the classes in reports: for class folders the lines of classes.txt, if there is one; otherwise the
+    classes themselves.
+
+    Raises:
+        UsageError: classes.txt has more or fewer lines than there are class folders, or cannot be read.
+    """
+    names = class_names(image_root) if data_format == "folder" else None
+    if names is not None and len(names) != len(classes):
+        raise UsageError(
+            f"{os.path.join(image_root, 'classes.txt')} has {len(names)} lines for {len(classes)} classes: write one "
+            "name per class, in the order of the labels, or remove it"
+        )
+    return classes if names is None else names
 
 
 def check_labels(path, labels, num_of_class, classes):
@@ -559,13 +739,14 @@ def read_skip_list(path, image_root, allow_outside=False):
         UsageError: the file cannot be read, or an entry matches no file or leads outside image_root.
     """
     try:
-        with open(path, encoding="utf-8", newline="\n") as f:
-            lines = [line.rstrip("\r\n") for line in f]
+        with records.open_regular(path, _TEXT_LIMIT) as f:
+            lines = [line.rstrip("\r") for line in f.read().decode().split("\n")]
         names = [json.loads(line) if line.startswith('"') else line for line in lines]
     except json.JSONDecodeError as e:
         raise UsageError(f'--skip-list {path}: a line with " in front is not a JSON string ({e}): correct it') from e
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--skip-list {path} cannot be read ({e}): give a text file with one path per line") from e
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise UsageError(f"--skip-list {path} cannot be read ({reason}): use a text file with one path per line") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
         # Opening the shard's index checks that SHARD has a record at PLACE.

@@ -40,7 +40,7 @@ class DataSet:
     Attributes:
         data_format: one of listing.STORAGE_FORMATS.
         size: number of images in the whole split.
-        classes: class names in label order.
+        classes: class names in label order; of class folders, the names of the folders.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
             every process makes the same number of steps; ShardIterator removes the copies.
@@ -53,9 +53,23 @@ class DataSet:
     classes: list
     read: Callable
     digest: str
+    class_names: list = None
+
+    def __post_init__(self):
+        self.class_names = self.class_names or self.classes
 
 
-def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset(), allow_outside=False):
+def open_split(
+    image_root,
+    data_format,
+    mode,
+    num_of_class,
+    seed,
+    skip=frozenset(),
+    allow_outside=False,
+    allow_empty=False,
+    trained=None,
+):
     """Open the split that --image-root and --data-format name.
 
     Args:
@@ -67,6 +81,9 @@ def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset
         seed: seed of the training order.
         skip: names (listing.Image.name) of images to leave out. A class that becomes empty keeps its label.
         allow_outside: whether a file list may name files outside image_root.
+        allow_empty: whether class folders of train/ may be empty.
+        trained: class of each output of a trained network, which then defines the labels of class folders; None: the
+            data set does.
     Returns:
         DataSet.
     Raises:
@@ -76,32 +93,35 @@ def open_split(image_root, data_format, mode, num_of_class, seed, skip=frozenset
     image_root = str(image_root)
     if data_format == "auto":
         data_format = listing.detect(image_root, mode)
-        data_set = open_split(image_root, data_format, mode, num_of_class, seed, skip, allow_outside)
+        data_set = open_split(
+            image_root, data_format, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained
+        )
         logger.info(f"--data-format auto: the {mode.value} split in {image_root} is {data_set.data_format}")
         return data_set
     if data_format in listing.FILE_FORMATS:
-        return _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside)
-    if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root} is not a folder: give the folder of the {data_format} files")
-    return CONTAINER_READERS[data_format](image_root, mode, num_of_class, seed, skip)
+        return _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained)
+    listing.check_root(image_root, f"the {data_format} files")
+    return CONTAINER_READERS[data_format](image_root, mode, num_of_class, seed, skip, trained)
 
 
-def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside):
+def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained):
     """Class folders and file lists; listing.list_folder and list_filelist describe them."""
     if data_format == "folder":
-        files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip)
+        files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, trained)
     else:
-        files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside)
+        files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, trained)
     if not files:
         suffixes = ", ".join(records.IMAGE_SUFFIXES)
         raise UsageError(f"--image-root {image_root}: {mode.value}/ has no images ({suffixes}): add some")
     if classes is None:
-        classes = _numbers(None if num_of_class is None else max(labels) + 1)
+        classes = listing.numbers(None if num_of_class is None else max(labels) + 1)
+    listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty)
     if skip:
         kept = [i for i, name in enumerate(files) if os.path.normpath(name) not in skip]
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
         if not files:
             raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
+        listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty=True)
     digest = _digest("\n".join([*files, *map(str, labels)]))
     if mode is Mode.TRAIN:
         # DALI's own shuffle has a fixed seed. This one makes the order follow --dali-random-seed.
@@ -109,7 +129,8 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
 
-    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest)
+    names = listing.report_names(image_root, data_format, classes)
+    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest, names)
 
 
 def encoded_images(batches):
@@ -151,12 +172,12 @@ def _file_reader(image_root, files, labels):
     return read
 
 
-def recordio(image_root, mode, num_of_class, seed, skip):
+def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
     """MXNet RecordIO: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
     The arguments of all container readers are those of open_split.
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.mxnet(
@@ -170,12 +191,12 @@ def recordio(image_root, mode, num_of_class, seed, skip):
     return DataSet("recordio", size, classes, read, digest)
 
 
-def tfrecord(image_root, mode, num_of_class, seed, skip):
+def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
     """TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., each with an index.
 
     The features are image/encoded (bytes) and image/class/label (one int64, counted from 0).
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "tfrecord", num_of_class, skip)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, trained)
 
     def read(name, shard_id, num_shards, shuffle):
         features = fn.readers.tfrecord(
@@ -194,7 +215,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip):
     return DataSet("tfrecord", size, classes, read, digest)
 
 
-def lmdb(image_root, mode, num_of_class, seed, skip):
+def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
     """Caffe LMDB: the folders IMAGE_ROOT/train_lmdb and val_lmdb, with encoded images."""
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
@@ -202,7 +223,7 @@ def lmdb(image_root, mode, num_of_class, seed, skip):
             f"--skip-list names records of {path}, but DALI's LMDB reader cannot skip records: convert the source "
             "again with `python -m paddle_resnet.dataset convert --skip-list`"
         )
-    classes = listing.class_names(image_root, num_of_class)
+    classes = listing.class_names(image_root, num_of_class, trained)
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)
     if size == 0:
         raise UsageError(f"{path} has no records: write it again")
@@ -214,16 +235,16 @@ def lmdb(image_root, mode, num_of_class, seed, skip):
         return encoded, fn.cast(label, dtype=types.INT64)
 
     digest = _digest(size, os.path.getsize(os.path.join(path, "data.mdb")), labels)
-    return DataSet("lmdb", size, classes or _numbers(num_of_class), read, digest)
+    return DataSet("lmdb", size, classes or listing.numbers(num_of_class), read, digest)
 
 
-def webdataset(image_root, mode, num_of_class, seed, skip):
+def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
     """WebDataset: tar shards IMAGE_ROOT/train-000000.tar ... and val-..., each with an index.
 
     A sample is an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). File names may have a prefix
     before `train`, `val` or `validation`.
     """
-    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip)
+    shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip, trained)
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, digits = fn.readers.webdataset(
@@ -292,9 +313,9 @@ def _skipped(skip, shard):
     return [place for name, _, place in named if name == os.path.basename(shard)]
 
 
-def _open_shards(image_root, mode, data_format, num_of_class, skip):
+def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
     """Open the containers of a split and check some labels: (paths, Index of each, class names, images, digest)."""
-    classes = listing.class_names(image_root, num_of_class)
+    classes = listing.class_names(image_root, num_of_class, trained)
     shards, indexes, whole = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
@@ -321,11 +342,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip):
         part for shard, index in zip(shards, indexes, strict=True) for part in (os.path.basename(shard), index.images)
     ]
     digest = _digest(*parts, *(index.labels for index in indexes), labels)
-    return shards, indexes, classes or _numbers(num_of_class), size, digest
-
-
-def _numbers(count):
-    return [str(i) for i in range(count or 0)]
+    return shards, indexes, classes or listing.numbers(num_of_class), size, digest
 
 
 CONTAINER_READERS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}

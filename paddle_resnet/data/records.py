@@ -4,19 +4,18 @@ Imports neither DALI nor Paddle, so that the tools' worker processes start quick
 """
 
 import contextlib
-import errno
 import functools
 import os
 import re
 import signal
-import stat
 import struct
 import subprocess
 import sys
 
 from utils.errors import UsageError
+from utils.files import open_regular
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp")
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
 RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
@@ -33,19 +32,6 @@ def readable(path):
     except OSError as e:
         name = os.fsdecode(e.filename or path)
         raise UsageError(f"{name} cannot be read ({e.strerror or e}): make it readable, or remove it") from e
-
-
-def open_regular(path):
-    """Open a regular file for reading in binary mode.
-
-    Raises:
-        OSError: it cannot be opened, or is of another kind, such as a FIFO, which would block.
-    """
-    f = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
-        f.close()
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    return f
 
 
 def read(image):

@@ -136,7 +136,8 @@ def _images(run):
     if image_root is None or data_format not in ("auto", *listing.STORAGE_FORMATS):
         return {}
     try:
-        found = listing.images(image_root, Mode.EVAL, None if data_format == "auto" else data_format)
+        own = listing.own_classes(image_root, Mode.EVAL)
+        found = listing.images(image_root, Mode.EVAL, None if data_format == "auto" else data_format, classes=own)
     except UsageError:
         return {}
     return {image.name: image for image in found[2]}

@@ -67,5 +67,6 @@ def _images(args):
         else ()
     )
     data_format = None if args.data_format == "auto" else args.data_format
-    images = listing.images(args.image_root, Mode.EVAL, data_format, args.allow_outside)[2]
+    own = listing.own_classes(args.image_root, Mode.EVAL)
+    images = listing.images(args.image_root, Mode.EVAL, data_format, args.allow_outside, own)[2]
     return [image for image in images if os.path.normpath(image.name) not in skip]

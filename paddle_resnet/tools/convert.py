@@ -156,11 +156,14 @@ def _list_source(source, skip_list, allow_outside):
     skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
-        _, names, images = listing.images(source, mode, allow_outside=allow_outside)
+        data_format, names, images = listing.images(source, mode, allow_outside=allow_outside)
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
             raise UsageError(f"{source} has no images of {mode.value} to convert: add some, or shorten --skip-list")
+        if data_format == "folder":
+            labels = [image.label for image in images]
+            listing.check_classes(source, mode, data_format, labels, names, allow_empty=True)
         if mode is Mode.TRAIN:
             images = [images[i] for i in np.random.RandomState(ORDER_SEED).permutation(len(images)).tolist()]
         splits[mode.value] = images

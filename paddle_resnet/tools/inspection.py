@@ -52,7 +52,7 @@ def first_images(root, images, words):
             loader.reset()
             continue
         pictures += list(pixels.pictures(args, batch["data"]))
-        classes += [loader.classes[label] for label in np.array(batch["label"])[:, 0]]
+        classes += [loader.class_names[label] for label in np.array(batch["label"])[:, 0]]
     return pictures[:images], classes[:images]
 
 
@@ -75,7 +75,8 @@ def info(root, output=None, allow_outside=False):
     result = {}
     with ThreadPoolExecutor(16) as pool:  # the disk limits this, not the processor
         for mode in listing.splits(root):
-            _, names, images = listing.images(root, mode, allow_outside=allow_outside)
+            data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
+            names = listing.report_names(root, data_format, classes)
             measured = list(pool.map(_measure, images))
             counts = Counter(label for label, _ in measured if label is not None)
             name_of = dict(enumerate(names or []))

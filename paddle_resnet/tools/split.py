@@ -53,9 +53,10 @@ def _list_source(source):
     """{class: [names of its images]}"""
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder: give the folder that holds a folder for each class")
-    images = {}
+    images, left_out = {}, [(listing.OUTSIDE, "", name) for name in listing.images_at_the_top(source)]
     for label in listing.class_folders(source):
-        images[label], unusable = listing.image_files(source / label)
+        images[label], unusable, others = listing.image_files(source / label)
+        left_out += [(kind, label, name) for kind, name in others]
         if unusable:
             raise UsageError(f"{source / label / unusable[0]} is a link that leads nowhere, or not a file: remove it")
     if "train" in images and not images["train"]:
@@ -69,6 +70,7 @@ def _list_source(source):
             f"{source} has classes with fewer than two images, one for train/ and one for val/: {', '.join(few[:5])}"
             f"{more}: add images or move the folders away"
         )
+    listing.warn_of_left_out(source, left_out)
     return images
 
 

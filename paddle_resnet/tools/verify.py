@@ -30,7 +30,7 @@ from utils.mode import Mode, RunScope
 
 # The codec, by nvImageCodec's name, that the suffix of a file name promises.
 CODEC_OF_SUFFIX = {
-    **{".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".bmp": "bmp"},
+    **{".jpg": "jpeg", ".jpeg": "jpeg", ".jfif": "jpeg", ".png": "png", ".bmp": "bmp"},
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
 EXIF_ORIENTATION = 0x0112
@@ -50,19 +50,21 @@ class Report:
         errors: [sentence], each a reason why training cannot use the data set as a whole.
         failing: {name of an image (listing.Image.name): why training would end at it}.
         odd: {kind: [name or sentence]}, oddities that do not stop training but may not be intended.
+        left_out: [path below root] of files and folders in class folders that training ignores.
     """
 
     images: int = 0
     errors: list = field(default_factory=list)
     failing: dict = field(default_factory=dict)
     odd: dict = field(default_factory=lambda: defaultdict(list))
+    left_out: list = field(default_factory=list)
 
     @property
     def training_would_fail(self):
         return bool(self.errors or self.failing)
 
 
-def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL):
+def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
     """Decode every image of both splits with training's CPU decoders, on all cores.
 
     Containers are read twice: record by record, which names the damaged ones, and by DALI in a process of its own,
@@ -73,6 +75,7 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         num_of_class: number of outputs of the network, or None for any.
         allow_outside: whether file lists may name files outside root.
         run_scope: what training would do; decides which splits must be there.
+        allow_empty: whether class folders of train/ may be empty.
     Returns:
         Report.
     Raises:
@@ -85,7 +88,9 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
     there = listing.splits(root)
     for mode in (mode for mode in Mode if mode in there or needed[mode]):
         try:
-            readers.open_split(root, "auto", mode, num_of_class, 0, allow_outside=allow_outside)
+            readers.open_split(
+                root, "auto", mode, num_of_class, 0, allow_outside=allow_outside, allow_empty=allow_empty
+            )
         except UsageError as e:
             report.errors.append(str(e))
         try:
@@ -100,8 +105,7 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         splits.append((mode, data_format, images))
         tasks += [(image, limit) for image in images]
         if data_format == "folder":
-            _check_folders(root, mode, report)
-    _compare_folders(root, report)
+            report.left_out += listing.left_out(root, mode)
     _compare_lists([images for _, data_format, images in splits if data_format == "filelist"], report)
     report.images = len(tasks)
     results = check_all(tasks)
@@ -141,7 +145,7 @@ def _images_of_folders(root, mode):
     names = sorted({name for found in folders.values() for name, _ in found})
     return [
         listing.Image(f"{mode.value}/{folder}/{name}", str(Path(root, mode.value, folder, name)), names.index(folder))
-        for folder, (images, _) in folders[mode]
+        for folder, (images, *_) in folders[mode]
         for name in images
     ]
 
@@ -154,31 +158,6 @@ def _listed_folders(folder):
             with contextlib.suppress(UsageError):
                 found.append((label, listing.image_files(folder / label)))
     return found
-
-
-def _check_folders(root, mode, report):
-    """Report class folders without images, and files and folders that training ignores."""
-    folder = Path(root) / mode.value
-    for label, (names, _) in _listed_folders(folder):
-        images = set(names)
-        if not images:
-            report.odd["class folder without an image"].append(f"{mode.value}/{label}")
-        with contextlib.suppress(OSError), os.scandir(folder / label) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.is_dir():
-                    report.odd["folder inside a class folder, ignored"].append(f"{mode.value}/{label}/{entry.name}")
-                elif entry.is_file() and entry.name not in images:
-                    report.odd["file that is ignored for its name"].append(f"{mode.value}/{label}/{entry.name}")
-
-
-def _compare_folders(root, report):
-    folders = [Path(root) / mode.value for mode in Mode]
-    if not all(folder.is_dir() for folder in folders):
-        return
-    train, val = ({label for label, _ in _listed_folders(folder)} for folder in folders)
-    for kind, labels in (("class only in train", train - val), ("class only in val", val - train)):
-        if labels:
-            report.odd[kind] += sorted(labels)
 
 
 def _compare_lists(lists, report):
@@ -363,5 +342,13 @@ def show(report, console=None):
         console.print(f"fails: {len(report.failing) - SHOWN} more: --fix-list FILE writes all")
     for error in report.errors:
         console.print(printable(f"error: {error}"), soft_wrap=True, markup=False)
-    verdict = "training would fail" if report.training_would_fail else "training can read them all"
-    console.print(f"{report.images} images, {len(report.failing)} cannot be decoded: {verdict}", highlight=False)
+    ignored = f", {listing.entries(len(report.left_out))} left out" if report.left_out else ""
+    if report.training_would_fail:
+        outcome = "training would fail"
+    else:
+        outcome = f"training can read {'the images' if ignored else 'them all'}"
+    console.print(
+        f"{report.images} images, {len(report.failing)} cannot be decoded{ignored}: {outcome}",
+        soft_wrap=True,
+        highlight=False,
+    )

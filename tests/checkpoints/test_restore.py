@@ -19,6 +19,7 @@ PLACE = paddle.CPUPlace()
 
 class Loader:
     classes = ("a", "b", "c")
+    class_names = ("ant", "bee", "cat")
     step = 2
 
     def __len__(self):
@@ -63,7 +64,7 @@ def test_layout(args, saved, tmp_path):
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == [".lock", "4", "latest"]
     meta = folders.verify(saved)
     assert (meta["epoch"], meta["step"], meta["world_size"]) == (4, None, 1)
-    assert meta["classes"] == ["a", "b", "c"]
+    assert (meta["classes"], meta["class_names"]) == (["a", "b", "c"], ["ant", "bee", "cat"])
     assert meta["arguments"]["lr"] == 0.01
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()

@@ -437,13 +437,39 @@ def test_losses_that_stay_non_finite_end_the_run(run_train, tmp_path, capsys):
     assert_one_sentence(error, ["--max-bad-steps 4", "4 steps in a row", "learning rate", "lower --lr"])
 
 
-def test_other_classes_are_warned_of(run_train, checkpoint, photos, tmp_path, capsys):
+def test_other_classes_are_warned_of_in_training_and_refused_in_an_evaluation(
+    run_train, checkpoint, photos, tmp_path, capsys
+):
     root = tmp_path / "renamed"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
         (root / split / "class1").rename(root / split / "other")
-    flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
-    assert run_train(*flags)[0] == 0
+    start = ["--from-checkpoint", checkpoint]
+    assert run_train(*start, "--dry-run")[0] == 0
     assert "trained on other classes" not in capsys.readouterr().err
-    assert run_train(*flags, image_root=root)[0] == 0
+    assert run_train(*start, "--dry-run", image_root=root)[0] == 0
     assert "trained on other classes: label 1 was ['class1'] and is ['class2']" in capsys.readouterr().err
+    assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
+    assert_one_sentence(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
+
+
+def test_an_evaluation_takes_the_labels_of_the_checkpoint(run_train, checkpoint, photos, tmp_path, capsys):
+    """Without class0 and train/, sorted folders would number class1 and class2 as 0 and 1."""
+    flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
+    predictions = tmp_path / "predictions.csv"
+    assert run_train(*flags, "--predictions", predictions)[0] == 0
+    columns = [row.split(",")[:5] for row in predictions.read_text().splitlines() if "/class0/" not in row]
+    root = tmp_path / "root"
+    shutil.copytree(photos / "val", root / "val")
+    shutil.rmtree(root / "val/class0")
+    (root / "classes.txt").write_text("ant\nbee\ncat\n")
+    capsys.readouterr()
+    assert run_train(*flags, "--predictions", predictions, image_root=root)[0] == 0
+    said = capsys.readouterr().err
+    assert f"--image-root {root}: val has no images of 1 of 3 classes (class0)" in said
+    assert "other classes" not in said
+    names = {"class0": "ant", "class1": "bee", "class2": "cat"}
+    renamed = [[*row[:3], *(names.get(name, name) for name in row[3:])] for row in columns]
+    assert [row.split(",")[:5] for row in predictions.read_text().splitlines()] == renamed
+    found = (tmp_path / "report.classes.csv").read_text().splitlines()
+    assert [row.split(",")[:3] for row in found[1:]] == [["0", "ant", "0"], ["1", "bee", "8"], ["2", "cat", "7"]]

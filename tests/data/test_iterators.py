@@ -60,7 +60,7 @@ def test_synthetic_loader_resumes_at_its_step(parse, monkeypatch):
 
 def test_iterator_without_images_takes_targets_and_has_no_batch():
     class NoImages:
-        size, classes, digest = 0, [], None
+        size, classes, class_names, digest = 0, [], [], None
 
     loader = EmptyIterator(NoImages)
     loader.write_into(new_targets())

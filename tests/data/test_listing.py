@@ -1,10 +1,14 @@
 """Splits that are missing or have another name. Listing of good ones: test_readers.py."""
 
+import os
+import re
+import shlex
 import shutil
 
 import pytest
 
-from paddle_resnet.data import listing
+from paddle_resnet import dataset
+from paddle_resnet.data import listing, readers
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -48,8 +52,9 @@ def test_a_missing_container_is_named_as_a_container(converted, tmp_path):
 
 
 def test_neither_split(photos, tmp_path):
-    says = "give the folder that holds train/ and val/; `python -m paddle_resnet.dataset split` makes them from"
-    assert says in message(photos / "train", Mode.TRAIN)
+    assert "give the folder that holds train/ and val/; if this is a folder of class folders, run `python -m" in (
+        message(photos / "train", Mode.TRAIN)
+    )
     for name in ("Training", "test"):
         shutil.copytree(photos / "val", tmp_path / name)
     with pytest.raises(UsageError, match=r"in any format: rename Training/ to train/ and rename test/ to val/$"):
@@ -94,3 +99,152 @@ def test_a_label_of_a_file_list_is_less_than_the_number_of_images(tmp_path, labe
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
+
+
+@pytest.mark.parametrize("names", ["train", "class folders"])
+def test_the_command_that_makes_a_split_runs_as_printed(photos, tmp_path, names):
+    root = tmp_path / "my photos"
+    shutil.copytree(photos / "train", root / "train" if names == "train" else root)
+    command, new_root = re.search(
+        r"run `python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", message(root)
+    ).groups()
+    assert dataset.main(shlex.split(command)) == 0
+    [new_root] = shlex.split(new_root)
+    assert listing.splits(new_root) == [Mode.TRAIN, Mode.EVAL]
+    assert len(listing.list_folder(new_root, Mode.EVAL)[2]) == 3
+
+
+@pytest.fixture
+def root(photos, tmp_path):
+    """The photos, to be changed."""
+    return shutil.copytree(photos, tmp_path / "root")
+
+
+TRAINED = ["class0", "class1", "class2"]
+
+
+@pytest.mark.parametrize("with_train", [False, True], ids=["val alone", "train/ disagrees"])
+def test_a_trained_network_defines_the_labels_of_class_folders(root, with_train):
+    shutil.rmtree(root / "val/class0")
+    shutil.rmtree(root / "train/class1" if with_train else root / "train")
+    assert set(listing.list_folder(root, Mode.EVAL, classes=TRAINED)[1]) == {1, 2}
+    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
+    assert data_set.classes == TRAINED
+    names = listing.own_classes(root, Mode.EVAL)
+    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size  # as --predictions lists them
+    if not with_train:
+        assert set(listing.list_folder(root, Mode.EVAL)[1]) == {0, 1}
+
+
+def test_a_class_folder_that_the_network_does_not_know_is_refused(root):
+    (root / "val/class2").rename(root / "val/class3")
+    with pytest.raises(
+        UsageError, match=r"val/class3 is not one of the 3 classes of the checkpoint \(class0, class1, "
+    ):
+        listing.list_folder(root, Mode.EVAL, classes=TRAINED)
+
+
+def test_classes_without_names_define_no_labels(root):
+    """Those of a file list without classes.txt; folders that are called by numbers have names."""
+    assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {0, 1, 2}
+    shutil.rmtree(root / "val/class0")
+    for i in (1, 2):
+        (root / f"val/class{i}").rename(root / f"val/{i}")
+    assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {1, 2}
+
+
+@pytest.mark.parametrize("data_format", ["filelist", "recordio"])
+def test_labels_with_other_names_than_those_of_the_network_are_refused(converted, tmp_path, data_format):
+    root = shutil.copytree(converted[data_format], tmp_path / "x", symlinks=True)
+    for names in (TRAINED, ["cats", "class1", "dogs"]):
+        (root / "classes.txt").write_text("".join(f"{name}\n" for name in names))
+        assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).classes == names
+    (root / "classes.txt").write_text("class1\nclass2\nx\n")
+    with pytest.raises(UsageError, match=r"classes.txt: class1 is label 0, and label 1 of the checkpoint: number the"):
+        readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
+
+
+def test_classes_txt_names_class_folders_in_reports(root):
+    (root / "classes.txt").write_text("cat\ndog\nox\n")
+    data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
+    shutil.rmtree(root / "train")
+    shutil.rmtree(root / "val/class1")
+    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]
+    with pytest.raises(UsageError, match=r"classes.txt has 3 lines for 2 classes: write one name per class"):
+        readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+
+
+def test_an_empty_class_of_train_is_refused(root, capsys):
+    for path in (root / "train/class1").iterdir():
+        path.rename(path.with_suffix(".heic"))
+    shutil.rmtree(root / "val/class2")
+    with pytest.raises(UsageError, match=r"train has no images of 1 of 3 classes \(class1\): .*--allow-empty-classes$"):
+        readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
+    assert readers.open_split(root, "auto", Mode.TRAIN, 3, 0, allow_empty=True).size == 20
+    assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).size == 16
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings[0].startswith(
+        f"warning: {root}/train: 10 entries left out: 10 .heic (class1 10; for example class1/01.heic); "
+    )
+    assert warnings[1:] == [
+        f"warning: --image-root {root}: train has no images of 1 of 3 classes (class1)",
+        f"warning: --image-root {root}: val has no images of 1 of 3 classes (class2)",
+    ]
+
+
+def test_a_single_class_is_reported(root, capsys):
+    for name in ("class0", "class2"):
+        shutil.rmtree(root / "train" / name)
+    readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
+    assert capsys.readouterr().err == f"warning: --image-root {root}: all images of train have one class, class1\n"
+
+
+def test_what_is_left_out_is_counted_by_kind_and_class(root, capsys):
+    for name in (
+        "class0/a.gif",
+        "class0/b.GIF",
+        "class1/c.gif",
+        "class1/notes",
+        "top.jpg",
+        "README.txt",
+        "class2/.x.gif",
+    ):
+        (root / "val" / name).touch()
+    (root / "val/class2/inner.jpg").mkdir()
+    os.symlink("/nowhere", root / "val/class2/gone.heic")
+    found = listing.list_folder(root, Mode.EVAL)[0]
+    assert len(found) == 23
+    [line] = capsys.readouterr().err.splitlines()
+    parts = [
+        "3 .gif (class0 2, class1 1; for example class0/a.gif)",
+        "1 image outside the class folders (for example top.jpg)",
+        "1 without suffix (class1 1; for example class1/notes)",
+        "1 .heic (class2 1; for example class2/gone.heic)",
+        "1 folder (class2 1; for example class2/inner.jpg)",
+    ]
+    assert line.startswith(f"warning: {root}/val: 7 entries left out: {', '.join(parts)}; images must be in")
+    assert len(listing.left_out(root, Mode.EVAL)) == 7
+
+
+def test_a_root_that_is_not_utf_8_is_refused(photos, tmp_path):
+    os.symlink(photos, os.path.join(os.fsencode(tmp_path), b"bild\xe9r"))
+    [root] = os.listdir(tmp_path)
+    root = os.path.join(tmp_path, root)
+    for read in (listing.splits, lambda root: readers.open_split(root, "folder", Mode.TRAIN, 3, 0)):
+        with pytest.raises(UsageError, match=r"bild\\udce9r': the path is not valid UTF-8; rename the folder"):
+            read(root)
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize("name", ["val.txt", "classes.txt", "skip list"])
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder"])
+def test_lists_that_are_not_regular_files_are_refused(root, tmp_path, name, kind):
+    path = tmp_path / name if name == "skip list" else root / name
+    {"fifo": os.mkfifo, "zero": lambda path: os.symlink("/dev/zero", path), "folder": os.mkdir}[kind](path)
+    says = "Is a directory" if kind == "folder" else "not a regular file"
+    with pytest.raises(UsageError, match=rf"{path}.* cannot be read \(.*{says}"):
+        if name == "skip list":
+            listing.read_skip_list(path, root)
+        else:
+            readers.open_split(root, "filelist" if name == "val.txt" else "auto", Mode.EVAL, 3, 0)

@@ -49,6 +49,7 @@ JPEG = encoded()
 FILES = {
     "good.jpg": (JPEG, False, []),
     "progressive.jpg": (encoded(progressive=True), False, []),
+    "good.jfif": (JPEG, False, []),
     "good.png": (encoded(kind="PNG"), False, []),
     "good.webp": (encoded(kind="WEBP"), False, []),
     "empty.jpg": (b"", True, ["0 bytes"]),
@@ -127,25 +128,38 @@ def reports(monkeypatch):
 
 def test_report_on_a_whole_folder(odd, reports, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verify, "ProcessPoolExecutor", ProcessPoolExecutor)
-    assert dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")]) == 1
+    words = ["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")]
+    assert dataset.main([*words, "--allow-empty-classes"]) == 1
     failing = [f"train/class0/{name}" for name, (_, fails, _) in FILES.items() if fails]
     assert sorted((tmp_path / "bad.txt").read_text().splitlines()) == sorted(failing)
-    printed = capsys.readouterr().out
-    for word in ("CMYK", "EXIF-rotated", "class only in train", "the same file in train and val", "would fail"):
+    printed, warned = capsys.readouterr()
+    for word in (
+        "CMYK",
+        "EXIF-rotated",
+        "the same file in train and val",
+        "1 entry left out: training would",
+    ):
         assert word in printed
+    assert f"{odd}/val: 1 entry left out: 1 .txt (class2 1; for example class2/notes.txt)" in warned
+    for split in ("train", "val"):
+        assert f"{split} has no images of 1 of 4 classes (class3)" in warned
     [report] = reports
     assert report.images == 53 + len(FILES) + 1
     assert sorted(report.failing) == sorted(failing)
-    assert report.odd["class only in train"] == ["class3"]
-    assert report.odd["class folder without an image"] == ["train/class3"]
-    assert report.odd["file that is ignored for its name"] == ["val/class2/notes.txt"]
+    assert not report.errors
+    assert report.left_out == ["val/class2/notes.txt"]
     assert "train/class1/01.jpg = val/class1/copy.jpg" in report.odd["the same file in train and val"]
 
 
-def test_training_runs_with_the_fix_list_as_skip_list(odd, run_train, tmp_path):
-    assert run_train("--num-of-class", "4", image_root=odd)[0] == 2
-    dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")])
-    assert run_train("--num-of-class", "4", "--skip-list", tmp_path / "bad.txt", image_root=odd)[0] == 0
+def test_training_runs_with_the_fix_list_as_skip_list(odd, run_train, tmp_path, capsys):
+    flags = ["--num-of-class", "4", "--skip-list", tmp_path / "bad.txt"]
+    assert dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")]) == 1
+    error = f"--image-root {odd}: train has no images of 1 of 4 classes (class3): add images"
+    assert f"error: {error}" in capsys.readouterr().out
+    assert run_train(*flags, image_root=odd)[0] == 2
+    assert f"train.py: error: {error}" in capsys.readouterr().err
+    assert run_train(*flags[:2], "--allow-empty-classes", image_root=odd)[0] == 2
+    assert run_train(*flags, "--allow-empty-classes", image_root=odd)[0] == 0
 
 
 @pytest.fixture
@@ -233,14 +247,13 @@ def test_class_in_val_alone_fails(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
     report = verify.verify(tmp_path / "root")
-    assert report.odd["class only in val"] == ["class9"]
     assert "val/class9 has no train/class9" in report.errors[0]
     assert report.training_would_fail
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [(None, "create it, for example with `python -m paddle_resnet.dataset split"), ("Valid", "rename Valid/ to val/")],
+    [(None, "create it, or run `python -m paddle_resnet.dataset split"), ("Valid", "rename Valid/ to val/")],
 )
 def test_missing_val_fails_unless_nothing_is_evaluated(photos, tmp_path, capsys, name, says):
     root = tmp_path / "root"
@@ -298,8 +311,10 @@ def test_folders_of_the_system_are_no_classes(photos, tmp_path, capsys):
     report = verify.verify(root)
     assert report.images == 53
     assert not report.training_would_fail
-    assert report.odd["folder inside a class folder, ignored"] == ["train/class0/inner"]
+    assert report.left_out == ["train/class0/inner"]
+    verify.show(report)
     said = capsys.readouterr().out
+    assert "53 images, 0 cannot be decoded, 1 entry left out: training can read the images" in said
     assert said.count(f"{root}/train: no class is made of .ipynb_checkpoints, __MACOSX: ") == 1
     assert said.count(f"{root}/val: no class is made of @eaDir: ") == 1
 
