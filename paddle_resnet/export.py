@@ -1,17 +1,18 @@
 """Export a checkpoint for Paddle Inference, ONNX and Triton: `python -m paddle_resnet.export --help`."""
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
 from utils import exit_codes, logger, signals
-from utils.errors import RunError, UsageError
+from utils.errors import RunError, UsageError, printable
 
 # --verify: how far an engine may be from the checkpoint. Two classes whose probabilities are closer than the tolerance
 # are a tie, which rounding decides; only images with a tie at the top may count differently in top1. Losses are of the
@@ -47,8 +48,8 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         RunError: what was written does not compute what the checkpoint computes. Nothing is left of it.
     """
     output = Path(output)
-    if output.exists():
-        raise UsageError(f"{output} exists: remove it or name another folder")
+    if os.path.lexists(output):
+        raise UsageError(f"{output} exists; remove it or choose a different folder")
     with signals.postponed():
         from paddle_resnet import compat
 
@@ -60,10 +61,7 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         onnx_writer.require(package)
     network = inference.load_checkpoint(checkpoint, uint8=uint8)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
-            partial = Path(beside) / output.name
-            partial.mkdir()
+        with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
             _write_texts(description, partial)
             if onnx:
@@ -77,8 +75,39 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
             partial.rename(output)
             folders.fsync(output.parent)
     except OSError as e:
-        raise UsageError(f"{output} cannot be written ({e.strerror}): make room or name another folder") from e
+        raise UsageError(f"{output}: cannot be written ({e.strerror}); make room or choose a different folder") from e
     return description
+
+
+@contextlib.contextmanager
+def _partial_folder(output):
+    """A new folder next to the output for incomplete files: .NAME.partial/NAME. It is removed at the end, or by the
+    next export to the same place if this one is killed. A lock keeps other exports out.
+
+    Raises:
+        UsageError: another export is writing there.
+        OSError: it cannot be written.
+    """
+    from paddle_resnet.checkpoints import folders
+
+    beside = output.with_name(f".{output.name}.partial")
+    beside.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = folders.lock(beside)
+    except BlockingIOError as e:
+        raise UsageError(
+            f"{output}: another export ({e.strerror}) writes there; wait until it ends, or choose a different folder"
+        ) from e
+    try:
+        shutil.rmtree(beside / output.name, ignore_errors=True)
+        (beside / output.name).mkdir()
+        yield beside / output.name
+    finally:
+        shutil.rmtree(beside / output.name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (beside / ".lock").unlink()
+            beside.rmdir()
+        lock.close()
 
 
 def _write_paddle(network, folder):
@@ -114,8 +143,10 @@ def _write_texts(description, folder):
     from paddle_resnet import inference, preprocessing
 
     text = json.dumps(description, indent=1, ensure_ascii=False) + "\n"
-    (folder / f"{inference.NAME}.json").write_text(text, encoding="utf-8")
-    (folder / "labels.txt").write_text("".join(f"{name}\n" for name in description["classes"]), encoding="utf-8")
+    # A name of a class may have bytes that are not UTF-8, as lone surrogates, or line breaks.
+    (folder / f"{inference.NAME}.json").write_text(text, encoding="utf-8", errors="backslashreplace")
+    labels = "".join(f"{printable(name)}\n" for name in description["classes"])
+    (folder / "labels.txt").write_text(labels, encoding="utf-8")
     shutil.copyfile(preprocessing.__file__, folder / "preprocess.py")
 
 
@@ -272,7 +303,7 @@ def _main(args):
     description = export(**vars(args))
     outputs, named = description["output"]["shape"][1], len(description["classes"])
     classes = f"{outputs} classes" + (f" of which {named} have names" if named < outputs else "")
-    print(f"{args.output}: {description['arch']}, {classes}, images {description['input']['shape']}")
+    print(printable(f"{args.output}: {description['arch']}, {classes}, images {description['input']['shape']}"))
 
 
 if __name__ == "__main__":

@@ -352,6 +352,33 @@ def test_an_interrupt_is_a_sentence_and_leaves_nothing(checkpoint, tmp_path, cap
     assert not list(tmp_path.glob("*exported*"))
 
 
+def test_leftovers_of_a_killed_export_are_removed_and_a_running_one_is_not(checkpoint, tmp_path):
+    """Also in a folder whose name is not UTF-8."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    left = folder / ".exported.partial"
+    (left / "exported/model.json").mkdir(parents=True)
+    lock = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", lock, left / ".lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(UsageError, match=r"exported: another export \(.*\) writes there; wait until it ends"):
+            export.export(checkpoint, folder / "exported")
+        assert (left / "exported/model.json").exists()
+        other.kill()
+    export.export(checkpoint, folder / "exported")
+    assert [path.name for path in folder.iterdir()] == ["exported"]
+    assert (folder / "exported/model.json").is_file()
+
+
+def test_names_of_classes_may_have_any_bytes(checkpoint, tmp_path, monkeypatch):
+    classes = ["a\nb", os.fsdecode(b"\xff"), "ä"]
+    real = inference._describe
+    monkeypatch.setattr(inference, "_describe", lambda *ends: real(*ends) | {"classes": classes})
+    export.export(checkpoint, tmp_path / "exported")
+    assert (tmp_path / "exported/labels.txt").read_text().splitlines() == ["a\\nb", "\\udcff", "ä"]
+    assert inference.open_paddle(tmp_path / "exported", "cpu").description["classes"] == classes
+
+
 def test_sparse_weights_stay_sparse(trained, tmp_path):
     checkpoint, _ = trained(*FLAGS["ASP"])
     params = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
@@ -383,8 +410,9 @@ def test_checkpoints_that_cannot_be_exported(trained, tmp_path):
     with pytest.raises(UsageError, match="taken exists"):
         export.export(checkpoint, tmp_path / "taken")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
-        export.export(checkpoint, tmp_path / "file/exported")
+    for name in ("file/exported", "x" * 300):
+        with pytest.raises(UsageError, match="cannot be written"):
+            export.export(checkpoint, tmp_path / name)
     with open(checkpoint / "tiny.pdparams", "r+b") as f:
         f.write(b"damage")
     with pytest.raises(UsageError, match="Tiny/0 is damaged: tiny.pdparams has another sha256"):
@@ -397,7 +425,7 @@ def test_command(trained, tmp_path, capsys):
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 0
     assert "exported: Tiny, 3 classes, images [None, 3, 32, 32]" in capsys.readouterr().out
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 2
-    assert "exported exists: remove it or name another folder" in capsys.readouterr().err
+    assert "exported exists; remove it or choose a different folder" in capsys.readouterr().err
 
 
 EXPORT_WITH_A_LIMIT = """
@@ -425,6 +453,6 @@ def test_full_disk_is_a_sentence_and_leaves_nothing(trained, tmp_path):
         command = [sys.executable, "-c", EXPORT_WITH_A_LIMIT, str(checkpoint), str(tmp_path / "exported"), str(limit)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2, done.stderr
-        assert "exported cannot be written (File too large): make room" in done.stderr
+        assert "exported: cannot be written (File too large); make room" in done.stderr
         assert "Traceback" not in done.stderr
         assert sorted(p.name for p in tmp_path.glob("*export*")) == ["exported.partial"]
