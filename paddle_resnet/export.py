@@ -28,7 +28,7 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     """Write the inference network: float32 parameters, no masks, no optimizer.
 
     The folder has model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output, preprocessing,
-    classes), labels.txt (a class a line) and preprocess.py (preprocessing.py, which runs on its own).
+    classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs on its own).
 
     Args:
         checkpoint: folder of a checkpoint of this program, at the end of an epoch.

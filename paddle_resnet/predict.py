@@ -241,10 +241,10 @@ def engines(path, device):
     if models[0].engine == "onnxruntime":
         yield models
         return
-    with _temporary_folder() as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         folder, problem = Path(path), f"{path} has no {inference.NAME}.onnx; export with --onnx"
         if models[0].engine == "Executor":
-            folder = temporary / "export"
+            folder = Path(temporary) / "export"
             try:
                 export.export(path, folder, onnx=True)
             except (UsageError, RunError) as e:
@@ -258,16 +258,6 @@ def engines(path, device):
         except UsageError as e:
             logger.warn(f"onnxruntime is not measured: {e}")
         yield models
-
-
-@contextlib.contextmanager
-def _temporary_folder():
-    try:
-        folder = tempfile.TemporaryDirectory()
-    except OSError as e:
-        raise UsageError(f"--benchmark: no temporary folder can be made ({e.strerror}); set TMPDIR to a folder") from e
-    with folder as path:
-        yield Path(path)
 
 
 def main(argv=None):

@@ -15,6 +15,7 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD),
 )
+_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # from Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 # Below it an import or a step fails in one of many ways, some of them a signal without a word. The sample job took 3.2
 # to 3.5 GiB on a CPU.
@@ -34,6 +35,7 @@ def of(program, function):
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocks it
         _check_address_space()
+        _check_working_directory()
         return function() or DONE
     except (UsageError, RunError) as e:
         message = "\n".join(printable(str(line)) for line in e.args)
@@ -46,6 +48,9 @@ def of(program, function):
         logger.write_line(f"{program}: interrupted", sys.stderr)
         return INTERRUPTED
     except (MemoryError, RuntimeError, OSError) as e:
+        if _NO_TEMPORARY_FOLDER in str(e):
+            logger.write_line(f"{program}: error: {e.strerror}; set TMPDIR to a writable folder", sys.stderr)
+            return FAILURE
         if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
             raise
         logger.write_line(f"{program}: error: {_no_memory(e)}", sys.stderr)
@@ -61,6 +66,13 @@ def _check_address_space():
             f"ulimit -v allows {_address_space() >> 20:,} MiB of address space, and Paddle and DALI take up to "
             f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job: raise it, for example with ulimit -v unlimited"
         )
+
+
+def _check_working_directory():
+    try:
+        os.getcwd()
+    except OSError as e:  # with which the import of Paddle would fail
+        raise RunError(f"the working directory cannot be used ({e.strerror}); change to a different one") from e
 
 
 def _address_space():

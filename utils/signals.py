@@ -59,12 +59,14 @@ def held_back():
 
 @contextlib.contextmanager
 def postponed():
-    """Let SIGINT wait until the end of the block: the import of Paddle makes another error of it. Processes that start
-    in the block never see it. Control-C sends it to all processes of a terminal, and this one stops the others."""
+    """Let SIGINT wait until the end of the block: the import of Paddle turns it into a different error. Processes that
+    start in the block never see it. Control-C sends it to all processes of a terminal, and this one stops the others.
+    SIGTERM keeps its handler: Paddle installs one that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

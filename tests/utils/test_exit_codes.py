@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -147,3 +148,21 @@ def test_a_limit_that_the_import_of_paddle_exceeds():
         "train.py: error: ulimit -v allows 500 MiB of address space, and Paddle and DALI take up to 4,096 MiB for a "
         "small job: raise it, for example with ulimit -v unlimited\n"
     )
+
+
+def test_a_deleted_working_directory_is_an_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for name, (main, words, _) in TOOLS.items():
+        assert main(words) == 1
+        expected = f"paddle_resnet.{name}: error: the working directory cannot be used (No such file or directory); "
+        assert capsys.readouterr().err.endswith(f"{expected}change to a different one\n")
+
+
+def test_no_temporary_folder_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    assert exit_codes.of("x", tempfile.TemporaryDirectory) == 1
+    error = "x: error: No usable temporary directory found in ['/proc/none']; set TMPDIR to a writable folder\n"
+    assert capsys.readouterr().err == error

@@ -1,3 +1,4 @@
+import faulthandler
 import os
 import signal
 import subprocess
@@ -59,6 +60,25 @@ def test_handlers_are_put_back_after_a_run_that_was_not_stopped():
     with signals.watched():
         pass
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_the_import_of_paddle_does_not_change_what_sigterm_does():
+    """Paddle installs a handler in C, of which Python's signal module does not know."""
+
+    def caught():
+        with open("/proc/self/status") as f:
+            mask = next(line.split()[1] for line in f if line.startswith("SigCgt"))
+        return int(mask, 16) >> (signal.SIGTERM - 1) & 1
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with signals.postponed():
+            faulthandler.register(signal.SIGTERM)
+            assert caught()
+        assert not caught()
+    finally:
+        faulthandler.unregister(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_means_nothing_while_a_stopped_process_leaves():
