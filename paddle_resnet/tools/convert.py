@@ -4,15 +4,18 @@ Separate from dataset.py because worker processes import this module, which impo
 
 The same command resumes an interrupted conversion. For TFRecord and WebDataset each worker writes whole shards, which
 get their names when complete; complete shards are kept. For RecordIO and LMDB, one file per split, workers prepare the
-images and one process writes them in order; images already written are kept.
+images and one process writes them in order; images already written are kept. If a file of the source has a different
+size or time of modification than when the conversion began, all images are written again.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import io
 import json
 import multiprocessing
 import os
+import shutil
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from functools import partial
@@ -21,7 +24,7 @@ import numpy as np
 
 from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
-from utils import signals
+from utils import logger, signals
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -95,17 +98,26 @@ def convert(
         "shards": {split: shard_count(count) for split, count in counts.items()},
         "resize_short": resize_short,
         "quality": quality if resize_short else None,
-        "splits": {split: {"images": len(images), "sha256": _digest(images)} for split, images in splits.items()},
+        "splits": {
+            split: {"images": len(images), "sha256": _digest(images), "files_sha256": _digest_of_files(images)}
+            for split, images in splits.items()
+        },
     }
     complete = _continued(output, manifest)
-    if complete:
+    is_changed = complete is not None and _is_changed(output, manifest)
+    if complete and not is_changed:
         return counts
     if any("\n" in name or "\r" in name for name in classes or []):
         raise UsageError(f"{source} has a class whose name has a line break: rename the class folder")
-    if complete is None:
+    if complete is None or is_changed:
         if check is not None:
             _refuse_undecodable(source, [image for images in splits.values() for image in images], workers, check)
         os.makedirs(output, exist_ok=True)
+        if is_changed:
+            logger.warn(
+                f"--output {output}: files in {source} have changed since their conversion; converting all again"
+            )
+            _remove_shards(output, to)
         indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     if classes is not None:
         indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
@@ -177,6 +189,46 @@ def _digest(images):
     return digest.hexdigest()
 
 
+def _digest_of_files(images):
+    """Digest of the size and the time of modification of each file that holds the images."""
+    digest = hashlib.sha256()
+    for path in dict.fromkeys(image.path for image in images):
+        for file in (path, os.path.join(path, "data.mdb")):
+            with contextlib.suppress(OSError):  # reading the image reports it
+                status = os.stat(file)
+                digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _is_changed(output, manifest):
+    """Whether the source has the same images as when its conversion into the output folder began, in changed files."""
+    for split, found in listing.read_manifest(output)["splits"].items():
+        if "files_sha256" not in found:
+            logger.warn(
+                f"--output {output} is from an older version, which did not record changes of files: if images have "
+                "changed, remove it and convert again"
+            )
+            return False
+        if found["files_sha256"] != manifest["splits"][split]["files_sha256"]:
+            return True
+    return False
+
+
+def _remove_shards(output, to):
+    """Remove what a conversion wrote except convert.json, which from now on says that it is incomplete."""
+    manifest = listing.read_manifest(output)
+    indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
+    shards = [shard for mode in Mode for shard in listing.find_shards(output, to, mode)]
+    for path in [*shards, *(os.path.join(output, name) for name in _partial(output))]:
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+        if to in INDEXED:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(indexes.index_path(path))
+
+
 def _json(manifest):
     return (json.dumps(manifest, indent=1) + "\n").encode()
 
@@ -204,8 +256,8 @@ def _continued(output, manifest):
     """Whether this conversion is complete in the output folder; None if nothing is there yet."""
     found = listing.read_manifest(output)
     if found is not None:
-        for key, value in manifest.items():
-            if found.get(key) != value:
+        for key, value in (manifest | {"splits": _images_of(manifest)}).items():
+            if (_images_of(found) if key == "splits" else found.get(key)) != value:
                 what = "other images" if key == "splits" else f"{key} {found.get(key)}"
                 raise UsageError(
                     f"--output {output} holds a conversion with {what}: remove it, give another folder, or repeat "
@@ -215,6 +267,10 @@ def _continued(output, manifest):
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
         raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
     return None
+
+
+def _images_of(manifest):
+    return {split: (found["images"], found.get("sha256")) for split, found in manifest["splits"].items()}
 
 
 def _partial(output):

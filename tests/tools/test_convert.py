@@ -207,6 +207,36 @@ def test_other_images_are_refused(photos, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("to", "is_complete"), [("recordio", True), ("lmdb", False), ("tfrecord", False), ("webdataset", True)]
+)
+def test_an_image_that_changed_under_its_name_is_converted_again(photos, tmp_path, capsys, to, is_complete):
+    source, output = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "x"
+    options = {"to": to, "shards": 2 if to in convert.SHARDED else None, "workers": 1}
+    convert.convert(source, output, **options)
+    manifest = json.loads((output / "convert.json").read_text())
+    (output / "convert.json").write_text(json.dumps({**manifest, "complete": is_complete}))
+    shutil.copyfile(source / "val/class1/01.jpg", source / "val/class0/00.jpg")
+    convert.convert(source, output, **options)
+    assert f"--output {output}: files in {source} have changed since their conversion" in capsys.readouterr().err
+    assert contents(output) == contents(source)
+    assert len(contents(output, Mode.TRAIN)) == 30
+    convert.convert(source, output, **options)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_conversion_of_an_older_version_is_kept_with_a_warning(photos, tmp_path, capsys):
+    convert.convert(photos, tmp_path / "x", "recordio", workers=1)
+    manifest = json.loads((tmp_path / "x/convert.json").read_text())
+    for split in manifest["splits"].values():
+        del split["files_sha256"]
+    (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
+    before = tree(tmp_path / "x")
+    convert.convert(photos, tmp_path / "x", "recordio", workers=1)
+    assert "is from an older version, which did not record changes of files" in capsys.readouterr().err
+    assert tree(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file per split"),
