@@ -11,9 +11,10 @@ from utils.errors import RunError, UsageError, core, printable
 
 # What Paddle, oneDNN, DALI, NumPy and the system call it.
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
+_NO_FILE = "Too many open files"
 _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
-    *("could not create a primitive", "failed to map segment", *_NO_THREAD),
+    *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # from Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -85,6 +86,11 @@ def _no_memory(error):
     limits = [f"ulimit -v allows {_address_space() >> 20:,} MiB"] if _address_space() < math.inf else []
     reason = ": ".join([*limits, *([core(error)] if str(error) else [])])
     reason = f" ({reason})" if reason else ""
+    if _NO_FILE in reason:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"ulimit -n allows {limit} open files, which is too few{reason}; raise it, for example with ulimit -n 1024"
+        )
     if any(name in reason for name in _NO_THREAD):
         return f"no more threads can be started{reason}: give more memory, or allow more processes (ulimit -u)"
     return f"too little memory{reason}: give a smaller --batch-size, or more memory"

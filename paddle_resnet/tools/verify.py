@@ -4,6 +4,7 @@ Separate from dataset.py because the worker processes import this module, which 
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import itertools
@@ -270,6 +271,8 @@ def check(task):
     try:
         data, label = records.read(image)
     except OSError as e:
+        if e.errno == errno.EMFILE:  # a limit of the process says nothing about the image
+            raise
         return f"cannot be read ({e.strerror})", [], None, None
     except UsageError as e:
         return f"cannot be used: {e}", [], None, None

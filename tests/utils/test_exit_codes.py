@@ -1,5 +1,6 @@
 """How commands end."""
 
+import errno
 import functools
 import os
 import resource
@@ -13,6 +14,7 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import dataset, doctor, export, predict
+from paddle_resnet.data import records
 from paddle_resnet.results import comparison, reading
 from paddle_resnet.tools import convert
 from utils import exit_codes
@@ -119,6 +121,19 @@ def test_too_little_memory_is_a_sentence(capsys, error, says):
     assert exit_codes.of("x", fail) == 1
     says = f"x: error: too little memory{says}: give a smaller --batch-size, or more memory\n"
     assert capsys.readouterr().err == says
+
+
+def test_too_few_open_files_are_an_error(photos, monkeypatch, verify_here, capsys):
+    """As with ulimit -n 16; the image that could not be opened is not a damaged one."""
+
+    def read(image):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), image.path)
+
+    monkeypatch.setattr(records, "read", read)
+    assert dataset.main(["verify", str(photos)]) == 1
+    said = capsys.readouterr().err
+    assert "error: ulimit -n allows " in said
+    assert said.endswith("/00.jpg'); raise it, for example with ulimit -n 1024\n")
 
 
 def test_too_few_threads_are_a_sentence(capsys):
