@@ -285,7 +285,12 @@ def _add_global(group):
     )
     group.add_argument("--print-interval", type=numbers.positive, default=10, help="steps between log lines")
     group.add_argument(
-        "--report-file", default="./report.json", help="metrics in dllogger's JSON lines; --resume appends to the file"
+        "--report-file",
+        type=_path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="metrics in dllogger's JSON lines; --resume appends to the file (default: OUTPUT_DIR/ARCH/report.json, "
+        "report.eval.json for an evaluation, report.benchmark.json for a benchmark)",
     )
     group.add_argument(
         "--tensorboard-dir",

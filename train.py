@@ -16,17 +16,17 @@ def main(argv=None):
     """Run and return the exit code: 0 done, 1 failure, 2 usage, configuration or data, 75 stopped by a signal with all
     work saved, 130 interrupted."""
     try:
-        return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv))
+        return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
     finally:
         logger.close()
 
 
 def _main(argv):
     with signals.watched():
-        args = config.parse_args(argv)
-        if args.print_config:
-            logger.write_line(yaml.safe_dump(config.as_file(args), sort_keys=False).rstrip(), sys.stdout)
-            return
+        with logger.result_on_stdout():
+            args = config.parse_args(argv)
+            if args.print_config:
+                return print(yaml.safe_dump(config.as_file(args), sort_keys=False).rstrip())
         with progress.shown():
             _run(args, argv)
 
@@ -54,6 +54,7 @@ def _run(args, argv):
         found = phases.find_start(args)
         if args.run_scope.trains and found and found.epoch >= args.epochs:
             return report.all_done(args, found)
+        phases.claim_outputs(args, found)
         fleet.start(args)
         exe = static.Executor(processes.place(args))
         train_loader, eval_loader = phases.open_data(args, found)
@@ -66,7 +67,7 @@ def _run(args, argv):
         elif training is None:
             _evaluate_only(args, argv, exe, found, evaluation)
         elif args.benchmark:
-            _benchmark_training(args, argv, exe, training)
+            _benchmark_training(args, argv, exe, found, training)
         else:
             _run_epochs(args, argv, exe, found, training, evaluation)
 
@@ -79,10 +80,10 @@ def _evaluate_only(args, argv, exe, found, evaluation):
     report.conclude(args, argv, _evaluate(args, exe, evaluation, last_epoch), Mode.EVAL)
 
 
-def _benchmark_training(args, argv, exe, training):
+def _benchmark_training(args, argv, exe, found, training):
     from paddle_resnet import report
 
-    logger.begin(config.as_dict(args), goes_on=args.resume)
+    logger.begin(config.as_dict(args), goes_on=report.resumes(args, found))
     report.conclude(args, argv, _train(args, exe, training, 0), Mode.TRAIN)
 
 
@@ -97,7 +98,7 @@ def _run_epochs(args, argv, exe, found, training, evaluation):
         from paddle_resnet.results import tensorboard
 
         training = training._replace(loader=tensorboard.follow(args, training.loader, found))
-    logger.begin(config.as_dict(args), goes_on=args.resume)
+    logger.begin(config.as_dict(args), goes_on=report.resumes(args, found))
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
     trained = found and found.trained  # not None: the epoch was stopped in its evaluation

@@ -1,7 +1,6 @@
 """Tools for data sets: `python -m paddle_resnet.dataset --help`."""
 
 import argparse
-import contextlib
 import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -10,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from paddle_resnet.data import listing
 from paddle_resnet.tools import convert
-from utils import exit_codes, files, numbers, signals
+from utils import exit_codes, locks, logger, numbers, outputs, signals
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -43,6 +43,13 @@ def write_sample(output):
         if sorted(str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()) != sorted(names):
             raise UsageError(f"--output {output} exists and is not the sample data set: remove it or give another one")
         return len(names) - n_val, n_val
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with locks.held(output.with_name(f".{output.name}.lock"), f"--output {output}", logger.warn):
+        _write_images(output, names, digits)
+    return len(names) - n_val, n_val
+
+
+def _write_images(output, names, digits):
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     for name, pixels in zip(names, digits.images, strict=True):
@@ -51,7 +58,6 @@ def write_sample(output):
         grey = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
         grey.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
     partial.rename(output)
-    return len(names) - n_val, n_val
 
 
 def main(argv=None):
@@ -64,12 +70,12 @@ def main(argv=None):
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_add_sample, _add_split, _add_convert, _add_index, _add_verify, _add_info, _add_preview, _add_speed):
         add(commands)
+    return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, argv))
+
+
+def _run(parser, argv):
     args, words = parser.parse_known_args(argv)
     args.words = words
-    return exit_codes.of("paddle_resnet.dataset", lambda: _run(parser, args))
-
-
-def _run(parser, args):
     if args.words and not args.takes_train_flags:
         raise UsageError(f"unknown flag {args.words[0]}: see `{parser.prog} {args.command} --help`")
     return args.run(args)
@@ -88,6 +94,7 @@ def _add_sample(commands):
 
 
 def _run_sample(args):
+    outputs.claim(folders={"--output": args.output})
     try:
         n_train, n_val = write_sample(args.output)
     except OSError as e:
@@ -110,6 +117,7 @@ def _add_split(commands):
 def _run_split(args):
     from paddle_resnet.tools import split
 
+    _claim_folder(args)
     try:
         counts, n_classes = split.split(args.source, args.output, args.val, args.seed)
     except OSError as e:
@@ -157,7 +165,8 @@ def _run_convert(args):
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    _claim_folder(args)
+    with Progress(*columns, console=Console(stderr=True)) as bar, convert.locked(args.output):
 
         def progress(what):
             task = bar.add_task(what, total=None, start=False)
@@ -225,6 +234,7 @@ def _add_preview(commands):
 
 
 def _run_preview(args):
+    _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
     inspection.preview(args.root, args.output, args.images, args.words)
@@ -251,9 +261,7 @@ def _add_verify(commands):
 def _run_verify(args):
     from paddle_resnet.tools import verify
 
-    if args.fix_list is not None:
-        with _fix_list_errors(args.fix_list):
-            files.touch(args.fix_list)  # fail before the work, which may take hours
+    _claim_file("--fix-list", args.fix_list, args.root)
     try:
         scope = RunScope(args.run_scope)
         report = verify.verify(args.root, args.num_of_class, args.allow_outside, scope, args.allow_empty_classes)
@@ -264,18 +272,20 @@ def _run_verify(args):
         ) from e
     verify.show(report)
     if args.fix_list is not None:
-        with _fix_list_errors(args.fix_list):
+        with outputs.writing("--fix-list", args.fix_list):
             verify.write_fix_list(report, args.fix_list)
         print(f"{args.fix_list}: {len(report.failing)} images for train.py --skip-list")
     return 1 if report.training_would_fail else 0
 
 
-@contextlib.contextmanager
-def _fix_list_errors(path):
-    try:
-        yield
-    except OSError as e:
-        raise UsageError(f"--fix-list {path} cannot be written ({e.strerror}): give another file") from e
+def _claim_folder(args):
+    """Check the folder that a command makes from a data set."""
+    outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
+
+
+def _claim_file(flag, path, root):
+    """Check a file that a command writes about the data set in root."""
+    outputs.claim({flag: path}, protected=[("the data set's", place) for place in listing.occupied(root)])
 
 
 def _add_info(commands):
@@ -286,6 +296,7 @@ def _add_info(commands):
 
 
 def _run_info(args):
+    _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
     inspection.info(args.root, args.output, args.allow_outside)

@@ -330,8 +330,7 @@ def main(argv=None):
         "--output-dir", default=config.parse_args([]).output_dir, help="where a run would save (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    args = parser.parse_args(argv)
-    return exit_codes.of("paddle_resnet.doctor", lambda: _main(args))
+    return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))
 
 
 def _main(args):

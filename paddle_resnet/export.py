@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from utils import exit_codes, logger, signals
+from utils import exit_codes, logger, outputs, signals
 from utils.errors import RunError, UsageError, printable
 
 # --verify: how far an engine may be from the checkpoint. Two classes whose probabilities are closer than the tolerance
@@ -50,6 +50,9 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     output = Path(output)
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; remove it or choose a different folder")
+    read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]  # not the folder of a run
+    read += [] if verify is None else [("the data set", verify)]
+    outputs.claim(folders={"OUT": output}, protected=read)
     with signals.postponed():
         from paddle_resnet import compat
 

@@ -1,6 +1,7 @@
 """The phases of a run before its first step, in the order in which train.py goes through them."""
 
 from collections import namedtuple
+from pathlib import Path
 
 import paddle
 import yaml
@@ -8,13 +9,14 @@ from paddle import static
 
 import config
 from paddle_resnet import dali, optimizer, program, report
-from paddle_resnet.checkpoints import restore, saver, variables
-from paddle_resnet.job import agreement, processes
+from paddle_resnet.checkpoints import folders, restore, saver, variables
+from paddle_resnet.data import listing
+from paddle_resnet.job import agreement, exchange, processes
 from paddle_resnet.models import registered_name
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
 from paddle_resnet.steps import trace
-from utils import logger, progress
+from utils import logger, outputs, progress
 from utils.affinity import bind_to_gpu
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -25,10 +27,9 @@ Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled
 
 
 def start(args):
-    """Resolve the network's name and the device, and check that the report can be written."""
-    logger.setup(args.report_file, processes.rank())
+    """Resolve the network's name and the device."""
+    logger.setup(rank=processes.rank())
     args.model_arch_name = registered_name(args.model_arch_name)
-    report.check_outputs(args)
     processes.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())
@@ -49,6 +50,34 @@ def find_start(args):
     native.resolve(args)
     saver.check_folder(args, found)
     return found
+
+
+def claim_outputs(args, found):
+    """Choose the report's file if no flag does, and check all files that the run writes.
+
+    Raises:
+        UsageError: as outputs.claim; or a file holds another run's report, which --overwrite does not release.
+    """
+    folder = folders.run_folder(args)
+    args.report_file = args.report_file or str(folder / report.default_name(args))
+    exchange.from_rank_0(lambda: _claim(args, found, folder))
+
+
+def _claim(args, found, folder):
+    is_saving = args.run_scope.trains and not args.benchmark
+    starts = [(config.flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
+    read = [(config.flag(name), getattr(args, name)) for name in ("config", "skip_list")]
+    read += [(flag, f"{start}.{suffix}") for flag, start in starts if start for suffix in ("pdparams", "pdopt")]
+    read += [(flag, path) for flag, start in starts if start for path in Path(start).glob("*.pd*")]
+    outputs.claim(
+        report.outputs(args) | {"the trace of --profile-steps": trace.path(args)},
+        {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
+        inputs=[(flag, path) for flag, path in read if path is not None],
+        protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
+        run_folder=folder,
+    )
+    report.check_replaced(args, found)
+    logger.setup(args.report_file)
 
 
 def open_data(args, found):

@@ -17,7 +17,7 @@ import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
 from paddle_resnet.results import predictions
-from utils import exit_codes, files, logger, numbers, signals
+from utils import exit_codes, files, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
@@ -291,6 +291,7 @@ def _main(args):
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark measures the network on random images; remove images, --csv and --json")
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
+    _claim_csv(args, paths)
     with signals.postponed():
         from paddle_resnet import compat  # imports Paddle, which takes seconds
 
@@ -320,6 +321,15 @@ def _main(args):
                 line = f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in found)
                 logger.write_line(printable(line), sys.stdout)
     return exit_codes.FAILURE if bad else exit_codes.DONE
+
+
+def _claim_csv(args, paths):
+    """Check --csv; it must not replace an image or a file of the model."""
+    if args.csv in (None, "-"):
+        return
+    model = Path(args.model)
+    read = [("MODEL", path) for path in (model.glob("*") if model.is_dir() else [model])]
+    outputs.claim({"--csv": args.csv}, inputs=[*read, *(("the image", path) for path in paths)])
 
 
 @contextlib.contextmanager

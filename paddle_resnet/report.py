@@ -22,24 +22,75 @@ from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
 MIB = 2**20
+OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # not of the evaluation that is suggested
 STARVED_SHARE = 0.2  # of a step that a GPU waits for images
 
 
-def check_outputs(args):
-    """Refuse files that could not be written at the end of the run.
+def default_name(args):
+    """Name of the report in the run's folder if --report-file is not set: an evaluation keeps that of its training."""
+    if args.benchmark:
+        return "report.benchmark.json"
+    return "report.json" if args.run_scope.trains else "report.eval.json"
+
+
+def outputs(args):
+    """{flag or description: path, or None} of the report and the files that are made from it or beside it."""
+    tables = {f"{kind}.csv beside --report-file": path for kind, path in _tables(args).items()}
+    if args.predictions is not None:
+        tables.pop("predictions.csv beside --report-file", None)
+    return {
+        "--report-file": args.report_file,
+        "--report-html": args.report_html,
+        "--predictions": args.predictions,
+        **tables,
+    }
+
+
+def _tables(args):
+    """{kind: path} of the CSV files of an evaluation, one of results/reading.COLUMNS each."""
+    if args.benchmark or not args.run_scope.evaluates:
+        return {}
+    kinds = ["classes", "confusion", *(["predictions"] if args.report_html else [])]
+    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # /dev/null, a pipe
+        kinds = []
+    paths = {kind: files.beside(args.report_file, f"{kind}.csv") for kind in kinds}
+    return paths | ({"predictions": args.predictions} if args.predictions is not None else {})
+
+
+def resumes(args, found):
+    """Whether the run appends to its report: with --resume, and if it continues the run of a checkpoint."""
+    trains = args.run_scope.trains and not args.benchmark
+    return trains and (args.resume or (found is not None and found.goes_on))
+
+
+def check_replaced(args, found):
+    """Check the file that the report would replace.
 
     Raises:
-        UsageError: --predictions or --report-html cannot be written.
+        UsageError: it is not a report, or that of a training run and --overwrite is not set.
     """
-    for name in ("predictions", "report_html"):
-        path = getattr(args, name)
-        if path is not None and processes.rank() == 0:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                files.touch(path)
-            except OSError as e:
-                flag = config.flag(name)
-                raise UsageError(f"{flag} {path} cannot be written ({e.strerror}): name another file") from e
+    path = Path(args.report_file)
+    if not path.is_file():
+        if args.report_html is not None and path.exists():
+            raise UsageError(
+                f"--report-html {args.report_html}: {path} keeps no report to make a page of; choose a regular file "
+                "for --report-file"
+            )
+        return
+    from paddle_resnet.results import reading
+
+    kind = reading.kind(path)
+    if kind is None:
+        raise UsageError(f"--report-file {path}: exists and is not a report; choose a different file")
+    if resumes(args, found) or not kind:
+        return
+    if kind == "training" and not args.overwrite:
+        remedy = ", continue that run with --resume," if args.run_scope.trains and not args.benchmark else ""
+        raise UsageError(
+            f"--report-file {path}: the report of a training run; choose a different file{remedy} or replace it with "
+            "--overwrite"
+        )
+    logger.info(f"--report-file {path}: replaces the report of an earlier {kind} run")
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):
@@ -203,11 +254,26 @@ def summarise(args, argv, trained, evaluated, best, folder):
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     _write_page(args, argv)
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
-        flags = [*argv, "--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
-        flags += ["--report-file", str(files.beside(args.report_file, "eval.json"))]
-        for name in ("profile_steps", "tensorboard_dir", "report_html"):
-            flags += [config.flag(name), "None"] if getattr(args, name) else []
+        flags = _without(argv, ("--run-scope", "--report-file", "--overwrite", *OF_TRAINING))
+        flags += ["--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
+        if Path(args.report_file) != Path(folder).parent / default_name(args):
+            flags += ["--report-file", str(files.beside(args.report_file, "eval.json"))]
+        of_file = [flag for flag in OF_TRAINING if flag not in {word.partition("=")[0] for word in argv}]
+        for flag in of_file:
+            flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
         logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
+
+
+def _without(argv, flags):
+    """The words of a command line without some flags and their values."""
+    kept, is_value = [], False
+    for word in argv:
+        is_value = is_value and not word.startswith("--")
+        if is_value or word.partition("=")[0] in flags:
+            is_value = not is_value and "=" not in word
+        else:
+            kept.append(word)
+    return kept
 
 
 def _write_page(args, argv):
@@ -255,28 +321,26 @@ def write_classes(args, result, classes):
             f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite: the mean loss omits "
             "these images; class accuracies and confusion counts omit images whose logits are all NaN"
         )
+    tables = _tables(args)
     names = [*classes, *map(str, range(len(classes), len(confusion)))]
     rows = [
         (label, names[label], images, confusion[label, label], "" if images == 0 else f"{top1:.6f}")
         for label, (images, top1) in enumerate(zip(confusion.sum(axis=1), result["class_top1"], strict=True))
     ]
-    _write(args, "classes", ("label", "class", "images", "correct", "top1"), rows)
+    _write(tables.get("classes"), ("label", "class", "images", "correct", "top1"), rows)
     pairs = sorted(zip(*confusion.nonzero(), strict=True), key=lambda pair: -confusion[pair])
     rows = [(*pair, confusion[pair], *(names[label] for label in pair)) for pair in pairs]
-    _write(args, "confusion", ("label", "predicted", "images", "class", "predicted_class"), rows)
+    _write(tables.get("confusion"), ("label", "predicted", "images", "class", "predicted_class"), rows)
     if "predictions" in result:
         from paddle_resnet.results import predictions
 
-        predictions.write(
-            args.predictions or files.beside(args.report_file, "predictions.csv"), args, result["predictions"], names
-        )
+        predictions.write(tables["predictions"], args, result["predictions"], names)
     return numbers
 
 
-def _write(args, what, header, rows):
-    if Path(args.report_file).exists() and not Path(args.report_file).is_file():
-        return  # /dev/null, a pipe
-    path = files.beside(args.report_file, f"{what}.csv")
+def _write(path, header, rows):
+    if path is None:
+        return
     try:
         with open(path, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])

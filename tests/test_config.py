@@ -20,7 +20,7 @@ NVIDIA = {
     "save-interval": 1,
     "eval-interval": 1,
     "print-interval": 10,
-    "report-file": "./report.json",
+    "report-file": None,  # in OUTPUT_DIR/ARCH, by the kind of run: tests/test_report.py
     "data-layout": "NCHW",
     "benchmark": False,
     "benchmark-steps": 100,

@@ -143,7 +143,7 @@ def test_sample_below_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     output = tmp_path / "file/digits"
     assert dataset.main(["sample", "--output", str(output)]) == 2
-    says = f"--output {output} cannot be written (Not a directory): give another folder"
+    says = f"--output {output}: cannot be written (Not a directory); choose a different path"
     assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {says}\n"
 
 
@@ -155,7 +155,7 @@ def test_workers_that_are_killed_are_named(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(convert, "convert", killed)
     monkeypatch.setattr(verify, "verify", killed)
-    words = ["convert", "--from", str(tmp_path), "--to", "lmdb", "--output", str(tmp_path / "x")]
+    words = ["convert", "--from", str(tmp_path / "data"), "--to", "lmdb", "--output", str(tmp_path / "x")]
     for argv, says in ((words, "with fewer --workers"), (["verify", str(tmp_path)], "with more free memory")):
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err

@@ -406,6 +406,10 @@ def test_checkpoints_that_cannot_be_exported(trained, tmp_path):
         export.export(checkpoint.with_name("0_2"), tmp_path / "exported")
     with pytest.raises(UsageError, match="is not a folder: name a checkpoint"):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
+    with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
+        export.export(checkpoint, checkpoint / "x")
+    with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):  # of a later epoch
+        export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()
     with pytest.raises(UsageError, match="taken exists"):
         export.export(checkpoint, tmp_path / "taken")

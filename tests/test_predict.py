@@ -231,7 +231,9 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json and --csv - both write to stdout"),
         (["{run}/0", "{image}", "--benchmark"], "--benchmark measures the network on random images"),
-        (["{run}/0", "{image}", "--csv", "{root}/none/x.csv"], "x.csv: cannot be written (No such file or directory)"),
+        (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
+        (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),
+        (["{run}/0", "{image}", "--csv", "{run}/0/x.csv"], "/0 is for a checkpoint; choose a path outside it"),
         (["{root}/broken", "{image}"], "model.json: does not describe a network of this program (preprocessing.resize"),
     ],
 )

@@ -9,9 +9,10 @@ import pytest
 from paddle import static
 
 import train
-from conftest import phase, read_report
+from conftest import assert_one_sentence, losses, phase, read_report
 from paddle_resnet import report
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.results import reading
 from utils.errors import RunError
 
 
@@ -80,6 +81,82 @@ def test_printed_command_evaluates_the_last_checkpoint_and_keeps_the_report(run_
         assert train.main(words[words.index("train.py") + 1 :]) == 0
     assert phase(read_report(tmp_path / "report.eval.json"), [], "val.")["loss"] == phase(entries, [1], "val.")["loss"]
     assert read_report(tmp_path / "report.json") == entries
+
+
+def test_the_report_of_a_training_run_is_replaced_only_with_overwrite(run_train, tmp_path, capsys):
+    kept = tmp_path / "kept.json"
+    flags = ["--report-file", kept, "--batch-size", "15"]
+    assert run_train(*flags)[0] == 0
+    tables = {path: path.read_bytes() for path in tmp_path.glob("kept*")}
+    evaluation = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0"]
+    elsewhere = ["--output-dir", tmp_path / "other"]
+    for more in (evaluation, elsewhere, ["--benchmark", "--run-scope", "train_only"], [*evaluation, "--dry-run"]):
+        capsys.readouterr()
+        assert run_train(*flags, *more)[0] == 2
+        says = f"--report-file {kept}: the report of a training run; choose a different file"
+        assert_one_sentence(capsys.readouterr().err, [says, "or replace it with --overwrite"])
+        assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
+    assert run_train(*flags, *elsewhere, "--overwrite")[0] == 0
+    assert f"--report-file {kept}: replaces the report of an earlier training run\n" in capsys.readouterr().out
+    kept.write_text("my notes\n")
+    assert run_train(*flags, *elsewhere, "--overwrite")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, [f"--report-file {kept}: exists and is not a report; choose a"])
+    assert kept.read_text() == "my notes\n"
+
+
+def test_each_kind_of_run_has_a_report_of_its_own_in_the_runs_folder(run_train, tmp_path, capsys):
+    folder, default = tmp_path / "output/Tiny", ["--report-file", "None", "--batch-size", "15"]
+    assert run_train(*default, "--dry-run")[0] == 0
+    assert not folder.exists()
+    assert run_train(*default)[0] == 0
+    [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate it again: ")]
+    assert "--report-file" not in command
+    words = shlex.split(command)
+    for more in ([], ["--overwrite"]):
+        with static.scope_guard(static.Scope()):
+            assert train.main([*words[words.index("train.py") + 1 :], *more]) == 0
+    assert "report.eval.json: replaces the report of an earlier evaluation run\n" in capsys.readouterr().out
+    benchmark = ["--benchmark", "--benchmark-steps", "1", "--benchmark-warmup-steps", "0", "--run-scope", "train_only"]
+    assert run_train(*default, *benchmark)[0] == 0
+    kinds = {name: reading.kind(folder / name) for name in ("report.json", "report.eval.json", "report.benchmark.json")}
+    assert list(kinds.values()) == ["training", "evaluation", "benchmark"]
+    assert sorted(path.name for path in folder.glob("*.csv")) == [
+        f"report.{kind}.csv" for kind in ("classes", "confusion", "eval.classes", "eval.confusion")
+    ]
+    assert not list(folder.glob(".report*"))
+    flags = ["--from-checkpoint", folder, "--last-epoch-of-checkpoint", "auto", "--epochs", "2"]
+    assert run_train(*default, *flags)[0] == 0  # it continues its own run
+    assert [epoch for epoch, kind in losses(read_report(folder / "report.json")) if kind == "train"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--report-html", "{}/report.json"], ["--report-html", "the same file as --report-file"]),
+        (["--report-html", "{}/o/../report.classes.csv"], ["--report-html", "classes.csv beside --report-file"]),
+        (["--report-html", "{}/c.yaml", "--config", "{}/c.yaml"], ["--report-html", "as --config", "command reads"]),
+        (["--report-file", "{}/tiny/tiny.pdparams"], ["--report-file", "tiny is for a checkpoint"]),
+        (["--report-file", "{}/pre.pdparams", "--from-pretrained-params", "{}/pre"], ["as --from-pretrained-params"]),
+        (["--report-html", "{}/data/val/class0/page.html"], ["--report-html", "would change the data set's"]),
+        (["--tensorboard-dir", "{}/data/train/board"], ["--tensorboard-dir", "would change the data set's"]),
+        (["--output-dir", "{}/tiny/output"], ["--output-dir", "tiny is for a checkpoint"]),
+        (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/0/report.json"], ["0 is for a checkpoint"]),
+        (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/latest"], ["latest is for a checkpoint"]),
+        (["--report-html", "{}/page.html", "--report-file", "/dev/null"], ["/dev/null keeps no report"]),
+        (["--report-file", "{}/out/profile/steps_0_1_rank0.json", "--profile-steps", "0:1", "--output-dir", "{}/out"],
+         ["the trace of --profile-steps", "the same file as --report-file"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_outputs_that_collide_are_refused(run_train, photos, tmp_path, capsys, flags, says):
+    (tmp_path / "data").symlink_to(photos)
+    (tmp_path / "tiny").mkdir()
+    for name in ("tiny/tiny.pdparams", "tiny/tiny.pdopt", "pre.pdparams", "c.yaml"):
+        (tmp_path / name).write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    assert run_train(*(flag.format(tmp_path) for flag in flags))[0] == 2
+    assert_one_sentence(capsys.readouterr().err, says)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_evaluation_of_a_run_agrees_with_its_files(run_train, tmp_path):

@@ -1,5 +1,6 @@
 """The exit code of a command, and the one line that says why it failed."""
 
+import contextlib
 import math
 import os
 import resource
@@ -23,12 +24,13 @@ DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 
-def of(program, function):
+def of(program, function, needs_stdout=True):
     """Call a function and turn how it ends into an exit code.
 
     Args:
         program: what the error line names.
         function: without arguments; returns an exit code, or None for DONE.
+        needs_stdout: whether it is a failure if stdout cannot be written.
     Returns:
         its exit code; FAILURE for a RunError or too little memory, USAGE for a UsageError, PREEMPTED for a run that
         was asked to stop and has saved all work, INTERRUPTED for a KeyboardInterrupt. Other exceptions pass.
@@ -37,7 +39,8 @@ def of(program, function):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocks it
         _check_address_space()
         _check_working_directory()
-        return function() or DONE
+        with logger.result_on_stdout() if needs_stdout else contextlib.nullcontext():
+            return function() or DONE
     except (UsageError, RunError) as e:
         message = "\n".join(printable(str(line)) for line in e.args)
         logger.write_line(f"{program}: error: {message}", sys.stderr)

@@ -5,6 +5,8 @@ import os
 import stat
 from pathlib import Path
 
+_pipes = []  # open until the process ends
+
 
 def beside(path, ending):
     """The path of a file that belongs to another one: run.json, eval.json -> run.eval.json."""
@@ -13,13 +15,30 @@ def beside(path, ending):
 
 
 def touch(path):
-    """Create a file, or leave one as it is, to see whether it can be written; a pipe must have a reader.
+    """Make the folders above a file, and create the file or leave it as it is, to check whether it can be written; a
+    pipe must have a reader.
 
     Raises:
         OSError: it cannot.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # open() would wait for a reader
-    os.close(os.open(path, flags, 0o666))
+    try:
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
+    except OSError as e:
+        if e.errno == errno.ENXIO:
+            raise OSError(e.errno, "a pipe without a reader, or a missing device", str(path)) from e
+        raise
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISFIFO(kind):
+        _pipes.append(descriptor)  # its reader would see the end of the file
+        return
+    os.close(descriptor)
+    if stat.S_ISBLK(kind):
+        raise OSError(errno.EINVAL, "a block device", str(path))
 
 
 def open_regular(path, limit_bytes=None):

@@ -14,52 +14,54 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from utils import files, progress
+from utils import files, locks, progress
 from utils.errors import RunError, UsageError
 
-_path = _report = None
+_path = _report = _lock = None
 _followers = []
 _quiet = False
 _start_s = time.time()
 
 
-def setup(report_file, rank=0):
-    """Check that the report can be written, and keep its content. Only rank 0 writes and prints; the calls of other
-    ranks do nothing.
+def setup(report_file=None, rank=0):
+    """Set the report's file, and keep its content. Only rank 0 writes and prints; the calls of other ranks do nothing.
 
     Args:
-        report_file: path.
+        report_file: path, or None for a log that is only printed.
         rank: of this process.
     Raises:
-        UsageError: the report file cannot be written.
+        UsageError: another run writes the report file.
     """
     global _path, _quiet
     close()
     _quiet = rank != 0
-    if _quiet:
+    if _quiet or report_file is None:
         return
     path = Path(report_file)
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.touch(path)
+    if _lock_file(path).exists():
+        with _writing(path):
+            locks.release(locks.acquire(_lock_file(path), warn))
     _path = path
 
 
 def begin(parameters, goes_on=False):
     """Begin the report of this run. Call it after all checks have passed: until then the file keeps an earlier report.
+    A lock keeps other runs from writing the file until close().
 
     Args:
         parameters: {flag: value}, the first line.
         goes_on: append to the file instead of replacing it.
     Raises:
-        UsageError: the report file cannot be opened.
+        UsageError: the report file cannot be opened, or another run writes it.
         RunError: the first line cannot be written.
     """
-    global _report
+    global _report, _lock
     if _path is None:
         return
     with _writing(_path):
+        files.touch(_path)
         if _path.is_file():
+            _lock = locks.acquire(_lock_file(_path), warn)
             os.truncate(_path, _whole_lines(_path) if goes_on else 0)
         # Append mode, in case another run writes to the same file.
         _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
@@ -70,8 +72,16 @@ def begin(parameters, goes_on=False):
 def _writing(path):
     try:
         yield
+    except BlockingIOError as e:
+        remedy = "wait until it ends, or choose a different file"
+        raise UsageError(f"--report-file {path}: another run ({e.strerror}) writes it; {remedy}") from e
     except OSError as e:
-        raise UsageError(f"--report-file {path} cannot be written ({e.strerror}): name another file") from e
+        raise UsageError(f"--report-file {path}: cannot be written ({e.strerror}); choose a different file") from e
+
+
+def _lock_file(path):
+    path = Path(os.path.realpath(path))
+    return path.with_name(f".{path.name}.lock")
 
 
 def _whole_lines(path):
@@ -85,19 +95,22 @@ def follow(follower):
 
 
 def close():
-    global _path, _report
+    global _path, _report, _lock
     while _followers:
         _followers.pop().close()
     if _report is not None:
         _report.close()
-    _path = _report = None
+    if _lock is not None:
+        locks.release(_lock)
+    _path = _report = _lock = None
 
 
 def write_line(text, stream):
     """Write a line in one call. print writes the newline separately, and under `python -u`, which the launcher uses,
     another thread or process with the same log file may write in between.
 
-    A stream that breaks, a pipe into `head` or a full disk, costs its lines and nothing else."""
+    If the stream breaks, a pipe into `head` or a full disk, a run loses its lines and nothing else; see
+    result_on_stdout for commands whose result is what they print."""
     if progress.write_above(text, stream):
         return
     try:
@@ -107,6 +120,51 @@ def write_line(text, stream):
         _abandon(stream)
         if stream is sys.stdout:
             warn(f"the output can no longer be written ({e.strerror}): the run goes on without it; see --report-file")
+
+
+@contextlib.contextmanager
+def result_on_stdout():
+    """Raise RunError if something that this block prints cannot be written to stdout. Libraries may ignore the OSError,
+    as argparse does for --help."""
+    result = _Result(sys.stdout)
+    with contextlib.redirect_stdout(result):
+        try:
+            yield
+        except SystemExit:
+            result.flush()
+            raise
+        else:
+            result.flush()
+        finally:  # logging keeps the stream that it found in this block
+            result.write, result.flush = result._stream.write, result._stream.flush
+
+
+class _Result:
+    """A text stream that raises RunError instead of OSError, and does so from the first error on."""
+
+    def __init__(self, stream):
+        self._stream = stream
+        self._problem = None
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def write(self, text):
+        if _is_stdout_closed:
+            self._problem = "closed"
+        return self._call(self._stream.write, text)
+
+    def flush(self):
+        self._call(self._stream.flush)
+
+    def _call(self, function, *arguments):
+        try:
+            if self._problem is None:
+                return function(*arguments)
+        except OSError as e:
+            self._problem = e.strerror
+            _abandon(self._stream)
+        raise RunError(f"stdout: cannot be written ({self._problem}); make room, or redirect it to a different file")
 
 
 def _abandon(stream):
@@ -125,6 +183,7 @@ def _prepare(stream):
     return stream
 
 
+_is_stdout_closed = sys.stdout is None
 sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 

@@ -14,20 +14,16 @@ The form "rename" writes a checkpoint under a hidden name and renames it. The fo
 are not atomic: it writes NAME/ itself, with NAME/.unfinished first and meta.json last.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
-import platform
 import re
 import reprlib
 import shutil
-import stat
 from pathlib import Path
 
 from paddle_resnet.checkpoints import schema
-from utils import logger
+from utils import locks, logger
 from utils.errors import UsageError
 from utils.files import open_regular
 
@@ -37,7 +33,7 @@ META_LIMIT = 16 << 20  # bytes; 1,000 classes and 1,000 processes take 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
-_PARTIAL, _REPLACED, _UNFINISHED = ".partial", ".replaced", ".unfinished"
+_LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
 
 
 class DamagedError(Exception):
@@ -73,35 +69,7 @@ def lock(root):
         BlockingIOError: another process holds the lock; strerror names it.
         OSError: .lock cannot be opened, is a link, whose target would be overwritten, or no regular file.
     """
-    file = _open_lock(Path(root) / ".lock")
-    # A POSIX lock belongs to the process, so a forked child that outlives this process does not keep it.
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno not in (errno.EACCES, errno.EAGAIN):
-            logger.warn(f"{root} is on a file system without locks ({e.strerror}): another run there goes unnoticed")
-            return file
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
-        raise BlockingIOError(e.errno, owner) from e
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
-    return file
-
-
-def _open_lock(path):
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    if path.is_symlink():
-        raise OSError(errno.EEXIST, f"{path} is a link: remove it", str(path))
-    descriptor = os.open(path, flags, 0o666)
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-        return open(descriptor, "r+", encoding="utf-8")
-    os.close(descriptor)
-    what = "a link" if stat.S_ISREG(status.st_mode) else "no regular file"
-    raise OSError(errno.EEXIST, f"{path} is {what}: remove it", str(path))
+    return locks.acquire(Path(root) / _LOCK, logger.warn)
 
 
 def keep(root, file):
@@ -110,11 +78,8 @@ def keep(root, file):
     Raises:
         BlockingIOError: as lock.
     """
-    try:
-        if os.path.samestat(os.fstat(file.fileno()), os.lstat(Path(root) / ".lock")):
-            return file
-    except FileNotFoundError:
-        pass
+    if locks.is_of(file, Path(root) / _LOCK):
+        return file
     logger.warn(f"{root}/.lock was deleted or replaced during the run: another run could have written there")
     return lock(root)
 

@@ -116,6 +116,19 @@ def detect(image_root, mode):
     return found[0] if found else "folder"
 
 
+def occupied(image_root):
+    """The paths of a data set's folders and files below image_root: no output may replace them or be in them."""
+    if not os.path.isdir(image_root):
+        return []
+    names = {MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
+    shards = [pattern for patterns in SHARD_NAMES.values() for pattern in patterns.values()]
+    return [
+        os.path.join(image_root, name)
+        for name in sorted(os.listdir(image_root))
+        if name in names or name.endswith(".idx") or any(pattern.fullmatch(name) for pattern in shards)
+    ]
+
+
 def splits(image_root):
     """The modes, Mode.TRAIN and Mode.EVAL, whose split exists under image_root.
 

@@ -7,9 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paddle_resnet.data import listing
 from paddle_resnet.results import page, reading
 from paddle_resnet.results.curves import chart
-from utils import exit_codes
+from utils import exit_codes, files, outputs
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
@@ -26,12 +27,13 @@ def main(argv=None):
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a report, or a folder with report.json")
     parser.add_argument("--html", metavar="FILE", help="also write a page; that of a single run has all its details")
-    args = parser.parse_args(argv)
-    return exit_codes.of(parser.prog, lambda: _compare(args.runs, args.html))
+    return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_args(argv))))
 
 
-def _compare(places, html):
+def _compare(runs, html):
+    places = runs
     runs = dict(zip(_names(places), map(reading.read, places), strict=True))
+    _claim_page(html, runs.values())
     tables = [("figures", figures(runs)), ("flags that differ", flags(runs))]
     partings = [(name, parting(next(iter(runs.values())), run)) for name, run in list(runs.items())[1:]]
     console = Console()
@@ -46,6 +48,16 @@ def _compare(places, html):
     elif html is not None:
         charts = [(title, chart(_series(runs, name))) for name, title in CURVES.items()]
         page.save(html, "comparison.html.j2", runs=list(runs), tables=tables, charts=charts, partings=partings)
+
+
+def _claim_page(html, runs):
+    """Check the page; it must not replace a file that it is made from."""
+    read = [("RUN", run.path) for run in runs]
+    read += [("RUN's table", files.beside(run.path, kind)) for run in runs for kind in reading.COLUMNS]
+    read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]
+    roots = {run.parameters.get("image_root") or "" for run in runs}
+    shown = [("the data set's", path) for root in sorted(roots) for path in listing.occupied(root)]
+    outputs.claim({"--html": html}, inputs=read, protected=shown)
 
 
 def _names(places):

@@ -11,6 +11,7 @@ import math
 import os
 
 from paddle_resnet.data import listing
+from utils import files
 from utils.errors import RunError
 from utils.mode import Mode
 
@@ -35,8 +36,11 @@ def write(path, args, predictions, names):
     k = predictions.shape[1] // 2
     header = ["image", "label", "prediction", "class", "predicted_class"]
     header += top_columns(k)
-    partial = f"{path}.partial"
+    path = os.path.realpath(path)
+    is_special = os.path.exists(path) and not os.path.isfile(path)  # /dev/null, a pipe
+    partial = path if is_special else f"{path}.partial"
     try:
+        files.touch(partial)
         with open(partial, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f)
             writer.writerow(header)
@@ -44,7 +48,8 @@ def write(path, args, predictions, names):
                 named = [(int(c), names[int(c)]) if c < len(names) else ("", "") for c in row[:k]]
                 top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
                 writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
-        os.replace(partial, path)
+        if not is_special:
+            os.replace(partial, path)
     except OSError as e:
         raise RunError(f"{path} cannot be written ({e.strerror}): make room") from e
 

@@ -11,6 +11,7 @@ from utils import files
 from utils.errors import UsageError
 
 LIMIT_BYTES = 1 << 30  # of a report: ten million steps
+LINE_BYTES = 1 << 20
 # Columns that must be there: whole numbers, and numbers that may be missing.
 COLUMNS = {
     "classes.csv": (("label", "images", "correct"), ("top1",)),
@@ -124,6 +125,28 @@ def read(place):
     if not run.parameters:
         raise UsageError(f"{path} has no entries: name the report of a run that has started")
     return run
+
+
+def kind(path):
+    """What a report is of: "training", "evaluation" or "benchmark"; "" if it has no more than the flags of its starts.
+    None for a file that is not a report.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = ""
+    with files.open_regular(path) as f:
+        while (line := f.readline(LINE_BYTES)).endswith(b"\n"):
+            try:
+                entry = json.loads(line.removeprefix(b"DLLL "))
+                step, data = entry["step"], entry["data"]
+                if step != "PARAMETER":
+                    return found or "training"
+                found = "evaluation" if data.get("run_scope") == "eval_only" else "training"
+                found = "benchmark" if data.get("benchmark") else found
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return None
+        return "" if b"DLLL ".startswith(line[:5]) else None  # a torn line
 
 
 def _add(run, entry):

@@ -14,6 +14,14 @@ _traced = None  # flags of the run that has begun its first pass
 _recording = None  # the Profiler that is recording
 
 
+def path(args):
+    """Where a process writes its trace, or None without --profile-steps."""
+    if args.profile_steps is None:
+        return None
+    begin, end = args.profile_steps
+    return Path(args.output_dir) / "profile" / f"steps_{begin}_{end}_rank{processes.rank()}.json"
+
+
 def check(args, loader):
     """Refuse --profile-steps that reach beyond the run's first pass over this loader.
 
@@ -81,7 +89,7 @@ class Trace:
 
     def __init__(self, args, begin, end):
         self._begin, self._end = begin, end
-        self._path = Path(args.output_dir) / "profile" / f"steps_{begin}_{end}_rank{processes.rank()}.json"
+        self._path = path(args)
         targets = [ProfilerTarget.CPU, *([ProfilerTarget.GPU] if args.device == "gpu" else [])]
         self._profiler = Profiler(targets=targets, on_trace_ready=lambda _: None)
         self._profiler.step_num = begin  # what the trace calls its first step

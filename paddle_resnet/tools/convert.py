@@ -24,7 +24,7 @@ import numpy as np
 
 from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
-from utils import logger, signals
+from utils import locks, logger, outputs, signals
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -36,6 +36,7 @@ INDEXED = ("recordio", "tfrecord", "webdataset")
 # First bytes of the formats other than JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
 BLOCK = 64  # images per task of a worker and per sync of a RecordIO file or LMDB
+_LOCK = ".lock"
 NAMED = 10  # number of undecodable images in a message
 
 
@@ -85,8 +86,6 @@ def convert(
     largest = counts.get("train", counts.get("val"))
     if shards is not None and shards > largest:
         raise UsageError(f"--shards {shards} exceeds the {largest} images of {source}: lower it")
-    if os.path.realpath(output) == os.path.realpath(source):
-        raise UsageError(f"--output {output} is the same folder as --from: give another one")
 
     def shard_count(count):
         if to in SINGLE_FILE:
@@ -135,6 +134,25 @@ def convert(
         os.unlink(os.path.join(output, name))
     indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": True}))
     return counts
+
+
+@contextlib.contextmanager
+def locked(output):
+    """Make the output folder, and keep other processes from converting to it while the block runs.
+
+    Raises:
+        UsageError: another process does, or the folder cannot be written.
+    """
+    is_new = not os.path.lexists(output)
+    with outputs.writing("--output", output):
+        os.makedirs(output, exist_ok=True)
+    try:
+        with locks.held(os.path.join(output, _LOCK), f"--output {output}", logger.warn):
+            yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it has content
+                os.rmdir(output)
 
 
 def build_indexes(image_root):
@@ -264,7 +282,7 @@ def _continued(output, manifest):
                     "the command that wrote it"
                 )
         return found["complete"]
-    if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - set(_partial(output))):
+    if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - {_LOCK, *_partial(output)}):
         raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
     return None
 

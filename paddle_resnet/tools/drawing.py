@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib import font_manager, pyplot
 
+from utils import files
 from utils.errors import UsageError, printable
 
 matplotlib.use("Agg")
@@ -28,6 +29,7 @@ def save(figure, output):
         UsageError: it cannot be written.
     """
     try:
+        files.touch(output)
         figure.savefig(output, dpi=120, format=Path(output).suffix[1:].lower())
     except OSError as e:
         raise UsageError(f"--output {output} cannot be written ({e.strerror}): give another file") from e

@@ -32,8 +32,6 @@ def split(source, output, share, seed=0):
     images = _list_source(source)
     if os.path.lexists(output):
         raise UsageError(f"--output {output} exists: remove it or give another folder")
-    if source.resolve() in output.resolve().parents:
-        raise UsageError(f"--output {output} is inside {source}, where it would be a class: give another folder")
     counts = {"train": 0, "val": 0}
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:

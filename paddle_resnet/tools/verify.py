@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paddle_resnet.data import bad_images, listing, readers, records
-from utils import signals
+from utils import files, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
 
@@ -319,6 +319,7 @@ def _oddities(image, data):
 
 def write_fix_list(report, path):
     """Write the names of the failing images, one per line, for --skip-list."""
+    files.touch(path)
     Path(path).write_text("".join(map(listing.skip_list_line, report.failing)), encoding="utf-8")
 
 

@@ -70,7 +70,9 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(parse, tmp_p
     assert link == "to nothing" or target.read_text() == "precious"
 
 
-@pytest.mark.parametrize(("make", "says"), [(os.mkfifo, "is no regular file: remove it"), (os.mkdir, "Is a directory")])
+@pytest.mark.parametrize(
+    ("make", "says"), [(os.mkfifo, "is not a regular file: remove it"), (os.mkdir, "Is a directory")]
+)
 def test_a_lock_that_is_no_file_is_refused_at_once(parse, tmp_path, make, says):
     args = parse("--output-dir", tmp_path)
     (tmp_path / "Tiny").mkdir()
@@ -84,7 +86,7 @@ def test_a_lock_that_a_pipe_replaces_during_a_run_is_noticed(tmp_path, capsys):
     file = folders.lock(tmp_path)
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         folders.keep(tmp_path, file)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet.checkpoints import folders
+from utils import locks
 
 META = {
     "sequence": 0,
@@ -255,6 +256,6 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys)
     def no_locks(file, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(folders.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(locks.fcntl, "lockf", no_locks)
     folders.lock(tmp_path).close()
-    assert f"{tmp_path} is on a file system without locks (No locks available)" in capsys.readouterr().err
+    assert f"{tmp_path}/.lock: file system without locks (No locks available)" in capsys.readouterr().err

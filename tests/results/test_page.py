@@ -275,8 +275,8 @@ def test_page_without_its_images_and_in_a_folder_that_is_not_there(run_train, ch
     for name in ("page.html", "other.html"):
         found = Reader((tmp_path / name).read_text())
         assert found.addresses == [] and "Worst classes" in found.text
-    with pytest.raises(RunError, match="nowhere/page.html cannot be written"):
-        page.write(tmp_path / "nowhere/page.html", tmp_path / "report.json")
+    with pytest.raises(RunError, match="page.html/page.html cannot be written"):
+        page.write(tmp_path / "page.html/page.html", tmp_path / "report.json")
 
 
 HOSTILE = [
@@ -341,6 +341,21 @@ def test_damaged_reports_and_tables_are_refused_or_harmless(trained, tmp_path, c
 
 
 @pytest.mark.timeout(20)
+def test_a_page_replaces_no_file_that_it_is_made_from(trained, photos, tmp_path, capsys):
+    for path in trained.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "link").symlink_to("report.confusion.csv")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for page_file, says in (
+        (tmp_path / "report.json", f"the same file as RUN {tmp_path}/report.json, which this command reads; choose"),
+        (tmp_path / "link", f"the same file as RUN's table {tmp_path}/report.confusion.csv"),
+        (photos / "val/class0/page.html", f"would change the data set's {photos}/val"),
+    ):
+        assert comparison.main([str(tmp_path), "--html", str(page_file)]) == 2
+        assert says in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_pipes_and_devices_are_no_reports(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for place in (str(tmp_path / "pipe"), "/dev/zero"):
@@ -352,15 +367,17 @@ def test_pipes_and_devices_are_no_reports(tmp_path, capsys):
 def test_a_pipe_that_nobody_reads_is_refused_as_output(run_train, checkpoint, trained, photos, tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    says = f"{pipe} cannot be written (No such device or address)"
+    os.mkfifo(tmp_path / "pipe.png")
+    says = f"{pipe}: cannot be written (a pipe without a reader, or a missing device); choose a different path"
     evaluation = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
     for flags in (["--report-html", pipe], ["--report-file", pipe], [*evaluation, "--predictions", pipe]):
-        assert run_train(*flags, "--dry-run")[0] in (1, 2)
+        assert run_train(*flags, "--dry-run")[0] == 2
         assert says in capsys.readouterr().err
     image = next((photos / "val").glob("*/*"))
     assert predict.main([str(checkpoint), str(image), "--device", "cpu", "--csv", str(pipe)]) == 2
     assert says in capsys.readouterr().err
-    assert comparison.main([str(trained), "--html", str(pipe)]) == 1
+    assert comparison.main([str(trained), "--html", str(pipe)]) == 2
     assert says in capsys.readouterr().err
-    assert dataset.main(["verify", str(photos), "--fix-list", str(pipe)]) == 2
-    assert f"{pipe} cannot be written" in capsys.readouterr().err
+    for words in (["verify", photos, "--fix-list", pipe], ["preview", photos, "--output", tmp_path / "pipe.png"]):
+        assert dataset.main(list(map(str, words))) == 2
+        assert "cannot be written (a pipe without a reader" in capsys.readouterr().err

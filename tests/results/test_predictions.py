@@ -144,9 +144,9 @@ def test_top_meter_equals_numpy_and_keeps_nan_last():
         (["--predictions", "x.csv"], "--predictions x.csv are those of one evaluation: add --run-scope eval_only"),
         (
             ["--predictions", "/proc/no/x.csv", "--run-scope", "eval_only"],
-            "--predictions /proc/no/x.csv cannot be written",
+            "--predictions /proc/no/x.csv: cannot be written",
         ),
-        (["--report-html", "/proc/no/x.html"], "--report-html /proc/no/x.html cannot be written"),
+        (["--report-html", "/proc/no/x.html"], "--report-html /proc/no/x.html: cannot be written"),
         (["--report-html", "x.html", "--benchmark"], "--report-html x.html is about a data set"),
         (["--report-html", "x.html", "--data-format", "synthetic"], "--report-html names images"),
         (["--tensorboard-dir", "x", "--benchmark"], "--tensorboard-dir x shows a training"),
@@ -164,8 +164,9 @@ def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, 
     found = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
     with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now: evaluate again"):
         predictions.write(str(tmp_path / "p.csv"), args, found[:22], list("abc"))
-    with pytest.raises(RunError, match=r"nowhere/p.csv cannot be written \(No such file or directory\): make room"):
-        predictions.write(str(tmp_path / "nowhere/p.csv"), args, found, list("abc"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"file/p.csv cannot be written \(Not a directory\): make room"):
+        predictions.write(str(tmp_path / "file/p.csv"), args, found, list("abc"))
     found[1] = [2, 1, 3, 3, *[np.nan] * 3]  # two logits are NaN
     found[2] = [2, 3, 3, 3, *[np.nan] * 3]
     predictions.write(str(tmp_path / "p.csv"), args, found, list("abc"))

@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path)
 def test_folder_that_cannot_be_written_is_refused(run_train, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run_train("--tensorboard-dir", tmp_path / "file/board")[0] == 2
-    assert f"--tensorboard-dir {tmp_path}/file/board cannot be written" in capsys.readouterr().err
+    assert f"--tensorboard-dir {tmp_path}/file/board: cannot be written" in capsys.readouterr().err
 
 
 def test_without_the_flag_nothing_is_imported():

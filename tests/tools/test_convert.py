@@ -259,13 +259,40 @@ def test_source_and_output_are_checked(photos, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for words, says in (
-        ([str(photos), "--output", str(photos)], "is the same folder as --from"),
+        ([str(photos), "--output", str(photos)], f"--output {photos}: would change the data set {photos}"),
+        ([str(photos), "--output", str(photos / "train/rec")], "/train/rec: would change the data set"),
         ([str(photos), "--output", str(tmp_path / "full")], "exists and is not a conversion"),
-        ([str(tmp_path), "--output", str(tmp_path / "x")], "has neither train/ nor val/"),
+        ([str(tmp_path / "full"), "--output", str(tmp_path / "x")], "has neither train/ nor val/"),
         ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "is not a folder"),
     ):
         assert dataset.main([*convert_to, *words]) == 2
         assert says in capsys.readouterr().err
+
+
+HOLDER = """
+import sys
+from utils import locks
+file = locks.acquire(sys.argv[1], print)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_conversion_to_one_output_is_refused(photos, tmp_path, capsys):
+    """It would write every record twice. Both here and where nothing is there yet, nothing is left behind."""
+    (tmp_path / "x").mkdir()
+    words = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "x/.lock"], cwd=ROOT, **pipes) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        assert dataset.main([*words, str(tmp_path / "x")]) == 2
+        says = f"--output {tmp_path}/x: another process (process {holder.pid} on "
+        assert says in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "x").iterdir()] == [".lock"]
+        holder.communicate("")
+    (tmp_path / "none").mkdir()
+    assert dataset.main(["convert", "--from", str(tmp_path / "none"), *words[3:], str(tmp_path / "y")]) == 2
+    assert not (tmp_path / "y").exists()
 
 
 def test_image_that_cannot_be_shrunk_is_named(photos, tmp_path):

@@ -112,10 +112,11 @@ def test_speed_on_a_gpu_measures_its_decoders_with_the_share_of_the_cpu(monkeypa
     ("words", "says"),
     [
         (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere is not a folder"),
-        (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png cannot be written"),
+        (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png: cannot be written"),
         (["preview", "{photos}", "--output", "x.png", "--colour-jitter", "1"], "did you mean --color-jitter?"),
         (["info", "{photos}/train"], "neither train/ nor val/"),
-        (["info", "{photos}", "--output", "/proc/no.png"], "--output /proc/no.png cannot be written"),
+        (["info", "{photos}", "--output", "{photos}/train/class0/x.png"], "x.png: would change the data set's /"),
+        (["info", "{photos}", "--output", "/proc/no.png"], "--output /proc/no.png: cannot be written"),
         (["info", "{photos}", "--batch-size", "3"], "unknown flag --batch-size"),
     ],
 )

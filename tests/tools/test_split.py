@@ -95,9 +95,9 @@ def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
         (few, tmp_path / "x", "fewer than two images, one for train/ and one for val/: none (0), one (1): add"),
         (flat, tmp_path / "x", "has no class folders"),
         (photos, tmp_path / "x", f"{photos} holds train/: give {photos}/train"),
-        (few, few / "x", "is inside"),
+        (few, few / "x", f"--output {few}/x: would change the data set {few}; choose a path outside it"),
         (tmp_path / "nowhere", tmp_path / "x", "is not a folder"),
-        (source, "/proc/x", "--output /proc/x cannot be written"),
+        (source, "/proc/x", "--output /proc/x: cannot be written"),
     ):
         if folder == few and output != tmp_path / "x":
             shutil.rmtree(few / "one")

@@ -238,9 +238,10 @@ def test_good_folder_passes(photos, tmp_path):
 
 def test_fix_list_that_cannot_be_written_is_refused_at_once(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verify, "verify", lambda *args: pytest.fail("hours of work for nothing"))
-    path = tmp_path / "missing/bad.txt"
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file/bad.txt"
     assert dataset.main(["verify", str(photos), "--fix-list", str(path)]) == 2
-    assert f"--fix-list {path} cannot be written (No such file or directory)" in capsys.readouterr().err
+    assert f"--fix-list {path}: cannot be written (Not a directory)" in capsys.readouterr().err
 
 
 def test_class_in_val_alone_fails(photos, tmp_path):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+import train
 from conftest import ROOT
 from paddle_resnet import dataset, doctor, export, predict
 from paddle_resnet.data import records
@@ -38,6 +39,34 @@ def test_control_c_ends_every_tool_with_a_sentence(monkeypatch, capsys, name):
     monkeypatch.setattr(*place, interrupt)
     assert main(words) == 130
     assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: interrupted\n")
+
+
+@pytest.mark.parametrize("words", [["--help"], None], ids=["help", "result"])
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_result_that_cannot_be_written_is_a_failure(monkeypatch, capsys, name, words):
+    """/dev/full can be opened, and refuses every byte. 20,000 lines are more than stdout holds back."""
+    main, others, place = TOOLS[name]
+    monkeypatch.setattr(*place, lambda *args, **options: [print("x") for _ in range(20_000)])
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert main(words or others) == 1
+    says = "stdout: cannot be written (No space left on device); make room, or redirect it to a different file"
+    assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: error: {says}\n")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
+def test_what_train_py_prints_instead_of_training_is_a_result(monkeypatch, capsys, flag):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert train.main([flag]) == 1
+    assert "train.py: error: stdout: cannot be written (No space left" in capsys.readouterr().err
+
+
+def test_a_closed_stdout_is_a_failure_of_a_tool():
+    code = "import sys; from utils import exit_codes; sys.exit(exit_codes.of('x', lambda: print(1)))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, "x: error: stdout: cannot be written (closed)" in done.stderr) == (1, True)
 
 
 def is_blocked(process):

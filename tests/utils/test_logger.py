@@ -184,11 +184,42 @@ def test_close_may_come_twice(report):
 @pytest.mark.parametrize("name", ["", "file/report.json"], ids=["a folder", "below a file"])
 def test_unwritable_report_is_refused(tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError) as error:
-        logger.setup(tmp_path / name)
-    message = str(error.value)
-    assert f"--report-file {tmp_path / name} cannot be written" in message
-    assert "\n" not in message
+    logger.setup(tmp_path / name)
+    with pytest.raises(UsageError, match=f"^--report-file {tmp_path / name}: cannot be written .*; choose a diff"):
+        logger.begin({"lr": 0.1})
+
+
+HOLDER = """
+import sys
+from utils import logger
+logger.setup(sys.argv[1])
+logger.begin({})
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_with_the_same_report_is_refused(tmp_path):
+    """Early, at setup, if the first has begun, and else when it begins. Links do not hide the file."""
+    report, link = tmp_path / "report.json", tmp_path / "link.json"
+    link.symlink_to(report)
+    logger.setup(report)
+    command = [sys.executable, "-c", HOLDER, str(link)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as holder:
+        assert holder.stdout.readline() == "begun\n"
+        says = rf"^--report-file {report}: another run \(process {holder.pid} on .*\) writes it; wait until it ends, or"
+        with pytest.raises(UsageError, match=says):
+            logger.begin({"lr": 0.1})
+        with pytest.raises(UsageError, match=says):
+            logger.setup(report)
+        assert len(read_report(report)) == 1
+        holder.communicate("")
+    (tmp_path / ".report.json.lock").write_text("process 1 on a machine that lost its power\n")
+    begin(report)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".report.json.lock", "link.json", "report.json"]
+    logger.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "report.json"]
 
 
 TALK = r"""

@@ -1,0 +1,92 @@
+"""What a command may write."""
+
+import os
+
+import pytest
+
+from utils import outputs
+from utils.errors import UsageError
+
+
+@pytest.fixture
+def places(tmp_path):
+    """A folder with a checkpoint, a run's folder, a data set and links to them."""
+    (tmp_path / "run/3").mkdir(parents=True)
+    (tmp_path / "run/.lock").touch()
+    for name in ("tiny.pdparams", "tiny.pdopt"):
+        (tmp_path / "run/3" / name).write_text("parameters")
+    (tmp_path / "run/best").symlink_to("3")
+    (tmp_path / "data/train").mkdir(parents=True)
+    (tmp_path / "data/train/x.jpg").write_text("an image")
+    (tmp_path / "link").symlink_to("data")
+    os.link(tmp_path / "data/train/x.jpg", tmp_path / "same")
+    (tmp_path / "file").write_text("text")
+    return tmp_path
+
+
+def content(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_outputs_that_harm_nothing_are_accepted_and_nothing_is_left(places):
+    before = content(places)
+    outputs.claim(
+        {"--a": places / "new/a", "--b": places / "file", "--c": places / "run/report.json", "--d": None},
+        {"--e": places / "new/e", "--f": places / "run"},
+        inputs=[("IN", places / "nowhere"), ("IN", places / "data/train/x.jpg")],
+        protected=[("the data set", places / "data")],
+        run_folder=places / "run",
+    )
+    outputs.claim({"--a": "/dev/null", "--b": "/dev/null"})
+    assert content(places) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "folders", "says"),
+    [
+        (["new/a", "new/../new/a"], [], "--0 new/a"),
+        (["link/a", "data/a"], [], "--0 link/a"),
+        (["new/a"], ["new/a"], "the same file as --0 new/a"),
+        (["same"], [], "the same file as IN data/train/x.jpg, which this command reads"),
+        (["link/train/x.jpg"], [], "--0 link/train/x.jpg: would change the data set's data/train; choose"),
+        (["link/train/new.csv"], [], "would change the data set's data/train; choose a path outside it"),
+        ([], ["data/train/new"], "would change the data set's"),
+        (["run/3/a"], [], "run/3 is for a checkpoint; choose a path outside it"),
+        (["run/best/tiny.pdparams"], [], "run/3 is for a checkpoint"),
+        ([], ["run/3/deep/er"], "run/3 is for a checkpoint"),
+        (["run/4/a"], [], "run/4 is for a checkpoint"),
+        (["run/latest"], [], "run/latest is for a checkpoint"),
+        ([], ["run/4_2"], "run/4_2 is for a checkpoint"),
+        (["next/4/a"], [], "next/4 is for a checkpoint"),
+        (["file/a"], [], "--0 file/a: cannot be written (Not a directory); choose a different path"),
+        (["data"], [], "--0 data: cannot be written (Is a directory)"),
+        ([], ["file"], "--10 file: cannot be written (File exists)"),
+        (["n" * 300], [], "cannot be written (File name too long)"),
+        (["a\0b"], [], "--0 'a\\x00b': not a path (embedded null byte)"),
+        (["pipe"], [], "--0 pipe: cannot be written (a pipe without a reader"),
+    ],
+)
+def test_outputs_that_do_harm_are_refused(places, monkeypatch, files, folders, says):
+    monkeypatch.chdir(places)
+    os.mkfifo(places / "pipe")
+    before = content(places / "data") | content(places / "run")
+    with pytest.raises(UsageError) as error:
+        outputs.claim(
+            {f"--{i}": path for i, path in enumerate(files)},
+            {f"--{i}": path for i, path in enumerate(folders, 10)},
+            inputs=[("IN", "data/train/x.jpg")],
+            protected=[("the data set's", "data/train")],
+            run_folder="next",
+        )
+    assert says in str(error.value).replace(f"{places}/", "")
+    assert content(places / "data") | content(places / "run") == before
+
+
+def test_a_pipe_keeps_its_reader(tmp_path):
+    """Opening and closing the other end would look to the reader like the end of the output."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    outputs.claim({"--csv": tmp_path / "pipe"})
+    with pytest.raises(BlockingIOError):  # not b"", the end of the file
+        os.read(reader, 1)
+    os.close(reader)

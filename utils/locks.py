@@ -1,0 +1,97 @@
+"""Locks between processes: a hidden file that names its owner."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import stat
+from pathlib import Path
+
+from utils.errors import UsageError
+
+
+def acquire(path, warn):
+    """Lock a file, which is created if necessary.
+
+    Args:
+        path: of the lock file.
+        warn: called with a message if the file system has no locks.
+    Returns:
+        an open file. The lock lasts until this process ends or closes any open file of that path.
+    Raises:
+        BlockingIOError: another process holds the lock; strerror names it.
+        OSError: the lock file cannot be opened, is a link, whose target would be overwritten, or not a regular file.
+    """
+    path = Path(path)
+    while True:
+        file = _open(path)
+        # A POSIX lock belongs to the process, so a forked child that outlives this process does not keep it.
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno not in (errno.EACCES, errno.EAGAIN):
+                warn(f"{path}: file system without locks ({e.strerror}); other runs cannot be detected there")
+                return file
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            raise BlockingIOError(e.errno, owner) from e
+        if is_of(file, path):
+            break
+        file.close()  # its owner has released it, and removed the file, since it was opened
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
+
+
+@contextlib.contextmanager
+def held(path, subject, warn):
+    """Hold a lock in a block.
+
+    Args:
+        path, warn: as acquire.
+        subject: what the lock is for, such as a flag with its value.
+    Raises:
+        UsageError: another process holds it.
+        OSError: as acquire.
+    """
+    try:
+        file = acquire(path, warn)
+    except BlockingIOError as e:
+        remedy = "wait until it ends, or choose a different path"
+        raise UsageError(f"{subject}: another process ({e.strerror}) writes there; {remedy}") from e
+    try:
+        yield
+    finally:
+        release(file)
+
+
+def is_of(file, path):
+    """Whether an open lock file still has its path: others may delete or replace it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def release(file):
+    """Remove a lock file and give its lock back."""
+    if is_of(file, file.name):
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+    file.close()
+
+
+def _open(path):
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if path.is_symlink():
+        raise OSError(errno.EEXIST, f"{path} is a link: remove it", str(path))
+    descriptor = os.open(path, flags, 0o666)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return open(path, "r+", encoding="utf-8", opener=lambda *_: descriptor)
+    os.close(descriptor)
+    what = "a link" if stat.S_ISREG(status.st_mode) else "not a regular file"
+    raise OSError(errno.EEXIST, f"{path} is {what}: remove it", str(path))

@@ -1,0 +1,110 @@
+"""The files that a command writes, checked before any work starts."""
+
+import contextlib
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+from utils import files
+from utils.errors import UsageError
+
+# Names in a run's folder that belong to its checkpoints (checkpoints/folders.py), finished or not.
+_RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
+
+
+def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
+    """Check that a command can write its outputs without damage to its inputs, the data set or a checkpoint.
+
+    Links and `..` are resolved. Everything that is created for the check is removed again.
+
+    Args:
+        outputs: {flag or description: path of a file to write, or None}.
+        folders: {flag or description: path of a folder to create or to write to, or None}.
+        inputs: [(description, path)] of files that the command reads.
+        protected: [(description, path)] of files and folders that an output may neither replace nor be in.
+        run_folder: the folder of this run's checkpoints, which may not exist yet, or None.
+    Raises:
+        UsageError: two outputs are one file; an output is an input, is protected, is in a checkpoint, or cannot be
+            written.
+    """
+    outputs, folders = (
+        {what: path for what, path in (paths or {}).items() if path is not None} for paths in (outputs, folders)
+    )
+    taken = {_identity(path): f"{what} {path}, which this command reads" for what, path in inputs}
+    for what, path in (outputs | folders).items():
+        with writing(what, path):
+            _refuse_place(f"{what} {path}", Path(os.path.realpath(path)), protected, run_folder)
+            identity = _identity(path)
+            if identity in taken:
+                raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different one")
+            if what in outputs:
+                taken[identity] = f"{what} {path}"
+            _probe(Path(os.path.realpath(path)), is_folder=what in folders)
+
+
+@contextlib.contextmanager
+def writing(what, path):
+    """Turn an OSError, or the ValueError for a path that no file can have, into a UsageError."""
+    try:
+        yield
+    except OSError as e:
+        raise UsageError(f"{what} {path}: cannot be written ({e.strerror}); choose a different path") from e
+    except ValueError as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(f"{what} {path!r}: not a path ({e}); choose a different one") from e
+
+
+def _identity(path):
+    """A value that is equal for two paths of one file. Devices such as /dev/null may be several outputs."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return os.path.realpath(path) if "\0" not in str(path) else path
+    return object() if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
+
+
+def _refuse_place(subject, path, protected, run_folder):
+    places = [path, *path.parents]
+    for what, place in protected:
+        if Path(os.path.realpath(place)) in places:
+            raise UsageError(f"{subject}: would change {what} {place}; choose a path outside it")
+    run_folder = run_folder and Path(os.path.realpath(run_folder))
+    for place in places:
+        is_of_run = place.parent == run_folder or (place.parent / ".lock").is_file()
+        if _holds_checkpoint(place) or (is_of_run and _RESERVED.fullmatch(place.name)):
+            raise UsageError(f"{subject}: {place} is for a checkpoint; choose a path outside it")
+
+
+def _holds_checkpoint(folder):
+    """Whether a folder has parameters together with what only checkpoints have."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return any(name.endswith(".pdparams") for name in names) and any(
+        name == "meta.json" or name.endswith(".pdopt") for name in names
+    )
+
+
+def _probe(path, is_folder):
+    """Raise OSError if a file or folder cannot be written."""
+    made = [folder for folder in path.parents if not folder.exists()]
+    is_new = not os.path.lexists(path)
+    try:
+        if is_folder:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        else:
+            files.touch(path)
+    finally:
+        with contextlib.suppress(OSError):
+            if is_new and is_folder:
+                path.rmdir()
+            elif is_new:
+                path.unlink()
+            for folder in made:
+                folder.rmdir()
