@@ -1,4 +1,5 @@
-// Kernels of batch normalisation of [rows, channels] = [N * H * W, C], fused with the ReLU and the residual addition.
+// Kernels of batch normalisation of [rows, channels] = [N * H * W, C], fused with an activation, or with the residual
+// addition and a ReLU.
 //
 // The forward pass reads the input twice: once for the sums over the rows, once to apply them. The backward pass does
 // the same with input and gradient. The second reading goes through the rows in reverse, because the rows that the
@@ -7,6 +8,7 @@
 // Block (lanes, height): a thread keeps one vector of channels, threadIdx.x, and walks over rows. Grid (channel groups,
 // row groups).
 
+#include "activations.h"
 #include "vector.cuh"
 
 constexpr int kBranch = 16;  // blocks whose sums one block adds up
@@ -170,9 +172,9 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
   }
 }
 
-// y = a x + b [+ z], then ReLU. `mask` may be null; it gets one byte per vector, whose bit i says that element i passed
+// y = A(a x + b [+ z]) with the activation A. `mask` may be null; it gets one byte per vector, whose bit i says that element i passed
 // the ReLU.
-template <class T, bool kAdd, bool kRelu>
+template <class T, bool kAdd, class A>
 __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)[T::kLanes],
                       const float (&b)[T::kLanes], uint4 *y, unsigned char *mask) {
   constexpr int V = T::kLanes, kUnroll = kAdd ? 2 : 4;
@@ -195,11 +197,8 @@ __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)
       for (int i = 0; i < V; ++i) {
         float value = fmaf(a[i], values[i], b[i]);
         if (kAdd) value += added[i];
-        if (kRelu) {
-          bits |= (value > 0.f ? 1u : 0u) << i;
-          value = value < 0.f ? 0.f : value;  // passes NaN, which fmaxf would drop
-        }
-        values[i] = value;
+        if (kAdd) bits |= (value > 0.f ? 1u : 0u) << i;
+        values[i] = A::value(value);
       }
       const int row = at.row(tile, step);
       if (row >= rows) continue;
@@ -209,17 +208,17 @@ __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)
   }
 }
 
-template <class T, bool kAdd, bool kRelu>
+template <class T, bool kAdd, class A>
 __device__ void apply_training(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y,
                                unsigned char *mask) {
   const Position<T> at;
   float a[T::kLanes], b[T::kLanes];
   load_floats<T>(coefficients + at.channel, a);
   load_floats<T>(coefficients + at.vectors * T::kLanes + at.channel, b);
-  apply<T, kAdd, kRelu>(x, z, rows, a, b, y, mask);
+  apply<T, kAdd, A>(x, z, rows, a, b, y, mask);
 }
 
-template <class T, bool kAdd, bool kRelu>
+template <class T, bool kAdd, class A>
 __device__ void apply_inference(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias,
                                 const float *mean, const float *variance, float epsilon, uint4 *y) {
   const Position<T> at;
@@ -234,13 +233,13 @@ __device__ void apply_inference(const uint4 *x, const uint4 *z, int rows, const 
     a[i] /= sqrtf(variances[i] + epsilon);
     b[i] -= means[i] * a[i];
   }
-  apply<T, kAdd, kRelu>(x, z, rows, a, b, y, nullptr);
+  apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
 // Computes the gradients of scale and bias, and `applied` [2, C], which are c and d of dx = a g + c x + d. g is the
-// gradient behind the ReLU. kSummands > 0 means that the residual addition followed BN: g is then the masked sum of one
+// gradient before the activation A. kSummands > 0 means that the residual addition followed BN: g is then the masked sum of one
 // or two gradients, and the kernel writes it to dz, the gradient of the shortcut.
-template <class T, int kSummands, bool kRelu>
+template <class T, int kSummands, class A>
 __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows,
                                  const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied,
                                  float *partial, unsigned *arrivals) {
@@ -283,8 +282,8 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
       }
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const bool passes = kSummands > 0 || !kRelu || fmaf(a[i], values[i], b[i]) > 0.f;
-        g[i] = passes && row < rows ? g[i] : 0.f;
+        if (kSummands == 0) g[i] = A::gradient(g[i], fmaf(a[i], values[i], b[i]));
+        g[i] = row < rows ? g[i] : 0.f;
         sums[i] += g[i];
         sums[V + i] += g[i] * (values[i] - mean[i]);
       }
@@ -306,8 +305,8 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
   }
 }
 
-// dx = a g + c x + d; with kRelu, g is dy where a x + b > 0, otherwise dy.
-template <class T, bool kRelu>
+// dx = a g + c x + d, where g is the gradient before the activation A.
+template <class T, class A>
 __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const float *coefficients,
                                 const float *applied, uint4 *dx) {
   constexpr int V = T::kLanes, kUnroll = 2;
@@ -333,7 +332,7 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
       unpack16<T>(gradient[step], g);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        if (kRelu) g[i] = fmaf(a[i], values[i], b[i]) > 0.f ? g[i] : 0.f;
+        g[i] = A::gradient(g[i], fmaf(a[i], values[i], b[i]));
         values[i] = fmaf(a[i], g[i], fmaf(c[i], values[i], d[i]));
       }
       const int row = at.row(tile, step);
@@ -344,28 +343,28 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
 
-#define APPLY(T, NAME, ADD, RELU) \
+#define APPLY(T, NAME, ADD, A) \
   KERNEL bn_apply##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y, \
                               unsigned char *mask) { \
-    apply_training<T, ADD, RELU>(x, z, rows, coefficients, y, mask); \
+    apply_training<T, ADD, activation::A>(x, z, rows, coefficients, y, mask); \
   } \
   KERNEL bn_infer##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias, \
                               const float *mean, const float *variance, float epsilon, uint4 *y) { \
-    apply_inference<T, ADD, RELU>(x, z, rows, scale, bias, mean, variance, epsilon, y); \
+    apply_inference<T, ADD, activation::A>(x, z, rows, scale, bias, mean, variance, epsilon, y); \
   }
 
-#define REDUCE(T, NAME, SUMMANDS, RELU) \
+#define REDUCE(T, NAME, SUMMANDS, A) \
   KERNEL bn_reduce##NAME##_##T(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows, \
                                const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied, \
                                float *partial, unsigned *arrivals) { \
-    reduce_gradients<T, SUMMANDS, RELU>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, partial, \
+    reduce_gradients<T, SUMMANDS, activation::A>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, partial, \
                                         arrivals); \
   }
 
-#define GRADIENT(T, NAME, RELU) \
+#define GRADIENT(T, NAME, A) \
   KERNEL bn_gradient##NAME##_##T(const uint4 *x, const uint4 *dy, int rows, const float *coefficients, \
                                  const float *applied, uint4 *dx) { \
-    apply_gradients<T, RELU>(x, dy, rows, coefficients, applied, dx); \
+    apply_gradients<T, activation::A>(x, dy, rows, coefficients, applied, dx); \
   }
 
 #define KERNELS(T) \
@@ -375,16 +374,21 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
     statistics<T>(x, rows, scale, bias, running_mean, running_variance, momentum, epsilon, coefficients, partial, \
                   arrivals); \
   } \
-  APPLY(T, , false, false) \
-  APPLY(T, _relu, false, true) \
-  APPLY(T, _add_relu, true, true) \
-  REDUCE(T, , 0, false) \
-  REDUCE(T, _relu, 0, true) \
-  REDUCE(T, _add_relu, 1, true) \
-  REDUCE(T, _add_relu_two, 2, true) \
-  GRADIENT(T, , false) \
-  GRADIENT(T, _relu, true)
+  APPLY(T, , false, linear) \
+  APPLY(T, _add_relu, true, relu) \
+  REDUCE(T, , 0, linear) \
+  REDUCE(T, _add_relu, 1, relu) \
+  REDUCE(T, _add_relu_two, 2, relu) \
+  GRADIENT(T, , linear)
+
+#define ACTIVATED(T, A) \
+  APPLY(T, _##A, false, A) \
+  REDUCE(T, _##A, 0, A) \
+  GRADIENT(T, _##A, A)
+
+#define IN_EVERY_TYPE(A) ACTIVATED(f32, A) ACTIVATED(f16, A) ACTIVATED(bf16, A)
 
 KERNELS(f32)
 KERNELS(f16)
 KERNELS(bf16)
+FOR_EACH_ACTIVATION(IN_EVERY_TYPE)

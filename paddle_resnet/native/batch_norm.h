@@ -1,4 +1,4 @@
-// Operators of batch normalisation, fused with the ReLU and the residual addition behind it. They check and allocate,
+// Operators of batch normalisation, fused with the activation and the residual addition behind it. They check and allocate,
 // then launch the kernels of batch_norm.cu, or call the reference on the CPU. That kernel file describes the method,
 // reference/batch_norm.h the layouts of coefficients and mask.
 
@@ -15,11 +15,22 @@
 
 namespace {
 
-// The part of a kernel's name that says what is fused behind BN: the ReLU, or in the backward pass also the residual
-// addition with one or two gradients to add up.
-std::string fused(int summands, bool relu) {
+// The part of a kernel's name that says what is fused behind BN: an activation, or the residual addition with a ReLU; in
+// the backward pass with one or two gradients to add up.
+std::string fused(int summands, const std::string &activation) {
   if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
-  return relu ? "_relu" : "";
+  return activation.empty() ? "" : "_" + activation;
+}
+
+// Calls a function with the activation of this name; "" is none.
+template <class Function>
+void with_activation(const std::string &name, Function call) {
+  if (name.empty()) return call(activation::linear());
+#define CALL(A) \
+  if (name == #A) return call(activation::A());
+  FOR_EACH_ACTIVATION(CALL)
+#undef CALL
+  PD_THROW("unknown activation: ", name);
 }
 
 // A grid that fills the GPU: each block has a group of channels and walks over rows.
@@ -38,10 +49,11 @@ struct RowGrid {
   }
 };
 
-// A training step's y = BN(x) [+ z], then ReLU. Updates the running `mean` and `variance` in place. Allocates
+// A training step's y = BN(x) [+ z], then the activation, a ReLU with z. Updates the running `mean` and `variance` in place. Allocates
 // `coefficients`, and `mask` where it is not null.
 Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
-                Tensor &variance, float momentum, float epsilon, bool relu, Tensor &coefficients, Tensor *mask) {
+                Tensor &variance, float momentum, float epsilon, const std::string &activation, Tensor &coefficients,
+                Tensor *mask) {
   const Shape shape(x);
   if (z) require_like(x, *z, "addend");
   coefficients = empty_floats({4, shape.channels}, x);
@@ -60,35 +72,37 @@ Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Ten
     int rows = shape.rows;
     Gpu::get().launch("bn_statistics" + suffix(x), x, grid.grid, grid.block,
                       {&in, &rows, &s, &b, &m, &v, &momentum, &epsilon, &c, &partial, &arrivals});
-    Gpu::get().launch("bn_apply" + fused(z ? 1 : 0, relu) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_apply" + fused(z ? 1 : 0, activation) + suffix(x), x, grid.grid, grid.block,
                       {&in, &added, &rows, &c, &out, &bits});
     return y;
   }
   require_float32(x);
   reference::bn_statistics(data<float>(x), shape.rows, shape.channels, s, b, m, v, momentum, epsilon, c);
-  reference::bn_apply(data<float>(x), z ? data<float>(*z) : nullptr, shape.rows, shape.channels, c, c + shape.channels,
-                      relu, data<float>(y), mask ? data<uint8_t>(*mask) : nullptr);
+  with_activation(activation, [&](auto a) {
+    reference::bn_apply(a, data<float>(x), z ? data<float>(*z) : nullptr, shape.rows, shape.channels, c,
+                        c + shape.channels, data<float>(y), mask ? data<uint8_t>(*mask) : nullptr);
+  });
   return y;
 }
 
 std::vector<Tensor> BnAct(const Tensor &x, const Tensor &scale, const Tensor &bias, Tensor &mean, Tensor &variance,
-                          float momentum, float epsilon, bool relu) {
+                          float momentum, float epsilon, const std::string &activation) {
   Tensor coefficients;
-  Tensor y = bn_train(x, nullptr, scale, bias, mean, variance, momentum, epsilon, relu, coefficients, nullptr);
+  Tensor y = bn_train(x, nullptr, scale, bias, mean, variance, momentum, epsilon, activation, coefficients, nullptr);
   return {y, coefficients};
 }
 
 std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &scale, const Tensor &bias, Tensor &mean,
                               Tensor &variance, float momentum, float epsilon) {
   Tensor coefficients, mask;
-  Tensor y = bn_train(x, &z, scale, bias, mean, variance, momentum, epsilon, true, coefficients, &mask);
+  Tensor y = bn_train(x, &z, scale, bias, mean, variance, momentum, epsilon, "relu", coefficients, &mask);
   return {y, coefficients, mask};
 }
 
 // Returns dx. `gradients`: one, or two to add up. `mask` and `dz` are given with the residual addition, null without
 // it. Allocates `dz`. Writes the gradients of scale and bias to `dscale` and `dbias`, which the caller allocates.
-Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask, bool relu,
-                   Tensor *dz, Tensor &dscale, Tensor &dbias) {
+Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
+                   const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);
   Tensor dx = empty_as(x);
   if (dz) *dz = empty_as(x);
@@ -107,16 +121,18 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
     float *ap = data<float>(applied);
     int rows = shape.rows;
     const int summands = dz ? gradients.size() : 0;
-    Gpu::get().launch("bn_reduce" + fused(summands, relu) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_reduce" + fused(summands, activation) + suffix(x), x, grid.grid, grid.block,
                       {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
-    Gpu::get().launch("bn_gradient" + fused(0, relu && !dz) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_gradient" + fused(0, dz ? "" : activation) + suffix(x), x, grid.grid, grid.block,
                       {&in, dz ? &masked : &first, &rows, &c, &ap, &out});
     return dx;
   }
   require_float32(x);
-  reference::bn_gradient(data<float>(x), data<float>(gradients[0]), has_two ? data<float>(gradients[1]) : nullptr,
-                         mask ? data<uint8_t>(*mask) : nullptr, relu, shape.rows, shape.channels, c,
-                         dz ? data<float>(*dz) : nullptr, ds, db, data<float>(dx));
+  with_activation(activation, [&](auto a) {
+    reference::bn_gradient(a, data<float>(x), data<float>(gradients[0]),
+                           has_two ? data<float>(gradients[1]) : nullptr, mask ? data<uint8_t>(*mask) : nullptr,
+                           shape.rows, shape.channels, c, dz ? data<float>(*dz) : nullptr, ds, db, data<float>(dx));
+  });
   return dx;
 }
 
@@ -129,10 +145,10 @@ void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coeff
 }
 
 std::vector<Tensor> BnActBackward(const Tensor &x, const Tensor &dy, const Tensor &coefficients,
-                                  const paddle::optional<Tensors> &into, bool relu) {
+                                  const paddle::optional<Tensors> &into, const std::string &activation) {
   Tensor dscale, dbias;
   gradient_targets(into, coefficients, dscale, dbias);
-  Tensor dx = bn_backward(x, {dy}, coefficients, nullptr, relu, nullptr, dscale, dbias);
+  Tensor dx = bn_backward(x, {dy}, coefficients, nullptr, activation, nullptr, dscale, dbias);
   return {dx, dscale, dbias};
 }
 
@@ -140,15 +156,16 @@ std::vector<Tensor> BnAddReluBackward(const Tensor &x, const Tensors &dy, const 
                                       const Tensor &mask, const paddle::optional<Tensors> &into) {
   Tensor dz, dscale, dbias;
   gradient_targets(into, coefficients, dscale, dbias);
-  Tensor dx = bn_backward(x, dy, coefficients, &mask, true, &dz, dscale, dbias);
+  Tensor dx = bn_backward(x, dy, coefficients, &mask, "relu", &dz, dscale, dbias);
   return {dx, dz, dscale, dbias};
 }
 
-// y = BN(x) [+ z], then ReLU, with the running statistics.
+// y = BN(x) [+ z], then the activation, a ReLU with z, with the running statistics.
 std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
-                                const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon, bool relu) {
+                                const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon,
+                                const std::string &activation) {
   const Shape shape(x);
-  if (z && !relu) PD_THROW("the residual addition is fused with a ReLU behind it only");
+  if (z && activation != "relu") PD_THROW("the residual addition is fused with a ReLU behind it only");
   if (z) require_like(x, *z, "addend");
   Tensor y = empty_as(x);
   float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
@@ -156,13 +173,15 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
     const RowGrid grid(x, shape);
     void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y);
     int rows = shape.rows;
-    Gpu::get().launch("bn_infer" + fused(z ? 1 : 0, relu) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_infer" + fused(z ? 1 : 0, activation) + suffix(x), x, grid.grid, grid.block,
                       {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
     return {y};
   }
   require_float32(x);
-  reference::bn_infer(data<float>(x), z ? data<float>(*z) : nullptr, shape.rows, shape.channels, s, b, m, v, epsilon,
-                      relu, data<float>(y));
+  with_activation(activation, [&](auto a) {
+    reference::bn_infer(a, data<float>(x), z ? data<float>(*z) : nullptr, shape.rows, shape.channels, s, b, m, v,
+                        epsilon, data<float>(y));
+  });
   return {y};
 }
 

@@ -30,7 +30,7 @@ from utils.errors import UsageError
 SOURCES = Path(__file__).parent
 # Patterns, so that a new file is in the cache's keys. NVRTC compiles the kernels' files as one text in this order.
 OPERATOR_FILES = ("operators.cc", "**/*.h")
-KERNEL_FILES = ("common.h", "vector.cuh", "*.cu")
+KERNEL_FILES = ("common.h", "activations.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
 COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 

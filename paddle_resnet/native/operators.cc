@@ -32,20 +32,20 @@ using Types = std::vector<DataType>;
 
 // Batch normalisation, batch_norm.h
 
-Shapes BnActShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, float, float, bool) {
+Shapes BnActShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, float, float, const std::string &) {
   return {x, {4, x.back()}};
 }
 Types BnActType(DataType x, DataType, DataType, DataType, DataType) { return {x, DataType::FLOAT32}; }
 PD_BUILD_OP(native_bn_act)
     .Inputs({"X", "Scale", "Bias", "Mean", "Variance"})
     .Outputs({"Y", "Coefficients", "MeanOut", "VarianceOut"})
-    .Attrs({"momentum: float", "epsilon: float", "relu: bool"})
+    .Attrs({"momentum: float", "epsilon: float", "activation: std::string"})
     .SetInplaceMap({{"Mean", "MeanOut"}, {"Variance", "VarianceOut"}})
     .SetKernelFn(PD_KERNEL(BnAct))
     .SetInferShapeFn(PD_INFER_SHAPE(BnActShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnActType));
 
-Shapes BnActBackwardShape(const Dims &x, const Dims &, const Dims &, const paddle::optional<Shapes> &, bool) {
+Shapes BnActBackwardShape(const Dims &x, const Dims &, const Dims &, const paddle::optional<Shapes> &, const std::string &) {
   return {x, {x.back()}, {x.back()}};
 }
 Types BnActBackwardType(DataType x, DataType, DataType, const paddle::optional<Types> &) {
@@ -54,7 +54,7 @@ Types BnActBackwardType(DataType x, DataType, DataType, const paddle::optional<T
 PD_BUILD_OP(native_bn_act_backward)
     .Inputs({"X", "DY", "Coefficients", paddle::Optional(paddle::Vec("Into"))})
     .Outputs({"DX", "DScale", "DBias"})
-    .Attrs({"relu: bool"})
+    .Attrs({"activation: std::string"})
     .SetKernelFn(PD_KERNEL(BnActBackward))
     .SetInferShapeFn(PD_INFER_SHAPE(BnActBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnActBackwardType));
@@ -91,7 +91,7 @@ PD_BUILD_OP(native_bn_add_relu_backward)
     .SetInferDtypeFn(PD_INFER_DTYPE(BnAddReluBackwardType));
 
 Shapes BnInferenceShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &,
-                        const paddle::optional<Dims> &, float, bool) {
+                        const paddle::optional<Dims> &, float, const std::string &) {
   return {x};
 }
 Types BnInferenceType(DataType x, DataType, DataType, DataType, DataType, const paddle::optional<DataType> &) {
@@ -100,7 +100,7 @@ Types BnInferenceType(DataType x, DataType, DataType, DataType, DataType, const 
 PD_BUILD_OP(native_bn_inference)
     .Inputs({"X", "Scale", "Bias", "Mean", "Variance", paddle::Optional("Z")})
     .Outputs({"Y"})
-    .Attrs({"epsilon: float", "relu: bool"})
+    .Attrs({"epsilon: float", "activation: std::string"})
     .SetKernelFn(PD_KERNEL(BnInference))
     .SetInferShapeFn(PD_INFER_SHAPE(BnInferenceShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnInferenceType));

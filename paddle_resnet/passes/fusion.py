@@ -1,5 +1,5 @@
-"""Programs rewritten to custom operators (native/): in NHWC BN with the ReLU and the residual addition after it, and
-max pooling; the update of all parameters, with the check of their gradients and the loss scale.
+"""Programs rewritten to custom operators (native/): in NHWC BN with the activation after it, or with the residual
+addition and a ReLU, and max pooling; the update of all parameters, with the check of gradients and the loss scale.
 
 This pass runs after all that Paddle writes into a program (precision, gradients, all-reduces). So parameters,
 checkpoints and communication are the same with and without it.
@@ -12,8 +12,18 @@ import paddle
 VECTOR_BYTES = 16  # what a thread of the kernels reads at once
 TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
 
-# The operators from a BN to the tensor that the rest of the program reads: the ReLU, the addition of `addend`.
-Tail = namedtuple("Tail", "ops out relu addend")
+# Paddle's activations that the kernels fuse: operator, with the attributes that it must have, and name in
+# native/activations.h.
+ACTIVATIONS = {
+    "relu": ({}, "relu"),
+    "relu6": ({"threshold": 6.0}, "relu6"),
+    "hard_swish": ({"threshold": 6.0, "scale": 6.0, "offset": 3.0}, "hard_swish"),
+    "silu": ({}, "silu"),
+    "swish": ({"beta": 1.0}, "silu"),
+}
+
+# The operators from a BN to the tensor that the rest of the program reads: the activation, the addition of `addend`.
+Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program):
@@ -61,10 +71,10 @@ class _Graph:
         x = self.variables(op, "X")["X"]
         return x.dtype in TYPE_BYTES and x.shape[-1] * TYPE_BYTES[x.dtype] % VECTOR_BYTES == 0
 
-    def only_reader(self, name, op_type):
-        """The only forward operator that reads a variable, if it is of this type; else None."""
+    def only_reader(self, name, op_types):
+        """The only forward operator that reads a variable, if it is of one of these types; else None."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
-        return readers[0] if len(readers) == 1 and readers[0].type == op_type else None
+        return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
     def gradient(self, op):
         """The operator that computes all gradients of another one; None if some are not needed."""
@@ -103,17 +113,19 @@ class _Graph:
 
 def _tail(graph, bn):
     y = bn.output("Y")[0]
-    relu = graph.only_reader(y, "relu")
-    if relu is not None:
-        return Tail([relu], relu.output("Out")[0], True, None)
-    add = graph.only_reader(y, "elementwise_add")
-    relu = add and graph.only_reader(add.output("Out")[0], "relu")
+    op = graph.only_reader(y, ACTIVATIONS)
+    if op is not None:
+        attributes, name = ACTIVATIONS[op.type]
+        if all(op.attr(key) == value for key, value in attributes.items()):
+            return Tail([op], op.output("Out")[0], name, None)
+    add = graph.only_reader(y, ["elementwise_add"])
+    relu = add and graph.only_reader(add.output("Out")[0], ["relu"])
     # Where both summands come from a BN, the first one takes the addition.
     if relu and add.input("X")[0] == y:
-        addend, normalised = graph.variables(add, "Y")["Y"], graph.block.var(y)
-        if addend.name != y and addend.shape == normalised.shape and addend.dtype == normalised.dtype:
-            return Tail([add, relu], relu.output("Out")[0], True, addend)
-    return Tail([], y, False, None)
+        addend, normalized = graph.variables(add, "Y")["Y"], graph.block.var(y)
+        if addend.name != y and addend.shape == normalized.shape and addend.dtype == normalized.dtype:
+            return Tail([add, relu], relu.output("Out")[0], "relu", addend)
+    return Tail([], y, "", None)
 
 
 def _fuse_training(graph, bn):
@@ -139,8 +151,10 @@ def _fuse_training(graph, bn):
     out_gradient = f"{tail.out}@GRAD"
     if tail.addend is None:
         inputs = known | {"DY": block.var(out_gradient)}
-        graph.replace(ops, ops[-1], "native_bn_act", parameters, made, attrs | {"relu": tail.relu})
-        graph.replace(gradients, gradients[0], "native_bn_act_backward", inputs, wanted, {"relu": tail.relu})
+        graph.replace(ops, ops[-1], "native_bn_act", parameters, made, attrs | {"activation": tail.activation})
+        graph.replace(
+            gradients, gradients[0], "native_bn_act_backward", inputs, wanted, {"activation": tail.activation}
+        )
         return
     mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
     summands, sums = graph.summands(out_gradient)
@@ -159,7 +173,7 @@ def _fuse_inference(graph, bn):
     inputs = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
     if tail.addend is not None:
         inputs["Z@OPTIONAL"] = tail.addend
-    attrs = {"epsilon": bn.attr("epsilon"), "relu": tail.relu}
+    attrs = {"epsilon": bn.attr("epsilon"), "activation": tail.activation}
     graph.replace(ops, ops[-1], "native_bn_inference", inputs, {"Y": graph.block.var(tail.out)}, attrs)
 
 

@@ -156,24 +156,27 @@ struct Unpack<kKernel> {
 #define ENTRIES(T) \
   ENTRY(bn_statistics_##T) \
   ENTRY(bn_apply_##T) \
-  ENTRY(bn_apply_relu_##T) \
   ENTRY(bn_apply_add_relu_##T) \
   ENTRY(bn_infer_##T) \
-  ENTRY(bn_infer_relu_##T) \
   ENTRY(bn_infer_add_relu_##T) \
   ENTRY(bn_reduce_##T) \
-  ENTRY(bn_reduce_relu_##T) \
   ENTRY(bn_reduce_add_relu_##T) \
   ENTRY(bn_reduce_add_relu_two_##T) \
   ENTRY(bn_gradient_##T) \
-  ENTRY(bn_gradient_relu_##T) \
   ENTRY(max_pool_##T) \
   ENTRY(max_pool_gradient_##T) \
   ENTRY(check_gradients_##T) \
   ENTRY(momentum_##T) \
   ENTRY(momentum_masters_##T)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) ENTRY(follow_loss_scale)
+#define ACTIVATED_ENTRIES(T, A) \
+  ENTRY(bn_apply_##A##_##T) \
+  ENTRY(bn_infer_##A##_##T) \
+  ENTRY(bn_reduce_##A##_##T) \
+  ENTRY(bn_gradient_##A##_##T)
+#define ACTIVATED_IN_BOTH_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A)
+
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) FOR_EACH_ACTIVATION(ACTIVATED_IN_BOTH_TYPES) ENTRY(follow_loss_scale)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace

@@ -138,25 +138,54 @@ def check_gradients(results, g, normalised, variance, scale, dtype):
     close(results[-1], dbias, "float32", size=rows**0.5 * 5)
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
-@pytest.mark.parametrize("where, dtype, shape", CASES)
-def test_bn_act(device, where, dtype, shape, relu):
+# Name: (function, derivative, where the derivative jumps).
+ACTIVATIONS = {
+    "": (lambda v: v, np.ones_like, []),
+    "relu": (lambda v: np.maximum(v, 0), lambda v: v > 0, [0]),
+    "relu6": (lambda v: v.clip(0, 6), lambda v: (v > 0) & (v < 6), [0, 6]),
+    "hard_swish": (
+        lambda v: v * (v + 3).clip(0, 6) / 6,
+        lambda v: np.where(v < -3, 0, np.where(v > 3, 1, v / 3 + 0.5)),
+        [-3, 3],
+    ),
+    "silu": (lambda v: v / (1 + np.exp(-v)), lambda v: (1 + np.exp(-v) + v * np.exp(-v)) / (1 + np.exp(-v)) ** 2, []),
+}
+
+
+def with_activations(*others):
+    """All CASES without an activation, with the ReLU and with `others`. The remaining activations differ in one
+    function, and run in the first case of each device and type."""
+    seen = set()
+    for case in CASES:
+        values, marks = getattr(case, "values", case), getattr(case, "marks", ())
+        is_first = values[:2] not in seen
+        seen.add(values[:2])
+        for name in (*(ACTIVATIONS if is_first else ("", "relu")), *others):
+            yield pytest.param(name, *values, marks=marks)
+
+
+@pytest.mark.parametrize("activation, where, dtype, shape", with_activations())
+def test_bn_act(device, where, dtype, shape, activation):
     random, channels = Random(dtype), shape[-1]
     x, dy = random.images(shape, offset=np.arange(channels) % 7 - 3), random.images(shape)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
+    scale = 4 * scale  # for values on both sides of each bend
     old_mean, old_variance = wide(mean), wide(variance)
-    y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, relu)[:2]
+    function, derivative, bends = ACTIVATIONS[activation]
+    y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
     expected, batch_mean, batch_variance, normalised = normalise(wide(x), wide(scale), wide(bias))
     rows = x.size // channels
     # A single row has variance 0: its two large summands cancel.
-    close(y, np.maximum(expected, 0) if relu else expected, dtype, size=1 / EPSILON**0.5 if rows == 1 else 1)
+    close(y, function(expected), dtype, size=4 / EPSILON**0.5 if rows == 1 else 1)
     close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
     close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
-    assert same([y, coefficients], run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, relu)[:2])
-    results = run("native_bn_act_backward", x, dy, coefficients, None, relu)
-    g = wide(dy) * (wide(y) > 0) if relu else wide(dy)
+    assert same([y, coefficients], run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2])
+    for bend in bends:  # where rounding decides
+        dy = dy * paddle.to_tensor((np.abs(expected - bend) > 1e-3).astype("float32")).astype(dtype)
+    results = run("native_bn_act_backward", x, dy, coefficients, None, activation)
+    g = wide(dy) * derivative(expected)
     check_gradients(results, g, normalised, batch_variance, wide(scale), dtype)
-    assert same(results, run("native_bn_act_backward", x, dy, coefficients, None, relu))
+    assert same(results, run("native_bn_act_backward", x, dy, coefficients, None, activation))
 
 
 @pytest.mark.parametrize("summands", [1, 2])
@@ -180,7 +209,7 @@ def test_a_channel_far_from_zero_keeps_its_variance(device, where, dtype, shape)
     random, channels = Random(dtype), shape[-1]
     x = random.images(shape, offset=1000)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
-    y = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, False)[0]
+    y = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, "")[0]
     size = wide(scale).max() / np.sqrt(wide(x).var((0, 1, 2)).min() + EPSILON)
     np.testing.assert_allclose(wide(y), normalise(wide(x), wide(scale), wide(bias))[0], atol=2e-3 * max(1, size))
 
@@ -193,7 +222,7 @@ def test_one_pixel_far_from_the_others_costs_no_digits(device, where, dtype, sha
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
     scale, bias, mean, variance = (Random(dtype).channels(shape[-1]) for _ in range(4))
-    coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, False)[1]
+    coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, "")[1]
     expected = 1 / np.sqrt(wide(x).var((0, 1, 2)) + EPSILON)
     np.testing.assert_allclose(wide(coefficients)[3], expected, rtol=2e-5)
 
@@ -203,10 +232,10 @@ def test_gradients_of_parameters_go_into_given_memory(device, where):
     random, shape = Random("float32"), (4, 7, 7, 64)
     x, z, dy = (random.images(shape) for _ in range(3))
     channels = [random.channels(64) for _ in range(4)]
-    _, plain, *_ = run("native_bn_act", x, *channels, 0.9, EPSILON, True)
+    _, plain, *_ = run("native_bn_act", x, *channels, 0.9, EPSILON, "relu")
     _, added, mask, *_ = run("native_bn_add_relu", x, z, *channels, 0.9, EPSILON)
     for name, inputs, attrs in (
-        ("native_bn_act_backward", [x, dy, plain], [True]),
+        ("native_bn_act_backward", [x, dy, plain], ["relu"]),
         ("native_bn_add_relu_backward", [x, [dy], added, mask], []),
     ):
         given = [paddle.zeros([64]), paddle.zeros([64])]
@@ -228,16 +257,17 @@ def test_posts(device, request, where):
         assert np.array_equal(np.asarray(posted), value.numpy())
 
 
-@pytest.mark.parametrize("relu, with_addition", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("where, dtype, shape", CASES)
-def test_bn_inference(device, where, dtype, shape, relu, with_addition):
+@pytest.mark.parametrize("activation, where, dtype, shape", with_activations("add_relu"))
+def test_bn_inference(device, where, dtype, shape, activation):
+    activation, with_addition = ("relu", True) if activation == "add_relu" else (activation, False)
     random = Random(dtype)
     x, z = random.images(shape), random.images(shape) if with_addition else None
     scale, bias, mean, variance = (random.channels(shape[-1]) for _ in range(4))
-    y = run("native_bn_inference", x, scale, bias, mean, variance, z, EPSILON, relu)[0]
+    scale = 4 * scale
+    y = run("native_bn_inference", x, scale, bias, mean, variance, z, EPSILON, activation)[0]
     expected = (wide(x) - wide(mean)) / np.sqrt(wide(variance) + EPSILON) * wide(scale) + wide(bias)
     expected = expected + wide(z) if with_addition else expected
-    close(y, np.maximum(expected, 0) if relu else expected, dtype)
+    close(y, ACTIVATIONS[activation][0](expected), dtype)
 
 
 @pytest.mark.parametrize("summands", [1, 2])
@@ -420,12 +450,14 @@ def test_what_is_not_finite_goes_through(device, where, dtype, value):
     def channels():
         return paddle.ones([8]), paddle.zeros([8]), paddle.zeros([8]), paddle.ones([8])
 
-    y = run("native_bn_inference", x, *channels(), None, EPSILON, True)[0]
-    assert (~np.isfinite(wide(y))).sum() == 1
+    for activation in ACTIVATIONS:
+        y = run("native_bn_inference", x, *channels(), None, EPSILON, activation)[0]
+        assert (~np.isfinite(wide(y))).sum() == (1 if activation != "relu6" or np.isnan(value) else 0)
     assert (~np.isfinite(wide(run("native_max_pool", x, 2, 2, 0)[0]))).sum() == 1
-    for name, addend, relu in (("native_bn_act", [], [True]), ("native_bn_add_relu", [x], [])):
+    fused = [("native_bn_act", [], [activation]) for activation in ACTIVATIONS]
+    for name, addend, activation in (*fused, ("native_bn_add_relu", [x], [])):
         scale, bias, mean, variance = channels()
-        y = run(name, x, *addend, scale, bias, mean, variance, 0.9, EPSILON, *relu)[0]
+        y = run(name, x, *addend, scale, bias, mean, variance, 0.9, EPSILON, *activation)[0]
         # A channel whose mean is not finite has no finite output.
         assert np.isnan(wide(y)[..., 0]).all()
         assert np.isfinite(wide(y)[..., 1:]).all()
@@ -446,7 +478,7 @@ def test_running_statistics_skip_a_variance_beyond_float32(device, where, dtype)
     x[..., 0] *= 1e30
     mean, variance = paddle.zeros([8]), paddle.ones([8])
     x = paddle.to_tensor(x).astype(dtype)
-    run("native_bn_act", x, paddle.ones([8]), paddle.zeros([8]), mean, variance, 0.9, EPSILON, True)
+    run("native_bn_act", x, paddle.ones([8]), paddle.zeros([8]), mean, variance, 0.9, EPSILON, "relu")
     assert_only_first_channel_is_kept(mean, variance)
 
 
@@ -564,7 +596,9 @@ def test_a_change_of_any_source_file_builds_anew(tmp_path, monkeypatch):
             file.write("// changed\n")
         after = native._operators_file(), native._kernels_file((9, 0))
         assert (after[0] != before[0]) == (name.suffix in (".cc", ".h")), name
-        assert (after[1] != before[1]) == (name.suffix in (".cu", ".cuh") or name.name == "common.h"), name
+        assert (after[1] != before[1]) == (
+            name.suffix in (".cu", ".cuh") or name.name in ("common.h", "activations.h")
+        ), name
 
 
 def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
@@ -620,7 +654,7 @@ def test_choice_of_the_kernels(monkeypatch):
         native.resolve(flags(kernels="native", data_layout="NCHW"))
 
 
-LINEAR_OR_FUSED = ["", "_relu", "_add_relu"]
+LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
 
 
 # The oldest GPU that Paddle 2.6 knows tensor cores on, and newer ones.
@@ -635,9 +669,10 @@ def test_kernels_compile_without_a_gpu(tmp_path, capability):
     native._compile_kernels(capability, tmp_path / "kernels")
     image = (tmp_path / "kernels").read_bytes()
     assert image.startswith(b"\x7fELF")
-    kinds = {"apply": LINEAR_OR_FUSED, "infer": LINEAR_OR_FUSED, "reduce": [*LINEAR_OR_FUSED, "_add_relu_two"]}
+    kinds = {kind: [*LINEAR_OR_FUSED, "_add_relu"] for kind in ("apply", "infer", "reduce")}
+    kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two"]}
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
-    names += ["bn_statistics", "bn_gradient", "bn_gradient_relu", "max_pool", "max_pool_gradient"]
+    names += ["bn_statistics", "max_pool", "max_pool_gradient"]
     names += ["check_gradients", "momentum", "momentum_masters"]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):

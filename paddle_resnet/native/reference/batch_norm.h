@@ -1,4 +1,4 @@
-// Batch normalisation with ReLU and residual addition in plain loops over float32, summed in float64. The operators
+// Batch normalisation with an activation and residual addition in plain loops over float32, summed in float64. The operators
 // call them on the CPU.
 //
 // Activations are [rows, channels] = [N * H * W, C], channels contiguous. The coefficients of a training step are [4,
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../activations.h"
 #include "../common.h"
 
 namespace reference {
@@ -44,9 +45,10 @@ inline void bn_statistics(const float *x, int rows, int channels, const float *s
   }
 }
 
-// y = a x + b [+ z], then the ReLU. `z` and `mask` may be null.
-inline void bn_apply(const float *x, const float *z, int rows, int channels, const float *a, const float *b, bool relu,
-                     float *y, uint8_t *mask) {
+// y = A(a x + b [+ z]) with the activation A. `z` and `mask` may be null.
+template <class A>
+void bn_apply(A, const float *x, const float *z, int rows, int channels, const float *a, const float *b, float *y,
+              uint8_t *mask) {
   for (int64_t i = 0; i < static_cast<int64_t>(rows) * channels; ++i) {
     const int channel = i % channels;
     float value = std::fma(a[channel], x[i], b[channel]) + (z ? z[i] : 0);
@@ -55,26 +57,28 @@ inline void bn_apply(const float *x, const float *z, int rows, int channels, con
       if (i % kMaskLanes == 0) byte = 0;
       byte |= (value > 0) << i % kMaskLanes;
     }
-    y[i] = relu && value < 0 ? 0 : value;  // passes NaN
+    y[i] = A::value(value);
   }
 }
 
 // bn_apply with the running statistics.
-inline void bn_infer(const float *x, const float *z, int rows, int channels, const float *scale, const float *bias,
-                     const float *mean, const float *variance, float epsilon, bool relu, float *y) {
+template <class A>
+void bn_infer(A activation, const float *x, const float *z, int rows, int channels, const float *scale,
+              const float *bias, const float *mean, const float *variance, float epsilon, float *y) {
   std::vector<float> a(channels), b(channels);
   for (int channel = 0; channel < channels; ++channel) {
     a[channel] = scale[channel] / std::sqrt(variance[channel] + epsilon);
     b[channel] = bias[channel] - mean[channel] * a[channel];
   }
-  bn_apply(x, z, rows, channels, a.data(), b.data(), relu, y, nullptr);
+  bn_apply(activation, x, z, rows, channels, a.data(), b.data(), y, nullptr);
 }
 
-// Ioffe and Szegedy, arXiv:1502.03167, section 3. The output's gradient is dy [+ dy2]. The ReLU's decisions come from
-// `mask` where there is one, otherwise, with `relu`, from y = a x + b again. `dy2`, `mask` and `dz` may be null; dz
-// gets the gradient behind the ReLU.
-inline void bn_gradient(const float *x, const float *dy, const float *dy2, const uint8_t *mask, bool relu, int rows,
-                        int channels, const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {
+// Ioffe and Szegedy, arXiv:1502.03167, section 3. The output's gradient is dy [+ dy2]. The decisions of a ReLU come from
+// `mask` where there is one, otherwise the activation A sees a x + b again. `dy2`, `mask` and `dz` may be null; dz gets
+// the gradient before the ReLU.
+template <class A>
+void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, int rows, int channels,
+                 const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {
   const float *a = coefficients, *b = a + channels, *mean = b + channels, *inverses = mean + channels;
   const int64_t size = static_cast<int64_t>(rows) * channels;
   std::vector<float> g(size);
@@ -83,9 +87,11 @@ inline void bn_gradient(const float *x, const float *dy, const float *dy2, const
     const int channel = i % channels;
     g[i] += dy[i];
     if (dy2) g[i] += dy2[i];
-    const bool passes =
-        mask ? mask[i / kMaskLanes] >> i % kMaskLanes & 1 : !relu || std::fma(a[channel], x[i], b[channel]) > 0;
-    if (!passes) g[i] = 0;
+    if (!mask) {
+      g[i] = A::gradient(g[i], std::fma(a[channel], x[i], b[channel]));
+    } else if (!(mask[i / kMaskLanes] >> i % kMaskLanes & 1)) {
+      g[i] = 0;
+    }
     sum[channel] += g[i];
     product[channel] += static_cast<double>(g[i]) * (x[i] - mean[channel]);
   }

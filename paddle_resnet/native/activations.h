@@ -1,0 +1,47 @@
+// The activations that the kernels fuse behind BN, and their gradients, in float32. passes/fusion.py has the same names.
+// A struct A has A::value(v), and A::gradient(g, v), which is g times the derivative at v. NaN passes.
+
+#pragma once
+
+#include "common.h"
+
+#ifndef __CUDACC_RTC__
+#include <cmath>
+#endif
+
+namespace activation {
+
+struct linear {
+  static ON_BOTH float value(float v) { return v; }
+  static ON_BOTH float gradient(float g, float) { return g; }
+};
+
+struct relu {
+  static ON_BOTH float value(float v) { return v < 0.f ? 0.f : v; }
+  static ON_BOTH float gradient(float g, float v) { return v > 0.f ? g : 0.f; }
+};
+
+struct relu6 {
+  static ON_BOTH float value(float v) { return v < 0.f ? 0.f : v > 6.f ? 6.f : v; }
+  static ON_BOTH float gradient(float g, float v) { return v > 0.f && v < 6.f ? g : 0.f; }
+};
+
+// v relu6(v + 3) / 6: Howard et al., arXiv:1905.02244, section 5.2.
+struct hard_swish {
+  static ON_BOTH float value(float v) { return v * relu6::value(v + 3.f) * (1.f / 6.f); }
+  static ON_BOTH float gradient(float g, float v) {
+    return v < -3.f ? 0.f : v > 3.f ? g : g * (v * (1.f / 3.f) + 0.5f);
+  }
+};
+
+// v sigmoid(v): Elfwing et al., arXiv:1702.03118.
+struct silu {
+  static ON_BOTH float sigmoid(float v) { return 1.f / (1.f + expf(-v)); }
+  static ON_BOTH float value(float v) { return v * sigmoid(v); }
+  static ON_BOTH float gradient(float g, float v) { return g * sigmoid(v) * (1.f + v * (1.f - sigmoid(v))); }
+};
+
+}  // namespace activation
+
+// For each activation, its name and what follows in the names of kernels.
+#define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu)
