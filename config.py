@@ -504,7 +504,7 @@ def _add_model(group):
         "--model-arch-name",
         default="ResNet50",
         metavar="ARCH",
-        help="ResNet18, ResNet34, ResNet50, ResNet101 or ResNet152",
+        help="ResNet18, ResNet34, ResNet50, ResNet101, ResNet152 or MobileNetV2",
     )
     group.add_argument(
         "--num-of-class",

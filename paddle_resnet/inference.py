@@ -17,7 +17,7 @@ import config
 from paddle_resnet import onnx_writer, preprocessing
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.job import processes
-from paddle_resnet.models import build_model
+from paddle_resnet.models import build_model, ends
 from paddle_resnet.program import compile_prog
 from utils import errors, files
 from utils.checks import is_number, is_table, is_text
@@ -108,13 +108,13 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False):
     paddle.enable_static()
     trained, startup, *_ = _build(args)
     channels, args.image_shape = args.image_shape[0], [3, *args.image_shape[1:]]
-    program, _, *ends = _build(args, uint8)
-    network = Network(args, meta, program, *ends, _describe(args, meta, *ends[:2]))
+    program, _, *outer = _build(args, uint8)
+    network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
     with static.scope_guard(network.scope):
         network.exe.run(startup)
         variables.load(args, checkpoint, trained, processes.place(args))
         if channels > 3:  # the loader's fourth channel is zero, so what the filters make of it is, too
-            stem = program.all_parameters()[0].name
+            stem = ends(program).first
             network.scope.find_var(stem).get_tensor().set(
                 np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args)
             )

@@ -48,8 +48,16 @@ def to_onnx(program, inputs, outputs, read, metadata):
         if op.type == "assign_value":
             constants[op.output("Out")[0]] = compat.assigned(op)
             continue
+        if op.type not in _TRANSLATIONS:
+            raise UsageError(f"--onnx: the network has the operator {op.type}, which has no translation; remove --onnx")
         kind, operands, result, attributes = _TRANSLATIONS[op.type](op)
-        names = [op.input(slot)[0] for slot in operands]
+        names = []
+        for number, operand in enumerate(operands):
+            if isinstance(operand, str):
+                names += op.input(operand)
+            else:
+                names.append(f"{op.output(result)[0]}.{number}")
+                constants[names[-1]] = operand
         nodes.append(onnx.helper.make_node(kind, names, op.output(result), name=op.output(result)[0], **attributes))
     used = {name for node in nodes for name in node.input}
     initializers = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items() if name in used]
@@ -97,12 +105,14 @@ def _pool(op):
     return "MaxPool", ["X"], "Out", attributes
 
 
-# Paddle's operator to (ONNX's operator, slots of its inputs, slot of its output, attributes).
+# Paddle's operator to (ONNX's operator, slots of its inputs or constants, slot of its output, attributes).
 _TRANSLATIONS = {
     "conv2d": _conv,
+    "depthwise_conv2d": _conv,
     "batch_norm": _batch_norm,
     "pool2d": _pool,
     "relu": lambda op: ("Relu", ["X"], "Out", {}),
+    "relu6": lambda op: ("Clip", ["X", np.float32(0), np.float32(op.attr("threshold"))], "Out", {}),
     "elementwise_add": lambda op: ("Add", ["X", "Y"], "Out", {}),
     "elementwise_mul": lambda op: ("Mul", ["X", "Y"], "Out", {}),
     "flatten_contiguous_range": lambda op: ("Flatten", ["X"], "Out", {"axis": op.attr("start_axis")}),

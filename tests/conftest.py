@@ -29,6 +29,7 @@ import train
 from paddle_resnet import dali, models
 from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.tools import convert, verify
+from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +87,7 @@ def fresh_paddle(monkeypatch):
     monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 0)
     monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 0)
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1), width=8))
+    monkeypatch.setitem(models.MODELS, "TinyMobile", partial(MobileNetV2, stages=((1, 16, 1, 1), (6, 24, 2, 2))))
     with static.scope_guard(static.Scope()):
         yield
 

@@ -6,7 +6,7 @@ from paddle import static
 from paddle_resnet.models import MODELS
 from utils.errors import UsageError
 
-EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032}
+EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "MobileNetV2": 3_504_872}
 
 
 def describe(network, shape):
@@ -69,6 +69,49 @@ def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch, depths,
     logits = exe.run(ours, {"data": images}, [out])[0]
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+
+
+def reference_mobilenet_v2():
+    model = paddle.vision.models.mobilenet_v2()
+    model.classifier[0].p = 0.0  # dropout
+    for layer in model.sublayers():
+        if isinstance(layer, paddle.nn.BatchNorm2D):
+            layer._epsilon, layer._momentum = 1e-3, 0.997
+    return model
+
+
+@pytest.fixture
+def float64():
+    """In float32, sums in another order flip decisions of ReLU6, which 52 layers amplify."""
+    paddle.set_default_dtype("float64")
+    yield
+    paddle.set_default_dtype("float32")
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_logits_and_gradients_of_mobilenet_v2_equal_those_of_paddle_vision(float64, layout):
+    random = np.random.RandomState(1)
+    images, slopes = random.randn(4, 3, 64, 64), random.randn(4, 1000)
+    in_layout = images if layout == "NCHW" else images.transpose(0, 2, 3, 1)
+    found, weights = [], None
+    for network, x in (
+        (reference_mobilenet_v2, images),
+        (lambda: MODELS["MobileNetV2"](data_format=layout), in_layout),
+    ):
+        main, startup = static.Program(), static.Program()
+        with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+            out = network()(static.data("data", [None, *x.shape[1:]], dtype="float64"))
+            loss = paddle.mean(out * static.data("slopes", [None, 1000], dtype="float64"))
+            gradients = [gradient for _, gradient in static.append_backward(loss)]
+        with static.scope_guard(static.Scope()):
+            exe = static.Executor(paddle.CPUPlace())
+            exe.run(startup)
+            weights = weights or randomised(main)
+            set_parameters(main, weights)
+            found.append(exe.run(main, {"data": x, "slopes": slopes}, [out, *gradients]))
+    assert len(found[0]) == 1 + 52 * 3 + 2  # filters, scales and shifts; weight and bias of the classifier
+    for expected, ours in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6 * np.abs(expected).max() + 1e-14, rtol=0)
 
 
 def test_names_and_order_are_those_of_nvidias_example():

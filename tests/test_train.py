@@ -1,5 +1,6 @@
 """train.py as a whole, on real images and real programs."""
 
+import importlib.util
 import pickle
 import shutil
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from conftest import NHWC, ROOT, assert_one_sentence, assert_sparse, phase
+from conftest import NHWC, ROOT, assert_one_sentence, assert_sparse, losses, phase
+from paddle_resnet import export
 from paddle_resnet.data import listing
 from utils.mode import Mode
 
@@ -286,3 +288,29 @@ def test_recipes_name_known_flags(train_process):
     assert recipes
     for recipe in recipes:
         assert train_process("--config", recipe, "--print-config").returncode == 0
+
+
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
+def test_mobilenet_v2_trains_resumes_evaluates_and_exports(run_train, photos, tmp_path, capsys, kernels):
+    layout = ["--data-layout", "NHWC"] if kernels == "native" else []
+    flags = ["--model-arch-name", "TinyMobile", *layout, "--kernels", kernels, "--lr", "0.01"]
+    code, report = run_train(*flags, "--epochs", "2", "--print-interval", "1")
+    assert code == 0
+    expected = losses(report)
+    assert (", 10 native_bn_act, " in capsys.readouterr().out) == (kernels == "native")
+    shutil.rmtree(tmp_path / "output/TinyMobile/1")
+    code, report = run_train(*flags, "--epochs", "2", "--print-interval", "1", "--resume")
+    assert code == 0
+    found = losses(report)
+    assert found == {step: loss for step, loss in expected.items() if step in found}
+    assert (1, "val") in found
+    checkpoint = tmp_path / "output/TinyMobile/1"
+    code, report = run_train(
+        "--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--model-arch-name", "TinyMobile"
+    )
+    assert code == 0
+    assert phase(report, [], "val.")["loss"] == pytest.approx(found[1, "val"], rel=1e-4)
+    if kernels == "native":
+        return
+    has_onnx = importlib.util.find_spec("onnxruntime") is not None
+    export.export(checkpoint, tmp_path / "exported", onnx=has_onnx, verify=photos)

@@ -2,7 +2,6 @@
 `paddle.static.load`. Loading is strict. Parameters are float32 on the disk, whatever the training precision.
 """
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import paddle
 from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
+from paddle_resnet.models import ends
 from utils import logger
 from utils.errors import UsageError
 
@@ -76,9 +76,7 @@ def load_pretrained(args, program, place):
     flag = f"--from-pretrained-params {args.from_pretrained_params}"
     state = _read(pretrained_file(args), flag)
     skipped, (parameters, _) = [], variables(program)
-    others = [
-        name for name in _classifier(program) if name not in state or tuple(state[name].shape) != parameters[name]
-    ]
+    others = [name for name in ends(program).last if name not in state or tuple(state[name].shape) != parameters[name]]
     if args.pretrained_mismatch == "error":
         _refuse_other_classes(args, state, parameters, others, flag)
     else:
@@ -242,13 +240,6 @@ def _bfloat16(array):
     float32's bits."""
     bits = array.astype(np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
-
-
-def _classifier(program):
-    """Names of the parameters of the last fully connected layer."""
-    names = sorted(p.name for p in program.all_parameters() if re.fullmatch(r"linear_\d+\.[wb]_0", p.name))
-    last = max(int(re.search(r"\d+", name)[0]) for name in names)
-    return [name for name in names if name.startswith(f"linear_{last}.")]
 
 
 def _read(path, flag, read=arrays.read_pickle):

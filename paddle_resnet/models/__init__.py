@@ -1,7 +1,11 @@
-"""The model registry: --model-arch-name to constructor."""
+"""The model registry: --model-arch-name to constructor, and what the rest of the program knows of a network."""
 
+from dataclasses import dataclass
 from functools import partial
 
+from paddle import static
+
+from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from utils.errors import UsageError
 
@@ -11,21 +15,44 @@ MODELS = {
     "ResNet50": partial(ResNet, BottleneckBlock, (3, 4, 6, 3)),
     "ResNet101": partial(ResNet, BottleneckBlock, (3, 4, 23, 3)),
     "ResNet152": partial(ResNet, BottleneckBlock, (3, 8, 36, 3)),
+    "MobileNetV2": MobileNetV2,
 }
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Names of the parameters at the ends of a program's network.
+
+    Attributes:
+        first: filters of the convolution that reads the images.
+        last: bias and weight of the classifier.
+    """
+
+    first: str
+    last: tuple
+
+
 def build_model(args):
-    """The network that the flags ask for, built into the current program.
+    """The network that the flags ask for, built into the current program. ends(program) has its first and last layer,
+    which a network declares as its properties `first`, a Conv2D, and `last`, a Linear.
 
     Raises:
         UsageError: --model-arch-name is not in the registry.
     """
-    return MODELS[registered_name(args.model_arch_name)](
+    model = MODELS[registered_name(args.model_arch_name)](
         num_classes=args.num_of_class,
         in_channels=args.image_shape[0],
         data_format=args.data_layout,
         bn_weight_decay=args.bn_weight_decay,
     )
+    last = (model.last.bias.name, model.last.weight.name)
+    static.default_main_program().network_ends = Ends(model.first.weight.name, last)
+    return model
+
+
+def ends(program):
+    """The Ends of the network that build_model has built into a program."""
+    return program.network_ends
 
 
 def registered_name(arch):

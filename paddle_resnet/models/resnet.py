@@ -5,35 +5,9 @@ bottleneck in its 3x3 convolution instead of its first 1x1, which costs 5 % of s
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
-from paddle.nn.initializer import KaimingNormal, Normal
-from paddle.regularizer import L2Decay
+from paddle.nn.initializer import Normal
 
-
-class BatchNorm(nn.BatchNorm2D):
-    """The parameters are named after the class: batch_norm_N, as in checkpoints of NVIDIA's RN50v1.5 example."""
-
-
-class ConvBN(nn.Layer):
-    """Convolution without bias, then batch normalisation; padding keeps the size at stride 1."""
-
-    def __init__(self, in_channels, channels, kernel_size, stride, data_format, bn_weight_decay):
-        super().__init__()
-        self.conv = nn.Conv2D(
-            in_channels,
-            channels,
-            kernel_size,
-            stride=stride,
-            padding=kernel_size // 2,
-            weight_attr=paddle.ParamAttr(initializer=KaimingNormal()),
-            bias_attr=False,
-            data_format=data_format,
-        )
-        # A parameter's own regularizer replaces the optimizer's, so 0 switches weight decay off for it.
-        attr = None if bn_weight_decay else paddle.ParamAttr(regularizer=L2Decay(0.0))
-        self.bn = BatchNorm(channels, weight_attr=attr, bias_attr=attr, data_format=data_format)
-
-    def forward(self, x):
-        return self.bn(self.conv(x))
+from paddle_resnet.models.layers import ConvBN
 
 
 class Block(nn.Layer):
@@ -115,6 +89,14 @@ class ResNet(nn.Layer):
         self.global_pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)
         # Normal(0, 0.01): Goyal et al., arXiv:1706.02677, section 5.1.
         self.classifier = nn.Linear(channels, num_classes, weight_attr=paddle.ParamAttr(initializer=Normal(0.0, 0.01)))
+
+    @property
+    def first(self):
+        return self.stem.conv
+
+    @property
+    def last(self):
+        return self.classifier
 
     def forward(self, x):
         x = self.pool(F.relu(self.stem(x)))

@@ -39,7 +39,7 @@ def _fold(program, channel_axis):
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
         out = bn.input("X")[0]
         conv = makers[out]
-        if conv.type != "conv2d":
+        if conv.type not in ("conv2d", "depthwise_conv2d"):
             continue
         used = block.var(conv.input("Filter")[0])
         cast = makers.get(used.name)  # of level O1

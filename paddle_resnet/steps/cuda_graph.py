@@ -32,8 +32,9 @@ CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_all
 # one that draws random numbers, for example, may draw the same ones in each step.
 REPEATABLE = {
     *("assign", "cast", "fill_constant", "scale", "reciprocal"),
-    *("conv2d", "conv2d_grad", "pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
-    *("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "grad_add"),
+    *("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad"),
+    *("pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
+    *("batch_norm", "batch_norm_grad", "relu", "relu_grad", "relu6", "relu6_grad", "sum", "grad_add"),
     *("elementwise_add", "elementwise_add_grad", "elementwise_mul", "elementwise_mul_grad"),
     *("flatten_contiguous_range", "flatten_contiguous_range_grad"),
     *(compat.ALL_REDUCE, "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
