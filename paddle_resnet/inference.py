@@ -229,7 +229,7 @@ def open_paddle(folder, device, logits=False):
         predictor = inference.create_predictor(settings)
     except (RuntimeError, ValueError) as e:
         reason = str(e).strip().splitlines()[-1]
-        raise UsageError(f"{folder} cannot be opened by Paddle Inference ({reason}): export it again") from e
+        raise UsageError(f"{folder}: cannot be opened by Paddle Inference ({reason}); export it again") from e
 
     def outputs(images):
         predictor.get_input_handle(description["input"]["name"]).copy_from_cpu(np.ascontiguousarray(images))
@@ -263,10 +263,10 @@ def open_onnx(path, device, logits=False):
     providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
     try:
         session = onnxruntime.InferenceSession(data, providers=providers)
+        text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
     except Exception as e:  # onnxruntime's errors have no common class
         reason = str(e).strip().splitlines()[-1]
-        raise UsageError(f"{path} cannot be opened by onnxruntime ({reason}): export it again") from e
-    text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
+        raise UsageError(f"{path}: cannot be opened by onnxruntime ({reason}); export it again") from e
     description = _checked_description(text, path)
     name = description["input"]["name"]
     return _tried(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)

@@ -323,10 +323,21 @@ def test_every_field_of_a_description_is_checked(checkpoint, tmp_path, uint8):
             inference._checked_description(text, "model.json")
 
 
-def test_damaged_onnx_file_is_a_sentence(val_images, tmp_path, capsys):
-    pytest.importorskip("onnxruntime")
+def test_damaged_onnx_file_is_a_sentence(checkpoint, model_of, val_images, tmp_path, capsys):
+    exported = model_of("ONNX", checkpoint).read_bytes()
     model = tmp_path / "model.onnx"
-    for data, says in ((None, ": cannot be read"), (b"no model", " cannot be opened by onnxruntime")):
+    for data, says in (
+        (None, ": cannot be read"),
+        (b"no model", ": cannot be opened by onnxruntime"),
+        (
+            exported.replace(b'"epoch": ', b'"ep\xffch": '),
+            ": cannot be opened by onnxruntime ('utf-8' codec can't decode",
+        ),
+        (
+            exported.replace(b'"dtype": "float32"', b'"dtype": "float64"'),
+            ": does not describe a network of this program",
+        ),
+    ):
         if data:
             model.write_bytes(data)
         assert predict.main([str(model), val_images[0][0], "--device", "cpu"]) == 2
