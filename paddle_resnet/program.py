@@ -21,7 +21,7 @@ from paddle_resnet.passes import all_reduces, fusion, updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
 from utils import logger, progress
 from utils.errors import RunError
-from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles
+from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles, mean
 from utils.mode import Mode
 from utils.signals import Preempted
 
@@ -207,9 +207,10 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         mode: Mode.TRAIN or Mode.EVAL.
         lr_scheduler: if given, it advances after each step.
     Returns:
-        dict over all processes: loss, top1, top5 (means over images; of the measured steps in benchmark mode), images,
-        steps, epoch_time (seconds), ips (images/s), data_time (waiting for the loader), compute_time and batch_time
-        (mean seconds a step); with dynamic loss scaling loss_scale; in benchmark mode also
+        dict over all processes: loss, top1, top5 (means over images, those with a finite loss for the loss, NaN if
+        there are none; of the measured steps in benchmark mode), images, steps, epoch_time (seconds), ips (images/s),
+        data_time (waiting for the loader), compute_time and batch_time (mean seconds per step); with dynamic loss
+        scaling loss_scale; in benchmark mode also
         latency_{mean,p50,p90,p95,p99}_ms (of the time between the dispatches of consecutive steps: the host is a step
         ahead of a GPU, so this is the time per step, not the time that one batch takes) and first_step_s (seconds from
         the start of the program until the host had the first step's metrics); with Mode.EVAL confusion (images by label
@@ -385,7 +386,7 @@ class _Pass:
         data_time, batch_time = self._clock.recent()
         if batch_time == 0:
             return
-        means = {name: meter.sum / meter.count for name, meter in self._averages().items()}
+        means = {name: meter.mean() for name, meter in self._averages().items()}
         figures = [f"loss {means['loss']:.4g}", f"top1 {means['top1']:.4f}", f"{images / batch_time:,.0f} images/s"]
         figures.append(f"waiting for data {data_time / batch_time:.0%}")
         if lr is not None:
@@ -443,15 +444,16 @@ def _loss_scale():
 def _over_all_processes(meters, clock, stopped):
     """Sums and times of all processes, reduced on the host in float64; the result is the same on each."""
     watchdog.phase("the sums over all processes")
+    mine = [number for meter in meters.values() for number in (meter.sum, meter.count - meter.not_finite)]
     loss = meters["loss"]
-    mine = [meter.sum for meter in meters.values()] + [loss.count, loss.not_finite, clock.images, stopped]
+    mine += [loss.count, loss.not_finite, clock.images, stopped]
     mine += [len(clock.batch_times), sum(clock.batch_times), sum(clock.data_times)]
     everyone = exchange.all_gather(mine)
     *sums, images, not_finite, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
     if any_stopped:
         raise Preempted
     steps, slowest = int(everyone[:, -3].max()), everyone[:, -2].max()  # a process may have no images
-    result = {name: value / images for name, value in zip(meters, sums, strict=True)}
+    result = {name: mean(*sums[2 * i : 2 * i + 2]) for i, name in enumerate(meters)}
     result.update(
         images=int(images),
         steps=steps,

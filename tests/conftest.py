@@ -252,7 +252,12 @@ def read_report(path):
     """Entries of a report file: dicts with step and data."""
     if not path.exists():
         return []
-    return [json.loads(line.removeprefix("DLLL ")) for line in path.read_text().splitlines()]
+    return [strict_json(line.removeprefix("DLLL ")) for line in path.read_text().splitlines()]
+
+
+def strict_json(text):
+    """The content of a JSON text without Python's NaN and Infinity."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def phase(report, step, prefix):

@@ -515,8 +515,24 @@ def test_bad_losses_are_counted_over_the_end_of_an_epoch(parse):
 
 def test_bad_losses_of_an_evaluation_are_its_result(parse):
     args = parse("--max-bad-steps", "1")
-    result = program.run(args, Batches(random_batches(2)), Losses([NAN, 1]), None, fake_fetchs(), 0, Mode.EVAL)
+    result = program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), None, fake_fetchs(), 0, Mode.EVAL)
     assert np.isnan(result["loss"])
+    assert (result["not_finite"], result["images"], result["top1"]) == (16, 16, 0.5)
+
+
+def test_mean_loss_omits_what_is_not_finite_on_any_process(parse, monkeypatch):
+    """Rank 0 has losses of 1 and infinity, rank 1 has 4 and 4."""
+    everyone = []
+
+    def all_gather(mine):
+        everyone.append(mine)
+        theirs = [8 * 8, 16, 8.0, 16, 8.0, 16, 16, 0, *mine[8:]]
+        return np.array([mine, theirs])
+
+    monkeypatch.setattr(program.exchange, "all_gather", all_gather)
+    result = program.run(parse(), Batches(random_batches(2)), Losses([1, INF]), None, fake_fetchs(), 0)
+    assert everyone[0][:8] == [8, 8, 8, 16, 8, 16, 16, 8]
+    assert (result["loss"], result["not_finite"], result["images"]) == (3, 8, 32)
 
 
 @pytest.mark.parametrize(("scale", "ends"), [(2.0, False), (1.0, True)])

@@ -1,6 +1,7 @@
-"""Names and opening of files: regular ones up to a size, without waiting for a pipe's writer."""
+"""Names, opening and text of files: regular ones up to a size, without waiting for a pipe's writer; valid JSON."""
 
 import errno
+import math
 import os
 import stat
 from pathlib import Path
@@ -65,3 +66,12 @@ def open_regular(path, limit_bytes=None):
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def finite(data):
+    """Plain data with None for numbers that are not finite, since JSON has neither Infinity nor NaN."""
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

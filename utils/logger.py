@@ -209,7 +209,7 @@ def log(step, data):
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
-        data: {name: number or text}.
+        data: {name: number or text}; the report has null for numbers that are not finite.
     """
     if _quiet:
         return
@@ -236,7 +236,7 @@ def report(step, data):
             "data": data,
         }
         try:
-            _report.write("DLLL " + json.dumps(entry) + "\n")
+            _report.write("DLLL " + json.dumps(files.finite(entry)) + "\n")
         except OSError as e:
             failed, _report = _report, None
             with contextlib.suppress(OSError):  # close() tries to write the same line again

@@ -8,15 +8,22 @@ import numpy as np
 from utils.errors import NO_CLASS, DataError
 
 
+def mean(total, count):
+    """total / count, NaN if there is nothing to average."""
+    return total / count if count else math.nan
+
+
 class AverageMeter:
-    """Mean of a metric over samples, accumulated in float64 to be independent of the batch size.
+    """Mean of the finite values of a metric over samples, accumulated in float64 to be independent of the batch size.
 
     Args:
         name: metric name in logs, for example "top1".
         is_ratio: the value of a batch is a count divided by the batch size (an accuracy). The exact count is restored
             from it, so that the mean over many batches has no float32 rounding.
     Attributes:
-        value: mean of the last update.
+        value: mean of the finite values of the last update, NaN if there are none.
+        sum: of the finite values.
+        count: number of samples, whose values are finite or not.
         not_finite: samples whose value, or whose batch's mean, was not finite.
         bad_updates: number of consecutive updates, up to the last, that were not finite; reset() keeps it.
     """
@@ -28,7 +35,7 @@ class AverageMeter:
         self.reset()
 
     def reset(self):
-        self.value = float("nan")
+        self.value = math.nan
         self.sum = 0.0
         self.count = 0
         self.not_finite = 0
@@ -44,25 +51,33 @@ class AverageMeter:
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
+        is_finite = np.isfinite(value)
+        not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
+        value = value[is_finite]
         # Multiples of 2^-24, finer than float32 near 1, add up to half a billion without rounding. The sum over samples
         # is therefore the same in any order, for any number of processes and any batch size.
-        total = float(np.rint(value * 2.0**24).sum() / 2**24) if value.size == n else float(value[0]) * n
+        is_each = is_finite.size == n
+        total = float(np.rint(value * 2.0**24).sum() / 2**24) if is_each else float(value.sum()) * n
         if self.is_ratio:
             if total < 0:
                 raise DataError(NO_CLASS)
             total = round(total)
-        self.value = total / n
+        self.value = mean(total, n - not_finite)
         self.sum += total
         self.count += n
-        self.not_finite += int(np.count_nonzero(~np.isfinite(value))) * n // value.size
-        self.bad_updates = 0 if math.isfinite(self.value) else self.bad_updates + 1
+        self.not_finite += not_finite
+        self.bad_updates = self.bad_updates + 1 if not_finite else 0
+
+    def mean(self):
+        """Mean of all finite values; NaN if there are none."""
+        return mean(self.sum, self.count - self.not_finite)
 
     def state(self):
         """The accumulated sum as plain data, for restore()."""
-        return {"value": self.value, "sum": self.sum, "count": self.count, "not_finite": self.not_finite}
+        return {"sum": self.sum, "count": self.count, "not_finite": self.not_finite}
 
     def restore(self, state):
-        self.value, self.sum, self.count = state["value"], state["sum"], state["count"]
+        self.sum, self.count = state["sum"], state["count"]
         self.not_finite = state.get("not_finite", 0)  # missing in older checkpoints
 
     def excuse_update(self):

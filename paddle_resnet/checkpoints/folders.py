@@ -25,7 +25,7 @@ from pathlib import Path
 from paddle_resnet.checkpoints import schema
 from utils import locks, logger
 from utils.errors import UsageError
-from utils.files import open_regular
+from utils.files import finite, open_regular
 
 META = "meta.json"
 FORMAT = 2
@@ -130,7 +130,7 @@ def commit(root, name, files, meta, form="rename"):
 
 def _write_files(folder, files, meta):
     manifest = {file_name: write_file(folder / file_name, write) for file_name, write in files.items()}
-    meta = {"format": FORMAT, **meta, "files": manifest}
+    meta = finite({"format": FORMAT, **meta, "files": manifest})
     text = json.dumps({**meta, "checksum": _checksum(meta)}, indent=1)
     write_file(folder / META, lambda file: file.write(text.encode()))
 

@@ -32,8 +32,8 @@ def problem(meta):
 
 def _is_result(value):
     """Of an epoch's training or evaluation."""
-    checks = {"loss": is_number, "top1": is_ratio, "top5": is_ratio, "ips": is_number}
-    return is_table(value, **checks) and all(map(is_number, value.values()))
+    checks = {"loss": is_none_or(is_number), "top1": is_ratio, "top5": is_ratio, "ips": is_number}
+    return is_table(value, **checks) and all(map(is_none_or(is_number), value.values()))
 
 
 def _is_best(value):
@@ -61,7 +61,7 @@ def _is_base64(value):
 
 
 def _is_meter(value):
-    return is_table(value, value=is_number, sum=is_number, count=is_count) and is_count(value.get("not_finite", 0))
+    return is_table(value, sum=is_number, count=is_count) and is_count(value.get("not_finite", 0))
 
 
 def _are_seeds(value):

@@ -1,6 +1,9 @@
 """Log lines of single steps with the figures of all processes."""
 
+import math
+
 from paddle_resnet.job import exchange, processes
+from utils.meters import mean
 
 
 class StepLog:
@@ -58,5 +61,6 @@ def over_all(everyone):
         elif name.endswith("_time"):
             result[name] = sum(values) / len(values)
         else:
-            result[name] = sum(value * n for value, n in zip(values, counts, strict=True)) / sum(counts)
+            finite = [(value * n, n) for value, n in zip(values, counts, strict=True) if math.isfinite(value)]
+            result[name] = mean(sum(total for total, _ in finite), sum(n for _, n in finite))
     return {**result, **everyone[0][2]}

@@ -1,7 +1,6 @@
 """`python -m paddle_resnet.report RUN...`: runs side by side, from their reports."""
 
 import argparse
-import math
 
 from rich.console import Console
 from rich.table import Table
@@ -105,7 +104,7 @@ def parting(first, other):
         if "train.loss" in a and "train.loss" in other.steps.get(step, {})
     ]
     for i, ((epoch, step), a, b) in enumerate(steps):
-        if repr(a) != repr(b):  # NaN equals itself here
+        if repr(a) != repr(b):  # None if the loss is not finite
             before = f"; equal in all steps logged before ({i})" if i else ", the first logged step"
             return f"parts from the first run at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
     return (
@@ -125,7 +124,7 @@ def _print(console, title, runs, rows):
 def _print_curves(console, runs):
     """A row of bars for each run and figure, on one scale for all runs."""
     for name, title in CURVES.items():
-        curves = {run: [y for _, y in points if math.isfinite(y)] for run, _, points in _series(runs, name)}
+        curves = {run: [y for _, y in points] for run, _, points in _series(runs, name)}
         values = [y for curve in curves.values() for y in curve]
         if len(values) < 2:
             continue

@@ -6,20 +6,21 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 460, 270
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 34
+TINY = 1e-30  # smaller differences and values would need ticks that float64 does not have
 
 
 def chart(series, xlabel="epochs done", mark=None, from_zero=False):
     """Draw lines over one axis.
 
     Args:
-        series: [(name, CSS class, [(x, y)])]; values that are not finite are left out.
+        series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
         xlabel: of the x axis.
         mark: (x, y) of a point to mark, or None.
         from_zero: the y axis begins at 0. Otherwise it is logarithmic where positive values span a factor of 30.
     Returns:
         Markup of an <svg>, or "" without points.
     """
-    series = [(name, css, [p for p in points if math.isfinite(p[1])]) for name, css, points in series]
+    series = [(name, css, [(x, y if abs(y) > TINY else 0) for x, y in points]) for name, css, points in series]
     points = [p for _, _, line in series for p in line]
     if not points:
         return ""
@@ -63,13 +64,13 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False):
 
 def ticks(low, high):
     """Round numbers, about five, from at most low to at least high."""
-    if low == high:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     rough = (high - low) / 4
     power = 10 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def decades(low, high):

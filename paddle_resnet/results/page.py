@@ -1,6 +1,7 @@
 """The page about a run (--report-html): one HTML file without other files, made from the report and its tables."""
 
 import base64
+import functools
 import io
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ def write(path, report_file, environment=None):
         report_file: a report; the CSV files beside it are those of its last evaluation.
         environment: {name: value} to show, or None.
     Raises:
-        UsageError: report_file is no report.
+        UsageError: report_file or a table next to it does not fit the schema.
         RunError: the page cannot be written.
     """
     run = reading.read(report_file)
@@ -53,14 +54,20 @@ def write(path, report_file, environment=None):
 
 def save(path, template, **content):
     """Fill a template of this folder and write it."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["duration"] = lambda seconds: str(timedelta(seconds=round(seconds)))
     try:
         files.touch(path)
-        Path(path).write_text(environment.get_template(template).render(content), encoding="utf-8")
+        text = _templates().get_template(template).render(content)
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")  # names may have lone surrogates
     except OSError as e:
         raise RunError(f"{path} cannot be written ({e.strerror}): make room or name another file") from e
+
+
+@functools.cache
+def _templates():
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["duration"] = _duration
+    return environment
 
 
 def _figures(run):
@@ -75,7 +82,11 @@ def _figures(run):
         ips,
     )
     found += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]
-    return [*found, (str(timedelta(seconds=round(run.total_s))), "in all")]
+    return [*found, (_duration(run.total_s), "in all")]
+
+
+def _duration(seconds):
+    return str(timedelta(seconds=min(round(seconds), reading.LIMIT_S)))
 
 
 def _charts(run):
@@ -101,12 +112,9 @@ def _charts(run):
 
 def _time(run):
     """[(what, seconds, share)] of the time from the starts of the run to its last entry."""
-    waiting = sum(
-        data["train.data_time"] * data["train.steps"] for data in run.epochs.values() if "train.steps" in data
-    )
-    training = sum(seconds for _, seconds in run.curve("train.epoch_time"))
-    parts = {"start": run.start_s, "waiting for images": waiting, "training steps": training - waiting}
-    parts["evaluation"] = sum(seconds for _, seconds in run.curve("val.epoch_time"))
+    waiting, training = run.spent_s["waiting"], run.spent_s["train"]
+    parts = {"start": run.start_s, "waiting for images": waiting, "training steps": max(0.0, training - waiting)}
+    parts["evaluation"] = run.spent_s["val"]
     parts["checkpoints and the rest"] = max(0.0, run.total_s - sum(parts.values()))
     whole = sum(parts.values()) or 1
     return [(what, seconds, seconds / whole) for what, seconds in parts.items() if seconds > 0]
@@ -121,9 +129,9 @@ def _worst(run, classes, confusion, rows):
         taken = [p for p in confusion if p["label"] == row["label"] != p["predicted"]]
         row["taken_for"] = [(pair["predicted_class"], pair["images"]) for pair in taken[:3]]
         wrong = [p for p in rows if p["label"] == row["label"] != p["prediction"]]
-        wrong.sort(key=lambda p: -float(p["probability_1"]))
+        wrong.sort(key=lambda p: -float(p["probability_1"] or 0))
         row["thumbnails"] = [
-            (source, p["image"], p["predicted_class"], float(p["probability_1"]))
+            (source, p["image"], p["predicted_class"], float(p["probability_1"] or 0))
             for p in wrong[:WRONG_IMAGES]
             if (source := _thumbnail(images.get(p["image"])))
         ]
@@ -138,7 +146,7 @@ def _images(run):
     try:
         own = listing.own_classes(image_root, Mode.EVAL)
         found = listing.images(image_root, Mode.EVAL, None if data_format == "auto" else data_format, classes=own)
-    except UsageError:
+    except (UsageError, OSError, ValueError):  # ValueError: a name with a NUL
         return {}
     return {image.name: image for image in found[2]}
 
@@ -148,8 +156,8 @@ def _thumbnail(image):
     if image is None:
         return None
     try:
-        source = image.path if image.kind is None else io.BytesIO(records.read(image)[0])
-        with Image.open(source) as picture:
+        source = files.open_regular(image.path) if image.kind is None else io.BytesIO(records.read(image)[0])
+        with source, Image.open(source) as picture:
             small = ImageOps.fit(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None

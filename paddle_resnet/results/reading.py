@@ -1,24 +1,74 @@
-"""Reads what a run has left: the report and the tables beside it. docs/reports.md describes them."""
+"""Reads what a run has left: the report and the tables next to it, which must fit the schema below.
+
+docs/reports.md describes the files.
+"""
 
 import csv
+import io
 import json
 import math
+import reprlib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import config
 from utils import files
+from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
 
 LIMIT_BYTES = 1 << 30  # of a report: ten million steps
 LINE_BYTES = 1 << 20
-# Columns that must be there: whole numbers, and numbers that may be missing.
+LIMIT_S = 1e10  # of a run
+
+
+def _is_loss(value):
+    return is_number(value) and abs(value) < 1e39  # float32 ends before
+
+
+def _is_size(value):
+    return is_number(value) and 0 <= value < 1e39
+
+
+def _is_duration(value):
+    return is_number(value) and 0 <= value <= LIMIT_S
+
+
+def _is_scalar(value):
+    return value is None or is_text(value) or is_number(value) or isinstance(value, bool)
+
+
+def _is_flag(value):
+    return _is_scalar(value) or is_list_of(_is_scalar)(value)
+
+
+# Metrics of steps, epochs and the summary, without "train." and "val.". Others must be numbers.
+METRICS = {
+    **dict.fromkeys(("top1", "top5"), is_ratio),
+    **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
+    **dict.fromkeys(("images", "steps", "not_finite"), is_count),
+    **dict.fromkeys(("epoch_time", "data_time", "compute_time", "batch_time"), _is_duration),
+}
+# Columns that must be there: those of numbers with their type, check, and whether a cell may be empty; those of texts.
 COLUMNS = {
-    "classes.csv": (("label", "images", "correct"), ("top1",)),
-    "confusion.csv": (("label", "predicted", "images"), ()),
-    "predictions.csv": (("label", "prediction"), ("probability_1",)),
+    "classes.csv": {
+        **dict.fromkeys(("label", "images", "correct"), (int, is_count, False)),
+        **{"top1": (float, is_ratio, True), "class": None},
+    },
+    "confusion.csv": {
+        **dict.fromkeys(("label", "predicted", "images"), (int, is_count, False)),
+        **dict.fromkeys(("class", "predicted_class")),
+    },
+    "predictions.csv": {
+        **{"label": (int, is_count, False), "prediction": (int, is_count, True)},
+        **{"probability_1": (float, is_ratio, True), **dict.fromkeys(("image", "predicted_class"))},
+    },
 }
 PATHS = ("image_root", "data_format", "predictions")  # parameters that are used as texts
+
+
+class _Misfit(ValueError):
+    """What does not fit the schema: a field and its value."""
 
 
 @dataclass
@@ -28,13 +78,17 @@ class Run:
     Attributes:
         path: of the report.
         parameters: {flag: value} of the last start.
-        steps: {(epoch, step): {"train.loss": ...}}.
-        epochs: {epoch: {"train.loss": ..., "val.loss": ...}}.
+        steps: {(epoch, step): {"train.loss": ...}}; None for values that are not finite.
+        epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; likewise.
         summary: {name: value}; empty if the run has not ended.
         start_s: seconds from each start to its first entry, added up.
         total_s: seconds from each start to its last entry, added up.
         when: of the first entry.
         before_s: total_s of the starts before the last.
+        spent_s: seconds in "train" and "val", epochs without an end included, and of "train" those spent "waiting" for
+            images.
+        open_s: the same of the epoch whose end has not been read yet.
+        epoch_s: total_s at the end of the last complete epoch, or at the start if that is later.
     """
 
     path: Path
@@ -46,59 +100,78 @@ class Run:
     total_s: float = 0.0
     when: str = ""
     before_s: float = 0.0
+    spent_s: Counter = field(default_factory=Counter)
+    open_s: Counter = field(default_factory=Counter)
+    epoch_s: float = 0.0
 
     def curve(self, name):
-        """[(epochs done, value)] of a figure of epochs."""
-        return [(epoch + 1, data[name]) for epoch, data in sorted(self.epochs.items()) if name in data]
+        """[(epochs done, value)] of a metric of epochs."""
+        points = [(epoch + 1, data.get(name)) for epoch, data in sorted(self.epochs.items())]
+        return [(x, y) for x, y in points if y is not None]
 
     def step_curve(self, name):
-        """[(epochs done, value)] of a figure of steps."""
+        """[(epochs done, value)] of a metric of steps."""
         per_epoch = max((step for _, step in self.steps), default=0) + 1
-        per_epoch = max(per_epoch, *(data.get("train.steps", 0) for data in self.epochs.values()), 0)
-        return [
-            (epoch + step / per_epoch, data[name]) for (epoch, step), data in sorted(self.steps.items()) if name in data
-        ]
+        per_epoch = max(per_epoch, *(data.get("train.steps") or 0 for data in self.epochs.values()), 0)
+        points = [(epoch + step / per_epoch, data.get(name)) for (epoch, step), data in sorted(self.steps.items())]
+        return [(x, y) for x, y in points if y is not None]
 
     def best(self):
         """(epoch, top1) of the best evaluation, or None."""
-        found = [(data["val.top1"], -epoch) for epoch, data in self.epochs.items() if "val.top1" in data]
-        return (-max(found)[1], max(found)[0]) if found else None
+        found = [(top1, -epochs_done) for epochs_done, top1 in self.curve("val.top1")]
+        return (-max(found)[1] - 1, max(found)[0]) if found else None
 
     def last(self, name):
-        """The last value of a figure of epochs, or that of the summary, or None."""
-        found, summed = self.curve(name), self.summary.get(name)
-        return found[-1][1] if found else summed if _is_number(summed) else None
+        """The last value of a metric of epochs, or that of the summary; None if there is none, or it is not finite."""
+        found = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
+        return found[-1] if found else self.summary.get(name)
 
     def rows(self, kind, path=None):
-        """Rows of a CSV file, by default the one beside the report, as dicts; none if it is missing.
+        """Rows of a CSV file, by default the one next to the report, as dicts; none if it is missing.
 
         Args:
             kind: a key of COLUMNS.
             path: of the file.
         Raises:
-            UsageError: it is no such table.
+            UsageError: the file cannot be read or does not fit COLUMNS.
         """
-        return _rows(path or files.beside(self.path, kind), *COLUMNS[kind])
+        return _rows(path or files.beside(self.path, kind), COLUMNS[kind])
 
     def changed_flags(self):
         """{flag: value} of the parameters that are not the defaults."""
         return config.changed(self.parameters)
 
 
-def _rows(path, whole_numbers, numbers):
+def _rows(path, columns):
     if not Path(path).is_file():
         return []
     try:
-        with open(path, encoding="utf-8", newline="") as f:
-            rows = list(csv.DictReader(f))
-        for row in rows:
-            if None in row or None in row.values() or not all(0 <= int(row[name]) < 2**31 for name in whole_numbers):
-                raise ValueError
-            for name in numbers:
-                float(row[name] or 0)
-    except (ValueError, KeyError, csv.Error) as e:
-        raise UsageError(f"{path} is no table of train.py: delete it, or evaluate again") from e
+        with files.open_regular(path, LIMIT_BYTES) as f:
+            rows = csv.DictReader(io.StringIO(f.read().decode(), newline=""))
+            rows = [row for row in rows if not _check_row(row, rows.line_num, columns)]
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); make it readable or delete it") from e
+    except (ValueError, csv.Error) as e:
+        raise UsageError(f"{path}: not a table of train.py ({e}); delete it, or evaluate again") from e
     return rows
+
+
+def _check_row(row, line, columns):
+    if None in row or None in row.values():
+        raise _Misfit(f"line {line} does not have the columns of the first line")
+    for name, numeric in columns.items():
+        text = row.get(name)
+        if text is None:
+            raise _Misfit(f"there is no column {name}")
+        if numeric is None or (text == "" and numeric[2]):
+            continue
+        parse, check, _ = numeric
+        try:
+            is_valid = check(parse(text))
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            raise _Misfit(f"line {line}, {name} is {reprlib.repr(text)}")
 
 
 def read(place):
@@ -109,21 +182,23 @@ def read(place):
     Returns:
         Run.
     Raises:
-        UsageError: there is none, or it is no report.
+        UsageError: the file cannot be read or does not fit the schema.
     """
     path = Path(place) / "report.json" if Path(place).is_dir() else Path(place)
     run = Run(path)
     try:
         with files.open_regular(path, LIMIT_BYTES) as f:
             lines = f.read().decode().split("\n")[:-1]  # a line without its end is torn
-        for line in lines:
-            _add(run, json.loads(line.removeprefix("DLLL ")))
+        for number, line in enumerate(lines, 1):
+            _add_line(run, number, line)
     except OSError as e:
-        raise UsageError(f"{path} cannot be read ({e.strerror}): name a report or the folder of a report.json") from e
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise UsageError(f"{path} is no report of train.py: name the file of its --report-file") from e
+        raise UsageError(f"{path} cannot be read ({e.strerror}); use a report or the folder of a report.json") from e
+    except ValueError as e:
+        reason = e if isinstance(e, _Misfit) else "not UTF-8"
+        raise UsageError(f"{path}: not a report of train.py ({reason}); use the file of a --report-file") from e
     if not run.parameters:
-        raise UsageError(f"{path} has no entries: name the report of a run that has started")
+        raise UsageError(f"{path} has no entries; use the report of a run that has started")
+    _close_epoch(run)
     return run
 
 
@@ -149,32 +224,100 @@ def kind(path):
         return "" if b"DLLL ".startswith(line[:5]) else None  # a torn line
 
 
+def _add_line(run, number, line):
+    try:
+        _add(run, json.loads(line.removeprefix("DLLL ")))
+    except (ValueError, RecursionError) as e:
+        raise _Misfit(f"line {number}: {e if isinstance(e, _Misfit) else 'not JSON'}") from e
+
+
 def _add(run, entry):
-    step, data, elapsed_s = entry["step"], entry["data"], float(entry["elapsedtime"])
+    if not isinstance(entry, dict):
+        raise _Misfit(f"expected an object, not {reprlib.repr(entry)}")
+    step, data = entry.get("step"), entry.get("data")
     is_start = step == "PARAMETER"
-    if not math.isfinite(elapsed_s) or not isinstance(data, dict) or not (is_start or _are_figures(step, data)):
-        raise ValueError
+    if not is_start and not (is_list_of(_is_number_of_step)(step) and len(step) <= 2):
+        raise _Misfit(f"step is {reprlib.repr(step)}")
+    if not isinstance(data, dict):
+        raise _Misfit(f"data is {reprlib.repr(data)}")
+    elapsed_s = _elapsed_s(entry)
     if is_start:
-        if not all(isinstance(data.get(name), str | None) for name in PATHS):
-            raise ValueError
+        _check_parameters(data)
+        if not is_text(entry.get("datetime")):
+            raise _Misfit(f"datetime is {reprlib.repr(entry.get('datetime'))}")
+        _close_epoch(run)
         run.parameters, run.summary = data, {}
         run.when = run.when or entry["datetime"][:16]
         run.start_s += elapsed_s
         run.before_s = run.total_s
+    else:
+        data = {name: _metric(name, value, is_summary=step == []) for name, value in data.items()}
+    run.total_s = run.before_s + elapsed_s
+    if run.total_s > LIMIT_S:
+        raise _Misfit(f"the times of all starts exceed {LIMIT_S:g} s")
+    if is_start:
+        run.epoch_s = run.total_s
     elif len(step) == 2:
         run.steps.setdefault(tuple(step), {}).update(data)
+        _spend(run, data)
     elif len(step) == 1:
         run.epochs.setdefault(step[0], {}).update(data)
+        _spend_epoch(run, data)
     else:
         run.summary = data
-    run.total_s = run.before_s + elapsed_s
 
 
-def _are_figures(step, data):
-    """Whether a step is a list of whole numbers, and the data are numbers; the summary, [], has texts, too."""
-    is_step = isinstance(step, list) and all(type(n) is int and 0 <= n < 2**53 for n in step)
-    return is_step and (step == [] or all(map(_is_number, data.values())))
+def _is_number_of_step(value):
+    return type(value) is int and 0 <= value < 2**53
 
 
-def _is_number(value):
-    return type(value) in (int, float)  # JSON's true and false are none
+def _elapsed_s(entry):
+    try:
+        value = float(entry["elapsedtime"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not _is_duration(value):
+        raise _Misfit(f"elapsedtime is {reprlib.repr(entry.get('elapsedtime'))}")
+    return value
+
+
+def _check_parameters(data):
+    for name, value in data.items():
+        if not (is_none_or(is_text) if name in PATHS else _is_flag)(value):
+            raise _Misfit(f"data.{name} is {reprlib.repr(value)}")
+
+
+def _metric(name, value, is_summary):
+    """A value of an entry; None if it is not finite: reports of earlier versions have Infinity and NaN."""
+    phase, _, metric = name.partition(".")
+    is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
+    if is_summary and not is_known:
+        return value  # also texts, such as versions
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    if not METRICS.get(metric, _is_loss)(value):
+        raise _Misfit(f"data.{name} is {reprlib.repr(value)}")
+    return value
+
+
+def _spend(run, data):
+    """Book the time since the end of the last epoch, of which no more may be known if the run is interrupted."""
+    phase = "val" if any(name.startswith("val.") for name in data) else "train"
+    batch_times = run.open_s["batch_times"] + (data.get("train.batch_time") or 0)
+    data_times = run.open_s["data_times"] + (data.get("train.data_time") or 0)
+    seconds = max(0.0, run.total_s - run.epoch_s)
+    run.open_s = Counter({phase: seconds, "batch_times": batch_times, "data_times": data_times})
+    run.open_s["waiting"] = seconds * min(1, data_times / batch_times) if batch_times else 0
+
+
+def _spend_epoch(run, data):
+    """Book the time of an epoch in place of that of its steps."""
+    run.epoch_s, run.open_s = run.total_s, Counter()
+    for phase in ("train", "val"):
+        run.spent_s[phase] += data.get(f"{phase}.epoch_time") or 0
+    run.spent_s["waiting"] += (data.get("train.data_time") or 0) * (data.get("train.steps") or 0)
+
+
+def _close_epoch(run):
+    run.spent_s.update({name: run.open_s[name] for name in ("train", "val", "waiting")})
+    run.open_s = Counter()

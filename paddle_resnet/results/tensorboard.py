@@ -4,6 +4,7 @@ A step's figures are at the number of training steps before it, in "train/"; tho
 "train_epoch/" and "val/". A run that continues hides the events after its start that an earlier part left.
 """
 
+import math
 import time
 
 import paddle
@@ -67,7 +68,7 @@ class _Board:
     def _add(self, data, tags, step):
         for name, value in data.items():
             phase, _, metric = name.partition(".")
-            if phase in tags:
+            if phase in tags and math.isfinite(value):  # TensorBoard shows nothing, the report null
                 self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
     def show(self, args, batch):

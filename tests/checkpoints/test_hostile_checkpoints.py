@@ -276,7 +276,7 @@ def put(path, kind):
 
 RESULT = {"loss": 1.5, "top1": 0.5, "top5": 1.0, "ips": 20.0}
 FILE = {"size": 3, "sha256": "0" * 64}
-METER = {"value": 1.0, "sum": 2.0, "count": 3}
+METER = {"sum": 2.0, "count": 3}
 LOADER = {"step": 1, "conditions": {}}
 # {field: values that it cannot have}
 IMPOSSIBLE = {
@@ -290,7 +290,7 @@ IMPOSSIBLE = {
     "class_names": [None, "ab", {}, [1], [None], [["a"]]],
     "arguments": [None, [], "lr"],
     "trained": [[], {}, 1, {"loss": 1.5}, RESULT | {"top1": "high"}, RESULT | {"top1": -1}, RESULT | {"steps": []}],
-    "evaluated": [[], {}, RESULT | {"top1": 1.5}, RESULT | {"top1": float("nan")}, RESULT | {"loss": None}],
+    "evaluated": [[], {}, RESULT | {"top1": 1.5}, RESULT | {"top1": float("nan")}, RESULT | {"top5": None}],
     "best": [[], RESULT, RESULT | {"epoch": -1}, RESULT | {"epoch": "1"}, {"epoch": 1}],
     "seeds": [None, {}, {"python": "x", "numpy": "x"}, META["seeds"] | {"python": "[" * 10_000}]
     + [META["seeds"] | {"numpy": json.dumps(["MT19937", [1] * 624, at, 0, 0.0])} for at in (-1, 625, 10**9, 1e400)]

@@ -1,5 +1,7 @@
 """Figures of single steps over several processes."""
 
+import math
+
 import pytest
 
 from paddle_resnet.job import exchange, processes, step_log
@@ -13,6 +15,10 @@ def test_figures_of_a_step_over_all_processes():
     result = step_log.over_all(everyone)
     assert result == {"loss": 1.2, "top1": 0.4, "ips": 150.0, "data_time": 0.2, "lr": 0.3}
     assert list(result) == ["loss", "top1", "ips", "data_time", "lr"]
+    everyone[1][1]["loss"] = math.inf
+    assert step_log.over_all(everyone)["loss"] == 1
+    everyone[0][1]["loss"] = math.nan
+    assert math.isnan(step_log.over_all(everyone)["loss"])
 
 
 def test_one_process_logs_at_once():

@@ -182,10 +182,10 @@ def test_reading_takes_the_later_of_two_entries_and_adds_up_starts(write_run):
 def test_what_is_no_report_is_refused(tmp_path, capsys, text):
     if text is not None:
         (tmp_path / "report.json").write_text(text)
-    with pytest.raises(UsageError, match=f"^{tmp_path}/report.json "):
+    with pytest.raises(UsageError, match=f"^{tmp_path}/report.json"):
         reading.read(tmp_path)
     assert comparison.main([str(tmp_path)]) == 2
-    assert f"error: {tmp_path}/report.json " in capsys.readouterr().err
+    assert f"error: {tmp_path}/report.json" in capsys.readouterr().err
 
 
 def test_comparison_names_flags_and_the_first_step_that_differs(write_run, capsys, monkeypatch):
@@ -236,10 +236,12 @@ def test_decades_cover(low, high):
     assert found[0] <= low and found[-1] >= high and 3 <= len(found) <= 12
 
 
-def test_chart_leaves_out_what_is_not_finite():
-    assert curves.chart([("a", "train", [(1, math.nan)])]) == ""
-    svg = curves.chart([("<a>", "train", [(1, 2.0), (2, math.inf), (3, 4.0)])])
-    assert "nan" not in svg and "inf" not in svg and "&lt;a&gt;" in svg
+def test_chart_escapes_names_and_draws_all_numbers_of_float32():
+    assert curves.chart([("a", "train", [])]) == ""
+    for values in ([2.0, 4.0], [1e-45, 1e-40], [1e-45, 3.4e38], [-3.4e38, 3.4e38], [1.0, 1.0 + 1e-15], [3.4e38] * 2):
+        for from_zero in (False, values[0] >= 0):
+            svg = curves.chart([("<a>", "train", list(enumerate(values)))], from_zero=from_zero)
+            assert "nan" not in svg and "inf" not in svg and "&lt;a&gt;" in svg
 
 
 def test_reader_of_the_docs(trained, monkeypatch):
@@ -280,64 +282,155 @@ def test_page_without_its_images_and_in_a_folder_that_is_not_there(run_train, ch
 
 
 HOSTILE = [
-    None,
-    True,
-    -1,
-    2**60,
-    1e308,
-    float("inf"),
-    float("nan"),
-    "",
-    "x",
-    "/dev/zero",
-    [],
-    [1],
-    {},
-    {"a": 1},
-    "9" * 5000,
+    *(None, True, -1, 2**60, 10**400, 5e-324, -1e-300, 1e308, -1e308, 1e300, float("inf"), float("-inf"), float("nan")),
+    *("", "x", "/dev/zero", "a\0b", "\ud800", "1e300", "-1", "inf", "9" * 5000),
+    *([], [1], {}, {"a": 1}),
 ]
+NESTED = "[" * 900 + "]" * 900
 
 
 def mutated(text, generator):
-    """A report with a value, or a part of the text, that is another one."""
+    """A report in which a value is replaced or removed, or a part of the text is."""
     lines = text.splitlines(keepends=True)
     i = generator.randrange(len(lines))
-    if generator.random() < 0.2:
+    kind = generator.random()
+    if kind < 0.15:
         place = generator.randrange(len(lines[i]))
         lines[i] = lines[i][:place] + generator.choice(["", "0", '"', "\0", "[" * 2000, "\n"]) + lines[i][place + 1 :]
     else:
         entry = json.loads(lines[i].removeprefix("DLLL "))
-        holder = generator.choice([entry, entry["data"] or entry])
-        holder[generator.choice(list(holder))] = generator.choice(HOSTILE)
-        lines[i] = f"DLLL {json.dumps(entry)}\n"
+        holder = generator.choice([entry, entry["data"], entry["data"]]) or entry
+        name = generator.choice(list(holder))
+        if kind < 0.25:
+            del holder[name]
+        else:
+            holder[name] = generator.choice([*HOSTILE, NESTED])
+        lines[i] = f"DLLL {json.dumps(entry)}\n".replace(f'"{NESTED}"', NESTED)
     return "".join(lines)
 
 
+def mutated_table(rows, generator):
+    """A table in which a cell is replaced, or a column or a cell is missing."""
+    header, rows = rows[0], [list(row) for row in rows]
+    row, column = generator.randrange(len(rows)), generator.randrange(len(header))
+    kind = generator.random()
+    if kind < 0.1:
+        rows = [[cell for i, cell in enumerate(cells) if i != column] for cells in rows]
+    elif kind < 0.2:
+        del rows[row][column]
+    else:
+        rows[row][column] = generator.choice(["", "x", "-1", "1", "1.5", "nan", "inf", "1e400", "\0", "9" * 5000, "猫"])
+    return rows
+
+
 @pytest.mark.timeout(120)
-def test_damaged_reports_and_tables_are_refused_or_harmless(trained, tmp_path, capsys):
+def test_damaged_reports_and_tables_are_refused_or_harmless(trained, tmp_path, capsys, monkeypatch):
+    """No traceback, no hang: exit code 2 with the file, or a page."""
+    monkeypatch.setattr(page, "_images", lambda run: {})  # of which thumbnails are made, in other tests
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     report, whole = tmp_path / "report.json", (tmp_path / "report.json").read_text()
     generator, codes = random.Random(0), Counter()
-    for _ in range(100):
+
+    def check(path, *more):
+        code = comparison.main([str(report), *more, "--html", str(tmp_path / "x.html")])
+        codes[code] += 1
+        assert code == 0 or f"error: {path}" in capsys.readouterr().err
+
+    for i in range(150):
         report.write_text(mutated(whole, generator))
-        codes[comparison.main([str(report), str(trained), "--html", str(tmp_path / "x.html")])] += 1
-        codes[comparison.main([str(report), "--html", str(tmp_path / "x.html")])] += 1
-    assert codes.keys() == {0, 2} and codes[2] > 20, codes
+        check(report, *([str(trained)] if i % 5 == 0 else []))
     report.write_text(whole)
-    for name, column in (("classes", "images"), ("classes", "top1"), ("confusion", "predicted")):
-        table = tmp_path / f"report.{name}.csv"
-        rows = list(csv.DictReader(table.open()))
+    for table in sorted(tmp_path.glob("*.csv")):
         kept = table.read_bytes()
-        for value in ("", "x", "-1", "9" * 5000):
+        rows = list(csv.reader(io.StringIO(kept.decode())))
+        for _ in range(30):
             with table.open("w", newline="") as f:
-                writer = csv.DictWriter(f, list(rows[0]))
-                writer.writeheader()
-                writer.writerows([rows[0] | {column: value}, *rows[1:]])
-            code = comparison.main([str(report), "--html", str(tmp_path / "x.html")])
-            assert code == 2 or column == "top1", (name, column, value)
+                csv.writer(f).writerows(mutated_table(rows, generator))
+            check(table)
         table.write_bytes(kept)
-    assert comparison.main([str(report), "--html", str(tmp_path / "x.html")]) == 0
+    assert codes.keys() == {0, 2} and codes[2] > 100 and codes[0] > 50, codes
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value", "says"),
+    [
+        (1, "train.loss", 10**400, "line 2: data.train.loss is 1000000"),
+        (1, "train.lr", -1e-3, "line 2: data.train.lr is -0.001"),
+        (4, "train.epoch_time", -1, "line 5: data.train.epoch_time is -1"),
+        (0, "lr", [[1]], "line 1: data.lr is [[1]]"),
+        (0, "image_root", 3, "line 1: data.image_root is 3"),
+    ],
+)
+def test_field_that_does_not_fit_the_schema_is_named(trained, tmp_path, line, name, value, says):
+    lines = (trained / "report.json").read_text().splitlines()
+    entry = json.loads(lines[line].removeprefix("DLLL "))
+    assert name in entry["data"]
+    entry["data"][name] = value
+    lines[line] = json.dumps(entry)
+    (tmp_path / "report.json").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UsageError) as e:
+        reading.read(tmp_path)
+    assert str(e.value).startswith(f"{tmp_path}/report.json: not a report of train.py ({says}")
+
+
+def test_table_that_cannot_be_used_is_named(trained, tmp_path, monkeypatch):
+    shutil.copy(trained / "report.json", tmp_path)
+    table = tmp_path / "report.classes.csv"
+    table.write_text("label,images,correct,top1\n0,1,1,1.0\n")
+    run = reading.read(tmp_path)
+    with pytest.raises(UsageError, match=f"^{table}: not a table of train.py .there is no column class.; delete it"):
+        run.rows("classes.csv")
+    table.write_text("label,class,images,correct,top1\n0,a,1,1,1.0\n1,b,-1,0,\n")
+    with pytest.raises(UsageError, match="line 3, images is '-1'"):
+        run.rows("classes.csv")
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(reading.files, "open_regular", refuse)
+    with pytest.raises(UsageError, match=f"^{table}: cannot be read .Permission denied.; make it readable or delete"):
+        run.rows("classes.csv")
+
+
+def test_reports_of_earlier_versions_may_have_infinite_losses(trained, tmp_path):
+    """As null in those of this version. The last loss is then none, not that of an earlier epoch."""
+    for text in ("Infinity", "NaN", "null"):
+        lines = (trained / "report.json").read_text().splitlines()
+        i = max(i for i, line in enumerate(lines) if '"step": [1]' in line and "val.loss" in line)
+        lines[i] = re.sub(r'"val.loss": [^,]+', f'"val.loss": {text}', lines[i])
+        (tmp_path / "report.json").write_text("\n".join(lines[:-1]) + "\n")
+        run = reading.read(tmp_path)
+        assert run.last("val.loss") is None
+        assert [x for x, _ in run.curve("val.loss")] == [1]
+        page.write(tmp_path / "x.html", run.path)
+        assert "validation loss" not in Reader((tmp_path / "x.html").read_text()).text
+
+
+def test_time_of_an_interrupted_epoch_is_that_of_its_steps(tmp_path):
+    """Two starts: 3 s, then epochs of 20 s of training (a tenth of it waiting) and 5 s of evaluation. The first start
+    ends in the second epoch's steps, the second one in an evaluation."""
+    start = entry("PARAMETER", 3).replace('"data": {}', '"data": {"lr": 1}')
+    times = {"train_data_time": 0.1, "train_batch_time": 1.0}
+    steps = [entry([0, i], 4 + i, train_loss=1.0, **times) for i in range(20)]
+    epoch = entry([0], 23, train_epoch_time=20.0, train_data_time=0.1, train_steps=20)
+    evaluation = entry([0], 29, val_epoch_time=5.0)
+    part = [entry([1, i], 30 + i, train_loss=1.0, **times) for i in range(10)]
+    rest = [entry([1, i], 4 + i, train_loss=1.0, **times) for i in range(10, 20)]
+    rest += [entry([1], 23, train_epoch_time=20.0, train_data_time=0.1, train_steps=20), entry([1, 0], 27, val_loss=1)]
+    (tmp_path / "report.json").write_text("".join([start, *steps, epoch, evaluation, *part, start, *rest]))
+    run = reading.read(tmp_path)
+    shown = {what: seconds for what, seconds, _ in page._time(run)}
+    assert shown == pytest.approx(
+        {
+            "start": 6,
+            "waiting for images": 2 + 1 + 2,
+            "training steps": 18 + 9 + 18,
+            "evaluation": 5 + 4,
+            "checkpoints and the rest": 1,
+        }
+    )
+    assert sum(shown.values()) == run.total_s == 39 + 27
 
 
 @pytest.mark.timeout(20)

@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from conftest import ROOT, losses
+from conftest import ROOT, losses, phase, strict_json
 from paddle_resnet.data import pixels
 
 tensorboard = pytest.importorskip("tensorboardX")
@@ -49,20 +49,31 @@ def test_figures_are_those_of_the_report(run_train, tmp_path):
     expected = {3 * key[0] + key[1]: v for key, v in losses(report).items() if isinstance(key[1], int)}
     assert found["train/loss"] == pytest.approx(expected)
     assert list(expected) == list(range(6))
-    for phase, tag in (("train", "train_epoch/loss"), ("val", "val/loss")):
-        assert found[tag] == pytest.approx({3 * e + 2: losses(report)[e, phase] for e in range(2)})
+    for name, tag in (("train", "train_epoch/loss"), ("val", "val/loss")):
+        assert found[tag] == pytest.approx({3 * e + 2: losses(report)[e, name] for e in range(2)})
     assert found["train/lr"][0] == pytest.approx(0.05)
     assert {"train/ips", "train/top1", "train_epoch/ips", "val/top1", "val/ips"} <= found.keys()
     assert all(step in (2, 5) for step in found["val/loss"])
 
 
-def test_loss_scale_is_written(run_train, tmp_path, monkeypatch):
+def test_loss_scale_is_written_and_what_is_not_finite_is_null(run_train, tmp_path, monkeypatch):
+    """In the report and in the checkpoint, which a run resumes; TensorBoard has no such point."""
     from paddle_resnet import program
 
     run = program.run_and_save
-    monkeypatch.setattr(program, "run_and_save", lambda *args, **more: run(*args, **more) | {"loss_scale": 128.0})
-    assert run_train("--tensorboard-dir", tmp_path / "board")[0] == 0
-    assert scalars(tmp_path / "board")["train_epoch/loss_scale"] == {2: 128.0}
+    added = {"loss_scale": 128.0, "loss": float("nan"), "not_finite": 24}
+    monkeypatch.setattr(program, "run_and_save", lambda *args, **more: run(*args, **more) | added)
+    flags = ["--tensorboard-dir", tmp_path / "board", "--report-html", tmp_path / "page.html", "--resume"]
+    _, report = run_train(*flags)
+    assert losses(report)[0, "train"] is losses(report)[0, "val"] is phase(report, [], "val.")["loss"] is None
+    meta = strict_json((tmp_path / "output/Tiny/latest/meta.json").read_text())
+    assert meta["trained"]["loss"] is meta["evaluated"]["loss"] is meta["best"]["loss"] is None
+    assert run_train(*flags, "--epochs", "2")[0] == 0
+    found = scalars(tmp_path / "board")
+    assert found["train_epoch/loss_scale"] == {2: 128.0, 5: 128.0}
+    assert found["train_epoch/not_finite"] == {2: 24, 5: 24}
+    assert not {"train_epoch/loss", "val/loss"} & found.keys()
+    assert "nan" not in (tmp_path / "page.html").read_text()
 
 
 def test_first_batch_and_configuration(run_train, tmp_path, monkeypatch):

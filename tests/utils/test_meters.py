@@ -89,7 +89,7 @@ def test_state_goes_on():
     other.restore(json.loads(json.dumps(meter.state())))
     for m in (meter, other):
         m.update(0.3, 2)
-    assert (other.value, other.sum, other.count) == (meter.value, meter.sum, meter.count)
+    assert (other.mean(), other.sum, other.count) == (meter.mean(), meter.sum, meter.count)
 
 
 def test_updates_that_are_not_finite_are_counted_in_a_row():
@@ -115,11 +115,14 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     assert [part.tolist() for part in meter.counts()] == [[], []]
 
 
-def test_values_that_are_not_finite_are_counted():
+def test_values_that_are_not_finite_are_counted_and_not_averaged():
     meter = AverageMeter("loss")
-    meter.update(np.array([1.0, np.nan, np.inf]), 3)
     meter.update(float("nan"), 4)
-    meter.update(1.0, 4)
+    assert math.isnan(meter.value) and math.isnan(meter.mean())
+    meter.update(np.array([1.0, np.nan, np.inf, 4.0]), 4)
+    assert meter.value == 2.5
+    meter.update(-1.0, 4)
+    assert (meter.count, meter.mean()) == (12, 1 / 6)
     assert meter.not_finite == 6
     other = AverageMeter("loss")
     other.restore(meter.state())
