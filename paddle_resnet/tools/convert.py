@@ -381,7 +381,7 @@ def _in_rgb(picture):
 def _extension(image, data):
     """Extension of an image in a tar shard: that of its file if it is one of an image, else from its first bytes."""
     own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in records.IMAGE_EXTENSIONS:
+    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few readers of tar shards know that
         return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 
