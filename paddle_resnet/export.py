@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from utils import exit_codes, logger, outputs, signals
+from utils import exit_codes, locks, logger, outputs, signals
 from utils.errors import RunError, UsageError, printable
 
 # --verify: how far an engine may be from the checkpoint. Two classes whose probabilities are closer than the tolerance
@@ -91,26 +91,19 @@ def _partial_folder(output):
         UsageError: another export is writing there.
         OSError: it cannot be written.
     """
-    from paddle_resnet.checkpoints import folders
-
     beside = output.with_name(f".{output.name}.partial")
     beside.mkdir(parents=True, exist_ok=True)
     try:
-        lock = folders.lock(beside)
-    except BlockingIOError as e:
-        raise UsageError(
-            f"{output}: another export ({e.strerror}) writes there; wait until it ends, or choose a different folder"
-        ) from e
-    try:
-        shutil.rmtree(beside / output.name, ignore_errors=True)
-        (beside / output.name).mkdir()
-        yield beside / output.name
+        with locks.held(beside / ".lock", output, logger.warn):
+            shutil.rmtree(beside / output.name, ignore_errors=True)
+            (beside / output.name).mkdir()
+            try:
+                yield beside / output.name
+            finally:
+                shutil.rmtree(beside / output.name, ignore_errors=True)
     finally:
-        shutil.rmtree(beside / output.name, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            (beside / ".lock").unlink()
+        with contextlib.suppress(OSError):  # not empty: another process writes there
             beside.rmdir()
-        lock.close()
 
 
 def _write_paddle(network, folder):

@@ -361,7 +361,7 @@ def test_leftovers_of_a_killed_export_are_removed_and_a_running_one_is_not(check
     command = [sys.executable, "-c", lock, left / ".lock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        with pytest.raises(UsageError, match=r"exported: another export \(.*\) writes there; wait until it ends"):
+        with pytest.raises(UsageError, match=r"exported: another process \(.*\) writes there; wait until it ends"):
             export.export(checkpoint, folder / "exported")
         assert (left / "exported/model.json").exists()
         other.kill()
