@@ -103,6 +103,7 @@ def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
     [
         (["--batch-size", "4"], "--batch-size is 4 and was 3"),
         (["--dali-random-seed", "1"], "--dali-random-seed is 1 and was 42"),
+        (["--image-shape", "3,30,30", "--crop-size", "30"], "--crop-size is 30 and was 32"),
         (["--rand-crop-scale", "0.5,1"], "--rand-crop-scale is [0.5, 1.0] and was [0.08, 1.0]"),
         (["--data-format", "synthetic"], "--data-format is synthetic and was folder"),
         (["--image-shape", "4,32,32"], "--image-shape is [4, 32, 32] and was [3, 32, 32]"),
@@ -648,13 +649,15 @@ def test_every_format_trains_in_step_on_each_image_once_at_most(parse, distinct,
         shard(rank, world_size)
         flags = ["--data-format", data_format, "--batch-size", batch, "--num-of-class", "37"]
         loaders.append(load(parse, distinct[data_format], Mode.TRAIN, *flags))
-    orders = []
+    orders, of_rank_0 = [], set()
     for _ in range(4):
         epochs = [epoch(loader)[1] for loader in loaders]
         assert {len(batches) for batches in epochs} == {37 // world_size // batch}
+        of_rank_0.update(np.concatenate(epochs[0])[:, 0].tolist())
         orders.append([label for batches in epochs for label in np.concatenate(batches)[:, 0].tolist()])
         assert len(set(orders[-1])) == len(orders[-1])
     assert len({tuple(order) for order in orders}) == 4
+    assert len(of_rank_0) > 37 // world_size + 1 or world_size == 1  # not the same shard in every epoch
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)

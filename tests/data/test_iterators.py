@@ -49,6 +49,14 @@ def test_synthetic_batches_stay_where_they_are(parse):
         np.testing.assert_array_equal(values, expected[name])
 
 
+def test_every_rank_has_its_own_synthetic_batch(parse, monkeypatch):
+    args, batches = parse("--data-format", "synthetic"), []
+    for rank in (0, 1):
+        monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda rank=rank: rank)
+        batches.append(arrays(next(dali.build_dataloader(args, Mode.TRAIN))[0]))
+    assert not np.array_equal(batches[0]["data"], batches[1]["data"])
+
+
 def test_synthetic_loader_resumes_at_its_step(parse, monkeypatch):
     monkeypatch.setitem(dali.SYNTHETIC_SIZE, Mode.TRAIN, 16)
     args = parse("--data-format", "synthetic")

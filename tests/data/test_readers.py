@@ -335,7 +335,7 @@ def test_empty_file_list_and_wrong_root_are_refused(make):
 @pytest.mark.parametrize("data_format", listing.FILE_FORMATS)
 def test_skipped_images_are_left_out(make, data_format):
     root = make("val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg")
-    make_list(root, "val", "val/a/0.jpg 0", "val/a/1.jpg 0", "val/b/0.jpg 1")
+    make_list(root, "val", "./val/a/0.jpg 0", "val/a/1.jpg 0", "val/b/0.jpg 1")
     skip = frozenset({"val/a/0.jpg", "val/c/9.jpg"})
     data_set = readers.open_split(root, data_format, Mode.EVAL, 10, 0, skip)
     assert contents(data_set) == [("val/a/1.jpg", 0), ("val/b/0.jpg", 1)]
@@ -379,6 +379,13 @@ def test_webdataset_labels_are_decimal_digits(tmp_path, text):
         writer.write({"__key__": "a", "jpg": b"x", "cls": text})
     data_set = readers.open_split(str(tmp_path), "webdataset", Mode.EVAL, 10**6, 0)
     assert contents(data_set) == [("x", int(text))]
+
+
+def test_first_label_of_every_shard_is_checked(tmp_path):
+    for shard, label in enumerate((b"0", b"9")):
+        with open(tmp_path / f"val-{shard}.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
+            writer.write({"__key__": "a", "jpg": b"x", "cls": label})
+    assert "val-1.tar has the label 9, but" in refusal(tmp_path, Mode.EVAL, 3, "webdataset")
 
 
 @pytest.mark.parametrize(

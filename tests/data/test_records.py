@@ -3,7 +3,7 @@ import struct
 
 import pytest
 
-from paddle_resnet.data import records
+from paddle_resnet.data import listing, records
 from paddle_resnet.tools import writers
 from utils.errors import UsageError
 
@@ -61,6 +61,16 @@ def test_records_without_a_label_are_refused(tmp_path):
     (tmp_path / "words").write_bytes(b"cat")
     with pytest.raises(UsageError, match="the record at byte 0 is not an image with a label"):
         records.read_label(str(tmp_path / "words"), "webdataset", 0, 3)
+
+
+def test_parts_of_a_recordio_record_are_joined(tmp_path):
+    """An image that contains the magic number is stored in parts without it."""
+    magic = struct.pack("<I", records.RECORDIO_MAGIC)
+    image = b"abcd" + magic + b"efgh" + magic + b"ij"
+    path = tmp_path / "val.rec"
+    path.write_bytes(writers.recordio_record(records.RECORDIO_HEAD.pack(0, 7, 0, 0) + image))
+    assert path.read_bytes().count(magic) == 3  # one per part
+    assert records.read(listing.Image("val.rec@0", str(path), None, "recordio", (0, 0, 0, 0))) == (image, 7)
 
 
 def test_lmdb_tells_its_size_and_labels(tmp_path):

@@ -159,9 +159,9 @@ def test_only_the_stores_connection_sends_at_once():
 
 
 @pytest.mark.parametrize("lead", [0, 1, 2])
-@pytest.mark.parametrize("asked", [[0], [1], [0, 1], []])
+@pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
 def test_all_ranks_stop_before_the_same_step(monkeypatch, asked, lead):
-    """Rank 1 is up to two steps ahead, as far as it can get; whoever is asked is asked at any of its steps."""
+    """Rank 1 is up to two steps ahead, as far as it can get; asked: {rank: how many steps later than others}."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 2)
@@ -174,7 +174,7 @@ def test_all_ranks_stop_before_the_same_step(monkeypatch, asked, lead):
                 if rank in stopped or (rank == 0 and step[0] + lead > tick):
                     continue
                 exchange._polls, exchange._stop_at, exchange._has_proposed = states[rank]
-                signal = "SIGTERM" if rank in asked and step[rank] >= moment else None
+                signal = "SIGTERM" if rank in asked and step[rank] >= moment + asked[rank] else None
                 monkeypatch.setattr(exchange.signals, "received", lambda signal=signal: signal)
                 if exchange.stop_agreed():
                     stopped[rank] = step[rank]

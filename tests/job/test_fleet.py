@@ -1,17 +1,43 @@
-"""The start of a job over Gloo."""
+"""The start of a job: flags, random numbers, Gloo."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
+import paddle
 import pytest
 
 from conftest import ROOT, wait_until
 from paddle_resnet.job import fleet
 from utils.errors import RunError
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_fused", "is_serial"),
+    [
+        ({}, False, True),  # oneDNN's gradients are not in the buffer of a fused all-reduce
+        ({"data_layout": "NHWC"}, True, True),
+        ({"device": "gpu", "cuda_graph": False}, True, False),
+        ({"device": "gpu", "cuda_graph": True}, True, True),
+        ({"device": "gpu", "cuda_graph": False, "profile_steps": [1, 2]}, True, True),
+    ],
+    ids=str,
+)
+def test_the_device_and_the_layout_decide_how_steps_run(parse, monkeypatch, flags, is_fused, is_serial):
+    args, found = parse("--seed", "5"), {}
+    vars(args).update(flags)
+    monkeypatch.setattr(paddle, "set_flags", found.update)
+    monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: found.update(strategy=strategy))
+    fleet.start(args)
+    assert found["strategy"].fuse_all_reduce_ops == is_fused
+    assert found["FLAGS_new_executor_serial_run"] == is_serial
+    drawn = random.random(), np.random.rand()
+    assert drawn == (random.Random(5).random(), np.random.RandomState(5).rand())
 
 
 def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):

@@ -52,7 +52,7 @@ def test_place_and_rank_come_from_the_launcher(monkeypatch, parse):
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (0, 1, 0)
     monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
-    monkeypatch.setenv("FLAGS_selected_gpus", "2")
+    monkeypatch.setenv("FLAGS_selected_gpus", "2,3")
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (3, 4, 2)
 
 

@@ -195,6 +195,16 @@ def test_rank_that_stands_still_is_named_after_the_timeout(capsys, killed):
     assert not killed
 
 
+def test_progress_of_other_ranks_does_not_count():
+    judge, now = watch._Judge(2, 50, None), time.monotonic()
+    judge._seen = {0: ([1, 8, "epoch 0 train"], now), 1: ([1, 2, "epoch 0 train"], now - 49)}
+    judge.look()
+    assert judge._end is None
+    judge._seen[1] = ([1, 2, "epoch 0 train"], now - 50)
+    judge.look()
+    assert "rank 1 last seen in epoch 0 train, step 0, others wait in epoch 0 train, step 3" in judge._end["end"]
+
+
 def test_stopped_rank_is_named_wherever_the_others_are(capsys, monkeypatch):
     monkeypatch.setattr(watch.Watch, "_has_rank_ended", lambda self: self._is_rank_gone)  # the process is a stand-in
 

@@ -608,7 +608,7 @@ def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
     assert native._build(built, lambda target: pytest.fail("compiled again")) == built
 
 
-@pytest.mark.parametrize("fault", ["another user's", "writable", "in a folder of others"])
+@pytest.mark.parametrize("fault", ["another user's", "writable", "writable by the group", "in a folder of others"])
 def test_a_library_that_others_can_write_is_built_anew(empty_cache, monkeypatch, capsys, fault):
     built = native._operators_file()
     built.write_bytes(b"of a stranger")
@@ -617,8 +617,8 @@ def test_a_library_that_others_can_write_is_built_anew(empty_cache, monkeypatch,
             os.chown(built, 54321, 54321)
         else:
             monkeypatch.setattr(cache, "is_trusted", lambda path: path.name != built.name)
-    elif fault == "writable":
-        built.chmod(0o666)
+    elif fault.startswith("writable"):
+        built.chmod(0o666 if fault == "writable" else 0o664)
     else:
         empty_cache.chmod(0o1777)
     built_now = native._build(native._operators_file(), lambda target: target.write_bytes(b"ours"))

@@ -178,9 +178,11 @@ ODD = {
     "hard-swish": (lambda x: F.hardswish(bn()(conv(x))), 1),
     "SiLU": (lambda x: F.silu(bn()(conv(x))), 1),
     "an activation without a kernel": (lambda x: F.softplus(bn()(conv(x))), 1),
+    "addend of one pixel": (lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)), 1),
     "small pool": (lambda x: max_pool(conv(x), 3), 2),
     "large pool": (lambda x: max_pool(conv(x), 17), 0),
     "pool with windows of padding": (lambda x: F.max_pool2d(conv(x), 2, 1, 2, data_format="NHWC"), 0),
+    "pool that rounds up": (lambda x: F.max_pool2d(conv(x), 3, 2, ceil_mode=True, data_format="NHWC"), 0),
     "pool of any size": (lambda x: max_pool(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
 }
 

@@ -244,6 +244,23 @@ def test_chart_escapes_names_and_draws_all_numbers_of_float32():
             assert "nan" not in svg and "inf" not in svg and "&lt;a&gt;" in svg
 
 
+def places(svg, css):
+    """Centres of the circles of a class, in pixels; y grows downwards."""
+    return [tuple(map(float, place)) for place in re.findall(rf'class="{css}[^"]*" cx="([\d.]+)" cy="([\d.]+)"', svg)]
+
+
+def test_points_of_a_chart_are_where_their_values_are():
+    """The y axis is logarithmic if the values span more than a factor of 30; the mark lies on its point."""
+    for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
+        points = list(enumerate(values, 1))
+        svg = curves.chart([("a", "train", points)], mark=points[1], **kind)
+        (x1, y1), (x2, y2), (x3, y3) = places(svg, "dot")
+        assert 46 < x1 < x2 < x3 == curves.WIDTH - curves.RIGHT
+        assert curves.HEIGHT - curves.BOTTOM >= y1 > y2 > y3 >= curves.TOP
+        assert (x2 - x1, y1 - y2) == pytest.approx((x3 - x2, y2 - y3), abs=0.15)
+        assert places(svg, "mark") == [(x2, y2)]
+
+
 def test_reader_of_the_docs(trained, monkeypatch):
     [code] = re.findall(r"```python\n(.+?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
     assert sum(line != "" for line in code.splitlines()) == 3

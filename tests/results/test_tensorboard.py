@@ -3,6 +3,7 @@
 import struct
 import subprocess
 import sys
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -104,9 +105,13 @@ def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path)
     flags += ["--output-dir", tmp_path / "b", "--tensorboard-dir", parts, "--resume"]
     stop_before(train_step=5)  # the polls of an epoch: before each step
     assert run_train(*flags)[0] == 75
+    with tensorboard.SummaryWriter(str(parts), filename_suffix=f".{time.time_ns()}") as killed:
+        killed.add_scalar("train/loss", 9.0, 5)  # as a run leaves it that is killed after a checkpoint
+    stop_before(eval_step=0)
+    assert run_train(*flags)[0] == 75
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert len(list(parts.iterdir())) == 2  # also within one second
+    assert len(list(parts.iterdir())) == 4  # also within one second
     expected, found = scalars(whole), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):
         assert found[tag] == expected[tag], tag

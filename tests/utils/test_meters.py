@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from utils.meters import AverageMeter, ConfusionMeter, TopMeter, latency_percentiles
+from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles
 
 
 def test_accuracy_is_exact_over_many_float32_batches():
@@ -156,3 +156,36 @@ def test_sum_over_samples_does_not_depend_on_their_order():
         sums.add(meter.sum)
     assert len(sums) == 1
     assert sums.pop() == pytest.approx(losses.sum(dtype=np.float64), rel=1e-9)
+
+
+def test_times_of_steps_and_what_is_left_out(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("utils.meters.perf_counter", lambda: now[0])
+    clock = StepClock()
+
+    def step(wait_s, rest_s, images):
+        now[0] += wait_s
+        clock.data_ready()
+        now[0] += rest_s
+        clock.step_done(images)
+
+    step(1, 2, 10)
+    step(3, 4, 10)
+    assert clock.since_last_log() == {"ips": 2, "data_time": 2, "compute_time": 3, "batch_time": 5}
+    assert clock.since_last_log() == {}
+    step(0, 4, 8)
+    assert clock.since_last_log() == {"ips": 2, "data_time": 0, "compute_time": 4, "batch_time": 4}
+    assert clock.recent() == pytest.approx((4 / 3, 14 / 3))
+    now[0] += 1
+    clock.close_step()  # the last step's metrics are there now
+    now[0] += 100  # a checkpoint
+    clock.resume()
+    step(1, 1, 8)
+    assert clock.batch_times == [3, 7, 5, 2]
+    now[0] += 2
+    clock.close_step()
+    step(0, 1, 8)
+    assert clock.batch_times == [3, 7, 5, 4, 1]
+    assert clock.images == 44
+    clock.restart()
+    assert (clock.batch_times, clock.data_times, clock.images) == ([], [], 0)
