@@ -339,7 +339,7 @@ def _add_global(group):
         "--keep-checkpoints",
         type=numbers.positive,
         default=3,
-        help="newest checkpoints of this run to keep, beside its best",
+        help="newest checkpoints of this run to keep, in addition to its best",
     )
     group.add_argument(
         "--checkpoint-commit",

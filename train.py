@@ -74,10 +74,11 @@ def _run(args, argv):
 
 def _evaluate_only(args, argv, exe, found, evaluation):
     from paddle_resnet import report
+    from paddle_resnet.checkpoints import restore
 
     logger.begin(config.as_dict(args))
-    last_epoch = max(0, found.epoch - 1) if found else 0
-    report.conclude(args, argv, _evaluate(args, exe, evaluation, last_epoch), Mode.EVAL)
+    epoch = restore.log_evaluated(args, found)
+    report.conclude(args, argv, _evaluate(args, exe, evaluation, epoch), Mode.EVAL)
 
 
 def _benchmark_training(args, argv, exe, found, training):
@@ -112,7 +113,6 @@ def _run_epochs(args, argv, exe, found, training, evaluation):
                 is_advised = is_advised or report.advise_on_loader(args, epoch, trained)
             if evaluation and (is_last or (epoch + 1) % args.eval_interval == 0):
                 evaluated = _evaluate(args, exe, evaluation, epoch)
-                saver.note(epoch, evaluated)
         except Exception as e:
             saver.rescue(e, epoch, trained)
             raise

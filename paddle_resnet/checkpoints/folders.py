@@ -8,13 +8,16 @@ kill may leave them behind; the next start removes them:
     .NAME.replaced   an older folder of that name while the new one takes its place
     .lock            held by the run that writes here
 
-A folder that is being deleted loses its meta.json first and holds a file .unfinished until the end.
+A folder that is being deleted loses its meta.json first and holds a file .unfinished until the end. It lists what to
+delete: files that this program did not write stay, and so do checkpoints of other programs, which have no meta.json.
 
 The form "rename" writes a checkpoint under a hidden name and renames it. The form "marker" is for storage whose renames
 are not atomic: it writes NAME/ itself, with NAME/.unfinished first and meta.json last.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -34,6 +37,8 @@ NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
+# The files of a checkpoint if no meta.json and no .unfinished lists them: it is damaged, or of an older version.
+_USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt)")
 
 
 class DamagedError(Exception):
@@ -104,12 +109,12 @@ def commit(root, name, files, meta, form="rename"):
         OSError: full disk, read-only folder, ...; no checkpoint has appeared.
     """
     folder, partial = Path(root) / name, _hidden(root, name, _PARTIAL)
+    if is_foreign(folder):
+        _set_aside(folder)
     if form == "marker":
-        if folder.exists():
-            _unmark(folder)
-            _remove_unmarked(folder)
-        folder.mkdir(parents=True)
-        (folder / _UNFINISHED).touch()
+        delete(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_unfinished(folder, [*files, META])
         _write_files(folder, files, meta)
         (folder / _UNFINISHED).unlink()
         return folder
@@ -118,14 +123,20 @@ def commit(root, name, files, meta, form="rename"):
     _write_files(partial, files, meta)
     fsync(partial)
     replaced = _hidden(root, name, _REPLACED)
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(folder):
         folder.rename(replaced)
     partial.rename(folder)
     fsync(root)
-    if replaced.exists():
-        _remove(replaced)
+    _discard(replaced, folder)
     return folder
+
+
+def _set_aside(folder):
+    """Rename a folder that this program did not write."""
+    names = (f"{folder.name}.old{n or ''}" for n in itertools.count())
+    kept = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+    folder.rename(kept)
+    logger.warn(f"{folder}: has parameters without {META}, which this program did not write; renamed to {kept.name}")
 
 
 def _write_files(folder, files, meta):
@@ -137,15 +148,57 @@ def _write_files(folder, files, meta):
 
 def _unmark(folder):
     """Let a folder be no checkpoint from here on, and one that clean() removes."""
-    (folder / _UNFINISHED).touch()
+    _write_unfinished(folder, _own_files(folder))
     (folder / META).unlink(missing_ok=True)
 
 
+def _write_unfinished(folder, names):
+    (folder / _UNFINISHED).write_text(json.dumps(sorted(names)))
+
+
+def _own_files(folder):
+    """Names of the files in a folder that this program wrote, except .unfinished. Some may be missing."""
+    with contextlib.suppress(DamagedError):
+        return {META, *read_meta(folder)["files"]}
+    present = set(os.listdir(folder))
+    if _UNFINISHED in present:
+        with (
+            contextlib.suppress(OSError, ValueError, TypeError),
+            open_regular(folder / _UNFINISHED, META_LIMIT) as file,
+        ):
+            return {META, *json.loads(file.read())} & present
+    return {name for name in present if _USUAL_FILES.fullmatch(name)} if {META, _UNFINISHED} & present else set()
+
+
 def _remove_unmarked(folder):
+    """Delete what this program wrote to an unmarked folder, and the folder, unless it has other files."""
+    own = _own_files(folder)
     for path in folder.iterdir():
-        if path.name != _UNFINISHED:  # goes last: a kill in between leaves a folder that clean() knows
+        if path.name in own and (path.is_symlink() or not path.is_dir()):
             _remove(path)
-    _remove(folder)
+    if others := sorted({path.name for path in folder.iterdir()} - own - {_UNFINISHED}):
+        _remove(folder / _UNFINISHED)
+        logger.warn(
+            f"{folder}: not deleted, because it has files that this program did not write ({', '.join(others[:3])}"
+            f"{', ...' if len(others) > 3 else ''}); move or delete them"
+        )
+    elif own.isdisjoint(os.listdir(folder)):
+        _remove(folder / _UNFINISHED)  # goes last: a kill before leaves a folder that clean() knows
+        _remove(folder, Path.rmdir)
+
+
+def _discard(replaced, folder):
+    """Delete the older folder of a checkpoint that has taken its place. Files that this program did not write move to
+    the new folder."""
+    if replaced.is_symlink():
+        replaced.unlink()
+    if not replaced.exists():
+        return
+    own = {*_own_files(replaced), _UNFINISHED}
+    for path in replaced.iterdir():
+        if path.name not in own and not os.path.lexists(folder / path.name):
+            path.rename(folder / path.name)
+    delete(replaced)
 
 
 def mark(root, marker, name):
@@ -190,12 +243,27 @@ def prefix(args, folder):
     """
     if os.path.lexists(Path(folder) / META):
         return Path(folder) / schema.prefix(read_meta(folder)["files"])
-    return Path(folder) / foreign_prefix(args)
+    return Path(folder) / foreign_prefix(args, folder)
 
 
-def foreign_prefix(args):
-    """The name of the two files in folders of other programs: --model-prefix, by default that of NVIDIA's example."""
-    return args.model_prefix if "model_prefix" in args.given else NVIDIAS_PREFIX
+def foreign_prefix(args, folder):
+    """The name of the two files in a folder of another program: --model-prefix if it is set; otherwise that of NVIDIA's
+    example, that of the network, or the only one there."""
+    if "model_prefix" in args.given:
+        return args.model_prefix
+    names = [path.stem for path in Path(folder).glob("*.pdparams")]
+    known = [name for name in (NVIDIAS_PREFIX, args.model_prefix) if name in names]
+    return (known or (names if len(names) == 1 else [NVIDIAS_PREFIX]))[0]
+
+
+def is_foreign(folder):
+    """Whether a folder holds parameters that this program did not write, such as a checkpoint of NVIDIA's example: it
+    has neither meta.json nor .unfinished."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    return not {META, _UNFINISHED} & set(names) and any(name.endswith(".pdparams") for name in names)
 
 
 def verify(folder):
@@ -270,26 +338,83 @@ def newest_first(root):
     return sorted(whole, key=lambda pair: pair[1]["sequence"], reverse=True), damaged
 
 
+def is_checkpoint(folder):
+    """Whether a folder has a checkpoint's meta.json, damaged or not, or is_foreign."""
+    return os.path.lexists(Path(folder) / META) or is_foreign(folder)
+
+
+def run_in(path, arch=None):
+    """The folder of a run's checkpoints: PATH, or the one below it, if PATH is an --output-dir.
+
+    Args:
+        path: folder.
+        arch: name of the network, if it is known.
+    Raises:
+        UsageError: PATH has runs of several networks.
+    """
+    path = Path(path)
+    if not path.is_dir() or is_checkpoint(path) or finished(path):
+        return path
+    runs = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and finished(folder)]
+    runs = [folder for folder in runs if folder.name == arch] or runs
+    if len(runs) > 1:
+        raise UsageError(f"{path} has runs of several networks: choose one of {', '.join(map(str, runs))}")
+    return runs[0] if runs else path
+
+
+def resolve(path, arch=None):
+    """The checkpoint to use for a folder: itself, or that of a run (as run_in): its `best`, or without one its newest,
+    if possible at the end of an epoch. Logs which.
+
+    Raises:
+        UsageError: as run_in.
+    """
+    root = run_in(path, arch)
+    if is_checkpoint(root) or not finished(root):
+        return root
+    checkpoint = root / "best"
+    if not is_checkpoint(checkpoint):
+        checkpoint = next((folder for folder, meta in newest_first(root)[0] if meta["step"] is None), newest(root))
+    if checkpoint is None:  # all are damaged
+        return root
+    link = f" ({checkpoint.resolve().name})" if checkpoint.is_symlink() else ""
+    logger.info(f"{path}: uses the checkpoint {checkpoint}{link}")
+    return checkpoint
+
+
+def newest(root):
+    """The checkpoint below ROOT that was written last; if all are of other programs, that of the last epoch; None if
+    there is none. It is not verified."""
+    whole, others = newest_first(root)
+    foreign = [folder for folder, _ in others if is_foreign(folder)]
+    return whole[0][0] if whole else next(reversed(foreign), None)
+
+
 def delete(folder):
-    """Delete a checkpoint. A kill in between leaves nothing that looks complete; a failure is a warning."""
+    """Delete a checkpoint. Files that this program did not write stay, and so does the folder of a link. A kill in
+    between leaves nothing that counts as a checkpoint; a failure is a warning."""
     try:
         if folder.is_symlink():
             folder.unlink()
-            return
-        _unmark(folder)
+        elif folder.exists():
+            _unmark(folder)
+            _remove_unmarked(folder)
     except OSError as e:
         logger.warn(f"{folder} cannot be deleted ({e.strerror}): delete it by hand")
-        return
-    _remove_unmarked(folder)
 
 
 def clean(root):
     """Remove what a killed run left unfinished, and put back a checkpoint that was about to be replaced."""
     for path in sorted(Path(root).glob(".*")):
         name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
-        if suffix == _REPLACED and not (path.parent / name).exists():
-            path.rename(path.parent / name)
-        elif suffix in (_PARTIAL, _REPLACED, ".deleted"):  # older versions deleted under that name
+        if not position(name) and name not in MARKERS:
+            continue
+        if suffix == _REPLACED:
+            if (path.parent / name).exists():
+                _discard(path, path.parent / name)
+            else:
+                path.rename(path.parent / name)
+        elif suffix in (_PARTIAL, ".deleted"):  # older versions deleted under that name
             _remove(path)
     for folder in below(root):
         if _is_unfinished(folder) and not folder.is_symlink():
@@ -297,27 +422,29 @@ def clean(root):
 
 
 def remove_all(root):
-    """Delete every checkpoint below ROOT, damaged ones included, and the links to them. A link to a folder elsewhere
-    goes, the folder stays. A kill in between leaves whole checkpoints.
+    """Delete every checkpoint below ROOT that this program wrote, damaged ones included, and the links to them, and log
+    their names. A link to a folder elsewhere goes, the folder stays. A kill in between leaves valid checkpoints.
 
     Raises:
         OSError: one still counts as a checkpoint.
     """
-    for link in (Path(root) / marker for marker in MARKERS):
-        if link.is_symlink():
-            link.unlink()
-    for folder in finished(root):
-        if folder.is_symlink():
-            folder.unlink()
+    checkpoints = [folder for folder in finished(root) if folder.is_symlink() or not is_foreign(folder)]
+    links = [link for link in (Path(root) / marker for marker in MARKERS) if link.is_symlink()]
+    if names := [path.name for path in checkpoints + links]:
+        logger.info(f"--overwrite: deletes {', '.join(names)} in {root}")
+    if kept := [folder.name for folder in finished(root) if folder not in checkpoints]:
+        logger.warn(f"--overwrite: keeps {', '.join(kept)} in {root}, which this program did not write")
+    for path in links + checkpoints:
+        if path.is_symlink():
+            path.unlink()
         else:
-            _unmark(folder)
-            _remove_unmarked(folder)
+            _unmark(path)
+            _remove_unmarked(path)
 
 
 def _holds_checkpoint(folder):
     try:
-        files = os.listdir(folder)
-        return META in files or (_UNFINISHED not in files and any(name.endswith(".pdparams") for name in files))
+        return META in os.listdir(folder) or is_foreign(folder)
     except OSError:  # it may
         return True
 
@@ -334,12 +461,12 @@ def _hidden(root, name, suffix):
     return Path(root) / f".{name}{suffix}"
 
 
-def _remove(path):
+def _remove(path, function=None):
+    is_folder = path.is_dir() and not path.is_symlink()
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        (function or (shutil.rmtree if is_folder else Path.unlink))(path)
+    except FileNotFoundError:
+        pass
     except OSError as e:
         logger.warn(f"{path} cannot be deleted ({e.strerror}): delete it by hand")
 

@@ -42,9 +42,10 @@ class Found:
     def __post_init__(self):
         self.goes_on = self.meta is not None and (self.epoch, self.step) != (0, 0)
 
-    def is_of(self, folder):
-        """Whether this run continues a run whose checkpoints are in a folder."""
-        return self.epoch + self.step > 0 and Path(self.folder).resolve().parent == folder.resolve()
+    def continues(self, root):
+        """Whether this run continues the newest checkpoint below ROOT: from an older one it would overwrite others."""
+        newest = folders.newest(root)
+        return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
     @property
     def loader_state(self):
@@ -64,14 +65,10 @@ class Found:
         """Results of the epoch's training, if only the epoch's evaluation is left to do."""
         return self.meta["trained"] if self.step else None
 
-    @property
-    def best(self):
-        """The best evaluation so far, or None."""
-        return self.meta["best"] if self.goes_on else None
-
 
 def find(args):
-    """The checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, asks for.
+    """The checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, asks for. If there is none,
+    --from-pretrained-params becomes the checkpoint to use of a run's folder.
 
     Rank 0 searches and verifies every byte.
 
@@ -80,15 +77,25 @@ def find(args):
     Raises:
         UsageError: the requested checkpoint does not exist or is damaged.
     """
-    found = exchange.from_rank_0(lambda: _find(args))
+    found = exchange.from_rank_0(lambda: _find(args, _search))
+    if found is None and args.from_pretrained_params is not None:
+        args.from_pretrained_params = exchange.from_rank_0(lambda: _find(args, _pretrained))
     return found and Found(**found)
 
 
-def _find(args):
+def _find(args, search):
     try:
-        return _search(args)
+        return search(args)
     except OSError as e:
         raise UsageError(f"{e.filename} cannot be read ({e.strerror}): make it readable, or name another folder") from e
+
+
+def _pretrained(args):
+    return str(folders.resolve(args.from_pretrained_params, _arch(args)))
+
+
+def _arch(args):
+    return args.model_arch_name if "model_arch_name" in args.given else None
 
 
 def _search(args):
@@ -96,7 +103,7 @@ def _search(args):
         folder = folders.run_folder(args)
         if folder.is_dir():
             _clean(args, folder)
-        found = _newest(args, folder, with_foreign=False)
+        found = _newest(args, folder, resumes=True)
         if found:
             return found
         logger.info(f"--resume: {folder} holds no checkpoint yet")
@@ -106,16 +113,17 @@ def _search(args):
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
         raise UsageError(f"{flag} does not exist: name a folder that holds a checkpoint")
-    below = [p for p in folders.below(root) if _has_files(args, p)]
-    epochs = [int(p.name) for p in below if p.name.isdigit()]
+    root = folders.resolve(root, _arch(args)) if wanted is None else folders.run_in(root, _arch(args))
     if wanted is None:
         if not _has_files(args, root):
-            remedy = "name a folder that holds a checkpoint, or its --model-prefix"
-            if below:
-                names = ", ".join(p.name for p in below)
-                remedy = f"it holds {names}: add --last-epoch-of-checkpoint auto or a number"
-            raise UsageError(f"{flag} has neither {folders.META} nor {folders.foreign_prefix(args)}.pdparams; {remedy}")
+            prefix = folders.foreign_prefix(args, root)
+            raise UsageError(
+                f"{flag} has neither {folders.META} nor {prefix}.pdparams: choose a folder that holds a checkpoint, or "
+                "set its --model-prefix"
+            )
         return {"folder": str(root), "epoch": 0, "meta": _verified(args, root, flag)}
+    below = [p for p in folders.below(root) if _has_files(args, p)]
+    epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted == "auto" and below:
         return _newest(args, root)
     if _has_files(args, root) and (wanted == "auto" or wanted == _epoch_of(root)):
@@ -124,7 +132,8 @@ def _search(args):
         return _position(args, root / str(wanted), _verified(args, root / str(wanted), flag))
     raise UsageError(
         f"--last-epoch-of-checkpoint {wanted}: {root} holds no such epoch with {folders.META} or "
-        f"{folders.foreign_prefix(args)}.pdparams: give one of {epochs or 'another folder'} or another --model-prefix"
+        f"{folders.foreign_prefix(args, root)}.pdparams: give one of {epochs or 'another folder'} or another "
+        "--model-prefix"
     )
 
 
@@ -137,18 +146,27 @@ def _clean(args, folder):
         raise folders.unwritable(args, e) from e
 
 
-def _newest(args, root, with_foreign=True):
+def _newest(args, root, resumes=False):
     """The newest intact checkpoint below a folder. Damaged ones are named and passed over.
 
     Args:
         args: flags.
         root: the folder.
-        with_foreign: if all are of another program, take the newest of those.
+        resumes: for --resume. Otherwise, if all are of another program, the newest of those is taken.
     """
     whole, others = folders.newest_first(root)
-    foreign = [folder for folder, _ in others if with_foreign and _is_foreign(args, folder)]
+    foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
     if not whole and foreign and len(foreign) == len(others):
-        return _position(args, foreign[-1], None)
+        if not resumes:
+            return _position(args, foreign[-1], None)
+        if args.from_checkpoint is not None:
+            return None
+        # It may also be a checkpoint of this program that has lost its meta.json.
+        raise UsageError(
+            f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
+            f"{folders.META}: add --from-checkpoint {root} --last-epoch-of-checkpoint auto to continue from one of "
+            "another program"
+        )
     for folder, problem in others:
         logger.warn(f"{folder} is not a checkpoint: {problem}")
     for folder, _ in whole:
@@ -189,13 +207,13 @@ def _verified(args, folder, flag):
 
 def _is_foreign(args, folder):
     """Whether a folder holds a checkpoint of NVIDIA's example or of paddle.static.save: two files and no meta.json."""
-    files = [folder / f"{folders.foreign_prefix(args)}.{ending}" for ending in ("pdparams", "pdopt")]
+    files = [folder / f"{folders.foreign_prefix(args, folder)}.{ending}" for ending in ("pdparams", "pdopt")]
     return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
 
 
 def _has_files(args, folder):
     """Whether a folder has a checkpoint's meta.json, damaged or not, or the parameters of another program's."""
-    foreign = folder / f"{folders.foreign_prefix(args)}.pdparams"
+    foreign = folder / f"{folders.foreign_prefix(args, folder)}.pdparams"
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
 
@@ -223,6 +241,16 @@ def _origin_of_pretrained(args):
     except folders.DamagedError as e:
         raise UsageError(f"--from-pretrained-params {args.from_pretrained_params} is damaged: {e}: name another") from e
     return str(path.parent), meta if meta and path.name in meta["files"] else None
+
+
+def log_evaluated(args, found):
+    """Log which checkpoint an evaluation is about; returns its epoch, 0 if it is unknown."""
+    folder, meta = origin(args, found)
+    epoch = meta["epoch"] if meta else folder and _epoch_of(Path(folder))
+    if epoch is not None:
+        step = f" after {meta['step']} of {meta['steps_each_epoch']} steps" if meta and meta["step"] is not None else ""
+        logger.info(f"evaluates {folder}: epoch {epoch}{step}")
+    return epoch or 0
 
 
 def settle_network(args):

@@ -71,17 +71,34 @@ def _refuse_other_runs(args, found):
     within = [f"{flag} {start}" for flag, start in starts.items() if start is not None and _is_within(start, folder)]
     if args.overwrite and within:
         raise UsageError(f"--overwrite would delete {within[0]}, which the run starts from: name another --output-dir")
-    if names and not args.overwrite and not args.resume and not (found and found.is_of(folder)):
+    if names and not args.overwrite and not args.resume and not (found and found.continues(folder)):
+        is_foreign = all(map(folders.is_foreign, folders.finished(folder)))
+        resume = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
         raise UsageError(
-            f"{folder} holds checkpoints of an earlier run ({', '.join(names[:3])}{', ...' * (len(names) > 3)}): "
-            "continue it with --resume, or name another --output-dir"
-            + ("" if within else ", or replace it with --overwrite")
+            f"{folder} holds checkpoints of {'another program' if is_foreign else 'an earlier run'} "
+            f"({', '.join(names[:3])}{', ...' * (len(names) > 3)}): continue the newest with {resume}, or choose a "
+            "different --output-dir" + ("" if within or is_foreign else ", or replace them with --overwrite")
         )
 
 
 def _is_within(path, folder):
     path = Path(path).resolve()
     return folder.resolve() in [path, *path.parents]
+
+
+def best_before(root, found):
+    """The best evaluation of the checkpoints below ROOT that led to the one that a run continues, with its epoch; of
+    several equal ones the earliest. Checkpoints that are later in training but were written before are those of an
+    abandoned branch."""
+    best, reached = None, (found.epoch, found.step)
+    for _, meta in folders.newest_first(root)[0]:
+        at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
+        if meta["run"] != found.meta["run"] or at > reached:
+            continue
+        reached = at
+        if meta["evaluated"] and (best is None or meta["evaluated"]["top1"] >= best["top1"]):
+            best = {"epoch": meta["epoch"], **meta["evaluated"]}
+    return best
 
 
 class Saver:
@@ -102,7 +119,6 @@ class Saver:
 
     def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
         self._lock = None
-        exchange.from_rank_0(lambda: self._prepare(args, found))
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
         self._root = folders.run_folder(args)
@@ -110,12 +126,12 @@ class Saver:
         self._last = (found.epoch, found.step) if found else (0, 0)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending = None
-        self.best = found and found.best
+        self.best = exchange.from_rank_0(lambda: self._prepare(args, found))
         self.folder = found and found.folder
 
     def _prepare(self, args, found):
         """Make the checkpoint folder, lock it against other runs, and remove what a killed run left there, and with
-        --overwrite what any run did."""
+        --overwrite what any run did. Returns the best result so far."""
         folder = folders.run_folder(args)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,13 +142,9 @@ class Saver:
             _refuse_other_runs(args, found)  # again: since the first check, a run may have ended here
             if args.overwrite:
                 folders.remove_all(folder)
+            return best_before(folder, found) if found and found.goes_on else None
         except OSError as e:
             raise folders.unwritable(args, e) from e
-
-    def note(self, epoch, evaluated):
-        """Remember the best evaluation, whether its epoch is saved or not."""
-        if self.best is None or evaluated["top1"] > self.best["top1"]:
-            self.best = {"epoch": epoch, **evaluated}
 
     def save(self, epoch, step=None, trained=None, evaluated=None):
         """Save the state between two steps. Every process must call this.
@@ -155,6 +167,8 @@ class Saver:
         arrays = self._bn_statistics() if in_epoch and processes.rank() > 0 else {}
         rank_state = {"loader": self._loader.state(), "meters": self._meters()}
         ranks = exchange.gather(_pack(rank_state, arrays))
+        if evaluated and (self.best is None or evaluated["top1"] > self.best["top1"]):
+            self.best = {"epoch": epoch, **evaluated}
         if processes.rank() != 0:
             return
         ranks = [_unpack(data) for data in ranks]
@@ -239,24 +253,17 @@ class Saver:
                 "--output-dir; the checkpoints before it are untouched"
             ) from e
         logger.info(f"checkpoint: {folder}")
-        self._mark_and_delete(name)
+        self._mark_and_delete(name, meta["best"] and str(meta["best"]["epoch"]))
 
-    def _mark_and_delete(self, newest):
+    def _mark_and_delete(self, newest, best):
         """Set the links, and delete this run's checkpoints except the newest and the best. Checkpoints of other runs
-        stay. The best one is read from the checkpoints themselves: a link may be missing or out of date."""
-        whole, _ = folders.newest_first(self._root)
-        mine = [(folder, meta["evaluated"]) for folder, meta in whole if meta["run"] == self._run]
-        # Of several equal ones the earliest.
-        best = max(
-            ((folder, evaluated) for folder, evaluated in reversed(mine) if evaluated is not None),
-            key=lambda pair: pair[1]["top1"],
-            default=(None, None),
-        )[0]
+        stay."""
         self._mark("latest", newest)
         if best is not None:
-            self._mark("best", best.name)
-        for folder, _ in mine[self._args.keep_checkpoints :]:
-            if folder != best:
+            self._mark("best", best)
+        mine = [folder for folder, meta in folders.newest_first(self._root)[0] if meta["run"] == self._run]
+        for folder in mine[self._args.keep_checkpoints :]:
+            if folder.name != best:
                 folders.delete(folder)
 
     def _mark(self, marker, name):

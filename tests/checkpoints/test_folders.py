@@ -148,13 +148,60 @@ def test_deleting_a_link_leaves_what_it_leads_to(tmp_path):
     folders.verify(folder)
 
 
+def test_deletions_leave_what_this_program_did_not_write(tmp_path, capsys):
+    for name in ("1", "2", "3"):
+        write(tmp_path, name)
+        (tmp_path / name / "notes.txt").write_text(name)
+        (tmp_path / name / "mine.pdparams").mkdir()
+    (tmp_path / "2/meta.json").write_text("damaged")
+    folders.delete(tmp_path / "1")
+    assert "1: not deleted, because it has files that this program did not write (mine.pdparams, notes.txt)" in (
+        capsys.readouterr().err
+    )
+    (tmp_path / "3").rename(tmp_path / "x")
+    write(tmp_path, "3")
+    (tmp_path / ".notes.partial").write_text("mine")
+    (tmp_path / "x").rename(tmp_path / ".3.replaced")  # as after a kill
+    folders.clean(tmp_path)
+    folders.verify(tmp_path / "3")
+    assert (tmp_path / "3/notes.txt").read_text() == "3"
+    for form in ("rename", "marker"):
+        folders.commit(
+            tmp_path, "3", {f"a.{end}": lambda f: f.write(b"b") for end in ("pdparams", "pdopt")}, META, form
+        )
+        assert names(tmp_path / "3") == ["a.pdopt", "a.pdparams", "meta.json", "mine.pdparams", "notes.txt"]
+    folders.remove_all(tmp_path)
+    assert names(tmp_path) == [".notes.partial", "1", "2", "3"]
+    for name in ("1", "3"):
+        assert names(tmp_path / name) == ["mine.pdparams", "notes.txt"]
+    assert "notes.txt" in names(tmp_path / "2")
+
+
+@pytest.mark.parametrize("form", ["rename", "marker"])
+def test_a_checkpoint_of_another_program_is_never_deleted(tmp_path, capsys, form):
+    write(tmp_path, "4")
+    for name in ("3", "5"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "resnet_50_paddle.pdparams").write_text("NVIDIA's")
+    folders.remove_all(tmp_path)
+    said = capsys.readouterr()
+    assert f"--overwrite: deletes 4 in {tmp_path}" in said.out
+    assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write" in said.err
+    (tmp_path / "3.old").mkdir()
+    files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}
+    folders.verify(folders.commit(tmp_path, "3", files, META, form))
+    assert names(tmp_path) == ["3", "3.old", "3.old1", "5"]
+    assert names(tmp_path / "3.old1") == ["resnet_50_paddle.pdparams"]
+    assert "renamed to 3.old1" in capsys.readouterr().err
+
+
 def test_failing_deletion_is_a_warning_and_leaves_nothing_that_looks_whole(tmp_path, capsys, monkeypatch):
     folder = write(tmp_path, "3")
 
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    monkeypatch.setattr(folders.Path, "rmdir", refuse)
     folders.delete(folder)
     assert "3 cannot be deleted (Permission denied)" in capsys.readouterr().err
     assert folders.newest_first(tmp_path)[0] == []

@@ -460,7 +460,8 @@ def test_stray_folders_end_neither_a_running_job_nor_a_resume(run_train, tmp_pat
 def test_a_folder_that_cannot_be_entered_does_not_end_a_resume(run_train, tmp_path, monkeypatch, capsys):
     assert run_train("--epochs", "1")[0] == 0
     root = tmp_path / "output/Tiny"
-    (root / "99").mkdir(0)
+    (root / "99").mkdir()
+    (root / "99/notes").write_text("of the user")
     real = os.open
 
     def refuse(path, *arguments, **options):  # as a superuser may enter it
@@ -477,7 +478,8 @@ def test_resume_takes_no_checkpoint_whose_meta_json_is_gone(run_train, tmp_path,
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").unlink()
     assert run_train("--epochs", "2", "--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["Tiny holds only damaged checkpoints", "to start afresh"])
+    says = ["Tiny (0) have no meta.json", "--last-epoch-of-checkpoint auto to continue from one of another program"]
+    assert_one_sentence(capsys.readouterr().err, says)
 
 
 def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):

@@ -144,10 +144,11 @@ def test_another_number_of_processes_is_another_rate_and_said(args, run, monkeyp
     _, _, fetchs, schedule, _ = build(args)
     found = find(args, saver.folder.parent, "auto")
     restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
-    assert "schedule of" not in capsys.readouterr().out
+    assert "learning rate" not in capsys.readouterr().err
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
-    assert "the learning rate continues on the schedule of number of processes 2 (was 1)" in capsys.readouterr().out
+    says = "written by 1 processes, and these are 2: the batch of a step and the peak learning rate change"
+    assert says in capsys.readouterr().err
 
 
 def test_the_same_position_is_saved_once(args, run, tmp_path):
@@ -203,13 +204,17 @@ def test_find(args, run, tmp_path, below, epoch, start):
     ("below", "epoch", "message"),
     [
         ("nowhere", None, "--from-checkpoint .*nowhere does not exist: name"),
-        ("Tiny", None, r"has neither meta.json nor tiny.pdparams; it holds 4: add --last-epoch-of-checkpoint"),
+        ("empty", None, r"empty has neither meta.json nor tiny.pdparams: choose"),
         ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .* give one of \[4\]"),
         ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
-        ("", "auto", "--last-epoch-of-checkpoint auto"),
+        ("empty", "auto", "--last-epoch-of-checkpoint auto"),
+        ("", None, r"has runs of several networks: choose one of .*Big, .*Tiny"),
     ],
 )
 def test_missing_checkpoint_is_refused(args, saved, tmp_path, below, epoch, message):
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(saved, tmp_path / "Big/4")
+    args.given -= {"model_arch_name"}
     with pytest.raises(UsageError, match=message):
         find(args, tmp_path / below, epoch)
 
@@ -220,6 +225,42 @@ def test_the_prefix_is_that_of_meta_json_or_else_the_flag(args, saved):
     (saved / "meta.json").unlink()
     with pytest.raises(UsageError, match="other.pdparams.*--model-prefix"):
         find(args, saved.parent, "auto")
+
+
+def test_a_folder_of_a_run_stands_for_its_best_or_else_its_newest_checkpoint(args, run, tmp_path, capsys):
+    """For every command: itself, the run's folder and the --output-dir, which has a folder of another network, too."""
+    saver, _, _ = run
+    root = tmp_path / "Tiny"
+    for number, top1 in ((4, 0.5), (7, 0.2)):
+        saver.save(number, evaluated={"loss": 1.5, "top1": top1, "top5": 1.0, "ips": 20.0})
+    saver.save(8, 2)
+    saver.finish()
+    (tmp_path / "Big").mkdir()
+    for below in ("", "Tiny"):
+        capsys.readouterr()
+        assert find(args, tmp_path / below).folder == str(root / "best")
+        assert f"uses the checkpoint {root}/best (4)" in capsys.readouterr().out
+    assert find(args, tmp_path, "auto").folder == str(root / "8_2")
+    assert find(args, tmp_path, 7).folder == str(root / "7")
+    (root / "best").unlink()
+    assert find(args, tmp_path).folder == str(root / "7")  # not inside an epoch
+    args.from_checkpoint, args.last_epoch_of_checkpoint = None, None
+    args.from_pretrained_params = str(tmp_path)
+    assert restore.find(args) is None
+    assert args.from_pretrained_params == str(root / "7")
+    shutil.copytree(root / "4", tmp_path / "Big/4")  # --model-arch-name decides
+    assert find(args, tmp_path).folder == str(root / "7")
+
+
+@pytest.mark.parametrize("prefix", ["resnet_50_paddle", "tiny_paddle", "mine"])
+def test_files_of_other_programs_are_found_without_model_prefix(args, saved, prefix):
+    args.given, args.model_prefix = args.given - {"model_prefix"}, "tiny_paddle"
+    (saved / "meta.json").unlink()
+    for end in ("pdparams", "pdopt"):
+        (saved / f"tiny.{end}").rename(saved / f"{prefix}.{end}")
+    assert find(args, saved.parent, "auto").epoch == 5
+    args.from_checkpoint, args.from_pretrained_params = None, str(saved)
+    assert variables.pretrained_file(args) == saved / f"{prefix}.pdparams"
 
 
 @pytest.mark.parametrize("epoch", [4, None])

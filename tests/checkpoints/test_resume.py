@@ -124,7 +124,7 @@ def test_a_resume_without_its_flags_continues_recipe_and_sparsity(run_train, who
         np.testing.assert_array_equal(params[name], mask)
 
 
-def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path):
+def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path, capsys):
     expected = whole()
     code, report = run_train(*FLAGS, "--save-interval-steps", "2", "--keep-checkpoints", "9")
     assert code == 0
@@ -138,6 +138,11 @@ def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path
         resumed = losses(report)
         assert resumed == {key: expected[key] for key in resumed}
         assert len(resumed) == (STEPS + 2) * (1 if name == "1" else 2) - (0 if name == "1" else 2)
+        capsys.readouterr()
+        _, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny" / name)
+        assert phase(report, [1], "val.")["images"] == 23
+        where = "epoch 1\n" if name == "1" else "epoch 1 after 2 of 3 steps\n"
+        assert f"evaluates {tmp_path}/output/Tiny/{name}: {where}" in capsys.readouterr().out
 
 
 def test_other_batch_size_starts_the_epoch_again_and_says_so(run_train, stop_before, tmp_path, capsys):
@@ -306,6 +311,28 @@ def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", root / "best")[0] == 0
 
 
+def test_the_best_has_a_checkpoint_and_is_of_no_abandoned_branch(run_train, tmp_path, monkeypatch, capsys):
+    """Epochs 0, 2 and 4 score more, but are not saved; a damaged 3 is written again after a checkpoint inside it."""
+    from paddle_resnet import program
+
+    scores = iter([0.9, 0.1, 0.9, 0.8, 0.9, 0.3])
+    run = program.run
+    monkeypatch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+    flags = ["--keep-checkpoints", "9", "--save-interval", "2"]
+    root = tmp_path / "output/Tiny"
+    _, report = run_train("--epochs", "4", *flags)
+    assert (phase(report, [], "best.")["epoch"], (root / "best").resolve().name) == (3, "3")
+    (root / "3/tiny.pdopt").write_bytes(b"")
+    code, report = run_train("--epochs", "4", *flags, "--resume", "--eval-interval", "4")
+    assert code == 0
+    assert "Tiny/3 is damaged: tiny.pdopt has" in capsys.readouterr().err
+    assert (phase(report, [], "best.")["epoch"], (root / "best").resolve().name) == (3, "3")
+    assert phase(report, [], "best.")["val.top1"] == 0.9
+    meta = folders.read_meta(root / "1")
+    saved = restore.Found(str(root / "1"), 2, meta=meta)
+    assert saver.best_before(root, saved)["epoch"] == 1
+
+
 def test_another_model_is_refused_by_the_flag_that_was_given(run_train, capsys):
     assert run_train("--epochs", "1")[0] == 0
     assert run_train("--epochs", "2", "--resume", "--num-of-class", "4")[0] == 2
@@ -352,7 +379,8 @@ def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypat
     before, files = entries(root), {path: path.read_bytes() for path in root.glob("*/meta.json")}
     assert before == {"0": "0", "1": "1", "2": "2", "latest": "2", "best": "0"}
     capsys.readouterr()
-    for flags in (["--epochs", "1"], ["--dry-run"], ["--from-checkpoint", root / "1"]):
+    branch = ["--from-checkpoint", root, "--last-epoch-of-checkpoint", "1", "--epochs", "5"]
+    for flags in (["--epochs", "1"], ["--dry-run"], ["--from-checkpoint", root / "1"], branch):
         code, report = run_train(*flags)
         assert (code, report) == (2, [])
         says = [f"{root} holds checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
@@ -360,9 +388,14 @@ def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypat
         assert_one_sentence(said, says)
         assert ("--overwrite" in said) == ("--from-checkpoint" not in flags)  # which would delete the start
     assert run_train("--overwrite", "--dry-run")[0] == 0
+    (root / "1/notes.txt").write_text("mine")
     assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files
     assert run_train("--epochs", "1", "--overwrite")[0] == 0
-    assert entries(root) == {"0": "0", "latest": "0", "best": "0"}
+    said = capsys.readouterr()
+    assert f"--overwrite: deletes 0, 1, 2, latest, best in {root}" in said.out
+    assert f"{root}/1: not deleted, because it has files that this program did not write (notes.txt)" in said.err
+    assert entries(root) == {"0": "0", "1": "1", "latest": "0", "best": "0"}
+    assert entries(root / "1").keys() == {"notes.txt"}
     assert json.loads((root / "0/meta.json").read_text())["best"]["top1"] == 0.1
 
 
@@ -402,10 +435,11 @@ def test_a_folder_without_a_whole_checkpoint_holds_no_run(parse, tmp_path):
     (root / "4/tiny.pdparams").touch()
     saver.check_folder(args, None)
     (root / "4/.unfinished").unlink()
-    with pytest.raises(UsageError, match=r"holds checkpoints of an earlier run \(4\)"):
+    says = r"holds checkpoints of another program \(4\): continue the newest with --from-checkpoint .*Tiny --last-epoch"
+    with pytest.raises(UsageError, match=says):
         saver.check_folder(args, None)
     saver.check_folder(args, restore.Found(str(root / "4"), 5))  # goes on from it
-    with pytest.raises(UsageError, match="earlier run"):
+    with pytest.raises(UsageError, match="another program"):
         saver.check_folder(args, restore.Found(str(root / "4"), 0))
 
 
