@@ -10,6 +10,7 @@ from paddle_resnet import program
 from paddle_resnet.native import build as native
 from paddle_resnet.steps import host_metrics
 from test_program import random_batches
+from utils.errors import DataError
 
 NATIVE = [*NHWC, "--kernels", "native", "--cuda-graph", "false"]
 
@@ -80,6 +81,17 @@ def test_failure_on_the_gpu_is_an_error():
     variable = static.data("value", [1], "float32")
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         np.asarray(host_metrics.Posted(Library(), 0, 0, variable))
+
+
+def test_error_of_a_step_is_that_of_its_labels_only_if_one_is_not_a_class(parse):
+    def fail(**_):
+        raise ValueError("of Paddle")
+
+    args = parse("--num-of-class", "3")
+    with pytest.raises(DataError, match="has a label that is not a class of the network"):
+        host_metrics._fetch(args, fail, {"label": np.array([[0], [3]])})
+    with pytest.raises(ValueError, match="of Paddle"):
+        host_metrics._fetch(args, fail, {"label": np.array([[0], [2]])})
 
 
 def test_logged_figures_are_those_of_each_step(run_train):

@@ -127,6 +127,18 @@ def test_without_a_terminal_nothing_is_imported_nor_due():
     assert found.stdout == "(False, False, False)\n"
 
 
+def test_figures_are_due_again_after_a_while(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress, "_live", object())
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "_due_s", 0.0)
+    assert progress.is_due()
+    progress.show(1, 2, 3.0, None, [])
+    assert not progress.is_due()
+    now[0] = progress.PERIOD_S
+    assert progress.is_due()
+
+
 def test_durations():
     assert [progress._duration(s) for s in (0, 9.6, 61, 3600, 90000)] == [
         "00:00",
