@@ -76,8 +76,8 @@ def _claim(args, found, folder):
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )
+    logger.setup(args.report_file)  # before what may suggest to replace a report that another run still writes
     report.check_replaced(args, found)
-    logger.setup(args.report_file)
 
 
 def open_data(args, found):

@@ -253,6 +253,8 @@ def summarise(args, argv, trained, evaluated, best, folder):
     logger.log((), data)
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     _write_page(args, argv)
+    if processes.rank() != 0:  # without checkpoints
+        return
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = _without(argv, ("--run-scope", "--report-file", "--overwrite", *OF_TRAINING))
         flags += ["--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]

@@ -2,12 +2,14 @@
 
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -187,21 +189,27 @@ def test_three_sigterms(runs, expected, when):
     assert runs.losses == expected
 
 
+def listens(process):
+    """Whether a process has a handler for SIGTERM."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (signal.SIGTERM - 1) & 1
+
+
 def test_train_py_itself_stops(tmp_path):
     """It imports Paddle, which takes over SIGTERM, after it has begun to listen."""
     report, output = tmp_path / "report.json", tmp_path / "output"
     flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
     command = list(map(str, [sys.executable, "train.py", *TINY, *flags, *places]))
-    for wait_for in ("", '"step": [0, 2]'):
+    for is_ready in (listens, lambda process: report.exists() and '"step": [0, 2]' in report.read_text()):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        while not (report.exists() and wait_for in report.read_text()):
+        while not is_ready(process):
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 75, said
-        report.unlink()
+        report.unlink(missing_ok=True)
     assert folders.newest_first(output / "ResNet18")[0]
 
 
@@ -237,11 +245,11 @@ def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
     for more in ([], ["--resume", "--dry-run"]):
         command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *flags, *more]
         others.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
-    for second in others:
+    held = f"--report-file {runs.report}", f"--output-dir {runs.folder}/output"
+    for second, says in zip(others, held, strict=True):
         _, stderr = second.communicate(timeout=200)
         assert second.returncode == 2
-        says = f"--output-dir {runs.folder / 'output'}: another run (process {process.pid} on "
-        assert_one_sentence(stderr, [says, "or name another folder"])
+        assert_one_sentence(stderr, [f"{says}: another run (process {process.pid} on ", "wait until it ends, or"])
     assert (runs.root / ".9.partial").exists()
     go_on()
     code, output = runs.finish(process)
