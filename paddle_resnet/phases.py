@@ -15,7 +15,7 @@ from paddle_resnet.job import agreement, exchange, processes
 from paddle_resnet.models import registered_name
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
-from paddle_resnet.steps import trace
+from paddle_resnet.steps import cuda_graph, trace
 from utils import logger, outputs, progress
 from utils.affinity import bind_to_gpu
 from utils.errors import UsageError
@@ -148,6 +148,7 @@ def compile_programs(args, exe, training, evaluation):
         refold = folding.fold_batch_norms(args, evaluation.program, exe)
         compiled = program.compile_prog(args, evaluation.program, is_train=False)
         evaluation = evaluation._replace(compiled=compiled, refold=refold)
+    cuda_graph.resolve(args, [work.compiled for work in (training, evaluation) if work])
     return training, evaluation
 
 

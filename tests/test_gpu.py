@@ -286,7 +286,6 @@ def test_first_losses_are_those_of_the_cpu(run_train, tmp_path):
 
 
 RECORDED = {name: KINDS[name] for name in ("fp32 NHWC", "O2", "O2 ASP", "bf16 O2")}
-RECORDED["MobileNetV2 O2"] = [*O2, "--model-arch-name", "TinyMobile"]
 
 
 @pytest.mark.parametrize("flags", RECORDED.values(), ids=RECORDED)
@@ -306,12 +305,21 @@ def test_recorded_steps_change_nothing(run_train, deterministic, tmp_path, monke
         assert code == 0
         # Of six steps of training, and four of evaluation that have a whole batch, the first two are not recorded.
         assert len(launches) == (4 + 2 if recorded == "true" else 0)
-        [saved] = (tmp_path / recorded).glob("*/1/tiny.pdparams")
-        found.append((losses(report), pickle.loads(saved.read_bytes())))
+        found.append((losses(report), pickle.loads((tmp_path / recorded / "Tiny/1/tiny.pdparams").read_bytes())))
     (ours, parameters), (expected, plain) = found
     assert ours == expected
     for name, value in plain.items():
         np.testing.assert_array_equal(parameters[name], value, err_msg=name)
+
+
+def test_a_network_whose_operators_do_not_repeat_is_not_captured(run_train, capsys):
+    flags = ["--model-arch-name", "TinyMobile", *O2, "--kernels", "native", "--epochs", "2"]
+    assert run_train(*flags)[0] == 0
+    said = capsys.readouterr().out
+    assert "--cuda-graph false: operator depthwise_conv2d, depthwise_conv2d_grad cannot be repeated" in said
+    assert "CUDA graph, batch" not in said
+    assert run_train(*flags, "--cuda-graph", "true", "--overwrite")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--cuda-graph true: operator depthwise_conv2d"])
 
 
 def test_launches_write_to_no_memory_that_paddle_counts_as_free(run_train, monkeypatch):

@@ -22,18 +22,19 @@ from paddle.device.cuda.graphs import CUDAGraph
 
 from paddle_resnet import compat
 from paddle_resnet.job import exchange, processes
+from utils import logger
 from utils.errors import RunError, UsageError, core
 
 # The first steps choose algorithms and create cuDNN's state: they run operator by operator.
 STEPS_BEFORE = 2
 # The executor requires the second with the first.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
-# Paddle's operators that were seen to repeat in a graph; the project's own (native_...) all do. Others are refused:
-# one that draws random numbers, for example, may draw the same ones in each step.
+# Paddle's operators that were tested to repeat in a graph; the project's own (native_...) all do. Steps with others are
+# not captured: one that draws random numbers, for example, may draw the same ones in each step. After a capture of
+# depthwise_conv2d in NHWC (Paddle 2.6.2), launches ended with CUDA error 700.
 REPEATABLE = {
     *("assign", "cast", "fill_constant", "scale", "reciprocal"),
-    *("conv2d", "conv2d_grad", "depthwise_conv2d", "depthwise_conv2d_grad"),
-    *("pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
+    *("conv2d", "conv2d_grad", "pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
     *("batch_norm", "batch_norm_grad", "relu", "relu_grad", "relu6", "relu6_grad", "sum", "grad_add"),
     *("elementwise_add", "elementwise_add_grad", "elementwise_mul", "elementwise_mul_grad"),
     *("flatten_contiguous_range", "flatten_contiguous_range_grad"),
@@ -41,6 +42,26 @@ REPEATABLE = {
 }
 _numbers = itertools.count()
 _recorders = weakref.WeakKeyDictionary()  # {compiled program: its Recorder}: one recording serves all epochs
+
+
+def resolve(args, programs):
+    """Let steps run operator by operator if a program has an operator that is not in REPEATABLE; changes the flags.
+
+    Args:
+        args: flags.
+        programs: results of program.compile_prog.
+    Raises:
+        UsageError: --cuda-graph true is explicit.
+    """
+    types = {op.type for program in programs for op in program._program.global_block().ops}
+    others = sorted(name for name in types - REPEATABLE if not name.startswith("native_"))
+    if not args.cuda_graph or not others:
+        return
+    problem = f"operator {', '.join(others)} cannot be repeated in a CUDA graph, or is untested there"
+    if "cuda_graph" in args.given:
+        raise UsageError(f"--cuda-graph true: {problem}; use --cuda-graph false")
+    logger.info(f"--cuda-graph false: {problem}")
+    args.cuda_graph = False
 
 
 def recorder(args, exe, program, variables, post):
@@ -80,8 +101,6 @@ class Recorder:
         program: result of program.compile_prog.
         variables: the metrics that the program posts.
         post: host_metrics.post.
-    Raises:
-        UsageError: the program has an operator that is not known to repeat.
     """
 
     def __init__(self, args, program, variables, post):
@@ -210,12 +229,6 @@ def _split(program, variables, post):
     """
     copy = program._program.clone()
     block = copy.global_block()
-    for op in block.ops:
-        if op.type not in REPEATABLE and not op.type.startswith("native_"):
-            raise UsageError(
-                f"--cuda-graph: the network has the operator {op.type}, which has not been tried in a graph: give "
-                "--cuda-graph false"
-            )
     block._remove_op(next(i for i, op in enumerate(block.ops) if op.type == "native_post"))
     # Persistable variables of one name are one tensor in all programs. These must be this program's own.
     number = next(_numbers)
