@@ -49,7 +49,7 @@ KINDS = {
     ),
     "loader": (
         *("image_root", "data_format", "dali_num_threads", "dali_device", "hw_decoder_load", "dali_prefetch"),
-        *("skip_list", "allow_outside"),
+        *("skip_list", "allow_empty_classes", "allow_outside"),
     ),
     "machine": ("device", "enable_cpu_affinity", "comm_timeout_s", "kernels", "cuda_graph"),
     "output": (
@@ -70,6 +70,10 @@ SCHEDULE_FLAGS = {
     "lr_rise": ("OneCycle",),
     "lr_flat": ("FlatCosine",),
 }
+# The flags that only some optimizers use.
+OPTIMIZER_FLAGS = {
+    "momentum": ("Momentum", "Nesterov"),
+}
 # If one of these is explicit and differs from the checkpoint's, those that depend on it are not inherited.
 DEPENDENT = {
     "model_arch_name": ("model_prefix",),
@@ -80,6 +84,7 @@ DEPENDENT = {
     "amp_level": ("use_pure_fp16",),
     "asp": ("prune_model", "mask_algo"),
     "lr_scheduler": tuple(SCHEDULE_FLAGS),
+    "optimizer": tuple(OPTIMIZER_FLAGS),
 }
 RESIZE_RATIO = 256 / 224  # of --resize-short to --crop-size by default
 # Flags that older checkpoints do not have, where the default is not what the program did before.
@@ -519,7 +524,12 @@ def _add_training(group):
     group.add_argument(
         "--label-smoothing", type=numbers.ratio, default=0.1, help="share of the label spread over all classes"
     )
-    group.add_argument("--optimizer", default="Momentum", choices=["Momentum"], help="optimizer")
+    group.add_argument(
+        "--optimizer",
+        default="Momentum",
+        choices=["Momentum", "Nesterov"],
+        help="optimizer; see docs/training.md for the formulas",
+    )
     group.add_argument("--momentum", type=numbers.ratio, default=0.875, help="momentum")
     group.add_argument("--weight-decay", type=_not_negative_number, default=3.0517578125e-05, help="L2 weight decay")
     group.add_argument(
@@ -699,16 +709,22 @@ def _out_of_range(args, name):
 
 
 def _conflicts_of_schedule(args):
-    parser = build_parser()
-    for name, schedules in SCHEDULE_FLAGS.items():
-        value = getattr(args, name)
-        if value != parser.get_default(name) and args.lr_scheduler not in schedules:
-            yield (
-                f"{flag(name)} {text(value)}: not used by --lr-scheduler {args.lr_scheduler}; remove it, or use "
-                f"--lr-scheduler {' or '.join(schedules)}"
-            )
+    yield from _unused(args, "lr_scheduler", SCHEDULE_FLAGS)
+    yield from _unused(args, "optimizer", OPTIMIZER_FLAGS)
     if args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr:g}: exceeds --lr {args.lr:g}; use a smaller one"
+
+
+def _unused(args, choice, users):
+    """Yield an error message for each flag of `users`, {flag: values of `choice` that use it}, that has no effect."""
+    parser, chosen = build_parser(), getattr(args, choice)
+    for name, choices in users.items():
+        value = getattr(args, name)
+        if value != parser.get_default(name) and chosen not in choices:
+            yield (
+                f"{flag(name)} {text(value)}: not used by {flag(choice)} {chosen}; remove it, or use "
+                f"{flag(choice)} {' or '.join(choices)}"
+            )
 
 
 def _conflicts_of_sparsity(args):

@@ -1,4 +1,4 @@
-"""Momentum, and what wraps it: mixed precision (AMP) and 2:4 sparsity (ASP)."""
+"""Wrappers of an optimizer: mixed precision (AMP) and 2:4 sparsity (ASP)."""
 
 import paddle
 from paddle import static
@@ -8,15 +8,6 @@ from paddle.static.amp import fp16_utils
 
 from paddle_resnet import compat
 from paddle_resnet.models import loss_head
-
-
-def build_optimizer(args, lr_scheduler):
-    """SGD with momentum and L2 weight decay. A parameter's own regularizer (BN has one) replaces the weight decay."""
-    return paddle.optimizer.Momentum(
-        learning_rate=lr_scheduler,
-        momentum=args.momentum,
-        weight_decay=paddle.regularizer.L2Decay(args.weight_decay),
-    )
 
 
 def _amp_lists(args, program):

@@ -15,8 +15,9 @@ from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.job import exchange, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.models import build_model, loss_head
-from paddle_resnet.optimizer import build_optimizer, decorate_amp, exclude_from_asp
+from paddle_resnet.optimizer import decorate_amp, exclude_from_asp
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.optimizers.table import build_optimizer
 from paddle_resnet.passes import all_reduces, fusion, updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
 from utils import logger, progress

@@ -166,7 +166,7 @@ def test_bfloat16_parameters_follow_their_float32_masters(parse):
             momentum._multi_precision = True
             grad = paddle.cast(x, dtype)
             momentum.apply_gradients([(weight, grad)])
-            updates._update_masters_in_float32(main.global_block())
+            updates._update_masters_in_float32(main)
             exe = static.Executor(paddle.CPUPlace())
             exe.run(startup)
             master = f"{weight.name}_fp32_master_0" if dtype == paddle.bfloat16 else weight.name

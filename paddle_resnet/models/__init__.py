@@ -43,7 +43,6 @@ def build_model(args):
         num_classes=args.num_of_class,
         in_channels=args.image_shape[0],
         data_format=args.data_layout,
-        bn_weight_decay=args.bn_weight_decay,
     )
     last = (model.last.bias.name, model.last.weight.name)
     static.default_main_program().network_ends = Ends(model.first.weight.name, last)

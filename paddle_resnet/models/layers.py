@@ -3,7 +3,6 @@
 import paddle
 from paddle import nn
 from paddle.nn.initializer import KaimingNormal
-from paddle.regularizer import L2Decay
 
 
 class BatchNorm(nn.BatchNorm2D):
@@ -17,7 +16,6 @@ class ConvBN(nn.Layer):
         in_channels, channels: of input and output.
         kernel_size, stride: of the convolution.
         data_format: "NCHW" or "NHWC".
-        bn_weight_decay: let weight decay act on the scale and shift of batch normalization.
         groups: of the convolution; in_channels: depthwise.
         initializer: of the filters.
         epsilon, momentum: of batch normalization; momentum is the weight of the old running statistics.
@@ -30,7 +28,6 @@ class ConvBN(nn.Layer):
         kernel_size,
         stride,
         data_format,
-        bn_weight_decay,
         groups=1,
         initializer=None,
         epsilon=1e-5,
@@ -48,11 +45,7 @@ class ConvBN(nn.Layer):
             bias_attr=False,
             data_format=data_format,
         )
-        # A parameter's own regularizer replaces the optimizer's, so 0 switches weight decay off for it.
-        attr = None if bn_weight_decay else paddle.ParamAttr(regularizer=L2Decay(0.0))
-        self.bn = BatchNorm(
-            channels, momentum=momentum, epsilon=epsilon, weight_attr=attr, bias_attr=attr, data_format=data_format
-        )
+        self.bn = BatchNorm(channels, momentum=momentum, epsilon=epsilon, data_format=data_format)
 
     def forward(self, x):
         return self.bn(self.conv(x))

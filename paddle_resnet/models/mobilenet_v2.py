@@ -37,11 +37,10 @@ class InvertedResidual(nn.Layer):
 class MobileNetV2(nn.Layer):
     """Image classifier; arguments, input and output as those of resnet.ResNet, for the width 1.0."""
 
-    def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", bn_weight_decay=False, stages=STAGES):
+    def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):
         super().__init__()
         initializer = TruncatedNormal(std=0.09)
-        common = {"data_format": data_format, "bn_weight_decay": bn_weight_decay, "initializer": initializer}
-        common |= {"epsilon": 1e-3, "momentum": 0.997}
+        common = {"data_format": data_format, "initializer": initializer, "epsilon": 1e-3, "momentum": 0.997}
         self.stem = ConvBN(in_channels, 32, 3, 2, **common)
         self.blocks = nn.LayerList()
         width = 32

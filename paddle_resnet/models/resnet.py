@@ -67,16 +67,13 @@ class ResNet(nn.Layer):
         num_classes: width of the logits.
         in_channels: 3, or 4 when the loader pads RGB with a zero channel for faster half-precision convolutions.
         data_format: "NCHW" or "NHWC", the layout of the input and of every activation.
-        bn_weight_decay: let weight decay act on the scale and shift of batch normalisation.
         width: channels of the stem and of the first stage.
     Input [N, C, H, W] or [N, H, W, C]; output logits [N, num_classes].
     """
 
-    def __init__(
-        self, block, depths, num_classes=1000, in_channels=3, data_format="NCHW", bn_weight_decay=False, width=64
-    ):
+    def __init__(self, block, depths, num_classes=1000, in_channels=3, data_format="NCHW", width=64):
         super().__init__()
-        common = {"data_format": data_format, "bn_weight_decay": bn_weight_decay}
+        common = {"data_format": data_format}
         self.stem = ConvBN(in_channels, width, 7, 2, **common)
         self.pool = nn.MaxPool2D(3, stride=2, padding=1, data_format=data_format)
         self.stages = nn.Sequential()

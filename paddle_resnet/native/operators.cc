@@ -174,7 +174,7 @@ PD_BUILD_OP(native_momentum)
     .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), "Rate",
              paddle::Optional("Unscale")})
     .Outputs({paddle::Vec("ParametersOut"), paddle::Vec("VelocitiesOut")})
-    .Attrs({"mu: float", "decays: std::vector<float>"})
+    .Attrs({"mu: float", "nesterov: bool", "decays: std::vector<float>"})
     .SetInplaceMap({{paddle::Vec("Parameters"), paddle::Vec("ParametersOut")},
                     {paddle::Vec("Velocities"), paddle::Vec("VelocitiesOut")}})
     .SetKernelFn(PD_KERNEL(Momentum));
@@ -183,7 +183,7 @@ PD_BUILD_OP(native_momentum_masters)
     .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), paddle::Vec("Masters"),
              "Rate", paddle::Optional("Unscale")})
     .Outputs({paddle::Vec("ParametersOut"), paddle::Vec("VelocitiesOut"), paddle::Vec("MastersOut")})
-    .Attrs({"mu: float", "decays: std::vector<float>"})
+    .Attrs({"mu: float", "nesterov: bool", "decays: std::vector<float>"})
     .SetInplaceMap({{paddle::Vec("Parameters"), paddle::Vec("ParametersOut")},
                     {paddle::Vec("Velocities"), paddle::Vec("VelocitiesOut")},
                     {paddle::Vec("Masters"), paddle::Vec("MastersOut")}})

@@ -59,10 +59,11 @@ __device__ void check_gradients(const Updates &updates, int *overflow) {
   if (!is_finite) *overflow = 1;
 }
 
-// v = mu v + g + decay p, p -= rate v, where g = unscale * gradient. `unscale` may be null, which means 1; 0 skips the
-// step. With masters, p is the float32 master, and the parameter becomes its rounded copy.
+// v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. `unscale` may be
+// null, which means 1; 0 skips the step. With masters, p is the float32 master, and the parameter becomes its rounded
+// copy.
 template <class T, bool kHasMasters>
-__device__ void momentum(const Updates &updates, const float *rate, const float *unscale, float mu) {
+__device__ void momentum(const Updates &updates, const float *rate, const float *unscale, float mu, bool nesterov) {
   const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
   if (factor == 0.f) return;
   for_each_vector<T>(updates, [&](int t, int i, int count) {
@@ -73,8 +74,9 @@ __device__ void momentum(const Updates &updates, const float *rate, const float 
     load_some<T>(exact, i, count, parameter);
 #pragma unroll
     for (int k = 0; k < T::kLanes; ++k) {
-      velocity[k] = mu * velocity[k] + (gradient[k] * factor + updates.decay[t] * parameter[k]);
-      parameter[k] -= step * velocity[k];
+      const float change = gradient[k] * factor + updates.decay[t] * parameter[k];
+      velocity[k] = mu * velocity[k] + change;
+      parameter[k] -= step * (nesterov ? change + mu * velocity[k] : velocity[k]);
     }
     store_some<T>(velocity, updates.velocity[t], i, count);
     store_some<T>(parameter, exact, i, count);
@@ -88,12 +90,12 @@ __device__ void momentum(const Updates &updates, const float *rate, const float 
     check_gradients<T>(updates, overflow); \
   } \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
-      momentum_##T(Updates updates, const float *rate, const float *unscale, float mu) { \
-    momentum<T, false>(updates, rate, unscale, mu); \
+      momentum_##T(Updates updates, const float *rate, const float *unscale, float mu, bool nesterov) { \
+    momentum<T, false>(updates, rate, unscale, mu, nesterov); \
   } \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
-      momentum_masters_##T(Updates updates, const float *rate, const float *unscale, float mu) { \
-    momentum<T, true>(updates, rate, unscale, mu); \
+      momentum_masters_##T(Updates updates, const float *rate, const float *unscale, float mu, bool nesterov) { \
+    momentum<T, true>(updates, rate, unscale, mu, nesterov); \
   }
 
 UPDATE_KERNELS(f32)

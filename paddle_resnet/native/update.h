@@ -88,10 +88,10 @@ std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor 
   return {unscale};
 }
 
-// Momentum without Nesterov's variant, in place. `masters`: the float32 parameters, of which `parameters` are copies
+// Momentum, in place. `masters`: the float32 parameters, of which `parameters` are copies
 // in a narrower type; null where the parameters themselves are float32. `unscale` is what CheckFinite returned.
 void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
-              const paddle::optional<Tensor> &unscale, float mu, const std::vector<float> &decays) {
+              const paddle::optional<Tensor> &unscale, float mu, bool nesterov, const std::vector<float> &decays) {
   if (gradients.size() != parameters.size() || velocities.size() != parameters.size() ||
       decays.size() != parameters.size() || (masters && masters->size() != parameters.size()))
     PD_THROW("an update needs a gradient, a velocity and a decay for each parameter");
@@ -107,28 +107,28 @@ void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities
     for (auto &[type, tables] : by_type) {
       const std::string name = (masters ? "momentum_masters" : "momentum") + type;
       tables.launch([&](Updates &updates) {
-        Gpu::get().launch(name, rate, update_grid(), update_block(), {&updates, &lr, &factor, &mu});
+        Gpu::get().launch(name, rate, update_grid(), update_block(), {&updates, &lr, &factor, &mu, &nesterov});
       });
     }
     return;
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
     require_float32(gradients[i]);
-    reference::momentum(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, mu, decays[i],
+    reference::momentum(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, mu, nesterov, decays[i],
                         velocities[i].data<float>(), parameters[i].data<float>(),
                         masters ? masters->at(i).data<float>() : nullptr);
   }
 }
 
 void Momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, const Tensor &rate,
-              const paddle::optional<Tensor> &unscale, float mu, const std::vector<float> &decays) {
-  momentum(parameters, gradients, velocities, nullptr, rate, unscale, mu, decays);
+              const paddle::optional<Tensor> &unscale, float mu, bool nesterov, const std::vector<float> &decays) {
+  momentum(parameters, gradients, velocities, nullptr, rate, unscale, mu, nesterov, decays);
 }
 
 void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors &masters,
-                     const Tensor &rate, const paddle::optional<Tensor> &unscale, float mu,
+                     const Tensor &rate, const paddle::optional<Tensor> &unscale, float mu, bool nesterov,
                      const std::vector<float> &decays) {
-  momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, decays);
+  momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, nesterov, decays);
 }
 
 }  // namespace

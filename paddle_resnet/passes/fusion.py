@@ -9,6 +9,8 @@ from collections import namedtuple
 
 import paddle
 
+from paddle_resnet.optimizers import table
+
 VECTOR_BYTES = 16  # what a thread of the kernels reads at once
 TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
 
@@ -206,26 +208,25 @@ def _fuse_max_pool(graph, pool):
 
 
 def _fuse_updates(graph):
-    """One operator for all momentum operators of a kind, and one that checks the gradients and updates the loss scale.
+    """One operator for all of Paddle's updates of a kind, and one that checks the gradients and updates the loss scale.
 
-    Gradients keep the loss scale until momentum reads them in float32. Paddle divides by it in float16, where small
-    gradients are lost. A skipped step changes neither parameters nor velocities; BN statistics include its batch.
+    Gradients keep the loss scale until the update reads them in float32. Paddle divides by it in float16, where small
+    gradients are lost. A skipped step changes neither parameters nor the optimizer's state; BN statistics include its
+    batch.
     """
     block = graph.block
-    updates = [op for op in block.ops if op.type == "momentum"]
-    if not updates:
-        return
-    # optimizer.build_optimizer gives all of them the same rate and momentum.
-    [(rate, mu)] = {(op.input("LearningRate")[0], op.attr("mu")) for op in updates}
-    assert not any(op.attr("use_nesterov") or op.attr("rescale_grad") != 1 for op in updates)
+    updates = table.updates(block.program)
+    if not updates or any(op.type not in table.BY_OPERATOR for op in updates):
+        return  # Paddle's operators would miss the loss scaling
     unscale = _fuse_loss_scaling(graph)
+    # table.build_optimizer makes all of them alike.
+    [(op_type, rate)] = {(op.type, op.input("LearningRate")[0]) for op in updates}
+    rule = table.BY_OPERATOR[op_type]
     for has_masters in (False, True):
         ops = [op for op in updates if bool(op.input("MasterParam")) == has_masters]
         if not ops:
             continue
-        tensors = {"Parameters": "Param", "Velocities": "Velocity"} | (
-            {"Masters": "MasterParam"} if has_masters else {}
-        )
+        tensors = {"Parameters": "Param", **rule.state} | ({"Masters": "MasterParam"} if has_masters else {})
         tensors = {ours: [block.var(op.input(name)[0]) for op in ops] for ours, name in tensors.items()}
         inputs = {f"{name}@VECTOR": variables for name, variables in tensors.items()}
         inputs["Gradients@VECTOR"] = [block.var(op.input("Grad")[0]) for op in ops]
@@ -233,9 +234,9 @@ def _fuse_updates(graph):
         if unscale is not None:
             inputs["Unscale@OPTIONAL"] = unscale
         outputs = {f"{name}Out@VECTOR": variables for name, variables in tensors.items()}
-        attrs = {"mu": mu, "decays": [op.attr("regularization_coeff") for op in ops]}
-        name = "native_momentum_masters" if has_masters else "native_momentum"
-        graph.replace(ops, ops[0], name, inputs, outputs, attrs)
+        attrs = {ours: ops[0].attr(name) for ours, name in rule.attrs.items()}
+        attrs["decays"] = [rule.decay(op) for op in ops]
+        graph.replace(ops, ops[0], rule.native + ("_masters" if has_masters else ""), inputs, outputs, attrs)
 
 
 def _fuse_loss_scaling(graph):
@@ -246,8 +247,8 @@ def _fuse_loss_scaling(graph):
         return None
     unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
     found = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # operators that join the answers for float32 and for the other type
-        if op.type in ("concat", "reduce_any") and found.issuperset(op.input_arg_names):
+    for op in block.ops:  # operators that join the answers for float32 and for the other type, and copy the result
+        if op.type in ("concat", "reduce_any", "memcpy") and found.issuperset(op.input_arg_names):
             found.update(op.output_arg_names)
             checks.append(op)
     scalings = [op for op in block.ops if op.type == "update_loss_scaling"]

@@ -5,6 +5,8 @@ import itertools
 import paddle
 from paddle.utils import unique_name
 
+from paddle_resnet.optimizers import table
+
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
@@ -13,17 +15,18 @@ def mend_updates(args, main_prog):
     if args.kernels == "native":
         return
     if args.amp and args.amp_dtype == "bfloat16":
-        _update_masters_in_float32(main_prog.global_block())
+        _update_masters_in_float32(main_prog)
     if args.use_dynamic_loss_scaling:
-        _keep_parameters_on_overflow(main_prog.global_block())
+        _keep_parameters_on_overflow(main_prog)
 
 
-def _update_masters_in_float32(block):
-    """Let momentum update the float32 master of each bfloat16 parameter, then cast it to the parameter. Paddle lacks a
-    momentum kernel for bfloat16, with and without masters."""
-    for i in reversed(range(len(block.ops))):
-        op = block.ops[i]
-        if op.type != "momentum" or block.var(op.input("Param")[0]).dtype != paddle.bfloat16:
+def _update_masters_in_float32(program):
+    """Make the optimizer update the float32 master of each bfloat16 parameter, then cast it to the parameter. Paddle
+    lacks a momentum kernel for bfloat16, with and without masters."""
+    block = program.global_block()
+    for op in reversed(table.updates(program)):
+        i = block.ops.index(op)
+        if block.var(op.input("Param")[0]).dtype != paddle.bfloat16:
             continue
         param, grad, master = (block.var(op.input(name)[0]) for name in ("Param", "Grad", "MasterParam"))
         grad_fp32 = block.create_var(
@@ -40,24 +43,27 @@ def _update_masters_in_float32(block):
     block._sync_with_cpp()
 
 
-def _keep_parameters_on_overflow(block):
-    """Make the learning rate 0 in a step that dynamic loss scaling skips.
+def _keep_parameters_on_overflow(program):
+    """Make the learning rate 0 in a step that dynamic loss scaling skips, where Paddle's operator cannot skip it.
 
-    Paddle skips a step by setting the gradients to 0, so momentum and weight decay would still move the parameters. One
+    Paddle then sets the gradients to 0, so momentum and weight decay would still move the parameters. One
     effect stays: momentum decays as for a gradient of 0, in one of thousands of steps. To avoid it would take one more
     operator for each parameter in every step.
     """
+    block = program.global_block()
     scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
-    updates = [i for i, op in enumerate(block.ops) if op.type == "momentum"]
+    updates = [op for op in table.updates(program) if not ("SkipUpdate" in op.input_names and op.input("SkipUpdate"))]
+    if not updates:
+        return
     overflow = block.var(scaling.input("FoundInfinite")[0])
-    rate = block.var(block.ops[updates[0]].input("LearningRate")[0])
+    rate = block.var(updates[0].input("LearningRate")[0])
     overflows, proceeds, effective_rate = (
         block.create_var(name=unique_name.generate(name), shape=[1], dtype=paddle.float32)
         for name in ("overflows", "proceeds", f"{rate.name}_unless_overflow")
     )
-    for i in updates:
-        block.ops[i]._rename_input(rate.name, effective_rate.name)
-    at = updates[0]
+    for op in updates:
+        op._rename_input(rate.name, effective_rate.name)
+    at = block.ops.index(updates[0])
     _insert_update(block, at, "elementwise_mul", {"X": rate, "Y": proceeds}, effective_rate, {"axis": -1})
     _insert_update(block, at, "scale", {"X": overflows}, proceeds, {"scale": -1.0, "bias": 1.0})
     _insert_update(block, at, "cast", {"X": overflow}, overflows, _cast(overflow, overflows))

@@ -306,9 +306,9 @@ SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
 
-@pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
+@pytest.mark.parametrize(("unscale", "nesterov"), [(None, False), (1 / 128, False), (0, False), (1 / 128, True)])
 @pytest.mark.parametrize("where, dtype", UPDATED)
-def test_momentum(device, where, dtype, unscale):
+def test_momentum(device, where, dtype, unscale, nesterov):
     """Against float64; a factor of 0 leaves everything as it is."""
     random, mu, rate = np.random.RandomState(0), 0.875, paddle.to_tensor([0.25])
     decays = [0.01 * (i % 3) for i in range(len(SIZES))]
@@ -322,11 +322,12 @@ def test_momentum(device, where, dtype, unscale):
     before = [[wide(t) for t in tensors] for tensors in (exact, gradients, velocities)]
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
     name = "native_momentum_masters" if has_masters else "native_momentum"
-    run(name, parameters, gradients, velocities, *masters, rate, factor, mu, decays)
+    run(name, parameters, gradients, velocities, *masters, rate, factor, mu, nesterov, decays)
     for i, (p, g, v) in enumerate(zip(*before, strict=True)):
         if unscale != 0:
-            v = mu * v + g * (unscale or 1) + decays[i] * p
-            p = p - 0.25 * v
+            change = g * (unscale or 1) + decays[i] * p
+            v = mu * v + change
+            p = p - 0.25 * (change + mu * v if nesterov else v)
         close(velocities[i], v, "float32")
         close(exact[i], p, "float32")
         np.testing.assert_allclose(wide(parameters[i]), wide(exact[i]), rtol=UNIT[dtype], atol=1e-7)

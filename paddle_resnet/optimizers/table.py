@@ -1,0 +1,95 @@
+"""The optimizers that --optimizer names: how Paddle's is built, and the custom operator that replaces its operators.
+
+Another optimizer is an entry of OPTIMIZERS, its name and flags in config.py, an operator in native/update.h, and its
+formula in tests/native/test_native.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import paddle
+from paddle import static
+from paddle.regularizer import L2Decay
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer.
+
+    Attributes:
+        build: function of the flags, the learning rate (Schedule) and the parameters that have weight decay (a set of
+            names) that returns Paddle's optimizer of the current program.
+        decays_biases: weight decay acts on biases.
+        op: type of the operator with which Paddle updates a parameter.
+        native: the custom operator that updates all parameters. With "_masters" after its name, it updates float32
+            masters and their copies in half precision.
+        state: {tensors of the custom operator: tensor of Paddle's}, one per parameter; Paddle's also has the output
+            "...Out".
+        attrs: {attribute of the custom operator: of Paddle's}, the same for all parameters.
+        decay: function of Paddle's operator that returns the weight decay of its parameter.
+    """
+
+    build: Callable
+    decays_biases: bool
+    op: str
+    native: str
+    state: dict
+    attrs: dict
+    decay: Callable
+
+
+def _momentum(args, rate, decayed, nesterov):
+    for parameter in static.default_main_program().all_parameters():
+        if parameter.name not in decayed:
+            parameter.regularizer = L2Decay(0.0)  # replaces the optimizer's
+    return paddle.optimizer.Momentum(
+        rate, args.momentum, use_nesterov=nesterov, weight_decay=L2Decay(args.weight_decay)
+    )
+
+
+def _momentum_rule(nesterov):
+    return Rule(
+        build=partial(_momentum, nesterov=nesterov),
+        decays_biases=True,
+        op="momentum",
+        native="native_momentum",
+        state={"Velocities": "Velocity"},
+        attrs={"mu": "mu", "nesterov": "use_nesterov"},
+        decay=lambda op: op.attr("regularization_coeff"),
+    )
+
+
+OPTIMIZERS = {
+    "Momentum": _momentum_rule(nesterov=False),
+    "Nesterov": _momentum_rule(nesterov=True),
+}
+BY_OPERATOR = {rule.op: rule for rule in OPTIMIZERS.values()}
+
+
+def build_optimizer(args, lr_scheduler):
+    """The optimizer of --optimizer for the network in the current program.
+
+    Weight decay acts on scale and shift of batch normalization only with --bn-weight-decay.
+
+    Args:
+        args: flags.
+        lr_scheduler: schedules.Schedule.
+    """
+    rule, program = OPTIMIZERS[args.optimizer], static.default_main_program()
+    layers = [op for op in program.global_block().ops if op.type == "batch_norm"]
+    scales_and_shifts = {name for op in layers for kind in ("Scale", "Bias") for name in op.input(kind)}
+    decayed = set()
+    for parameter in program.all_parameters():
+        if parameter.name in scales_and_shifts:
+            has_decay = args.bn_weight_decay
+        else:
+            has_decay = rule.decays_biases or len(parameter.shape) > 1
+        if has_decay:
+            decayed.add(parameter.name)
+    return rule.build(args, lr_scheduler, decayed)
+
+
+def updates(program):
+    """Paddle's operators that update the parameters of a training program."""
+    return [op for op in program.global_block().ops if {"Param", "Grad"} <= set(op.input_names)]

@@ -1,0 +1,142 @@
+"""Every optimizer in a small program: its groups of weight decay, Paddle's operators against the custom one, skipped
+steps, and a resume. tests/native/test_native.py has the formulas."""
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import nn, static
+
+import config
+from paddle_resnet.checkpoints import variables
+from paddle_resnet.native import build as native
+from paddle_resnet.optimizers import schedules, table
+from paddle_resnet.passes import fusion, updates
+
+PLACE = paddle.CPUPlace()
+
+
+class Run:
+    """A network of two linear layers with batch normalization between them, in a scope of its own."""
+
+    def __init__(self, *flags, fuse=False, scale=False):
+        args = config.parse_args(["--weight-decay", "0.1", "--lr", "0.1", "--warmup-epochs", "0", *flags])
+        args.kernels, args.use_dynamic_loss_scaling = "native" if fuse else "paddle", scale
+        self._scope = static.Scope()
+        self.main, startup = static.Program(), static.Program()
+        with (
+            static.scope_guard(self._scope),
+            static.program_guard(self.main, startup),
+            paddle.utils.unique_name.guard(),
+        ):
+            paddle.seed(0)
+            x = nn.Linear(8, 6)(static.data("x", [16, 8])).reshape([16, 6, 1, 1])
+            x = F.relu(nn.BatchNorm2D(6)(x)).reshape([16, 6])
+            self._loss = paddle.mean(nn.Linear(6, 3)(x) ** 2)
+            self._rate = schedules.build_lr_scheduler(args, 10)
+            optimizer = table.build_optimizer(args, self._rate)
+            if scale:  # everything stays in float32
+                types = {op.type for op in self.main.global_block().ops}
+                lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
+                optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
+            optimizer.minimize(self._loss, startup)
+            self.paddles = table.updates(self.main)
+            updates.mend_updates(args, self.main)
+            if fuse:
+                fusion.fuse(self.main)
+            self._exe = static.Executor(PLACE)
+            self._exe.run(startup)
+
+    def step(self, i, overflows=False):
+        x = np.random.RandomState(i).randn(16, 8).astype("float32")
+        x[0] = np.inf if overflows else x[0]
+        with static.scope_guard(self._scope):
+            self._exe.run(self.main, {"x": x}, [self._loss])
+        self._rate.step()
+
+    def state(self):
+        with static.scope_guard(self._scope):
+            parameters, others = variables.snapshot(self.main)
+        return parameters | others
+
+    def restore(self, state, steps):
+        with static.scope_guard(self._scope):
+            for name, value in state.items():
+                variables.set_variable(name, value, PLACE)
+        for _ in range(steps):
+            self._rate.step()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+    native.load()
+
+
+def test_flags_name_the_optimizers():
+    [action] = [a for a in config.build_parser()._actions if a.dest == "optimizer"]
+    assert action.choices == list(table.OPTIMIZERS)
+    assert {name for names in config.OPTIMIZER_FLAGS.values() for name in names} == set(table.OPTIMIZERS)
+
+
+@pytest.mark.parametrize("with_bn", [False, True])
+@pytest.mark.parametrize("name", table.OPTIMIZERS)
+def test_weight_decay_by_groups(name, with_bn):
+    run = Run("--optimizer", name, *(["--bn-weight-decay"] if with_bn else []))
+    rule = table.OPTIMIZERS[name]
+    decays = {op.input("Param")[0]: rule.decay(op) for op in run.paddles}
+    expected = {"linear_0.w_0": True, "linear_2.w_0": True}
+    expected |= dict.fromkeys(["linear_0.b_0", "linear_2.b_0"], rule.decays_biases)
+    expected |= dict.fromkeys(["batch_norm2d_0.w_0", "batch_norm2d_0.b_0"], with_bn)
+    assert decays == {name: pytest.approx(0.1 * has_decay) for name, has_decay in expected.items()}
+
+
+@pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("name", table.OPTIMIZERS)
+def test_custom_operator_computes_what_paddles_do(name, scale):
+    """Parameters and state, under the same names, and dynamic loss scaling."""
+    runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
+    types = [op.type for op in runs[1].main.global_block().ops]
+    assert types.count(table.OPTIMIZERS[name].native) == 1
+    assert types.count("native_check_finite") == scale
+    assert not {"memcpy", "check_finite_and_unscale", "update_loss_scaling", runs[0].paddles[0].type} & set(types)
+    for run in runs:
+        for i in range(4):
+            run.step(i)
+    expected, found = (run.state() for run in runs)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
+@pytest.mark.parametrize("name", table.OPTIMIZERS)
+def test_a_skipped_step_changes_nothing(name, fuse):
+    run = Run("--optimizer", name, fuse=fuse, scale=True)
+    run.step(0)
+    before = run.state()
+    run.step(1, overflows=True)
+    after = run.state()
+    assert after[variables.LOSS_SCALE] < before[variables.LOSS_SCALE]
+    may_change = {variables.LOSS_SCALE, "num_bad_steps_0", "num_good_steps_0", "learning_rate_0"}
+    may_change |= {"batch_norm2d_0.w_1", "batch_norm2d_0.w_2"}  # running statistics include the batch
+    if not fuse:  # Paddle's velocities decay as for a gradient of 0
+        may_change |= {key for key in before if key.endswith("_velocity_0")}
+    for key in before.keys() - may_change:
+        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
+@pytest.mark.parametrize("name", table.OPTIMIZERS)
+def test_a_resume_is_exact(name, fuse):
+    run, resumed = (Run("--optimizer", name, fuse=fuse) for _ in "ab")
+    for i in range(4):
+        if i == 2:
+            resumed.restore(run.state(), steps=2)
+        run.step(i)
+        if i >= 2:
+            resumed.step(i)
+    expected, found = run.state(), resumed.state()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
