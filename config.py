@@ -109,6 +109,11 @@ ALIASES = {
     "weight-decay": "wd",
 }
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
+# Flags of newer versions of NVIDIA's example.
+ELSEWHERE = {
+    "inference-dir": "run python -m paddle_resnet.export CHECKPOINT DIR after the training",
+    "qat": "quantization is not supported; remove it",
+}
 
 
 def parse_args(argv=None):
@@ -807,6 +812,8 @@ def _unknown(kind, word, known):
     if wanted in ALIASES:
         meant = f"--{ALIASES[wanted]}" if kind == "flag" else ALIASES[wanted].replace("-", "_").replace(" ", ": ")
         return f"unknown {kind} {word}: did you mean {meant}?"
+    if wanted in ELSEWHERE:
+        return f"unknown {kind} {word}: {ELSEWHERE[wanted]}"
     near = difflib.get_close_matches(wanted if kind == "flag" else wanted.replace("-", "_"), bare, n=1)
     return f"unknown {kind} {word}: " + (f"did you mean {bare[near[0]]}?" if near else "see --help")
 

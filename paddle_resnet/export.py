@@ -31,7 +31,7 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs on its own).
 
     Args:
-        checkpoint: folder of a checkpoint of this program, at the end of an epoch.
+        checkpoint: as for inference.load_checkpoint.
         output: folder to make. It appears once it is complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
         verify: folder of a data set, whose validation images all that is written must score like the checkpoint; None
@@ -50,9 +50,6 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     output = Path(output)
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; remove it or choose a different folder")
-    read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]  # not the folder of a run
-    read += [] if verify is None else [("the data set", verify)]
-    outputs.claim(folders={"OUT": output}, protected=read)
     with signals.postponed():
         from paddle_resnet import compat
 
@@ -60,6 +57,10 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         from paddle_resnet import inference, onnx_writer
         from paddle_resnet.checkpoints import folders
 
+    checkpoint = inference.resolve(checkpoint)
+    read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]  # not a folder without any
+    read += [] if verify is None else [("the data set", verify)]
+    outputs.claim(folders={"OUT": output}, protected=read)
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)
     network = inference.load_checkpoint(checkpoint, uint8=uint8)
@@ -287,7 +288,7 @@ def main(argv=None):
     """Run and return the exit code: 0 done, 1 what was written is wrong, 2 usage error or unusable checkpoint, 130
     interrupted; nothing is left in the last three cases."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, such as output/ResNet50/best")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint or run: output/ResNet50")
     parser.add_argument("output", metavar="OUT", help="folder to make")
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
     parser.add_argument("--verify", metavar="IMAGE_ROOT", help="score the validation images by all that is written")

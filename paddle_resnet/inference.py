@@ -5,6 +5,7 @@ Images and probabilities are NumPy arrays. `description`, the content of model.j
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,11 @@ from paddle import static
 
 import config
 from paddle_resnet import onnx_writer, preprocessing
-from paddle_resnet.checkpoints import folders, restore, variables
+from paddle_resnet.checkpoints import arrays, folders, restore, variables
 from paddle_resnet.job import processes
-from paddle_resnet.models import build_model, ends
+from paddle_resnet.models import MODELS, build_model, ends
 from paddle_resnet.program import compile_prog
-from utils import errors, files
+from utils import errors, files, logger
 from utils.checks import is_number, is_table, is_text
 from utils.errors import UsageError
 
@@ -90,8 +91,9 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False):
     """The inference network of a checkpoint.
 
     Args:
-        checkpoint: folder of a checkpoint of this program, at the end of an epoch. Its meta.json has the architecture,
-            the classes, the image shape, the names of the files and the preprocessing.
+        checkpoint: folder of a checkpoint at the end of an epoch, or of a run (folders.resolve). Its meta.json has the
+            architecture, the classes, the image shape, the names of the files and the preprocessing. NVIDIA's example
+            writes none: the shapes of the parameters show the architecture, and the preprocessing is the example's.
         device: "cpu" or "gpu".
         uint8: the network takes pixels, uint8 [N, H, W, 3], and normalises them. Otherwise it takes normalised images,
             float32 [N, 3, H, W].
@@ -100,6 +102,7 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False):
     Raises:
         UsageError: the checkpoint does not exist, is damaged or is of the middle of an epoch.
     """
+    checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
     args = restore.recorded_flags(checkpoint, meta)
     for name, value in {"amp": False, "kernels": "paddle", "fuse_resunit": False, "resume": False}.items():
@@ -121,11 +124,20 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False):
     return network
 
 
+def resolve(folder):
+    """The checkpoint to use for a folder, as folders.resolve. The log line goes to stderr: stdout has the results."""
+    return folders.resolve(folder, log=lambda line: logger.write_line(line, sys.stderr))
+
+
 def _read_meta(checkpoint):
     if not Path(checkpoint).is_dir():
-        raise UsageError(f"{checkpoint} is not a folder: name a checkpoint, such as output/ResNet50/best")
-    if below := [path.name for path in folders.below(checkpoint)]:
-        raise UsageError(f"{checkpoint} holds the checkpoints {', '.join(below)}: name one of them")
+        raise UsageError(f"{checkpoint} is not a folder: choose a checkpoint, such as output/ResNet50/best")
+    if not folders.is_checkpoint(checkpoint):
+        raise UsageError(
+            f"{checkpoint} has neither {folders.META} nor parameters: choose a checkpoint, such as output/ResNet50/best"
+        )
+    if folders.is_foreign(checkpoint):
+        return _meta_of_example(Path(checkpoint))
     try:
         meta = folders.verify(checkpoint)
     except folders.DamagedError as e:
@@ -136,6 +148,44 @@ def _read_meta(checkpoint):
             "averaged their BN statistics: name a checkpoint of the end of an epoch"
         )
     return meta
+
+
+def _meta_of_example(checkpoint):
+    """The part of a meta.json that an inference needs, for a checkpoint of NVIDIA's example, which has none."""
+    args = config.from_dict({})
+    prefix = folders.foreign_prefix(args, checkpoint)
+    path = checkpoint / f"{prefix}.pdparams"
+    try:
+        state = arrays.read_pickle(path)
+    except arrays.UnreadableError as e:
+        raise UsageError(f"{path} cannot be read ({e}): choose a different checkpoint") from e
+    shapes = {name: array.shape for name, array in state.items() if not name.endswith(variables.MASK)}
+    filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
+    if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
+        flags = {"model_prefix": prefix, "num_of_class": outputs[0], "image_shape": [filters[1], 224, 224]}
+        flags |= {"interp": "triangular"}  # the rest of the example's preprocessing is the default
+        for arch in MODELS:
+            flags["model_arch_name"] = arch
+            if _parameter_shapes(config.from_dict(flags)) == shapes:
+                logger.warn(
+                    f"{checkpoint} has no {folders.META}: its parameters are those of {arch}; the preprocessing is "
+                    "that of NVIDIA's example, and classes are numbers"
+                )
+                at = folders.position(checkpoint.resolve().name)
+                meta = {"epoch": at and at[0], "step": None, "classes": [], "evaluated": None}
+                return {**meta, "arguments": flags}
+    raise UsageError(
+        f"{checkpoint} has no {folders.META}, and its parameters are not those of a network here: use one of "
+        f"{', '.join(MODELS)}"
+    )
+
+
+def _parameter_shapes(args):
+    """{name: shape} of a network's parameters and BN statistics."""
+    paddle.enable_static()
+    program, *_ = _build(args)
+    parameters = (var for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter))
+    return {var.name: tuple(var.shape) for var in parameters}
 
 
 def _build(args, uint8=False):

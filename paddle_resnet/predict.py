@@ -263,7 +263,7 @@ def engines(path, device):
 def main(argv=None):
     """Run and return the exit code: 0 done, 1 some files are not images, 2 usage, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint or of an export, or an ONNX file")
+    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
     parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
     parser.add_argument("--csv", metavar="FILE|-", help="write a table with one line per image; - is stdout")
     parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")

@@ -290,6 +290,7 @@ def test_as_dict_leaves_out_what_does_not_describe_the_run(config_file):
         ("--learning-rate 3", "unknown flag --learning-rate: did you mean --lr?"),
         ("--num_classes=3", "unknown flag --num_classes: did you mean --num-of-class?"),
         ("--data-dir d", "unknown flag --data-dir: did you mean --image-root?"),
+        ("--inference-dir d", "unknown flag --inference-dir: run python -m paddle_resnet.export CHECKPOINT DIR after"),
         ("--eval", "unknown flag --eval: did you mean --run-scope eval_only?"),
         ("--model-prefix a/b", "--model-prefix: 'a/b' is no name for files: give one such as resnet50"),
         ("--model-prefix=", "--model-prefix: '' is no name for files"),

@@ -225,8 +225,7 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
     ("words", "says"),
     [
         (["{root}/nowhere", "{image}"], "nowhere does not exist: name the folder of a checkpoint or of an export"),
-        (["{root}", "{image}"], "meta.json cannot be read"),
-        (["{run}", "{image}"], "holds the checkpoints 0: name one of them"),
+        (["{root}/empty", "{image}"], "empty has neither meta.json nor parameters: choose a checkpoint"),
         (["{run}/0"], "no images: add files, folders, or -"),
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json and --csv - both write to stdout"),

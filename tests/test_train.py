@@ -232,7 +232,7 @@ def test_bad_image_ends_the_run_with_its_name_and_a_skip_list_helps(run_train, p
         (["--dali-device", "gpu"], ["--dali-device gpu", "--dali-device cpu"]),
         (["--fuse-resunit"], ["--fuse-resunit"]),
         (["--output-dir", "/proc/no"], ["--output-dir /proc/no", "choose a different path"]),
-        (["--from-checkpoint", ""], ["--from-checkpoint", "name a folder"]),
+        (["--from-checkpoint", ""], ["--from-checkpoint", "choose a folder"]),
         (["--skip-list", "nowhere"], ["--skip-list nowhere cannot be read"]),
         (["--epochs", "x"], ["--epochs", "'x'", "whole number"]),
         (["--report-file", "/proc/no/report"], ["--report-file /proc/no/report"]),

@@ -362,10 +362,14 @@ def run_in(path, arch=None):
     return runs[0] if runs else path
 
 
-def resolve(path, arch=None):
+def resolve(path, arch=None, log=logger.info):
     """The checkpoint to use for a folder: itself, or that of a run (as run_in): its `best`, or without one its newest,
-    if possible at the end of an epoch. Logs which.
+    if possible at the end of an epoch.
 
+    Args:
+        path: folder.
+        arch: name of the network, if it is known.
+        log: function that logs which checkpoint it is.
     Raises:
         UsageError: as run_in.
     """
@@ -378,7 +382,7 @@ def resolve(path, arch=None):
     if checkpoint is None:  # all are damaged
         return root
     link = f" ({checkpoint.resolve().name})" if checkpoint.is_symlink() else ""
-    logger.info(f"{path}: uses the checkpoint {checkpoint}{link}")
+    log(f"{path}: uses the checkpoint {checkpoint}{link}")
     return checkpoint
 
 

@@ -54,8 +54,9 @@ def load(args, folder, program, place):
     except folders.DamagedError as e:
         raise UsageError(f"{flag} is damaged: {e}: name another checkpoint") from e
     state = _read(f"{prefix}.pdparams", flag)
+    parameters, others = variables(program)
+    _refuse_other_classes(args, state, parameters, ends(program).last, flag)
     _load_parameters(args, program, state, flag, place)
-    _, others = variables(program)
     if others:
         _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer", args.verbose)
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
@@ -78,7 +79,7 @@ def load_pretrained(args, program, place):
     skipped, (parameters, _) = [], variables(program)
     others = [name for name in ends(program).last if name not in state or tuple(state[name].shape) != parameters[name]]
     if args.pretrained_mismatch == "error":
-        _refuse_other_classes(args, state, parameters, others, flag)
+        _refuse_other_classes(args, state, parameters, ends(program).last, flag)
     else:
         skipped = others
         state = {name: array for name, array in state.items() if name not in skipped}
@@ -104,18 +105,29 @@ def pretrained_file(args):
     return path
 
 
-def _refuse_other_classes(args, state, parameters, others, flag):
-    """Where only the number of classes is another, say what fine-tuning needs."""
-    differing = {name for name, shape in parameters.items() if name not in state or tuple(state[name].shape) != shape}
-    weight = next((name for name in others if name.endswith(".w_0")), None)
-    if weight not in state or differing != set(others) or not args.run_scope.trains:
+def _refuse_other_classes(args, state, parameters, classifier, flag):
+    """If only the number of classes differs, the remedy depends on what the run does with the checkpoint."""
+    differing = {
+        name
+        for name, shape in parameters.items()
+        if not name.endswith(MASK) and (name not in state or _shape(state[name].shape) != shape)
+    }
+    weight = next(name for name in classifier if name.endswith(".w_0"))
+    if differing != set(classifier) or weight not in state or state[weight].ndim != 2:
         return
-    shape, own = state[weight].shape, parameters[weight]
-    if len(shape) == 2 and shape[0] == own[0]:
-        raise UsageError(
-            f"{flag} has {shape[1]} classes and this run {own[1]}: add --pretrained-mismatch skip-classifier to train "
-            f"a new last layer, or give --num-of-class {shape[1]}"
-        )
+    (inputs, classes), own = state[weight].shape, parameters[weight]
+    if inputs == own[0]:
+        remedy = f"use --num-of-class {classes}"
+        if not args.run_scope.trains:
+            remedy += " and images of its classes"
+        elif args.from_pretrained_params is not None:
+            remedy = f"add --pretrained-mismatch skip-classifier to train a new last layer, or {remedy}"
+        elif not args.resume:
+            remedy = (
+                "use --from-pretrained-params and --pretrained-mismatch skip-classifier instead to train a new last "
+                f"layer, or {remedy}"
+            )
+        raise UsageError(f"{flag} has {classes} classes and this run {own[1]}: {remedy}")
 
 
 def load_statistics(args, path, place):
@@ -156,6 +168,10 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
             raise UsageError(f"{flag}: has dense weights, and --asp requires pruned ones; add --prune-model")
         # A sparse program may start from dense weights, which are pruned next.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
+    elif dense := [name for name in parameters if name.endswith(MASK) and name not in state]:
+        # Older versions excluded the first layer.
+        state |= {name: np.ones_like(read(name)) for name in dense}
+        logger.info(f"{flag}: has no {', '.join(dense)}; these weights remain dense")
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
     _load_strictly(parameters, state, flag, place, remedy, args.verbose)
     for name in parameters:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from paddle import static
 
-from conftest import assert_one_sentence, losses, phase, read_report
+from conftest import NHWC, assert_one_sentence, losses, phase, read_report
 from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
 from utils.errors import UsageError
@@ -119,7 +119,7 @@ def test_a_resume_without_its_flags_continues_recipe_and_sparsity(run_train, who
         assert words in line
     assert said.err == ""
     params = pickle.loads((tmp_path / "output/Tiny/2/tiny.pdparams").read_bytes())
-    assert len(masks) == 8
+    assert len(masks) == 9
     for name, mask in masks.items():
         np.testing.assert_array_equal(params[name], mask)
 
@@ -312,7 +312,7 @@ def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp
 
 
 def test_the_best_has_a_checkpoint_and_is_of_no_abandoned_branch(run_train, tmp_path, monkeypatch, capsys):
-    """Epochs 0, 2 and 4 score more, but are not saved; a damaged 3 is written again after a checkpoint inside it."""
+    """Epochs 0 and 2 score more, but are not saved. The damaged epoch 3 is trained again."""
     from paddle_resnet import program
 
     scores = iter([0.9, 0.1, 0.9, 0.8, 0.9, 0.3])
@@ -333,10 +333,30 @@ def test_the_best_has_a_checkpoint_and_is_of_no_abandoned_branch(run_train, tmp_
     assert saver.best_before(root, saved)["epoch"] == 1
 
 
+def test_sparse_checkpoints_of_older_versions_keep_their_dense_first_layer(run_train, tmp_path, capsys):
+    """They have no mask for it, those of NVIDIA's example and of this version do."""
+    flags = ["--asp", "--prune-model", *NHWC]
+    assert run_train(*flags)[0] == 0
+    mask, root = "conv2d_0.w_0.asp_mask", tmp_path / "output/Tiny"
+    params = pickle.loads((root / "0/tiny.pdparams").read_bytes())
+    assert params[mask].mean() == 0.5
+    (root / "0/meta.json").unlink()
+    start = ["--from-checkpoint", root / "0", "--last-epoch-of-checkpoint", "auto", "--epochs", "2"]
+    for place, density in (("new", 0.5), ("old", 1)):
+        if place == "old":
+            del params[mask]
+        (root / "0/tiny.pdparams").write_bytes(pickle.dumps(params, protocol=4))
+        capsys.readouterr()
+        assert run_train(*NHWC, "--asp", *start, "--output-dir", tmp_path / place)[0] == 0
+        found = pickle.loads((tmp_path / place / "Tiny/1/tiny.pdparams").read_bytes())
+        assert found[mask].mean() == density
+        assert (f"has no {mask}; these weights remain dense" in capsys.readouterr().out) == (place == "old")
+
+
 def test_another_model_is_refused_by_the_flag_that_was_given(run_train, capsys):
     assert run_train("--epochs", "1")[0] == 0
     assert run_train("--epochs", "2", "--resume", "--num-of-class", "4")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--resume: ", "is of another model", "--num-of-class"])
+    assert_one_sentence(capsys.readouterr().err, ["--resume: ", "has 3 classes and this run 4: use --num-of-class 3"])
 
 
 @pytest.mark.parametrize("link", ["gone", "to another", "a folder"])
