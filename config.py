@@ -124,7 +124,8 @@ def parse_args(argv=None):
             the default.
     Returns:
         argparse.Namespace, one attribute per flag with underscores; run_scope is a RunScope. `given` holds the names of
-        the explicit flags, those on the command line or in the file, `inherited` those that a checkpoint has set.
+        the explicit flags, those on the command line or in the file, `inherited` those that a checkpoint has set;
+        `is_started` becomes true when Fleet has started with these flags.
     Raises:
         UsageError: an unknown flag or key, a value of the wrong kind, flags that exclude each other; a line for each.
     """
@@ -151,7 +152,7 @@ def _parse(parser, words):
     unset = object()
     args, unknown = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
     given = {name: value for name, value in vars(args).items() if value is not unset}
-    args = argparse.Namespace(**defaults | given, given=frozenset(given), inherited=frozenset())
+    args = argparse.Namespace(**defaults | given, given=frozenset(given), inherited=frozenset(), is_started=False)
     args.run_scope = RunScope(args.run_scope)
     args.model_prefix = args.model_prefix or _prefix(args.model_arch_name)
     return args, unknown
@@ -227,7 +228,7 @@ def _refuse(problems):
 
 def as_dict(args):
     """The flags that describe the run as plain data."""
-    hidden = ("config", "print_config", "given", "inherited")
+    hidden = ("config", "print_config", "given", "inherited", "is_started")
     values = {name: value for name, value in vars(args).items() if name not in hidden}
     values["run_scope"] = args.run_scope.value
     return values

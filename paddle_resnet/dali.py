@@ -81,7 +81,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags, with the number of classes (settle_classes).
+        args: flags. Device and number of classes are resolved here if they are not yet; changes the flags.
         mode: Mode.TRAIN: shuffled and augmented, without the last partial batch. Mode.EVAL: in order, every image of
             the data set once, with a shorter last batch.
         state: result of state() of this process's training loader, to resume with the next batch. If the flags have
@@ -101,6 +101,9 @@ def build_dataloader(args, mode, state=None, trained=None):
         StateError: the state is damaged.
     """
     watchdog.phase(f"the list of {mode.value} images")
+    if not args.is_started:
+        processes.resolve_devices(args)
+    settle_classes(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
         images = SYNTHETIC_SIZE[mode] // world_size

@@ -7,27 +7,47 @@ from collections import Counter, namedtuple
 import numpy as np
 import paddle
 from paddle import static
-from paddle.distributed import fleet
 from paddle.incubate import asp
 
-from paddle_resnet import compat
+from paddle_resnet import compat, dali
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
-from paddle_resnet.job import exchange, processes, watchdog
+from paddle_resnet.data import iterators
+from paddle_resnet.job import exchange, fleet, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.models import build_model, loss_head
+from paddle_resnet.native import build as native
 from paddle_resnet.optimizer import decorate_amp, exclude_from_asp
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.optimizers.table import build_optimizer
 from paddle_resnet.passes import all_reduces, fusion, updates
 from paddle_resnet.steps import cuda_graph, host_metrics, trace
 from utils import logger, progress
-from utils.errors import RunError
+from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles, mean
 from utils.mode import Mode
 from utils.signals import Preempted
 
 # What BuildStrategy can fuse in a training step on a GPU. Which of them exist depends on the Paddle version.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
+
+
+def start(args):
+    """Resolve the device and the kernels, and start Fleet, unless that is done for these flags; changes the flags.
+
+    build and dist_optimizer call it for programs that use only the functions of this module. train.py takes these
+    steps itself, with others between them.
+
+    Raises:
+        UsageError: as compat.check_version, processes.resolve_devices and native.build.resolve.
+    """
+    if args.is_started:
+        return
+    compat.check_version()
+    paddle.enable_static()
+    processes.resolve_devices(args)
+    native.resolve(args)
+    fleet.connect(args)
+    fleet.start(args)
 
 
 def create_feeds(image_shape):
@@ -59,14 +79,12 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         {"loss", "top1", "top5": (variable, AverageMeter)}; top5 is top-C where there are C < 5 classes. With
         Mode.EVAL also "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
     """
-    head = loss_head.add_paddle(out, feeds["label"], class_num, label_smoothing, mode is Mode.TRAIN)
-    return _with_meters(head, class_num)
-
-
-def _with_meters(head, class_num):
-    others = {"confusion": ConfusionMeter(class_num), "logits": TopMeter(min(5, class_num))}
+    head = loss_head.add(out, feeds["label"], class_num, label_smoothing, mode is Mode.TRAIN)
     return {
-        name: (variable, others[name] if name in others else AverageMeter(name, is_ratio=name != "loss"))
+        name: (
+            variable,
+            ConfusionMeter(class_num) if name == "confusion" else AverageMeter(name, is_ratio=name != "loss"),
+        )
         for name, variable in head.items()
     }
 
@@ -80,8 +98,9 @@ def create_strategy(args, is_train=True):
     Returns:
         (BuildStrategy, None). Executors since Paddle 2.5 take no ExecutionStrategy.
     Raises:
-        UsageError: --fuse-resunit is given and this Paddle lacks that pass.
+        UsageError: --fuse-resunit is given and this Paddle lacks that pass, or --device auto is not resolved.
     """
+    processes.check_resolved(args)
     strategy = static.BuildStrategy()
     if args.fuse_resunit:
         compat.fuse_residual_units(strategy)
@@ -100,7 +119,8 @@ def dist_optimizer(args, optimizer):
     This order keeps all three. With Fleet's own strategy flags for AMP and ASP, gradients are not reduced or the
     program stays in float32.
     """
-    optimizer = fleet.distributed_optimizer(decorate_amp(args, optimizer))
+    start(args)
+    optimizer = paddle.distributed.fleet.distributed_optimizer(decorate_amp(args, optimizer))
     return asp.decorate(optimizer) if args.asp else optimizer
 
 
@@ -109,7 +129,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
     training program in the same scope.
 
     Args:
-        args: flags.
+        args: flags. Those that follow the machine or the data are resolved here if they are not yet: the number of
+            classes is that of --image-root unless --num-of-class is set. Changes the flags.
         main_prog: empty static.Program to fill.
         startup_prog: static.Program to fill with the initialisation. Do not run that of an evaluation program which
             shares the parameters of a training program.
@@ -118,6 +139,8 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
     Returns:
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
+    start(args)
+    dali.settle_classes(args, Mode.TRAIN if is_train else Mode.EVAL)
     watchdog.phase("the building of a program")
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
@@ -132,11 +155,12 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
             images = images.astype("float32")  # Paddle's layers refuse bfloat16 input; AMP casts to it later
         out = model(images)
-        add_head = loss_head.add_native if args.kernels == "native" else loss_head.add_paddle
-        head = add_head(out, feeds["label"], args.num_of_class, args.label_smoothing, is_train)
+        if args.kernels == "native":
+            loss_head.use_native(main_prog)
+        mode = Mode.TRAIN if is_train else Mode.EVAL
+        fetchs = create_fetchs(out, feeds, args.num_of_class, args.label_smoothing, mode)
         if not is_train and (args.predictions is not None or args.report_html is not None):
-            head |= loss_head.add_logits(out)
-        fetchs = _with_meters(head, args.num_of_class)
+            fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
         if is_train:
             lr_scheduler = build_lr_scheduler(args, step_each_epoch)
             optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
@@ -148,7 +172,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             all_reduces.adapt_communication(args, main_prog, startup_prog)
         if args.kernels == "native":
             with loss_head.scope():  # the metrics reach the host in the precision that they have
-                host_metrics.post(head.values())
+                host_metrics.post(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
 
 
@@ -162,7 +186,10 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         is_train: the program trains.
     Returns:
         static.CompiledProgram.
+    Raises:
+        UsageError: as create_strategy.
     """
+    processes.check_resolved(args)
     program = program.clone()
     if args.device == "cpu" and args.data_layout == "NCHW":
         # oneDNN's convolutions take half the time of Paddle's own. Not in NHWC, where its filter gradients are wrong,
@@ -200,7 +227,9 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
 
     Args:
         args: flags.
-        dataloader: iterator of `[{"data", "label"}]` with reset().
+        dataloader: iterable of `[{"data": images, "label": labels}]`, Paddle tensors or NumPy arrays of the shapes and
+            types of create_feeds, such as a DALIGenericIterator; each iteration over it is an epoch. Without a length,
+            its end is the end of the epoch. All processes must have the same number of training batches.
         exe: static.Executor.
         program: result of compile_prog.
         fetchs: result of build.
@@ -222,8 +251,10 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
     Raises:
         Preempted: the run was asked to stop, and all processes stopped before the same step.
         RunError: --max-bad-steps losses in a row were not finite.
-        UsageError: --profile-steps names steps outside this pass.
+        UsageError: --profile-steps names steps outside this pass, the program is not compiled, its parameters have no
+            values, or a batch does not fit it.
     """
+    _check_program(program)
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
@@ -238,8 +269,21 @@ def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_schedul
             this.save(step, save)
         this.prepare(step)
         feed = this.next_batch(step)
+        if feed is None:
+            break
         this.run_step(step, feed)
     return this.finish()
+
+
+def _check_program(program):
+    """Raise UsageError for a program that is not compiled, or whose parameters have no values in the scope."""
+    if isinstance(program, static.Program):
+        raise UsageError("run: the program is not compiled; pass the result of compile_prog")
+    first = program and next(iter(program._program.all_parameters()))
+    if first is not None:
+        variable = static.global_scope().find_var(first.name)
+        if variable is None or not variable.get_tensor()._is_initialized():
+            raise UsageError(f"run: parameter {first.name} has no value; call exe.run(startup_prog) first")
 
 
 # Metrics of a step that are still to be read.
@@ -254,10 +298,11 @@ class _Pass:
     """
 
     def __init__(self, args, loader, exe, program, fetchs, epoch, mode, lr_scheduler):
-        self._args, self._loader, self._epoch, self._mode = args, loader, epoch, mode
+        self._args, self._epoch, self._mode = args, epoch, mode
         self._lr_scheduler = lr_scheduler
         self._meters = {name: meter for name, (_, meter) in fetchs.items()}
         self._dispatch = host_metrics.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
+        self._loader = loader = iterators.adapted(loader, program)
         loader.write_into(cuda_graph.inputs(args, program))
         self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
         self.first_step = 0 if args.benchmark else loader.step
@@ -311,10 +356,13 @@ class _Pass:
             self._clock.restart()
 
     def next_batch(self, step):
-        """{"data", "label"} of the next batch. A benchmark restarts the loader as often as needed."""
+        """{"data", "label"} of the next batch, None after the last one of a loader without a length. A benchmark
+        restarts the loader as often as needed."""
         watchdog.step(step, waits=True)
         batch = next(self._batches, None)
         if batch is None:
+            if self.end_step == iterators.UNKNOWN_LENGTH:
+                return None
             if not self._args.benchmark:
                 raise RuntimeError(f"the loader ended at step {step} of {self.end_step}")
             self._loader.reset()

@@ -3,11 +3,13 @@
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts
 the next one. `write_into({name: tensor})` offers tensors for the full batches; only ShardIterator, which
-makes a new batch each step, takes them.
+makes a new batch each step, takes them. adapted() gives any other iterable this interface.
 """
 
 import base64
 import contextlib
+import sys
+from collections import deque
 
 import numpy as np
 import paddle
@@ -20,6 +22,7 @@ from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 READER = "Reader"  # name of the reader operator in a pipeline
+UNKNOWN_LENGTH = sys.maxsize  # of a loader that does not know how many batches it has
 
 
 class StateError(UsageError):
@@ -154,6 +157,62 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self._schedule_runs()
         self._advance_and_check_drop_last()
         return batch
+
+
+def adapted(loader, program):
+    """The loader if it is one of this module or has its interface, else an Adapter."""
+    return loader if hasattr(loader, "write_into") else Adapter(loader, program)
+
+
+class Adapter:
+    """The interface of this module for any iterable of `[{"data", "label"}]`; each iteration over it is an epoch.
+
+    Args:
+        loader: the iterable. Its tensors may be memory that it uses again once nothing refers to them, such as DALI's.
+        program: the compiled program that takes the batches.
+    Raises:
+        UsageError: while iterating, if there is no batch, or one that does not fit the program.
+    """
+
+    step = 0
+
+    def __init__(self, loader, program):
+        self._loader = loader
+        block = program._program.global_block()
+        self._inputs = {name: block.var(name) for name in ("data", "label")}
+
+    def __len__(self):
+        return len(self._loader) if hasattr(self._loader, "__len__") else UNKNOWN_LENGTH
+
+    def __iter__(self):
+        # When batch n is requested, the host has read the metrics of step n-2, so the GPU has finished step n-3.
+        in_use = deque(maxlen=3)
+        for batch in self._loader:
+            if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
+                raise UsageError('run: the loader yields something else than [{"data": images, "label": labels}]')
+            in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
+            yield [in_use[-1]]
+        if not in_use:
+            raise UsageError("run: the loader has no batch; pass an iterable that can be iterated once per epoch")
+
+    def write_into(self, targets):
+        """Ignored: the batches exist already."""
+
+    def reset(self):
+        """Do nothing: the next iteration begins the next epoch."""
+
+    def _tensor(self, name, value):
+        """A batch's Paddle tensor, checked. The Executor checks neither the shapes nor the types of captured steps."""
+        if not isinstance(value, paddle.framework.core.LoDTensor):
+            array, value = np.ascontiguousarray(value), paddle.framework.core.LoDTensor()
+            value.set(array, paddle.CPUPlace())
+        wanted, found = self._inputs[name], (value._dtype(), [*value.shape()[1:]])
+        if found != (wanted.dtype, [*wanted.shape[1:]]):
+            raise UsageError(
+                f"run: the loader yields {name} in {found[0]} with shape {['N', *found[1]]}; the program takes "
+                f"{wanted.dtype} with shape {['N', *wanted.shape[1:]]}"
+            )
+        return value
 
 
 class EmptyIterator:

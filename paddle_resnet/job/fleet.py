@@ -64,6 +64,7 @@ def start(args):
         # Fleet adds the set-up of NCCL to the start-up program even if there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         compat.start_gloo(_prepare_for_gloo)
+    args.is_started = True
 
 
 def reduces_at_the_end(args):

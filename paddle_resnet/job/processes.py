@@ -129,6 +129,12 @@ def resolve_device_flags(args):
         )
 
 
+def check_resolved(args):
+    """Raise UsageError if --device auto is not resolved, which program.build does."""
+    if args.device == "auto":
+        raise UsageError("--device auto: not resolved yet; call program.build with these flags first")
+
+
 def place(args):
     """The Paddle place that programs of this process run on."""
     import paddle

@@ -27,6 +27,17 @@ def contains(op):
     return op.attr("op_namescope").startswith(f"/{SCOPE}")
 
 
+def use_native(program):
+    """Mark a program: add() writes the custom operator into it."""
+    program.has_native_loss_head = True
+
+
+def add(logits, label, class_num, label_smoothing, is_train):
+    """Add the loss head to the current program: add_native after use_native, else add_paddle."""
+    is_native = getattr(static.default_main_program(), "has_native_loss_head", False)
+    return (add_native if is_native else add_paddle)(logits, label, class_num, label_smoothing, is_train)
+
+
 def add_paddle(logits, label, class_num, label_smoothing, is_train):
     """Add the loss head to the current program, by Paddle's operators.
 
@@ -116,10 +127,10 @@ def _full(shape, value, dtype):
 
 
 def add_logits(logits):
-    """Add the logits [N, class_num] in float32 to what the current program computes, for the host: a softmax there
-    needs no operator that a CUDA graph would have to repeat."""
+    """Return the logits [N, class_num] in float32, for the host: a softmax there needs no operator that a CUDA graph
+    would have to repeat."""
     with scope():
-        return {"logits": paddle.scale(logits, 1.0)}
+        return paddle.scale(logits, 1.0)
 
 
 def add_native(logits, label, class_num, label_smoothing, is_train):

@@ -1,0 +1,162 @@
+"""Programs that use the package's functions alone, without the phases of train.py."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.plugin.paddle import DALIGenericIterator
+from paddle import static
+
+import config
+from conftest import TINY
+from paddle_resnet import dali, program
+from paddle_resnet.data import iterators
+from paddle_resnet.job import fleet
+from utils.errors import UsageError
+from utils.mode import Mode
+
+FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]  # to be resolved
+
+
+@pytest.fixture
+def flags(photos):
+    return ["--image-root", str(photos), *FLAGS]
+
+
+def train(args, loader, epochs=2):
+    """[result of program.run for each epoch], by the public functions only."""
+    place = paddle.CUDAPlace(0) if paddle.is_compiled_with_cuda() else paddle.CPUPlace()
+    main, startup, exe = static.Program(), static.Program(), static.Executor(place)
+    paddle.seed(0)
+    fetchs, lr_scheduler, _, _ = program.build(args, main, startup, 3)
+    compiled = program.compile_prog(args, main)
+    exe.run(startup)
+    return [
+        program.run(args, loader, exe, compiled, fetchs, epoch, Mode.TRAIN, lr_scheduler) for epoch in range(epochs)
+    ]
+
+
+class Unsized:
+    """An iterable of NumPy arrays without a length."""
+
+    def __init__(self, epochs):
+        self.epochs = iter(epochs)
+
+    def __iter__(self):
+        return iter(next(self.epochs))
+
+
+class Sized(Unsized):
+    def __len__(self):
+        return 3
+
+
+def copies(loader, epochs):
+    """The batches of each epoch as NumPy arrays."""
+    found = []
+    for _ in range(epochs):
+        found.append([[{name: np.array(value) for name, value in batch.items()}] for [batch] in loader])
+        loader.reset()
+    return found
+
+
+def test_functions_start_what_they_need(flags):
+    args = config.parse_args(flags)
+    loader = dali.build_dataloader(args, Mode.TRAIN)
+    first, second = train(args, loader)
+    assert (first["images"], first["steps"], second["images"]) == (24, 3, 24)
+    assert args.num_of_class == 3 and args.is_started and "auto" not in (args.device, args.dali_device, args.kernels)
+
+
+def test_any_iterable_of_batches_is_a_loader(flags):
+    """With the batches of the package's own loader, it gives the same numbers."""
+    args = config.parse_args(flags)
+    expected = [epoch["loss"] for epoch in train(args, dali.build_dataloader(args, Mode.TRAIN))]
+    for kind in (Unsized, Sized):
+        loader = kind(copies(dali.build_dataloader(config.parse_args(flags), Mode.TRAIN), 2))
+        with static.scope_guard(static.Scope()):
+            found = train(config.parse_args(flags), loader)
+        assert [(epoch["loss"], epoch["steps"]) for epoch in found] == [(loss, 3) for loss in expected]
+
+
+def test_build_alone_resolves_flags_and_starts_fleet(flags, monkeypatch):
+    starts, start = [], fleet.start
+    monkeypatch.setattr(fleet, "start", lambda args: (starts.append(args), start(args)))
+    args = config.parse_args(flags)
+    for is_train in (True, False):
+        _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 3, is_train)
+    assert [*feeds["data"].shape] == [-1, 3, 32, 32]
+    assert starts == [args]
+
+
+def test_missing_calls_are_named(flags):
+    args = config.parse_args(flags)
+    main, startup, exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
+    for early in (lambda: program.compile_prog(args, main), lambda: program.create_strategy(args)):
+        with pytest.raises(UsageError, match="--device auto: not resolved yet; call program.build with these flags"):
+            early()
+    fetchs, *_ = program.build(args, main, startup, 3)
+    with pytest.raises(UsageError, match="run: the program is not compiled; pass the result of compile_prog"):
+        program.run(args, [], exe, main, fetchs, 0)
+    compiled = program.compile_prog(args, main)
+    with pytest.raises(UsageError, match=r"run: parameter \w+\.\w+ has no value; call exe.run\(startup_prog\) first"):
+        program.run(args, [], exe, compiled, fetchs, 0)
+
+
+IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (iter(()), "the loader has no batch"),
+        ([{"data": IMAGES, "label": LABELS}], "the loader yields something else than"),
+        ([[{"data": IMAGES}]], "the loader yields something else than"),
+        ([[{"data": IMAGES, "label": LABELS[:, 0]}]], r"yields label in .*int64 with shape \['N'\]; the program takes"),
+        ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yields label in .*int32"),
+        ([[{"data": IMAGES[:, :, :9], "label": LABELS}]], r"yields data in .*\['N', 3, 9, 32\]; the program takes"),
+    ],
+    ids=["no batch", "no list", "no label", "one dimension", "int32", "another size"],
+)
+def test_batches_that_do_not_fit_are_errors(batches, message):
+    main = static.Program()
+    with static.program_guard(main):
+        program.create_feeds([3, 32, 32])
+    with pytest.raises(UsageError, match=message):
+        next(iter(iterators.adapted(batches, SimpleNamespace(_program=main))))
+
+
+def test_batches_stay_until_the_gpu_has_read_them():
+    """The loader may reuse memory to which nothing refers; the GPU is up to two steps behind the request."""
+
+    class Counted(np.ndarray):
+        alive = 0
+
+        def __array_finalize__(self, other):
+            Counted.alive += 1
+
+        def __del__(self):
+            Counted.alive -= 1
+
+    adapter = iterators.Adapter.__new__(iterators.Adapter)
+    adapter._inputs, adapter._tensor = {"data": None}, lambda name, value: value
+    adapter._loader = ([{"data": np.zeros(1).view(Counted)}] for _ in range(6))
+    assert [Counted.alive for _ in adapter] == [1, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_plain_dali_iterator_feeds_a_gpu(flags, photos, auto_reset):
+    @pipeline_def(batch_size=8, num_threads=2, device_id=0, seed=1)
+    def batches():
+        encoded, label = fn.readers.file(file_root=str(photos / "train"), pad_last_batch=True, name="Reader")
+        images = fn.resize(fn.decoders.image(encoded, device="mixed"), resize_x=32, resize_y=32)
+        images = fn.crop_mirror_normalize(images, dtype=types.FLOAT, mean=[127.0] * 3, std=[64.0] * 3)
+        return images, fn.cast(label, dtype=types.INT64).gpu()
+
+    loader = DALIGenericIterator([batches()], ["data", "label"], reader_name="Reader", auto_reset=auto_reset)
+    results = train(config.parse_args(flags), loader)
+    assert [(epoch["images"], epoch["steps"]) for epoch in results] == [(32, 4)] * 2
+    assert results[1]["loss"] < results[0]["loss"]
