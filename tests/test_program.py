@@ -458,6 +458,24 @@ def test_a_resumed_epoch_averages_all_images_and_times_its_own(parse):
     assert result["ips"] == pytest.approx(8 / result["epoch_time"])
 
 
+def test_checkpoints_inside_an_epoch_take_none_of_its_time(parse, monkeypatch):
+    time, saved = FakeTime(), []
+    monkeypatch.setattr("utils.meters.perf_counter", time)
+    loader = TimedLoader(time, 3)
+    loader.step = 0
+
+    def save(*position):
+        saved.append(position)
+        time.now += 60
+
+    args = parse("--save-interval-steps", "1")
+    result = program.run_and_save(
+        args, loader, TimedExecutor(time), None, fake_fetchs(), 5, Mode.TRAIN, lr_scheduler=None, save=save
+    )
+    assert saved == [(5, 1), (5, 2)]
+    assert result["epoch_time"] == pytest.approx(3 * 0.020 + 1 + 1 + 0.003)
+
+
 def test_loader_that_ends_early_or_late_is_an_error(parse):
     args = parse()
     batches = Batches(random_batches(3))
