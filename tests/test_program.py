@@ -1,6 +1,9 @@
 import inspect
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -11,7 +14,7 @@ from conftest import phase, read_report
 from paddle_resnet import dali, program
 from utils import logger
 from utils.errors import RunError, UsageError
-from utils.meters import AverageMeter
+from utils.meters import AverageMeter, ConfusionMeter
 from utils.mode import Mode
 
 GOLDEN = Path(__file__).parent / "goldens" / "tiny_losses.json"
@@ -420,9 +423,12 @@ class TimedExecutor:
 def test_benchmark_counts_all_time_for_any_number_of_batches_per_epoch(parse, monkeypatch, batches):
     time = FakeTime()
     monkeypatch.setattr("utils.meters.perf_counter", time)
-    args = parse("--benchmark", "--benchmark-warmup-steps", "2", "--benchmark-steps", "10")
+    args = parse("--benchmark", "--benchmark-warmup-steps", "2", "--benchmark-steps", "10", "--print-interval", "1")
+    logged = []
+    monkeypatch.setattr(program, "log_info", lambda step, metrics, mode: logged.append(step))
     loader, exe = TimedLoader(time, batches), TimedExecutor(time)
     result = program.run(args, loader, exe, None, fake_fetchs(), 0)
+    assert logged == [(0, step) for step in range(2, 12)]
 
     assert exe.steps == 12
     assert loader.restarts == 11 // batches
@@ -474,6 +480,66 @@ def test_checkpoints_inside_an_epoch_take_none_of_its_time(parse, monkeypatch):
     )
     assert saved == [(5, 1), (5, 2)]
     assert result["epoch_time"] == pytest.approx(3 * 0.020 + 1 + 1 + 0.003)
+
+
+def on_two_ranks(monkeypatch, function, *arguments):
+    """Results of a function in two threads that exchange numbers as two ranks do; arguments: those of each."""
+    both, sent, this = threading.Barrier(2, timeout=10), [None, None], threading.local()
+
+    def all_gather(values):
+        sent[this.rank] = values
+        both.wait()
+        rows = np.array(sent, dtype=np.float64)
+        both.wait()
+        return rows
+
+    def call(rank):
+        this.rank = rank
+        return function(*arguments[rank])
+
+    monkeypatch.setattr(program.exchange, "all_gather", all_gather)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(call, range(2)))
+
+
+def test_metrics_of_two_ranks_are_joined(monkeypatch):
+    """Sums over images; the slower rank's time; rank 1 has one step fewer."""
+    ranks = []
+    for losses, times in (([2.0, 4.0], [1.0, 3.0]), ([9.0], [8.0])):
+        meter = AverageMeter("loss")
+        for loss in losses:
+            meter.update(loss, 2)
+        data_times = [time / 4 for time in times]
+        clock = SimpleNamespace(images=2 * len(times), batch_times=times, data_times=data_times)
+        ranks.append(({"loss": meter}, clock, False))
+    first, second = on_two_ranks(monkeypatch, program._over_all_processes, *ranks)
+    assert first == second
+    assert (first["loss"], first["images"], first["steps"]) == (5, 6, 2)
+    assert (first["epoch_time"], first["ips"]) == (8, 6 / 8)
+    assert (first["batch_time"], first["data_time"], first["compute_time"]) == (4, 1, 3)
+
+
+def test_confusions_of_two_ranks_are_added_up(monkeypatch):
+    ranks = []
+    for pairs in ([[0, 0], [0, 1], [2, 2]], [[0, 1]]):
+        meter = ConfusionMeter(3)
+        meter.update(np.array(pairs), len(pairs))
+        ranks.append((meter,))
+    for found in on_two_ranks(monkeypatch, program._confusion_over_all_processes, *ranks):
+        np.testing.assert_array_equal(found["confusion"], [[1, 2, 0], [0, 0, 0], [0, 0, 1]])
+        np.testing.assert_array_equal(found["class_top1"], [1 / 3, np.nan, 1])
+
+
+def test_time_that_a_run_still_takes(parse, monkeypatch):
+    time, shown = FakeTime(), []
+    monkeypatch.setattr("utils.meters.perf_counter", time)
+    monkeypatch.setattr(program.progress, "is_due", lambda: True)
+    monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line[:4]))
+    loader = TimedLoader(time, 3)
+    loader.step = 0
+    program.run(parse("--epochs", "4"), loader, TimedExecutor(time), None, fake_fetchs(), 1)
+    assert [line[:2] for line in shown] == [(1, 3), (2, 3), (3, 3)]
+    assert [run_left_s / left_s for *_, left_s, run_left_s in shown[:2]] == pytest.approx([(2 + 6) / 2, 1 + 6])
 
 
 def test_loader_that_ends_early_or_late_is_an_error(parse):
