@@ -32,7 +32,7 @@ from paddle_resnet import dali, models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
-from paddle_resnet.models import resnet
+from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils import signals
@@ -165,7 +165,7 @@ if __name__ == "__main__":
     models.MODELS["Plain"] = models.MODELS["Tiny"]
     dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
     if "Plain" in sys.argv:
-        resnet.BatchNorm = paddle.nn.Identity
+        layers.BatchNorm = paddle.nn.Identity
     if "SHARES" in os.environ:
         dali.SyntheticIterator = Shares
         dali.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
