@@ -38,6 +38,7 @@ KINDS = {
         *("epochs", "batch_size", "seed", "dali_random_seed", "data_layout", "dali_output_fp16", "cpu_decoder_load"),
         *("rand_crop_scale", "rand_crop_ratio", "color_jitter", "lighting", "rotate_degrees"),
         *("bn_weight_decay", "label_smoothing", "optimizer", "momentum", "weight_decay"),
+        *("beta1", "beta2", "opt_epsilon"),
         *("lr_scheduler", "min_lr", "lr_decay_epochs", "lr_decay_factor", "lr_power", "lr_rise", "lr_flat"),
         *("lr", "warmup_epochs", "warmup_start_lr", "max_bad_steps"),
         *("amp", "amp_dtype", "amp_level", "use_pure_fp16", "scale_loss", "use_dynamic_loss_scaling"),
@@ -73,6 +74,9 @@ SCHEDULE_FLAGS = {
 # The flags that only some optimizers use.
 OPTIMIZER_FLAGS = {
     "momentum": ("Momentum", "Nesterov"),
+    "beta1": ("AdamW",),
+    "beta2": ("AdamW",),
+    "opt_epsilon": ("AdamW",),
 }
 # If one of these is explicit and differs from the checkpoint's, those that depend on it are not inherited.
 DEPENDENT = {
@@ -215,6 +219,8 @@ def warnings(args):
             f"--resize-short {args.resize_short}: {ratio:.2f} times --crop-size {args.crop_size}, so an evaluation "
             f"sees only the center of each image; use {round(args.crop_size * RESIZE_RATIO)}"
         )
+    if args.optimizer == "AdamW" and args.lr > 0.03:
+        yield f"--lr {args.lr:g}: AdamW moves each weight by about the learning rate in every step; use about 0.001"
     if args.device == "cpu" and args.data_layout == "NHWC":
         yield "--data-layout NHWC: several times slower than NCHW on a CPU; use NCHW"
     if args.device == "cpu" and args.dali_output_fp16:
@@ -533,11 +539,23 @@ def _add_training(group):
     group.add_argument(
         "--optimizer",
         default="Momentum",
-        choices=["Momentum", "Nesterov"],
+        choices=["Momentum", "Nesterov", "AdamW"],
         help="optimizer; see docs/training.md for the formulas",
     )
-    group.add_argument("--momentum", type=numbers.ratio, default=0.875, help="momentum")
-    group.add_argument("--weight-decay", type=_not_negative_number, default=3.0517578125e-05, help="L2 weight decay")
+    group.add_argument(
+        "--momentum", type=numbers.ratio, default=0.875, help="weight of the old velocity (Momentum, Nesterov)"
+    )
+    group.add_argument("--beta1", type=_beta, default=0.9, help="weight of the old first moment (AdamW)")
+    group.add_argument("--beta2", type=_beta, default=0.999, help="weight of the old second moment (AdamW)")
+    group.add_argument(
+        "--opt-epsilon", type=_epsilon, default=1e-8, help="added to the root of the second moment (AdamW)"
+    )
+    group.add_argument(
+        "--weight-decay",
+        type=_not_negative_number,
+        default=3.0517578125e-05,
+        help="L2 weight decay; with AdamW, decoupled from the gradient",
+    )
     group.add_argument(
         "--lr-scheduler",
         default="Cosine",
@@ -915,6 +933,20 @@ def _positive_number(text):
     value = numbers.number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not positive: give more than 0")
+    return value
+
+
+def _beta(text):
+    value = numbers.ratio(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to below 1, such as 0.9")
+    return value
+
+
+def _epsilon(text):
+    value = numbers.number(text)
+    if value < 1e-30:
+        raise argparse.ArgumentTypeError(f"{text}: too small for float32; use 1e-30 or more, such as 1e-8")
     return value
 
 

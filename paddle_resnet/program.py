@@ -169,6 +169,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
             with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints its optimizers' names
                 optimizer.minimize(fetchs["loss"][0], startup_prog)
             updates.mend_updates(args, main_prog)
+            updates.place_state(args, startup_prog)
             all_reduces.adapt_communication(args, main_prog, startup_prog)
         if args.kernels == "native":
             with loss_head.scope():  # the metrics reach the host in the precision that they have

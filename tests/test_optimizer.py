@@ -9,6 +9,7 @@ from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four
 from paddle_resnet import optimizer, program
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
+from paddle_resnet.optimizers import table
 from paddle_resnet.passes import all_reduces, fusion, updates
 from test_program import build, random_batches, variable
 
@@ -115,37 +116,42 @@ def use_native():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
-    ("dtype", "is_dynamic"),
-    [("float16", True), ("float16", False), ("bfloat16", None)],
-    ids=["float16-dynamic", "float16-static", "bfloat16"],
+    ("dtype", "is_dynamic", "name"),
+    [
+        ("float16", True, "Momentum"),
+        ("float16", False, "Momentum"),
+        ("bfloat16", None, "Momentum"),
+        ("float16", True, "AdamW"),
+    ],
+    ids=["float16-dynamic", "float16-static", "bfloat16", "AdamW"],
 )
-def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic):
-    """Each with its own gradient, velocity, decay, and master if it has one; and Paddle's operators are gone."""
-    args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01")
+def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
+    """Each with its own gradient, state, decay, and master if it has one; and Paddle's operators are gone."""
+    args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
     use_native(args)
     args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # refused on a CPU
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
     main = static.Program()
     program.build(args, main, static.Program(), 1)
-    expected = {}
-    for op in main.global_block().ops:
-        if op.type == "momentum":
-            others = [name for word in ("Grad", "Velocity", "MasterParam") for name in op.input(word)]
-            expected[op.input("Param")[0]] = [*others, np.float32(op.attr("regularization_coeff"))]
+    expected, rule = {}, table.OPTIMIZERS[name]
+    for op in table.updates(main):
+        others = [name for word in ("Grad", *rule.state.values(), "MasterParam") for name in op.input(word)]
+        expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
     assert len(expected) == 29
     fusion.fuse(main)
     by_type, found = {op.type: op for op in main.global_block().ops}, {}
-    for name, masters in (("native_momentum", []), ("native_momentum_masters", ["Masters@VECTOR"])):
-        if name not in by_type:
+    for native_name, masters in ((rule.native, []), (f"{rule.native}_masters", ["Masters"])):
+        if native_name not in by_type:
             continue
-        op = by_type[name]
-        lists = [op.input(word) for word in ("Parameters@VECTOR", "Gradients@VECTOR", "Velocities@VECTOR", *masters)]
+        op = by_type[native_name]
+        lists = [op.input(f"{word}@VECTOR") for word in ("Parameters", "Gradients", *rule.state, *masters)]
         for parameter, *others in zip(*lists, op.attr("decays"), strict=True):
             found[parameter] = [*others[:-1], np.float32(others[-1])]
     assert found == expected
-    assert ("native_momentum_masters" in by_type) == (level == "O2")
-    assert not {"momentum", "check_finite_and_unscale", "update_loss_scaling", "concat", "reduce_any"} & by_type.keys()
+    assert (f"{rule.native}_masters" in by_type) == (level == "O2")
+    gone = {rule.op, "check_finite_and_unscale", "update_loss_scaling", "concat", "reduce_any", "memcpy"}
+    assert not gone & by_type.keys()
     if dtype == "bfloat16":
         assert not op.input("Unscale@OPTIONAL")
     else:

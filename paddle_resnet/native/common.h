@@ -2,6 +2,10 @@
 
 #pragma once
 
+#ifndef __CUDACC_RTC__
+#include <cmath>
+#endif
+
 constexpr int kVectorBytes = 16;                           // what a thread loads or stores at once
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
 constexpr int kPoolThreads = 256;
@@ -13,21 +17,39 @@ struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };
 
-// The tensors that one launch updates: as many as fit into the 4 KB of a kernel's arguments. `size` counts elements.
-constexpr int kTableTensors = 96;
+// The tensors that one launch updates, with kStates tensors of the optimizer's state each: as many as fit into the 4 KB
+// of a kernel's arguments. `size` counts elements.
+template <int kStates>
 struct Updates {
-  void *gradient[kTableTensors], *parameter[kTableTensors];  // of the kernel's type
-  float *velocity[kTableTensors], *master[kTableTensors];
-  int size[kTableTensors];
-  float decay[kTableTensors];
+  static constexpr int kTensors = 3840 / ((3 + kStates) * sizeof(void *) + sizeof(int) + sizeof(float));
+  void *gradient[kTensors], *parameter[kTensors];  // of the kernel's type
+  float *master[kTensors], *state[kStates][kTensors];
+  int size[kTensors];
+  float decay[kTensors];
   int count;
 };
+using MomentumUpdates = Updates<1>;  // state: velocity
+using AdamUpdates = Updates<4>;      // state: both moments, and of one element the powers of beta1 and beta2
 
 #ifdef __CUDACC_RTC__
 #define ON_BOTH __device__
 #else
 #define ON_BOTH
 #endif
+
+// The direction of AdamW and LAMB: Kingma and Ba, arXiv:1412.6980, algorithm 1. `correction1` and `correction2` are
+// 1 - beta1^t and 1 - beta2^t in step t.
+struct Adam {
+  float beta1, beta2, epsilon;
+
+  ON_BOTH void follow(float gradient, float *m, float *v) const {
+    *m = beta1 * *m + (1 - beta1) * gradient;
+    *v = beta2 * *v + (1 - beta2) * gradient * gradient;
+  }
+  ON_BOTH float direction(float m, float v, float correction1, float correction2) const {
+    return m / correction1 / (sqrtf(v / correction2) + epsilon);
+  }
+};
 
 // Dynamic loss scaling with the rule of Paddle's update_loss_scaling.
 struct LossScaling {

@@ -154,7 +154,7 @@ PD_BUILD_GRAD_OP(native_loss)
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(LossGradient));
 
-// Loss scale and momentum, update.h. An operator that has only in-place outputs needs no shapes.
+// Loss scale and optimizers, update.h. An operator that has only in-place outputs needs no shapes.
 
 Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
   return {{1}};
@@ -188,6 +188,29 @@ PD_BUILD_OP(native_momentum_masters)
                     {paddle::Vec("Velocities"), paddle::Vec("VelocitiesOut")},
                     {paddle::Vec("Masters"), paddle::Vec("MastersOut")}})
     .SetKernelFn(PD_KERNEL(MomentumMasters));
+
+#define ADAM_STATE paddle::Vec("Moments1"), paddle::Vec("Moments2"), paddle::Vec("Powers1"), paddle::Vec("Powers2")
+#define ADAM_STATE_OUT \
+  paddle::Vec("Moments1Out"), paddle::Vec("Moments2Out"), paddle::Vec("Powers1Out"), paddle::Vec("Powers2Out")
+#define ADAM_IN_PLACE \
+  {paddle::Vec("Parameters"), paddle::Vec("ParametersOut")}, {paddle::Vec("Moments1"), paddle::Vec("Moments1Out")}, \
+      {paddle::Vec("Moments2"), paddle::Vec("Moments2Out")}, {paddle::Vec("Powers1"), paddle::Vec("Powers1Out")}, \
+      {paddle::Vec("Powers2"), paddle::Vec("Powers2Out")}
+
+PD_BUILD_OP(native_adamw)
+    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, "Rate", paddle::Optional("Unscale")})
+    .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT})
+    .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"})
+    .SetInplaceMap({ADAM_IN_PLACE})
+    .SetKernelFn(PD_KERNEL(AdamW));
+
+PD_BUILD_OP(native_adamw_masters)
+    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, paddle::Vec("Masters"), "Rate",
+             paddle::Optional("Unscale")})
+    .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT, paddle::Vec("MastersOut")})
+    .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"})
+    .SetInplaceMap({ADAM_IN_PLACE, {paddle::Vec("Masters"), paddle::Vec("MastersOut")}})
+    .SetKernelFn(PD_KERNEL(AdamWMasters));
 
 // Metrics to the host, posts.h
 

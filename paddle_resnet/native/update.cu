@@ -1,5 +1,5 @@
 // Kernels that follow the backward pass, over many parameters per launch: the check of the gradients, the loss scale,
-// and momentum.
+// and the optimizers.
 
 #include "vector.cuh"
 
@@ -32,22 +32,36 @@ __device__ __forceinline__ void store_some(const float (&values)[T::kLanes], flo
   for (int k = 0; k < count; ++k) to[i + k] = values[k];
 }
 
-// Calls each(tensor, i, count) for this thread's vectors: `count` elements from element i on.
+// The number of this block among those that share tensor t. Most tensors are small and occupy a few blocks only; the
+// shift gives each tensor different ones.
+__device__ __forceinline__ int block_of(int t) { return (blockIdx.x + t * kBlocksApart) % gridDim.x; }
+
+// Calls each(i, count) for this thread's vectors of tensor t: `count` elements from element i on.
 template <class T, class Each>
-__device__ __forceinline__ void for_each_vector(const Updates &updates, const Each &each) {
+__device__ __forceinline__ void for_each_vector_of(int t, int size, const Each &each) {
   const int step = gridDim.x * kMaxThreads * T::kLanes;
-  for (int t = 0; t < updates.count; ++t) {
-    // Most tensors are small and occupy a few blocks only; the shift gives each tensor different ones.
-    const int block = (blockIdx.x + t * kBlocksApart) % gridDim.x, size = updates.size[t];
-    for (int i = (block * kMaxThreads + threadIdx.x) * T::kLanes; i < size; i += step) {
-      each(t, i, min(T::kLanes, size - i));
-    }
+  for (int i = (block_of(t) * kMaxThreads + threadIdx.x) * T::kLanes; i < size; i += step) {
+    each(i, min(T::kLanes, size - i));
   }
+}
+
+// Calls each(t, i, count) for this thread's vectors of all tensors.
+template <class T, class Table, class Each>
+__device__ __forceinline__ void for_each_vector(const Table &updates, const Each &each) {
+  for (int t = 0; t < updates.count; ++t) {
+    for_each_vector_of<T>(t, updates.size[t], [&](int i, int count) { each(t, i, count); });
+  }
+}
+
+// The float32 parameter: the master, or the parameter itself.
+template <bool kHasMasters, class Table>
+__device__ __forceinline__ float *exact(const Table &updates, int t) {
+  return kHasMasters ? updates.master[t] : static_cast<float *>(updates.parameter[t]);
 }
 
 // Sets *overflow to 1 if an element is not finite, and leaves it otherwise.
 template <class T>
-__device__ void check_gradients(const Updates &updates, int *overflow) {
+__device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
   constexpr unsigned kExponent = 0x7f800000u;
   bool is_finite = true;
   for_each_vector<T>(updates, [&](int t, int i, int count) {
@@ -63,40 +77,72 @@ __device__ void check_gradients(const Updates &updates, int *overflow) {
 // null, which means 1; 0 skips the step. With masters, p is the float32 master, and the parameter becomes its rounded
 // copy.
 template <class T, bool kHasMasters>
-__device__ void momentum(const Updates &updates, const float *rate, const float *unscale, float mu, bool nesterov) {
+__device__ void momentum(const MomentumUpdates &updates, const float *rate, const float *unscale, float mu,
+                         bool nesterov) {
   const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
   if (factor == 0.f) return;
   for_each_vector<T>(updates, [&](int t, int i, int count) {
     float gradient[T::kLanes], velocity[T::kLanes], parameter[T::kLanes];
-    float *exact = kHasMasters ? updates.master[t] : static_cast<float *>(updates.parameter[t]);
     load<T>(updates.gradient[t], i, count, gradient);
-    load_some<T>(updates.velocity[t], i, count, velocity);
-    load_some<T>(exact, i, count, parameter);
+    load_some<T>(updates.state[0][t], i, count, velocity);
+    load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
 #pragma unroll
     for (int k = 0; k < T::kLanes; ++k) {
       const float change = gradient[k] * factor + updates.decay[t] * parameter[k];
       velocity[k] = mu * velocity[k] + change;
       parameter[k] -= step * (nesterov ? change + mu * velocity[k] : velocity[k]);
     }
-    store_some<T>(velocity, updates.velocity[t], i, count);
-    store_some<T>(parameter, exact, i, count);
+    store_some<T>(velocity, updates.state[0][t], i, count);
+    store_some<T>(parameter, exact<kHasMasters>(updates, t), i, count);
     if (kHasMasters) store<T>(parameter, updates.parameter[t], i, count);
   });
 }
 
-#define UPDATE_KERNELS(T) \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
-      check_gradients_##T(Updates updates, int *overflow) { \
-    check_gradients<T>(updates, overflow); \
+// AdamW: Loshchilov and Hutter, arXiv:1711.05101. p -= rate (u + decay p), where u is Adam's direction for unscale *
+// gradient. advance_powers follows it.
+template <class T, bool kHasMasters>
+__device__ void adamw(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale) {
+  const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
+  if (factor == 0.f) return;
+  for_each_vector<T>(updates, [&](int t, int i, int count) {
+    float gradient[T::kLanes], m[T::kLanes], v[T::kLanes], parameter[T::kLanes];
+    const float correction1 = 1 - *updates.state[2][t], correction2 = 1 - *updates.state[3][t];
+    load<T>(updates.gradient[t], i, count, gradient);
+    load_some<T>(updates.state[0][t], i, count, m);
+    load_some<T>(updates.state[1][t], i, count, v);
+    load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
+#pragma unroll
+    for (int k = 0; k < T::kLanes; ++k) {
+      rule.follow(gradient[k] * factor, &m[k], &v[k]);
+      parameter[k] -= step * (rule.direction(m[k], v[k], correction1, correction2) + updates.decay[t] * parameter[k]);
+    }
+    store_some<T>(m, updates.state[0][t], i, count);
+    store_some<T>(v, updates.state[1][t], i, count);
+    store_some<T>(parameter, exact<kHasMasters>(updates, t), i, count);
+    if (kHasMasters) store<T>(parameter, updates.parameter[t], i, count);
+  });
+}
+
+// Multiplies the powers of the betas for the next step, one thread per tensor, unless the step is skipped.
+extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const float *unscale) {
+  if ((unscale != nullptr && *unscale == 0.f) || threadIdx.x >= updates.count) return;
+  *updates.state[2][threadIdx.x] *= rule.beta1;
+  *updates.state[3][threadIdx.x] *= rule.beta2;
+}
+
+#define UPDATE_KERNEL(NAME, T) extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) NAME##_##T
+#define UPDATE_KERNELS_OF(T, MASTERS, HAS_MASTERS) \
+  UPDATE_KERNEL(momentum##MASTERS, T)(MomentumUpdates updates, const float *rate, const float *unscale, float mu, \
+                                      bool nesterov) { \
+    momentum<T, HAS_MASTERS>(updates, rate, unscale, mu, nesterov); \
   } \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
-      momentum_##T(Updates updates, const float *rate, const float *unscale, float mu, bool nesterov) { \
-    momentum<T, false>(updates, rate, unscale, mu, nesterov); \
-  } \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor) \
-      momentum_masters_##T(Updates updates, const float *rate, const float *unscale, float mu, bool nesterov) { \
-    momentum<T, true>(updates, rate, unscale, mu, nesterov); \
+  UPDATE_KERNEL(adamw##MASTERS, T)(AdamUpdates updates, Adam rule, const float *rate, const float *unscale) { \
+    adamw<T, HAS_MASTERS>(updates, rule, rate, unscale); \
   }
+#define UPDATE_KERNELS(T) \
+  UPDATE_KERNEL(check_gradients, T)(MomentumUpdates updates, int *overflow) { check_gradients<T>(updates, overflow); } \
+  UPDATE_KERNELS_OF(T, , false) \
+  UPDATE_KERNELS_OF(T, _masters, true)
 
 UPDATE_KERNELS(f32)
 UPDATE_KERNELS(f16)

@@ -60,9 +60,33 @@ def _momentum_rule(nesterov):
     )
 
 
+_ADAM_STATE = {"Moments1": "Moment1", "Moments2": "Moment2", "Powers1": "Beta1Pow", "Powers2": "Beta2Pow"}
+_ADAM_ATTRS = {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}
+
+
+def _adamw(args, rate, decayed):
+    return paddle.optimizer.AdamW(
+        rate,
+        args.beta1,
+        args.beta2,
+        args.opt_epsilon,
+        weight_decay=args.weight_decay,
+        apply_decay_param_fun=lambda name: name in decayed,
+    )
+
+
 OPTIMIZERS = {
     "Momentum": _momentum_rule(nesterov=False),
     "Nesterov": _momentum_rule(nesterov=True),
+    "AdamW": Rule(
+        build=_adamw,
+        decays_biases=False,
+        op="adamw",
+        native="native_adamw",
+        state=_ADAM_STATE,
+        attrs=_ADAM_ATTRS,
+        decay=lambda op: op.attr("coeff") if op.attr("with_decay") else 0.0,
+    ),
 }
 BY_OPERATOR = {rule.op: rule for rule in OPTIMIZERS.values()}
 

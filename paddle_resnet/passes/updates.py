@@ -20,6 +20,18 @@ def mend_updates(args, main_prog):
         _keep_parameters_on_overflow(main_prog)
 
 
+def place_state(args, startup_prog):
+    """Make the start-up program create the optimizer's state where the program runs, in place.
+
+    Paddle creates the powers of Adam's betas on the CPU, and its operators change them there. A custom operator keeps
+    them on the GPU, so a captured step needs no value from the host.
+    """
+    if args.kernels == "native":
+        for op in startup_prog.global_block().ops:
+            if op.attr("op_device") == "cpu":
+                op._set_attr("op_device", "")
+
+
 def _update_masters_in_float32(program):
     """Make the optimizer update the float32 master of each bfloat16 parameter, then cast it to the parameter. Paddle
     lacks a momentum kernel for bfloat16, with and without masters."""

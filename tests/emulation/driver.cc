@@ -167,7 +167,9 @@ struct Unpack<kKernel> {
   ENTRY(max_pool_gradient_##T) \
   ENTRY(check_gradients_##T) \
   ENTRY(momentum_##T) \
-  ENTRY(momentum_masters_##T)
+  ENTRY(momentum_masters_##T) \
+  ENTRY(adamw_##T) \
+  ENTRY(adamw_masters_##T)
 
 #define ACTIVATED_ENTRIES(T, A) \
   ENTRY(bn_apply_##A##_##T) \
@@ -176,7 +178,7 @@ struct Unpack<kKernel> {
   ENTRY(bn_gradient_##A##_##T)
 #define ACTIVATED_IN_BOTH_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) FOR_EACH_ACTIVATION(ACTIVATED_IN_BOTH_TYPES) ENTRY(follow_loss_scale)
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) FOR_EACH_ACTIVATION(ACTIVATED_IN_BOTH_TYPES) ENTRY(follow_loss_scale) ENTRY(advance_powers)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace

@@ -333,6 +333,53 @@ def test_momentum(device, where, dtype, unscale, nesterov):
         np.testing.assert_allclose(wide(parameters[i]), wide(exact[i]), rtol=UNIT[dtype], atol=1e-7)
 
 
+BETA1, BETA2 = np.float64(np.float32(0.9)), np.float64(np.float32(0.999))
+
+
+def adam(p, g, m, v, step, decay):
+    """Kingma and Ba, arXiv:1412.6980, algorithm 1, with decoupled weight decay: Loshchilov and Hutter,
+    arXiv:1711.05101. Returns the change of the parameter at learning rate 1, and the moments."""
+    m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
+    direction = (m / (1 - BETA1**step)) / (np.sqrt(v / (1 - BETA2**step)) + EPSILON)
+    return direction + decay * p, m, v
+
+
+@pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_adamw(device, where, dtype, unscale):
+    """The third step against float64, from any state; a factor of 0 leaves everything as it is."""
+    check_adam("native_adamw", dtype, unscale, lambda p, change, decay: change)
+
+
+def check_adam(name, dtype, unscale, adapt):
+    random, step, rate = np.random.RandomState(0), 3, 0.25
+    decays = [0.01 * (i % 3) for i in range(len(SIZES))]
+    exact, moments1, moments2, gradients = (
+        [paddle.to_tensor(random.randn(size).astype("float32")) for size in SIZES] for _ in range(4)
+    )
+    moments2 = [v.abs() for v in moments2]
+    gradients = [(g / (unscale or 1)).astype(dtype) for g in gradients]
+    powers = [[paddle.to_tensor([beta**step], "float32") for _ in SIZES] for beta in (BETA1, BETA2)]
+    has_masters = dtype != "float32"
+    parameters = [p.astype(dtype) for p in exact] if has_masters else exact
+    masters = [exact] if has_masters else []
+    before = [[wide(t) for t in tensors] for tensors in (exact, gradients, moments1, moments2)]
+    factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
+    tensors = [parameters, gradients, moments1, moments2, *powers, *masters]
+    name += "_masters" if has_masters else ""
+    run(name, *tensors, paddle.to_tensor([rate]), factor, BETA1, BETA2, EPSILON, decays)
+    for i, (p, g, m, v) in enumerate(zip(*before, strict=True)):
+        if unscale != 0:
+            change, m, v = adam(p, g * (unscale or 1), m, v, step, decays[i])
+            p = p - rate * adapt(p, change, decays[i])
+        close(moments1[i], m, "float32")
+        close(moments2[i], v, "float32")
+        np.testing.assert_allclose(wide(exact[i]), p, rtol=0, atol=1e-4 * max(1, np.abs(p).max()))
+        np.testing.assert_allclose(wide(parameters[i]), wide(exact[i]), rtol=UNIT[dtype], atol=1e-7)
+        reached = [wide(power[i]).item() for power in powers]
+        np.testing.assert_allclose(reached, [beta ** (step + (unscale != 0)) for beta in (BETA1, BETA2)], rtol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_check_of_gradients_follows_the_loss_scale(device, where, dtype, bad):
@@ -674,7 +721,7 @@ def test_kernels_compile_without_a_gpu(tmp_path, capability):
     kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two"]}
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
     names += ["bn_statistics", "max_pool", "max_pool_gradient"]
-    names += ["check_gradients", "momentum", "momentum_masters"]
+    names += ["check_gradients", "momentum", "momentum_masters", "adamw", "adamw_masters"]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):
             assert f"\0{name}_{dtype}\0".encode() in image, name

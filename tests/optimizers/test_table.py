@@ -8,10 +8,14 @@ import pytest
 from paddle import nn, static
 
 import config
+from conftest import NHWC, assert_sparse
+from paddle_resnet import optimizer
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
 from paddle_resnet.optimizers import schedules, table
 from paddle_resnet.passes import fusion, updates
+from test_program import build, random_batches
+from utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
 
@@ -30,7 +34,7 @@ class Run:
             paddle.utils.unique_name.guard(),
         ):
             paddle.seed(0)
-            x = nn.Linear(8, 6)(static.data("x", [16, 8])).reshape([16, 6, 1, 1])
+            x = nn.Linear(8, 6, bias_attr=False)(static.data("x", [16, 8])).reshape([16, 6, 1, 1])
             x = F.relu(nn.BatchNorm2D(6)(x)).reshape([16, 6])
             self._loss = paddle.mean(nn.Linear(6, 3)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, 10)
@@ -42,6 +46,8 @@ class Run:
             optimizer.minimize(self._loss, startup)
             self.paddles = table.updates(self.main)
             updates.mend_updates(args, self.main)
+            updates.place_state(args, startup)
+            self.devices = {op.attr("op_device") for op in startup.global_block().ops}
             if fuse:
                 fusion.fuse(self.main)
             self._exe = static.Executor(PLACE)
@@ -87,7 +93,7 @@ def test_weight_decay_by_groups(name, with_bn):
     rule = table.OPTIMIZERS[name]
     decays = {op.input("Param")[0]: rule.decay(op) for op in run.paddles}
     expected = {"linear_0.w_0": True, "linear_2.w_0": True}
-    expected |= dict.fromkeys(["linear_0.b_0", "linear_2.b_0"], rule.decays_biases)
+    expected |= {"linear_2.b_0": rule.decays_biases}
     expected |= dict.fromkeys(["batch_norm2d_0.w_0", "batch_norm2d_0.b_0"], with_bn)
     assert decays == {name: pytest.approx(0.1 * has_decay) for name, has_decay in expected.items()}
 
@@ -99,6 +105,7 @@ def test_custom_operator_computes_what_paddles_do(name, scale):
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(table.OPTIMIZERS[name].native) == 1
+    assert runs[1].devices == {""}  # where the program runs
     assert types.count("native_check_finite") == scale
     assert not {"memcpy", "check_finite_and_unscale", "update_loss_scaling", runs[0].paddles[0].type} & set(types)
     for run in runs:
@@ -140,3 +147,40 @@ def test_a_resume_is_exact(name, fuse):
     expected, found = run.state(), resumed.state()
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.op != "momentum"])
+def test_sparse_weights_remain_sparse(parse, name):
+    """In a whole network; test_optimizer.py has Momentum."""
+    args = parse("--optimizer", name, "--lr", "0.01", "--asp", "--prune-model", *NHWC)
+    args.kernels = "native"
+    compiled, exe, _, _, main = build(args)
+    optimizer.prune(args, main, PLACE)
+    before = variables.snapshot(main)[0]
+    for images, labels in random_batches(2, (32, 32, 4)):
+        exe.run(compiled, {"data": images, "label": labels}, [])
+    after = variables.snapshot(main)[0]
+    assert all(np.any(after[p.name] != before[p.name]) for p in main.all_parameters() if p.trainable)
+    assert_sparse(after)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--beta1 0.8", "--beta1 0.8: not used by --optimizer Momentum; remove it, or use --optimizer AdamW"),
+        ("--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it, or use"),
+        ("--optimizer AdamW --beta2 1", "--beta2: 1: expected a number from 0 to below 1, such as 0.9"),
+        ("--optimizer AdamW --opt-epsilon 1e-40", "--opt-epsilon: 1e-40: too small for float32; use 1e-30 or more"),
+        ("--optimizer Adam", "--optimizer: invalid choice: 'Adam'"),
+    ],
+)
+def test_wrong_flags_are_errors(flags, says):
+    with pytest.raises(UsageError) as error:
+        config.parse_args(flags.split())
+    assert says in str(error.value)
+
+
+def test_a_learning_rate_of_momentum_for_adamw_triggers_a_warning():
+    [warning] = config.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.256"]))
+    assert "--lr 0.256" in warning and "0.001" in warning
+    assert not list(config.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.001"])))

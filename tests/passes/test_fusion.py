@@ -240,6 +240,7 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, 
 
 def test_a_run_trains_evaluates_and_goes_on(run_train, losses_with_a_stop, tmp_path, capsys):
     flags = [*NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--resume"]
+    flags += ["--optimizer", "AdamW", "--lr", "0.01"]
     code, report = run_train(*flags)
     assert code == 0
     assert "7 native_bn_act, 7 native_bn_act_backward" in capsys.readouterr().out
