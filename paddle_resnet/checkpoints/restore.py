@@ -357,8 +357,8 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
     Args:
         args: flags.
         found: result of find. Its step becomes 0 if the loader could not continue inside the epoch.
-        lr_scheduler: fresh. It is advanced step by step: its floating-point numbers equal those of an uninterrupted
-            run, on the schedule of this run's flags.
+        lr_scheduler: its rate depends on the number of the step alone, so it continues like an uninterrupted run on the
+            schedule of this run's flags.
         loader: training loader, built with found.loader_state.
         fetchs: result of program.build.
         place: where the program runs.
@@ -366,8 +366,7 @@ def restore(args, found, lr_scheduler, loader, fetchs, place):
     if found.step and not found.trained and loader.step != found.step:
         found.step = 0
         logger.warn(f"epoch {found.epoch} starts again at its beginning, with the parameters of {found.folder}")
-    for _ in range(found.epoch * len(loader) + (len(loader) if found.trained else found.step)):
-        lr_scheduler.step()
+    lr_scheduler.step(found.epoch * len(loader) + (len(loader) if found.trained else found.step))
     if found.goes_on:
         _log_environment_changes(found.meta)
         random.setstate(schema.as_tuples(json.loads(found.meta["seeds"]["python"])))

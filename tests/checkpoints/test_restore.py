@@ -128,6 +128,7 @@ def test_failed_evaluation_saves_the_epoch_of_a_single_process_only(run, monkeyp
     assert saver.folder.name == "4_10"
 
 
+@pytest.mark.timeout(20)
 def test_schedule_goes_on_exactly(args, run):
     saver, lr_scheduler, _ = run
     saver.save(0, 2)
@@ -135,6 +136,10 @@ def test_schedule_goes_on_exactly(args, run):
     _, _, fetchs, schedule, _ = build(args)
     restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
     assert schedule.state_dict() == lr_scheduler.state_dict()
+    found = find(args, saver.folder.parent, "auto")
+    found.epoch = 2**31 - 1  # as a damaged meta.json may say
+    restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
+    assert schedule.last_epoch == (2**31 - 1) * 10 + 2
 
 
 def test_another_number_of_processes_is_another_rate_and_said(args, run, monkeypatch, capsys):

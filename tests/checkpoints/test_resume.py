@@ -286,6 +286,19 @@ def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train
     resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
     _, report = run_train(*FLAGS, "--overwrite")
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
+    # In its own folder: the error messages have the flags that continue it.
+    own = tmp_path / "own/Tiny"
+    shutil.copytree(old, own / "1")
+    words = ["--from-checkpoint", str(own), "--last-epoch-of-checkpoint", "auto"]
+    for flags in ([], ["--resume"]):
+        capsys.readouterr()
+        assert run_train(*FLAGS, "--output-dir", own.parent, *flags)[0] == 2
+        assert_one_sentence(capsys.readouterr().err, [" ".join(words)])
+    files = {path: path.read_bytes() for path in (own / "1").iterdir()}
+    assert run_train(*FLAGS, "--output-dir", own.parent, *words, "--resume")[0] == 0
+    assert run_train(*FLAGS, "--output-dir", own.parent, "--epochs", "1", "--overwrite")[0] == 0
+    assert entries(own) == {"0": "0", "1": "1", "latest": "0", "best": "0"}
+    assert {path: path.read_bytes() for path in (own / "1").iterdir()} == files
 
 
 @pytest.mark.parametrize("starts", [["5"], ["3", "5"]], ids=["one run", "resumed"])
