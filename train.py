@@ -5,8 +5,10 @@ import sys
 import yaml
 
 import config
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from paddle_resnet.job.processes import check_environment
+from paddle_resnet import report  # sets Paddle's environment, so before any import of Paddle
+from paddle_resnet.data import listing
+from paddle_resnet.job.processes import check_environment, world_size
+from paddle_resnet.models import registered_name
 from utils import exit_codes, logger, progress, signals
 from utils.errors import RunError
 from utils.mode import Mode
@@ -34,16 +36,17 @@ def _main(argv):
 def _run(args, argv):
     """The phases of a run, in order."""
     check_environment()
+    args.model_arch_name = registered_name(args.model_arch_name)
+    if args.data_format != "synthetic" and world_size() == 1:  # a job reports it once its processes are connected
+        listing.check_root(args.image_root)
     progress.phase("the import of Paddle")
     try:  # takes seconds, so after the flags are known to be right
         with signals.held_back():
-            import paddle  # noqa: F401
-        from paddle import static
-
+            from paddle import static
         from paddle_resnet import compat
 
         compat.check_version()
-        from paddle_resnet import phases, report
+        from paddle_resnet import phases
     except ImportError as e:
         raise RunError(f"Paddle or DALI cannot be imported ({e}): see python -m paddle_resnet.doctor") from e
     from paddle_resnet.job import exchange, fleet, processes
@@ -73,7 +76,6 @@ def _run(args, argv):
 
 
 def _evaluate_only(args, argv, exe, found, evaluation):
-    from paddle_resnet import report
     from paddle_resnet.checkpoints import restore
 
     logger.begin(config.as_dict(args))
@@ -82,15 +84,12 @@ def _evaluate_only(args, argv, exe, found, evaluation):
 
 
 def _benchmark_training(args, argv, exe, found, training):
-    from paddle_resnet import report
-
     logger.begin(config.as_dict(args), goes_on=report.resumes(args, found))
     report.conclude(args, argv, _train(args, exe, training, 0), Mode.TRAIN)
 
 
 def _run_epochs(args, argv, exe, found, training, evaluation):
     """Train, evaluate and save, epoch by epoch; then the summary."""
-    from paddle_resnet import report
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
 
@@ -138,7 +137,7 @@ def _train(args, exe, training, epoch, save=None):
 
 def _evaluate(args, exe, evaluation, epoch):
     """Evaluate with the parameters as they are now; returns program.run's result without its arrays."""
-    from paddle_resnet import program, report
+    from paddle_resnet import program
 
     evaluation.refold()
     result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, epoch, Mode.EVAL)

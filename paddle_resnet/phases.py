@@ -12,10 +12,9 @@ from paddle_resnet import dali, optimizer, program, report
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.data import listing
 from paddle_resnet.job import agreement, exchange, processes
-from paddle_resnet.models import registered_name
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, folding
-from paddle_resnet.steps import cuda_graph, trace
+from paddle_resnet.steps import trace
 from utils import logger, outputs, progress
 from utils.affinity import bind_to_gpu
 from utils.errors import UsageError
@@ -27,9 +26,8 @@ Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled
 
 
 def start(args):
-    """Resolve the network's name and the device."""
+    """Resolve the device."""
     logger.setup(rank=processes.rank())
-    args.model_arch_name = registered_name(args.model_arch_name)
     processes.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())
@@ -148,7 +146,6 @@ def compile_programs(args, exe, training, evaluation):
         refold = folding.fold_batch_norms(args, evaluation.program, exe)
         compiled = program.compile_prog(args, evaluation.program, is_train=False)
         evaluation = evaluation._replace(compiled=compiled, refold=refold)
-    cuda_graph.resolve(args, [work.compiled for work in (training, evaluation) if work])
     return training, evaluation
 
 

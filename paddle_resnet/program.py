@@ -181,14 +181,14 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     """Rewrite a copy of a program to fused operators, and wrap it for the Executor.
 
     Args:
-        args: flags.
+        args: flags. --cuda-graph becomes false if a step of this program cannot be captured.
         program: the main_prog of build; it stays as it is.
         loss_name: ignored; Paddle 2.5 and newer do not need it.
         is_train: the program trains.
     Returns:
         static.CompiledProgram.
     Raises:
-        UsageError: as create_strategy.
+        UsageError: as create_strategy; or --cuda-graph true is explicit, and the step cannot be captured.
     """
     processes.check_resolved(args)
     program = program.clone()
@@ -200,6 +200,7 @@ def compile_prog(args, program, loss_name=None, is_train=True):
                 op._set_attr("use_mkldnn", True)
     if args.kernels == "native":
         fusion.fuse(program)
+        cuda_graph.resolve(args, program)
     else:
         updates.keep_statistics_finite(program)
     return static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])

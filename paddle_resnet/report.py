@@ -1,6 +1,6 @@
 """What a run says about itself: its first and last lines, and the CSV files beside --report-file.
 
-`python -m paddle_resnet.report RUN...` compares runs (results/comparison.py).
+`python -m paddle_resnet.report RUN...` compares runs (results/comparison.py), without importing Paddle or DALI.
 """
 
 import csv
@@ -12,11 +12,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import nvidia.dali
-import paddle
 
 import config
-from paddle_resnet.job import exchange, processes
+from paddle_resnet.job import processes
 from utils import files, logger
 from utils.errors import RunError, UsageError
 from utils.mode import RunScope
@@ -193,12 +191,19 @@ def _peak_memory(args):
     where the allocator does not count."""
     if args.device == "cpu":
         return {}
+    import paddle
+
+    from paddle_resnet.job import exchange
+
     gpu = processes.local_gpu()
     mine = paddle.device.cuda.max_memory_allocated(gpu) / MIB
     return {"peak_memory_allocated_mib": float(exchange.all_gather([mine]).max())}
 
 
 def _versions(args):
+    import nvidia.dali
+    import paddle
+
     versions = {
         "python": platform.python_version(),
         "paddle": paddle.__version__,

@@ -1,6 +1,7 @@
 """The commands of README and docs: train.py knows their flags, and they run as written, in a copy of the repository."""
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -71,3 +72,33 @@ def test_commands_run_as_written(tmp_path):
             failed.append(f"{command}\nexit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
     assert not failed, "\n\n".join(failed)
     assert len(has_run) > 20
+
+
+WITHOUT_PADDLE = """
+import runpy
+import sys
+
+sys.modules |= dict.fromkeys(("paddle", "nvidia.dali"))  # importing them raises ImportError
+try:
+    runpy.run_module("paddle_resnet.report", run_name="__main__")
+except SystemExit as e:
+    assert e.code == 0
+import train
+
+assert train.main(["--model-arch-name", "ResNet5"]) == 2
+assert train.main(["--image-root", "/nowhere"]) == 2
+assert train.main(["--image-root", "/nowhere", "--data-format", "synthetic"]) == 1
+"""
+
+
+def test_reports_and_wrong_names_need_neither_paddle_nor_dali(tmp_path):
+    """Mistakes in names and paths are reported before Paddle is imported, which takes seconds."""
+    report = tmp_path / "report.json"
+    entry = {"type": "LOG", "datetime": "0", "elapsedtime": "0", "step": "PARAMETER", "data": {"batch_size": 8}}
+    report.write_text(f"DLLL {json.dumps(entry)}\n")
+    command = [sys.executable, "-c", WITHOUT_PADDLE, report]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    errors = [line.partition(" error: ")[2] for line in done.stderr.splitlines()]
+    starts = ["--model-arch-name ResNet5: unknown", "--image-root /nowhere is not", "Paddle or DALI cannot be imported"]
+    assert [error.startswith(start) for error, start in zip(errors, starts, strict=True)] == [True] * 3, errors

@@ -1,22 +1,26 @@
-"""The model registry: --model-arch-name to constructor, and what the rest of the program knows of a network."""
+"""The model registry: --model-arch-name to constructor, and what the rest of the program knows of a network.
 
+Importing it does not import Paddle, so that an unknown name is reported at once.
+"""
+
+import importlib
 from dataclasses import dataclass
 from functools import partial
 
-from paddle import static
-
-from paddle_resnet.models.mobilenet_v2 import MobileNetV2
-from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from utils.errors import UsageError
 
-MODELS = {
-    "ResNet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
-    "ResNet34": partial(ResNet, BasicBlock, (3, 4, 6, 3)),
-    "ResNet50": partial(ResNet, BottleneckBlock, (3, 4, 6, 3)),
-    "ResNet101": partial(ResNet, BottleneckBlock, (3, 4, 23, 3)),
-    "ResNet152": partial(ResNet, BottleneckBlock, (3, 8, 36, 3)),
-    "MobileNetV2": MobileNetV2,
+# The constructors in each module of this package.
+FAMILIES = {
+    "resnet": ("ResNet18", "ResNet34", "ResNet50", "ResNet101", "ResNet152"),
+    "mobilenet_v2": ("MobileNetV2",),
 }
+
+
+def _construct(family, name, **options):
+    return getattr(importlib.import_module(f"paddle_resnet.models.{family}"), name)(**options)
+
+
+MODELS = {name: partial(_construct, family, name) for family, names in FAMILIES.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ def build_model(args):
     Raises:
         UsageError: --model-arch-name is not in the registry.
     """
+    from paddle import static
+
     model = MODELS[registered_name(args.model_arch_name)](
         num_classes=args.num_of_class,
         in_channels=args.image_shape[0],

@@ -44,16 +44,16 @@ _numbers = itertools.count()
 _recorders = weakref.WeakKeyDictionary()  # {compiled program: its Recorder}: one recording serves all epochs
 
 
-def resolve(args, programs):
+def resolve(args, program):
     """Let steps run operator by operator if a program has an operator that is not in REPEATABLE; changes the flags.
 
     Args:
         args: flags.
-        programs: results of program.compile_prog.
+        program: rewritten for --kernels native.
     Raises:
         UsageError: --cuda-graph true is explicit.
     """
-    types = {op.type for program in programs for op in program._program.global_block().ops}
+    types = {op.type for op in program.global_block().ops}
     others = sorted(name for name in types - REPEATABLE if not name.startswith("native_"))
     if not args.cuda_graph or not others:
         return
