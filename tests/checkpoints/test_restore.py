@@ -176,6 +176,32 @@ def test_error_of_the_writer_ends_the_run_at_the_next_save(args, run, tmp_path):
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
 
+def test_the_newest_and_the_best_are_kept_and_what_other_runs_wrote(args, run, tmp_path):
+    saver, _, _ = run
+    args.keep_checkpoints = 2
+    own, saver._run = saver._run, "another"
+    saver.save(0)
+    saver.finish()
+    saver._run = own
+    for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):  # the first of equal ones is the best
+        saver.save(epoch, evaluated={"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0})
+    saver.finish()
+    assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
+    assert (tmp_path / "Tiny/best").resolve().name == "2"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_value_that_is_not_finite_keeps_a_checkpoint_from_being_written(run, tmp_path, value):
+    saver, _, _ = run
+    weight = variable("conv2d_0.w_0")
+    weight[-1, -1, -1, -1] = value
+    variables.set_variable("conv2d_0.w_0", weight, PLACE)
+    saver.save(0)
+    with pytest.raises(RunError, match="Tiny/0 is not written: 1 of its arrays .*conv2d_0.w_0"):
+        saver.finish()
+    assert folders.finished(tmp_path / "Tiny") == []
+
+
 def test_writing_goes_on_while_the_run_does(args, run, monkeypatch):
     saver, _, _ = run
     import threading
