@@ -212,13 +212,14 @@ def test_start_line_names_what_runs(parse, monkeypatch):
     monkeypatch.setattr(processes, "world_size", lambda: 4)
     line = report.start_line(args, [1, 2], None, {"fused_a": 4, "native_b": 1}, 2)
     assert "4 fused_a, 1 native_b" in line
+    assert f"peak lr {args.lr} x 4 = {4 * args.lr:g}, " in line
     assert line.endswith("train 2 steps an epoch, 2 gradient all-reduces a step")
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"dali_num_threads": 2}, "--dali-num-threads 8"),
+        ({"dali_num_threads": 2}, "--dali-num-threads 8"),  # of 16 cores for two processes
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
         ({}, "--cpu-decoder-load 0.1"),
@@ -227,7 +228,8 @@ def test_start_line_names_what_runs(parse, monkeypatch):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_loader_that_starves_the_gpu_is_said_with_the_flag_to_try(parse, capsys, monkeypatch, flags, says):
-    monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid: range(16))
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     args = parse()
     vars(args).update({"device": "gpu", "dali_device": "gpu", "dali_num_threads": 8} | flags)
     trained = {"data_time": 0.03, "batch_time": 0.1, "steps": 40}

@@ -58,6 +58,16 @@ def test_commit_names_every_file_with_size_and_digest(tmp_path):
     assert names(tmp_path) == ["3_40"]
 
 
+def test_a_name_appears_once_its_files_are_on_the_disk(tmp_path, monkeypatch):
+    """In the order in which files and folders are flushed: files, their folder, the folder of the new name."""
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    write(tmp_path, "3")
+    partial = f"{tmp_path}/.3.partial"
+    files = [f"{partial}/{name}" for name in ("a.pdparams", "a.pdopt", "meta.json")]
+    assert flushed == [*files, partial, str(tmp_path)]
+
+
 def test_a_folder_of_the_same_name_is_replaced(tmp_path):
     write(tmp_path, "3", "old")
     folder = write(tmp_path, "3", "newer")

@@ -106,6 +106,17 @@ def test_other_class_count_is_refused(args, saved):
             load(args, saved[0], is_train=scope == "train_eval")
 
 
+def test_integers_do_not_replace_floats(args, saved):
+    path = saved[0] / "tiny.pdparams"
+    state = pickle.loads(path.read_bytes())
+    for dtype in ("float64", "int64"):
+        path.write_bytes(pickle.dumps(state | {"linear_0.b_0": np.ones(3, dtype)}, protocol=4))
+        if dtype == "float64":
+            assert load(args, saved[0])["linear_0.b_0"].tolist() == [1, 1, 1]
+    with pytest.raises(UsageError, match="another model: 1 of another type"):
+        load(args, saved[0])
+
+
 @pytest.mark.parametrize(
     "damage", [lambda data: data[: len(data) // 2], lambda data: b"not a pickle", lambda data: b""]
 )

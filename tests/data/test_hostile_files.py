@@ -438,6 +438,13 @@ def test_file_list_stays_below_its_folder(photos, tmp_path, capsys, name):
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
 
 
+def test_a_folder_whose_name_begins_with_that_of_the_root_is_outside(tmp_path):
+    (tmp_path / "root").mkdir()
+    write_list(tmp_path / "root", "../root2/x.jpg 0")
+    with pytest.raises(UsageError, match=r"line 1 names ../root2/x.jpg, which is outside"):
+        open_split(tmp_path / "root")
+
+
 def test_file_list_may_name_files_of_its_folder_in_any_way(photos, tmp_path):
     (tmp_path / "a").mkdir()
     shutil.copy(photos / "val/class0/00.jpg", tmp_path / "a..b.jpg")

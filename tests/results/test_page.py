@@ -109,6 +109,26 @@ def test_page_of_an_evaluation_uses_its_predictions(run_train, checkpoint, tmp_p
     assert len(found.addresses) > 0 and not list(tmp_path.glob("report.predictions.csv"))
 
 
+def test_worst_classes_come_first_with_what_they_are_taken_for():
+    """In the matrix, a cell is in the column of the prediction and in the row of the label."""
+    accuracies = (("a", 4, 1, "0.25"), ("b", 4, 0, "0"), ("c", 4, 4, "1"), ("empty", 0, 0, ""))
+    keys = ("label", "class", "images", "correct", "top1")
+    classes = [dict(zip(keys, map(str, (label, *row)), strict=True)) for label, row in enumerate(accuracies)]
+    keys = ("label", "predicted", "images", "predicted_class")
+    pairs = ((1, 0, 4, "a"), (2, 2, 4, "c"), (0, 2, 3, "c"), (0, 0, 1, "a"))
+    confusion = [dict(zip(keys, map(str, pair), strict=True)) for pair in pairs]
+    worst = page._worst(None, classes, confusion, [])
+    assert [(row["class"], row["taken_for"]) for row in worst] == [("b", [("a", "4")]), ("a", [("c", "3")])]
+    matrix = page._matrix(classes, confusion)
+    assert matrix["names"] == ["a", "b", "c"]
+    assert [(column, row, share) for column, row, _, share in matrix["cells"]] == [
+        (0, 1, 1.0),
+        (2, 2, 1.0),
+        (2, 0, 0.75),
+        (0, 0, 0.25),
+    ]
+
+
 def test_thumbnails_come_from_containers(run_train, checkpoint, converted, tmp_path):
     scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint, "--report-html", tmp_path / "p.html"]
     assert run_train(*scope, image_root=converted["webdataset"])[0] == 0

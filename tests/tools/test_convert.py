@@ -16,7 +16,7 @@ from PIL import Image
 from conftest import ROOT
 from paddle_resnet import dataset
 from paddle_resnet.data import indexes, listing, records
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, writers
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -383,7 +383,7 @@ def test_split_that_is_skipped_whole_is_refused(photos, tmp_path, capsys):
 # Converts in blocks of four images and is killed when some are written; says before who its workers are.
 KILLED = """
 import multiprocessing, os, signal, sys
-from paddle_resnet.tools import convert
+from paddle_resnet.tools import convert, writers
 
 def progress(done, total):
     if done >= 9:
@@ -440,3 +440,23 @@ def test_full_disk_is_a_sentence(photos, tmp_path, to):
         if limit == 25_000:
             assert f"--output {tmp_path}/out cannot be written (" in done.stderr
     assert "30 train and 23 val images" in done.stdout
+
+
+def test_half_a_record_of_a_killed_conversion_is_removed(tmp_path):
+    images = [(b"x" * 101, 0), (b"y" * 50, 1)]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    with writers.SINGLE_FILE["recordio"](str(tmp_path / "whole"), "train") as writer:
+        writer.write(images)
+        writer.finish()
+    with writers.SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
+        writer.write(images[:1])
+    for ending, rest in ((".rec", b"half"), (".idx", b"1\t")):
+        with open(tmp_path / f"killed/train{ending}.partial", "ab") as file:
+            file.write(rest)
+    with writers.SINGLE_FILE["recordio"](str(tmp_path / "killed"), "train") as writer:
+        assert len(writer) == 1
+        writer.write(images[1:])
+        writer.finish()
+    for name in ("train.rec", "train.idx"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
