@@ -54,6 +54,12 @@ def test_records_without_a_label_are_refused(tmp_path):
     with pytest.raises(UsageError, match="image/encoded and image/class/label"):
         records.read_label(str(tmp_path / "other"), "tfrecord", 0, size)
 
+    writer = TFRecordWriter(str(tmp_path / "two"))
+    writer.write({records.TFRECORD_IMAGE: (b"x", "byte"), records.TFRECORD_LABEL: ([1, 2], "int")})
+    writer.close()
+    with pytest.raises(UsageError, match="are not one image and one number"):
+        records.read_label(str(tmp_path / "two"), "tfrecord", 0, os.path.getsize(tmp_path / "two"))
+
     (tmp_path / "flagged").write_bytes(writers.recordio_record(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
     with pytest.raises(UsageError, match="it has several labels"):
         records.read_label(str(tmp_path / "flagged"), "recordio", 0, 0)
