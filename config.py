@@ -74,9 +74,9 @@ SCHEDULE_FLAGS = {
 # The flags that only some optimizers use.
 OPTIMIZER_FLAGS = {
     "momentum": ("Momentum", "Nesterov"),
-    "beta1": ("AdamW",),
-    "beta2": ("AdamW",),
-    "opt_epsilon": ("AdamW",),
+    "beta1": ("AdamW", "LAMB"),
+    "beta2": ("AdamW", "LAMB"),
+    "opt_epsilon": ("AdamW", "LAMB"),
 }
 # If one of these is explicit and differs from the checkpoint's, those that depend on it are not inherited.
 DEPENDENT = {
@@ -219,8 +219,8 @@ def warnings(args):
             f"--resize-short {args.resize_short}: {ratio:.2f} times --crop-size {args.crop_size}, so an evaluation "
             f"sees only the center of each image; use {round(args.crop_size * RESIZE_RATIO)}"
         )
-    if args.optimizer == "AdamW" and args.lr > 0.03:
-        yield f"--lr {args.lr:g}: AdamW moves each weight by about the learning rate in every step; use about 0.001"
+    if args.optimizer in OPTIMIZER_FLAGS["beta1"] and args.lr > 0.03:
+        yield f"--lr {args.lr:g}: suits Momentum; --optimizer {args.optimizer} needs a lower one, such as 0.001"
     if args.device == "cpu" and args.data_layout == "NHWC":
         yield "--data-layout NHWC: several times slower than NCHW on a CPU; use NCHW"
     if args.device == "cpu" and args.dali_output_fp16:
@@ -539,22 +539,22 @@ def _add_training(group):
     group.add_argument(
         "--optimizer",
         default="Momentum",
-        choices=["Momentum", "Nesterov", "AdamW"],
+        choices=["Momentum", "Nesterov", "AdamW", "LAMB"],
         help="optimizer; see docs/training.md for the formulas",
     )
     group.add_argument(
         "--momentum", type=numbers.ratio, default=0.875, help="weight of the old velocity (Momentum, Nesterov)"
     )
-    group.add_argument("--beta1", type=_beta, default=0.9, help="weight of the old first moment (AdamW)")
-    group.add_argument("--beta2", type=_beta, default=0.999, help="weight of the old second moment (AdamW)")
+    group.add_argument("--beta1", type=_beta, default=0.9, help="weight of the old first moment (AdamW, LAMB)")
+    group.add_argument("--beta2", type=_beta, default=0.999, help="weight of the old second moment (AdamW, LAMB)")
     group.add_argument(
-        "--opt-epsilon", type=_epsilon, default=1e-8, help="added to the root of the second moment (AdamW)"
+        "--opt-epsilon", type=_epsilon, default=1e-8, help="added to the root of the second moment (AdamW, LAMB)"
     )
     group.add_argument(
         "--weight-decay",
         type=_not_negative_number,
         default=3.0517578125e-05,
-        help="L2 weight decay; with AdamW, decoupled from the gradient",
+        help="L2 weight decay; with AdamW and LAMB, decoupled from the gradient",
     )
     group.add_argument(
         "--lr-scheduler",
@@ -630,7 +630,7 @@ def _add_advanced(group):
         "--kernels",
         default="auto",
         choices=["auto", "native", "paddle"],
-        help="native: custom kernels for BN, ReLU, addition, max pooling, loss and momentum, in NHWC only; paddle: "
+        help="native: custom kernels for BN, ReLU, addition, max pooling, loss and optimizer, in NHWC only; paddle: "
         "Paddle's; auto: native on a GPU in NHWC if they can be built",
     )
     _add_switch(

@@ -286,6 +286,7 @@ def test_first_losses_are_those_of_the_cpu(run_train, tmp_path):
 
 
 RECORDED = {name: KINDS[name] for name in ("fp32 NHWC", "O2", "O2 ASP", "bf16 O2")}
+RECORDED |= {f"O2 {name}": [*O2, "--optimizer", name, "--lr", "0.01"] for name in ("AdamW", "LAMB")}
 
 
 @pytest.mark.parametrize("flags", RECORDED.values(), ids=RECORDED)

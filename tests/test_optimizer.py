@@ -121,9 +121,9 @@ def use_native():
         ("float16", True, "Momentum"),
         ("float16", False, "Momentum"),
         ("bfloat16", None, "Momentum"),
-        ("float16", True, "AdamW"),
+        ("float16", True, "LAMB"),
     ],
-    ids=["float16-dynamic", "float16-static", "bfloat16", "AdamW"],
+    ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
 def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
     """Each with its own gradient, state, decay, and master if it has one; and Paddle's operators are gone."""

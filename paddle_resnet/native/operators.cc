@@ -189,6 +189,7 @@ PD_BUILD_OP(native_momentum_masters)
                     {paddle::Vec("Masters"), paddle::Vec("MastersOut")}})
     .SetKernelFn(PD_KERNEL(MomentumMasters));
 
+// AdamW and LAMB
 #define ADAM_STATE paddle::Vec("Moments1"), paddle::Vec("Moments2"), paddle::Vec("Powers1"), paddle::Vec("Powers2")
 #define ADAM_STATE_OUT \
   paddle::Vec("Moments1Out"), paddle::Vec("Moments2Out"), paddle::Vec("Powers1Out"), paddle::Vec("Powers2Out")
@@ -196,21 +197,22 @@ PD_BUILD_OP(native_momentum_masters)
   {paddle::Vec("Parameters"), paddle::Vec("ParametersOut")}, {paddle::Vec("Moments1"), paddle::Vec("Moments1Out")}, \
       {paddle::Vec("Moments2"), paddle::Vec("Moments2Out")}, {paddle::Vec("Powers1"), paddle::Vec("Powers1Out")}, \
       {paddle::Vec("Powers2"), paddle::Vec("Powers2Out")}
-
-PD_BUILD_OP(native_adamw)
-    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, "Rate", paddle::Optional("Unscale")})
-    .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT})
-    .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"})
-    .SetInplaceMap({ADAM_IN_PLACE})
-    .SetKernelFn(PD_KERNEL(AdamW));
-
-PD_BUILD_OP(native_adamw_masters)
-    .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, paddle::Vec("Masters"), "Rate",
-             paddle::Optional("Unscale")})
-    .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT, paddle::Vec("MastersOut")})
-    .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"})
-    .SetInplaceMap({ADAM_IN_PLACE, {paddle::Vec("Masters"), paddle::Vec("MastersOut")}})
-    .SetKernelFn(PD_KERNEL(AdamWMasters));
+#define ADAM_OPERATORS(NAME, IS_LAMB) \
+  PD_BUILD_OP(native_##NAME) \
+      .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, "Rate", paddle::Optional("Unscale")}) \
+      .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT}) \
+      .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"}) \
+      .SetInplaceMap({ADAM_IN_PLACE}) \
+      .SetKernelFn(PD_KERNEL(AdamPlain<IS_LAMB>)); \
+  PD_BUILD_OP(native_##NAME##_masters) \
+      .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), ADAM_STATE, paddle::Vec("Masters"), "Rate", \
+               paddle::Optional("Unscale")}) \
+      .Outputs({paddle::Vec("ParametersOut"), ADAM_STATE_OUT, paddle::Vec("MastersOut")}) \
+      .Attrs({"beta1: float", "beta2: float", "epsilon: float", "decays: std::vector<float>"}) \
+      .SetInplaceMap({ADAM_IN_PLACE, {paddle::Vec("Masters"), paddle::Vec("MastersOut")}}) \
+      .SetKernelFn(PD_KERNEL(AdamMasters<IS_LAMB>));
+ADAM_OPERATORS(adamw, false)
+ADAM_OPERATORS(lamb, true)
 
 // Metrics to the host, posts.h
 

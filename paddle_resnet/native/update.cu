@@ -123,6 +123,100 @@ __device__ void adamw(const AdamUpdates &updates, Adam rule, const float *rate, 
   });
 }
 
+// The number of blocks that share a tensor.
+template <class T>
+__device__ __forceinline__ int blocks_of(int size) {
+  constexpr int kElements = kMaxThreads * T::kLanes;
+  return min(static_cast<int>(gridDim.x), (size + kElements - 1) / kElements);
+}
+
+// The sums of two values over the threads of a block, in a fixed order. All its threads must call it.
+__device__ void sum_over_block(float &a, float &b) {
+  constexpr int kGroups = 32;
+  __shared__ float of_threads[2][kMaxThreads], of_groups[2][kGroups];
+  of_threads[0][threadIdx.x] = a, of_threads[1][threadIdx.x] = b;
+  __syncthreads();
+  if (threadIdx.x < 2 * kGroups) {
+    const int which = threadIdx.x / kGroups, group = threadIdx.x % kGroups;
+    float sum = 0;
+    for (int k = group; k < kMaxThreads; k += kGroups) sum += of_threads[which][k];
+    of_groups[which][group] = sum;
+  }
+  __syncthreads();
+  a = b = 0;
+  for (int k = 0; k < kGroups; ++k) a += of_groups[0][k], b += of_groups[1][k];
+}
+
+// LAMB: You et al., arXiv:1904.00962, algorithm 2. p -= rate ratio (u + decay p), where u is Adam's direction and ratio is
+// |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. This first part updates the moments and sums the
+// squares: `partial` gets those of p and of u + decay p for each tensor and block that shares it.
+template <class T, bool kHasMasters>
+__device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float *unscale, float *partial) {
+  const float factor = unscale != nullptr ? *unscale : 1.f;
+  if (factor == 0.f) return;
+  for (int t = 0; t < updates.count; ++t) {
+    const int size = updates.size[t], block = block_of(t);
+    if (block >= blocks_of<T>(size)) continue;
+    const float correction1 = 1 - *updates.state[2][t], correction2 = 1 - *updates.state[3][t];
+    float squares_p = 0, squares_u = 0;
+    for_each_vector_of<T>(t, size, [&](int i, int count) {
+      float gradient[T::kLanes] = {}, m[T::kLanes] = {}, v[T::kLanes] = {}, parameter[T::kLanes] = {};
+      load<T>(updates.gradient[t], i, count, gradient);
+      load_some<T>(updates.state[0][t], i, count, m);
+      load_some<T>(updates.state[1][t], i, count, v);
+      load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
+#pragma unroll
+      for (int k = 0; k < T::kLanes; ++k) {
+        rule.follow(gradient[k] * factor, &m[k], &v[k]);
+        const float u = rule.direction(m[k], v[k], correction1, correction2) + updates.decay[t] * parameter[k];
+        squares_p += parameter[k] * parameter[k];
+        squares_u += u * u;
+      }
+      store_some<T>(m, updates.state[0][t], i, count);
+      store_some<T>(v, updates.state[1][t], i, count);
+    });
+    if (updates.decay[t] == 0.f) continue;
+    sum_over_block(squares_p, squares_u);
+    float *sums = partial + 2 * (t * gridDim.x + block);
+    if (threadIdx.x == 0) sums[0] = squares_p, sums[1] = squares_u;
+  }
+}
+
+// The second part, with the same grid: updates the parameters. advance_powers follows it.
+template <class T, bool kHasMasters>
+__device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale,
+                     const float *partial) {
+  if (unscale != nullptr && *unscale == 0.f) return;
+  for (int t = 0; t < updates.count; ++t) {
+    const int size = updates.size[t], blocks = blocks_of<T>(size);
+    if (block_of(t) >= blocks) continue;
+    float step = *rate;
+    if (updates.decay[t] != 0.f) {
+      float squares_p = 0, squares_u = 0;
+      for (int i = threadIdx.x; i < blocks; i += kMaxThreads) {
+        const float *sums = partial + 2 * (t * gridDim.x + i);
+        squares_p += sums[0], squares_u += sums[1];
+      }
+      sum_over_block(squares_p, squares_u);
+      if (squares_p > 0 && squares_u > 0) step *= sqrtf(squares_p) / sqrtf(squares_u);
+    }
+    const float correction1 = 1 - *updates.state[2][t], correction2 = 1 - *updates.state[3][t];
+    for_each_vector_of<T>(t, size, [&](int i, int count) {
+      float m[T::kLanes], v[T::kLanes], parameter[T::kLanes];
+      load_some<T>(updates.state[0][t], i, count, m);
+      load_some<T>(updates.state[1][t], i, count, v);
+      load_some<T>(exact<kHasMasters>(updates, t), i, count, parameter);
+#pragma unroll
+      for (int k = 0; k < T::kLanes; ++k) {
+        const float u = rule.direction(m[k], v[k], correction1, correction2) + updates.decay[t] * parameter[k];
+        parameter[k] -= step * u;
+      }
+      store_some<T>(parameter, exact<kHasMasters>(updates, t), i, count);
+      if (kHasMasters) store<T>(parameter, updates.parameter[t], i, count);
+    });
+  }
+}
+
 // Multiplies the powers of the betas for the next step, one thread per tensor, unless the step is skipped.
 extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const float *unscale) {
   if ((unscale != nullptr && *unscale == 0.f) || threadIdx.x >= updates.count) return;
@@ -138,6 +232,13 @@ extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const 
   } \
   UPDATE_KERNEL(adamw##MASTERS, T)(AdamUpdates updates, Adam rule, const float *rate, const float *unscale) { \
     adamw<T, HAS_MASTERS>(updates, rule, rate, unscale); \
+  } \
+  UPDATE_KERNEL(lamb_moments##MASTERS, T)(AdamUpdates updates, Adam rule, const float *unscale, float *partial) { \
+    lamb_moments<T, HAS_MASTERS>(updates, rule, unscale, partial); \
+  } \
+  UPDATE_KERNEL(lamb##MASTERS, T)(AdamUpdates updates, Adam rule, const float *rate, const float *unscale, \
+                                  const float *partial) { \
+    lamb<T, HAS_MASTERS>(updates, rule, rate, unscale, partial); \
   }
 #define UPDATE_KERNELS(T) \
   UPDATE_KERNEL(check_gradients, T)(MomentumUpdates updates, int *overflow) { check_gradients<T>(updates, overflow); } \

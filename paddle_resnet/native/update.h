@@ -152,18 +152,28 @@ void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &vel
   momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, nesterov, decays);
 }
 
-// AdamW, in place; arguments as those of momentum, and the powers of the betas, one element per parameter.
-void adam(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2, Tensors &powers1,
-          Tensors &powers2, Tensors *masters, const Tensor &rate, const paddle::optional<Tensor> &unscale, Adam rule,
-          const std::vector<float> &decays) {
+// AdamW or LAMB, in place; arguments as those of momentum, and the powers of the betas, one element per parameter.
+void adam(bool is_lamb, Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2,
+          Tensors &powers1, Tensors &powers2, Tensors *masters, const Tensor &rate,
+          const paddle::optional<Tensor> &unscale, Adam rule, const std::vector<float> &decays) {
   require_one_each(parameters, {&gradients, &moments1, &moments2, &powers1, &powers2}, masters, decays);
   const float *lr = rate.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
   if (rate.is_gpu()) {
+    void *partial = Gpu::get().partial();  // which has kMaxLanes * kVectorBytes floats per block
+    static_assert(2 * AdamUpdates::kTensors <= kMaxLanes * kVectorBytes, "LAMB's sums exceed the scratch memory");
     for (auto &[type, tables] : tables_by_type<AdamUpdates>(
              parameters, gradients, masters, {&moments1, &moments2, &powers1, &powers2}, decays)) {
-      const std::string name = (masters ? "adamw_masters" : "adamw") + type;
+      const std::string end = (masters ? "_masters" : "") + type;
       tables.launch([&](AdamUpdates &updates) {
-        Gpu::get().launch(name, rate, update_grid(), update_block(), {&updates, &rule, &lr, &factor});
+        const auto launch = [&](const std::string &name, std::vector<void *> arguments) {
+          Gpu::get().launch(name, rate, update_grid(), update_block(), std::move(arguments));
+        };
+        if (is_lamb) {
+          launch("lamb_moments" + end, {&updates, &rule, &factor, &partial});
+          launch("lamb" + end, {&updates, &rule, &lr, &factor, &partial});
+        } else {
+          launch("adamw" + end, {&updates, &rule, &lr, &factor});
+        }
         Gpu::get().launch("advance_powers", rate, {1, 1}, {AdamUpdates::kTensors, 1}, {&updates, &rule, &factor});
       });
     }
@@ -171,25 +181,27 @@ void adam(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tens
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
     require_float32(gradients[i]);
-    reference::adam(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, rule, false, decays[i],
-                    moments1[i].data<float>(), moments2[i].data<float>(), powers1[i].data<float>(),
+    reference::adam(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, rule, is_lamb,
+                    decays[i], moments1[i].data<float>(), moments2[i].data<float>(), powers1[i].data<float>(),
                     powers2[i].data<float>(), parameters[i].data<float>(),
                     masters ? masters->at(i).data<float>() : nullptr);
   }
 }
 
-void AdamW(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2, Tensors &powers1,
-           Tensors &powers2, const Tensor &rate, const paddle::optional<Tensor> &unscale, float beta1, float beta2,
-           float epsilon, const std::vector<float> &decays) {
-  adam(parameters, gradients, moments1, moments2, powers1, powers2, nullptr, rate, unscale, {beta1, beta2, epsilon},
-       decays);
+template <bool kIsLamb>
+void AdamPlain(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2, Tensors &powers1,
+               Tensors &powers2, const Tensor &rate, const paddle::optional<Tensor> &unscale, float beta1, float beta2,
+               float epsilon, const std::vector<float> &decays) {
+  adam(kIsLamb, parameters, gradients, moments1, moments2, powers1, powers2, nullptr, rate, unscale,
+       {beta1, beta2, epsilon}, decays);
 }
 
-void AdamWMasters(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2, Tensors &powers1,
-                  Tensors &powers2, Tensors &masters, const Tensor &rate, const paddle::optional<Tensor> &unscale,
-                  float beta1, float beta2, float epsilon, const std::vector<float> &decays) {
-  adam(parameters, gradients, moments1, moments2, powers1, powers2, &masters, rate, unscale, {beta1, beta2, epsilon},
-       decays);
+template <bool kIsLamb>
+void AdamMasters(Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2, Tensors &powers1,
+                 Tensors &powers2, Tensors &masters, const Tensor &rate, const paddle::optional<Tensor> &unscale,
+                 float beta1, float beta2, float epsilon, const std::vector<float> &decays) {
+  adam(kIsLamb, parameters, gradients, moments1, moments2, powers1, powers2, &masters, rate, unscale,
+       {beta1, beta2, epsilon}, decays);
 }
 
 }  // namespace

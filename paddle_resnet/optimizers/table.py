@@ -75,6 +75,17 @@ def _adamw(args, rate, decayed):
     )
 
 
+def _lamb(args, rate, decayed):
+    return paddle.optimizer.Lamb(
+        rate,
+        args.weight_decay,
+        args.beta1,
+        args.beta2,
+        args.opt_epsilon,
+        exclude_from_weight_decay_fn=lambda parameter: parameter.name not in decayed,
+    )
+
+
 OPTIMIZERS = {
     "Momentum": _momentum_rule(nesterov=False),
     "Nesterov": _momentum_rule(nesterov=True),
@@ -86,6 +97,15 @@ OPTIMIZERS = {
         state=_ADAM_STATE,
         attrs=_ADAM_ATTRS,
         decay=lambda op: op.attr("coeff") if op.attr("with_decay") else 0.0,
+    ),
+    "LAMB": Rule(
+        build=_lamb,
+        decays_biases=False,
+        op="lamb",
+        native="native_lamb",
+        state=_ADAM_STATE,
+        attrs=_ADAM_ATTRS,
+        decay=lambda op: op.attr("weight_decay"),
     ),
 }
 BY_OPERATOR = {rule.op: rule for rule in OPTIMIZERS.values()}

@@ -169,7 +169,11 @@ struct Unpack<kKernel> {
   ENTRY(momentum_##T) \
   ENTRY(momentum_masters_##T) \
   ENTRY(adamw_##T) \
-  ENTRY(adamw_masters_##T)
+  ENTRY(adamw_masters_##T) \
+  ENTRY(lamb_moments_##T) \
+  ENTRY(lamb_moments_masters_##T) \
+  ENTRY(lamb_##T) \
+  ENTRY(lamb_masters_##T)
 
 #define ACTIVATED_ENTRIES(T, A) \
   ENTRY(bn_apply_##A##_##T) \

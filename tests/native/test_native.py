@@ -301,6 +301,7 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
     return dx
 
 
+EVERYWHERE = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 # Tensors that are no whole vectors, single elements, more than fit into one launch, and one for many blocks.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
@@ -348,18 +349,42 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
     """The third step against float64, from any state; a factor of 0 leaves everything as it is."""
-    check_adam("native_adamw", dtype, unscale, lambda p, change, decay: change)
+    check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
-def check_adam(name, dtype, unscale, adapt):
+@pytest.mark.parametrize("unscale", [1 / 128, 0])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_lamb(device, where, dtype, unscale):
+    """You et al., arXiv:1904.00962, algorithm 2: the norm of a step is that of the parameter, except without weight
+    decay."""
+
+    def adapt(p, change, decay):
+        return change * np.linalg.norm(p) / np.linalg.norm(change) if decay else change
+
+    check_adam("native_lamb", where, dtype, unscale, adapt)
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_lamb_moves_parameters_that_are_0(device, where):
+    """The ratio is 1 there, and not 0 / 0 without a gradient."""
+    for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
+        parameter = paddle.zeros([8])
+        state = [[paddle.zeros([8])], [paddle.zeros([8])], [paddle.to_tensor([0.9])], [paddle.to_tensor([0.999])]]
+        tensors = [[parameter], [paddle.full([8], gradient)], *state, paddle.to_tensor([0.25])]
+        run("native_lamb", *tensors, None, 0.9, 0.999, 1e-8, [0.01])
+        np.testing.assert_allclose(wide(parameter), -0.25 * step, rtol=1e-5)
+
+
+def check_adam(name, where, dtype, unscale, adapt):
+    sizes = SIZES if where == "gpu" else [min(size, 200_001) for size in SIZES]
     random, step, rate = np.random.RandomState(0), 3, 0.25
-    decays = [0.01 * (i % 3) for i in range(len(SIZES))]
+    decays = [0.01 * (i % 3) for i in range(len(sizes))]
     exact, moments1, moments2, gradients = (
-        [paddle.to_tensor(random.randn(size).astype("float32")) for size in SIZES] for _ in range(4)
+        [paddle.to_tensor(random.randn(size).astype("float32")) for size in sizes] for _ in range(4)
     )
     moments2 = [v.abs() for v in moments2]
     gradients = [(g / (unscale or 1)).astype(dtype) for g in gradients]
-    powers = [[paddle.to_tensor([beta**step], "float32") for _ in SIZES] for beta in (BETA1, BETA2)]
+    powers = [[paddle.to_tensor([beta**step], "float32") for _ in sizes] for beta in (BETA1, BETA2)]
     has_masters = dtype != "float32"
     parameters = [p.astype(dtype) for p in exact] if has_masters else exact
     masters = [exact] if has_masters else []
@@ -412,9 +437,6 @@ def test_loss_scale_is_that_of_paddle(device, where):
                 [gradient], paddle.to_tensor([overflows]), *theirs, 3, 2, 2.0, 0.5, False
             )
             assert same(ours, theirs)
-
-
-EVERYWHERE = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def cross_entropy(x, labels, smoothing):
@@ -722,6 +744,7 @@ def test_kernels_compile_without_a_gpu(tmp_path, capability):
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
     names += ["bn_statistics", "max_pool", "max_pool_gradient"]
     names += ["check_gradients", "momentum", "momentum_masters", "adamw", "adamw_masters"]
+    names += ["lamb_moments", "lamb_moments_masters", "lamb", "lamb_masters"]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):
             assert f"\0{name}_{dtype}\0".encode() in image, name
