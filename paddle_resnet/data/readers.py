@@ -122,6 +122,8 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         if not files:
             raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
         listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty=True)
+    if data_format == "filelist":
+        listing.check_listed(image_root, mode, files)
     digest = _digest("\n".join([*files, *map(str, labels)]))
     if mode is Mode.TRAIN:
         # DALI's own shuffle has a fixed seed. This one makes the order follow --dali-random-seed.

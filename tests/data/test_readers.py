@@ -332,6 +332,19 @@ def test_empty_file_list_and_wrong_root_are_refused(make):
     assert "lists y.jpg, which is not in" in refusal(root, Mode.EVAL, data_format="filelist")
 
 
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: None])
+def test_every_line_of_a_file_list_is_a_regular_file_or_skipped(make, put):
+    root = make("x.jpg", "some place/a.jpg")
+    os.symlink("x.jpg", f"{root}/link.jpg")
+    put(f"{root}/some place/b.jpg")
+    names = ["x.jpg", "some place/a.jpg", "link.jpg", f"{root}/x.jpg", "some place/b.jpg"]
+    make_list(root, "val", *(f"{name} 0" for name in names))
+    says = f"{root}/val.txt lists some place/b.jpg, which is missing or not a regular file: remove the line"
+    assert refusal(root, Mode.EVAL, data_format="filelist") == says
+    skip = frozenset(names[-1:])
+    assert readers.open_split(root, "filelist", Mode.EVAL, 10, 0, skip).size == 4
+
+
 @pytest.mark.parametrize("data_format", listing.FILE_FORMATS)
 def test_skipped_images_are_left_out(make, data_format):
     root = make("val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg")
