@@ -75,7 +75,7 @@ def _claim(args, found, folder):
         run_folder=folder,
     )
     logger.setup(args.report_file)  # before what may suggest to replace a report that another run still writes
-    report.check_replaced(args, found)
+    report.check_replaced(args, found, folder)
 
 
 def open_data(args, found):

@@ -61,11 +61,16 @@ def resumes(args, found):
     return trains and (args.resume or (found is not None and found.goes_on))
 
 
-def check_replaced(args, found):
-    """Check the file that the report would replace.
+def check_replaced(args, found, run_folder):
+    """Check the file that the report would replace or append to.
 
+    Args:
+        args: flags.
+        found: the checkpoint that the run starts from (restore.Found), or None.
+        run_folder: the folder of its checkpoints.
     Raises:
-        UsageError: it is not a report, or that of a training run and --overwrite is not set.
+        UsageError: it is not a report; it is that of a training run and --overwrite is not set; or the run would append
+            to the report of a different one.
     """
     path = Path(args.report_file)
     if not path.is_file():
@@ -80,7 +85,11 @@ def check_replaced(args, found):
     kind = reading.kind(path)
     if kind is None:
         raise UsageError(f"--report-file {path}: exists and is not a report; choose a different file")
-    if resumes(args, found) or not kind:
+    if not kind:
+        return
+    if resumes(args, found):
+        if kind != "training" or not _is_of_run(path, found, run_folder):
+            raise UsageError(f"--report-file {path}: the report of a different {kind} run; choose a different file")
         return
     if kind == "training" and not args.overwrite:
         remedy = ", continue that run with --resume," if args.run_scope.trains and not args.benchmark else ""
@@ -89,6 +98,17 @@ def check_replaced(args, found):
             "--overwrite"
         )
     logger.info(f"--report-file {path}: replaces the report of an earlier {kind} run")
+
+
+def _is_of_run(path, found, run_folder):
+    """Whether a report is that of the run that a resumed run continues. Folders may have moved since, with a report in
+    them."""
+    from paddle_resnet.results import reading
+
+    own = {run_folder, *([Path(found.folder).parent] if found else [])}
+    recorded = reading.run_folders(path)
+    places = {folder.resolve() for folder in own}
+    return bool(path.resolve().parent in places or recorded & own or {folder.resolve() for folder in recorded} & places)
 
 
 def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):

@@ -96,6 +96,9 @@ def test_the_report_of_a_training_run_is_replaced_only_with_overwrite(run_train,
         says = f"--report-file {kept}: the report of a training run; choose a different file"
         assert_one_sentence(capsys.readouterr().err, [says, "or replace it with --overwrite"])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
+    assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # would append
+    says = f"--report-file {kept}: the report of a different training run; choose a different file"
+    assert_one_sentence(capsys.readouterr().err, [says])
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 0
     assert f"--report-file {kept}: replaces the report of an earlier training run\n" in capsys.readouterr().out
     kept.write_text("my notes\n")
@@ -120,6 +123,12 @@ def test_each_kind_of_run_has_a_report_of_its_own_in_the_runs_folder(run_train, 
     assert run_train(*default, *benchmark)[0] == 0
     kinds = {name: reading.kind(folder / name) for name in ("report.json", "report.eval.json", "report.benchmark.json")}
     assert list(kinds.values()) == ["training", "evaluation", "benchmark"]
+    moved = (tmp_path / "output").rename(tmp_path / "moved")
+    resume = [*default, "--output-dir", moved, "--resume", "--epochs", "2", "--dry-run"]
+    assert run_train(*resume)[0] == 0
+    assert run_train(*resume, "--report-file", moved / "Tiny/report.eval.json")[0] == 2
+    assert "report.eval.json: the report of a different evaluation run; choose" in capsys.readouterr().err
+    moved.rename(tmp_path / "output")
     assert sorted(path.name for path in folder.glob("*.csv")) == [
         f"report.{kind}.csv" for kind in ("classes", "confusion", "eval.classes", "eval.confusion")
     ]

@@ -355,11 +355,16 @@ def run_in(path, arch=None):
     path = Path(path)
     if not path.is_dir() or is_checkpoint(path) or finished(path):
         return path
-    runs = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and finished(folder)]
+    runs = runs_below(path)
     runs = [folder for folder in runs if folder.name == arch] or runs
     if len(runs) > 1:
         raise UsageError(f"{path} has runs of several networks: choose one of {', '.join(map(str, runs))}")
     return runs[0] if runs else path
+
+
+def runs_below(path):
+    """The folders in an --output-dir that hold checkpoints, sorted."""
+    return [folder for folder in sorted(Path(path).iterdir()) if folder.is_dir() and finished(folder)]
 
 
 def resolve(path, arch=None, log=logger.info):

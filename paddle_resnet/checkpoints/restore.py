@@ -106,6 +106,7 @@ def _search(args):
         found = _newest(args, folder, resumes=True)
         if found:
             return found
+        _refuse_default_network(args, folder)
         logger.info(f"--resume: {folder} holds no checkpoint yet")
     if args.from_checkpoint is None:
         return None
@@ -135,6 +136,19 @@ def _search(args):
         f"{folders.foreign_prefix(args, root)}.pdparams: give one of {epochs or 'another folder'} or another "
         "--model-prefix"
     )
+
+
+def _refuse_default_network(args, folder):
+    """Raise UsageError if --resume found nothing in the folder of a network that no flag names, next to runs of others:
+    one of these may be meant."""
+    has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
+    if has_start or "model_arch_name" in args.given or not folder.parent.is_dir():
+        return
+    if others := [run.name for run in folders.runs_below(folder.parent)]:
+        raise UsageError(
+            f"--resume: {folder} holds no checkpoint, but {folder.parent} has runs of {', '.join(others)}: set "
+            "--model-arch-name to the network to continue or to start"
+        )
 
 
 def _clean(args, folder):

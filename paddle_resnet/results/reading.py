@@ -3,6 +3,7 @@
 docs/reports.md describes the files.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -222,6 +223,21 @@ def kind(path):
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return None
         return "" if b"DLLL ".startswith(line[:5]) else None  # a torn line
+
+
+def run_folders(path):
+    """The folders of the runs that started in a report: paths as their flags had them.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = set()
+    with files.open_regular(path) as f:
+        while line := f.readline(LINE_BYTES):
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                if b'"PARAMETER"' in line and (entry := json.loads(line.removeprefix(b"DLLL ")))["step"] == "PARAMETER":
+                    found.add(Path(entry["data"]["output_dir"], entry["data"]["model_arch_name"]))
+    return found
 
 
 def _add_line(run, number, line):

@@ -48,6 +48,15 @@ def rewrite(folder, change, root):
     return folders.commit(root, folder.name, files, {k: v for k, v in meta.items() if k not in ("format", "files")})
 
 
+def test_resume_does_not_start_the_default_network_next_to_another_run(checkpoint, run_bare, tmp_path, capsys):
+    (tmp_path / "bare/Tiny").mkdir(parents=True)
+    checkpoint.rename(tmp_path / "bare/Tiny/0")
+    assert run_bare("--resume")[0] == 2
+    says = f"--resume: {tmp_path}/bare/ResNet50 holds no checkpoint, but {tmp_path}/bare has runs of Tiny: set "
+    assert_one_sentence(capsys.readouterr().err, [says, "set --model-arch-name to the network to continue or to start"])
+    assert run_bare("--resume", "--model-arch-name", "Tiny")[0] == 0
+
+
 @pytest.mark.parametrize("flag", ["--from-checkpoint", "--from-pretrained-params"])
 def test_evaluation_needs_no_flag_of_the_training(run_train, run_bare, tmp_path, capsys, flag):
     assert run_train(*PREPARATION)[0] == 0
