@@ -1,5 +1,7 @@
 """Programs that use the package's functions alone, without the phases of train.py."""
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +12,8 @@ from nvidia.dali.plugin.paddle import DALIGenericIterator
 from paddle import static
 
 import config
-from conftest import TINY
-from paddle_resnet import dali, program
+from conftest import ROOT, TINY
+from paddle_resnet import dali, inference, preprocessing, program
 from paddle_resnet.data import iterators
 from paddle_resnet.job import fleet
 from utils.errors import UsageError
@@ -160,3 +162,32 @@ def test_plain_dali_iterator_feeds_a_gpu(flags, photos, auto_reset):
     results = train(config.parse_args(flags), loader)
     assert [(epoch["images"], epoch["steps"]) for epoch in results] == [(32, 4)] * 2
     assert results[1]["loss"] < results[0]["loss"]
+
+
+PAGE = (ROOT / "docs/api.md").read_text()
+
+
+def test_programs_of_the_page_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
+    """In their order, with the tiny network and its data."""
+    monkeypatch.chdir(tmp_path)
+    names = {"output/digits/ResNet18/best": checkpoint, "data/digits": photos, "ResNet18": "Tiny"}
+    namespace = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        for name, own in names.items():
+            block = block.replace(name, str(own))
+        exec(block, namespace)
+    assert namespace["trained"]["images"] == 16
+    assert namespace["evaluated"]["images"] == 23
+    assert namespace["probabilities"].shape == (3,)
+    assert capsys.readouterr().out.splitlines()[-1].startswith(str(photos / "val"))
+
+
+def test_signatures_of_the_page_are_those_of_the_functions():
+    listed = re.findall(r"^(\w+)\.(\w+)(\(.*\))$", PAGE.partition("## Functions")[2], re.MULTILINE)
+    modules = {
+        module.__name__.rpartition(".")[2]: module for module in (config, dali, inference, preprocessing, program)
+    }
+    for module, name, signature in listed:
+        found = str(inspect.signature(getattr(modules[module], name)))
+        assert found.replace("<Mode.TRAIN: 'train'>", "Mode.TRAIN") == signature
+    assert len(listed) == 13

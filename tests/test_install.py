@@ -1,0 +1,29 @@
+"""Which files `pip install .` installs."""
+
+import subprocess
+
+import pytest
+from setuptools import find_packages
+
+from conftest import ROOT
+
+NOT_INSTALLED = {"paddle_resnet/native/.clang-format"}
+
+
+def test_all_files_of_the_package_are_installed():
+    tomllib = pytest.importorskip("tomllib")  # new in Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = find_packages(ROOT, include=settings["packages"]["find"]["include"])
+    installed = {ROOT / f"{module}.py" for module in settings["py-modules"]}
+    for package in packages:
+        folder = ROOT / package.replace(".", "/")
+        for pattern in ["*.py", *settings["package-data"].get(package, [])]:
+            installed |= set(folder.glob(pattern))
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py", "paddle_resnet", "utils"],
+        **{"cwd": ROOT, "capture_output": True, "text": True, "check": True},
+    ).stdout.split()
+    needed = {name for name in tracked if name.partition("/")[0] in ("config.py", "train.py", "paddle_resnet", "utils")}
+    assert {str(path.relative_to(ROOT)) for path in installed} == needed - NOT_INSTALLED
+    assert settings["packages"]["find"]["namespaces"] is False  # else find_packages differs from the installation
+    assert (ROOT / settings["dynamic"]["dependencies"]["file"][0]).is_file()
