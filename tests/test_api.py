@@ -114,11 +114,17 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
     ("batches", "message"),
     [
         (iter(()), "the loader has no batch"),
-        ([{"data": IMAGES, "label": LABELS}], "the loader yields something else than"),
-        ([[{"data": IMAGES}]], "the loader yields something else than"),
-        ([[{"data": IMAGES, "label": LABELS[:, 0]}]], r"yields label in .*int64 with shape \['N'\]; the program takes"),
-        ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yields label in .*int32"),
-        ([[{"data": IMAGES[:, :, :9], "label": LABELS}]], r"yields data in .*\['N', 3, 9, 32\]; the program takes"),
+        ([{"data": IMAGES, "label": LABELS}], r"the loader must yield \[{"),
+        ([[{"data": IMAGES}]], r"the loader must yield \[{"),
+        (
+            [[{"data": IMAGES, "label": LABELS[:, 0]}]],
+            r"yields label in int64 \['N'\], and the program takes int64 \['N', 1\]",
+        ),
+        ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yields label in int32 "),
+        (
+            [[{"data": IMAGES[:, :, :9], "label": LABELS}]],
+            r"yields data in float32 \['N', 3, 9, 32\], and the program takes",
+        ),
     ],
     ids=["no batch", "no list", "no label", "one dimension", "int32", "another size"],
 )

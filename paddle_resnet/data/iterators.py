@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.paddle import DALIGenericIterator, feed_ndarray, lod_tensor_clip, to_paddle_type
+from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.data import bad_images
 from paddle_resnet.job import processes
@@ -179,7 +180,8 @@ class Adapter:
     def __init__(self, loader, program):
         self._loader = loader
         block = program._program.global_block()
-        self._inputs = {name: block.var(name) for name in ("data", "label")}
+        inputs = {name: block.var(name) for name in ("data", "label")}
+        self._inputs = {name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in inputs.items()}
 
     def __len__(self):
         return len(self._loader) if hasattr(self._loader, "__len__") else UNKNOWN_LENGTH
@@ -189,11 +191,11 @@ class Adapter:
         in_use = deque(maxlen=3)
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
-                raise UsageError('run: the loader yields something else than [{"data": images, "label": labels}]')
+                raise UsageError('run: the loader must yield [{"data": images, "label": labels}]')
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:
-            raise UsageError("run: the loader has no batch; pass an iterable that can be iterated once per epoch")
+            raise UsageError("run: the loader has no batch; pass an iterable that starts again for each epoch")
 
     def write_into(self, targets):
         """Ignored: the batches exist already."""
@@ -206,12 +208,9 @@ class Adapter:
         if not isinstance(value, paddle.framework.core.LoDTensor):
             array, value = np.ascontiguousarray(value), paddle.framework.core.LoDTensor()
             value.set(array, paddle.CPUPlace())
-        wanted, found = self._inputs[name], (value._dtype(), [*value.shape()[1:]])
-        if found != (wanted.dtype, [*wanted.shape[1:]]):
-            raise UsageError(
-                f"run: the loader yields {name} in {found[0]} with shape {['N', *found[1]]}; the program takes "
-                f"{wanted.dtype} with shape {['N', *wanted.shape[1:]]}"
-            )
+        wanted, found = self._inputs[name], f"{convert_dtype(value._dtype())} {['N', *value.shape()[1:]]}"
+        if found != wanted:
+            raise UsageError(f"run: the loader yields {name} in {found}, and the program takes {wanted}; convert it")
         return value
 
 
