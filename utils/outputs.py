@@ -7,7 +7,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from utils import files
+from utils import files, logger
 from utils.errors import UsageError
 
 # Names in a run's folder that belong to its checkpoints (checkpoints/folders.py), finished or not.
@@ -17,7 +17,8 @@ _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
     """Check that a command can write its outputs without damage to its inputs, the data set or a checkpoint.
 
-    Links and `..` are resolved. Everything that is created for the check is removed again.
+    Links and `..` are resolved. Everything that is created for the check is removed again. A warning names each file
+    of a flag that the command will replace.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
@@ -41,6 +42,8 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different one")
             if what in outputs:
                 taken[identity] = f"{what} {path}"
+            if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
+                logger.warn(f"{what} {path}: replaces an existing file")  # report.py knows whose report it replaces
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
 
 
@@ -55,6 +58,10 @@ def writing(what, path):
         if isinstance(e, UsageError):
             raise
         raise UsageError(f"{what} {path!r}: not a path ({e}); choose a different one") from e
+
+
+def _has_content(path):
+    return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
 def _identity(path):

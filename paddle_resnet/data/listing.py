@@ -451,7 +451,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     files, labels = [], []
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:
-            lines = f.read().decode().split("\n")
+            lines = f.read().decode("utf-8-sig").split("\n")
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -694,7 +694,7 @@ def class_names(image_root, num_of_class=None, trained=None):
         return None
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:
-            text = f.read().decode().replace("\r\n", "\n").removesuffix("\n")
+            text = f.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
         classes = text.split("\n") if text else []
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{path} cannot be read ({e}): write one class name per line, or remove it") from e
@@ -720,13 +720,19 @@ def report_names(image_root, data_format, classes):
     classes themselves.
 
     Raises:
-        UsageError: classes.txt has more or fewer lines than there are class folders, or cannot be read.
+        UsageError: classes.txt has more or fewer lines than there are class folders, or their names in a different
+            order, or cannot be read.
     """
     names = class_names(image_root) if data_format == "folder" else None
     if names is not None and len(names) != len(classes):
         raise UsageError(
             f"{os.path.join(image_root, 'classes.txt')} has {len(names)} lines for {len(classes)} classes: write one "
             "name per class, in the order of the labels, or remove it"
+        )
+    if names is not None and names != list(classes) and sorted(names) == sorted(classes):
+        raise UsageError(
+            f"{os.path.join(image_root, 'classes.txt')} has the names of the class folders in a different order: write "
+            "them in the order of the labels, or remove it"
         )
     return classes if names is None else names
 
@@ -779,7 +785,7 @@ def read_skip_list(path, image_root, allow_outside=False):
     """
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:
-            lines = [line.rstrip("\r") for line in f.read().decode().split("\n")]
+            lines = [line.rstrip("\r") for line in f.read().decode("utf-8-sig").split("\n")]
         names = [json.loads(line) if line.startswith('"') else line for line in lines]
     except json.JSONDecodeError as e:
         raise UsageError(f'--skip-list {path}: a line with " in front is not a JSON string ({e}): correct it') from e

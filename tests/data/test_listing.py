@@ -168,6 +168,10 @@ def test_classes_txt_names_class_folders_in_reports(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
+    (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
+    with pytest.raises(UsageError, match=r"has the names of the class folders in a different order: write them in the"):
+        readers.open_split(root, "auto", Mode.EVAL, 3, 0)
+    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # as Windows writes it
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val/class1")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]

@@ -303,7 +303,7 @@ def test_unfinished_conversion_is_refused(converted, tmp_path):
 
 def test_file_list_labels_the_images_and_may_have_spaces_and_tabs(make):
     root = make("some place/a b.jpg", "x.jpg")
-    make_list(root, "val", "some place/a b.jpg 2", "", "x.jpg\t0")
+    make_list(root, "val", "\ufeffsome place/a b.jpg 2", "", "x.jpg\t0")  # with a byte-order mark
     data_set = readers.open_split(root, "filelist", Mode.EVAL, 10, 0)
     assert data_set.classes == ["0", "1", "2"]
     assert contents(data_set) == [("some place/a b.jpg", 2), ("x.jpg", 0)]

@@ -28,7 +28,7 @@ def content(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def test_outputs_that_harm_nothing_are_accepted_and_nothing_is_left(places):
+def test_outputs_that_harm_nothing_are_accepted_and_nothing_is_left(places, capsys):
     before = content(places)
     outputs.claim(
         {"--a": places / "new/a", "--b": places / "file", "--c": places / "run/report.json", "--d": None},
@@ -39,6 +39,7 @@ def test_outputs_that_harm_nothing_are_accepted_and_nothing_is_left(places):
     )
     outputs.claim({"--a": "/dev/null", "--b": "/dev/null"})
     assert content(places) == before
+    assert capsys.readouterr().err == f"warning: --b {places}/file: replaces an existing file\n"
 
 
 @pytest.mark.parametrize(
