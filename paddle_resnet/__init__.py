@@ -27,3 +27,9 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
 # Paddle 3 says it at import, of a tool that this project does not use.
 warnings.filterwarnings("ignore", message="No ccache found")
+
+# If Paddle was imported before this package, it has read its flags already.
+if sys.modules.get("paddle") is not None and os.environ["FLAGS_enable_pir_api"] == "0":  # noqa: SIM112
+    from paddle_resnet import compat
+
+    compat.leave_pir()

@@ -36,6 +36,15 @@ def check_version(version=paddle.__version__):
         )
 
 
+def leave_pir():
+    """Switch Paddle 3 to legacy programs after its import, as its own OldIrGuard does."""
+    if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
+        from paddle import pir_utils
+
+        paddle.set_flags({_PIR: False})
+        pir_utils._switch_to_old_ir_()
+
+
 # What Fleet writes for a gradient. Paddle 3's operator has no attribute use_calc_stream: it always runs on the
 # communication's own stream.
 ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"

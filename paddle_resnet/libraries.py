@@ -37,6 +37,7 @@ NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_
 NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
 
 _folder = None  # of links, once Paddle is imported
+_is_late = False  # whether Paddle was imported before this module
 
 
 class _BeforePaddle:
@@ -50,7 +51,9 @@ class _BeforePaddle:
 
 def prepare():
     """Let the import of Paddle, whenever it comes, load libphi.so from the folder of links."""
-    if "paddle" not in sys.modules:
+    global _is_late
+    _is_late = "paddle" in sys.modules
+    if not _is_late:
         sys.meta_path.insert(0, _BeforePaddle())
 
 
@@ -152,6 +155,7 @@ def problem(several_gpus=False):
         return (
             f"Paddle {paddle.__version__} needs {library} {major} and {name} {found}: python -m pip install -r "
             "requirements.txt brings it; LD_LIBRARY_PATH goes before that"
+            + ("; import paddle_resnet before paddle" if _is_late else "")
         )
     return None
 

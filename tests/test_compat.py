@@ -38,7 +38,7 @@ def test_others_are_refused_by_name(version):
 @pytest.mark.parametrize(
     "command",
     [
-        "train.py --device cpu",
+        "train.py --device cpu --data-format synthetic",
         "-m paddle_resnet.export nosuch-checkpoint nosuch-export",
         "-m paddle_resnet.predict nosuch-model --benchmark",
     ],
@@ -57,7 +57,7 @@ def test_commands_refuse_another_version(monkeypatch, tmp_path, command):
 @only_paddle_3
 def test_pir_is_refused(train_process, monkeypatch):
     monkeypatch.setenv("FLAGS_enable_pir_api", "1")
-    done = train_process("--device", "cpu")
+    done = train_process("--device", "cpu", "--data-format", "synthetic")
     assert done.returncode == 2
     assert "train.py: error: FLAGS_enable_pir_api: Paddle 3." in done.stderr
 
@@ -72,6 +72,15 @@ def test_programs_are_legacy_ones_under_the_launcher_too(monkeypatch, tmp_path):
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "dry run: flags, data and programs are in order" in (tmp_path / "log/workerlog.0").read_text()
+
+
+@only_paddle_3
+def test_programs_are_legacy_ones_if_paddle_was_imported_first(monkeypatch):
+    monkeypatch.delenv("FLAGS_enable_pir_api")
+    code = "import paddle, paddle_resnet; paddle.enable_static(); assert not paddle.framework.in_pir_mode()\n"
+    code += "paddle.static.Program().clone(for_test=True)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 def test_the_program_format_is_set_in_one_place():
