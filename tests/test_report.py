@@ -147,6 +147,7 @@ def test_each_kind_of_run_has_a_report_of_its_own_in_the_runs_folder(run_train, 
         (["--report-file", "{}/tiny/tiny.pdparams"], ["--report-file", "tiny is for a checkpoint"]),
         (["--report-file", "{}/pre.pdparams", "--from-pretrained-params", "{}/pre"], ["as --from-pretrained-params"]),
         (["--report-html", "{}/data/val/class0/page.html"], ["--report-html", "would change the data set's"]),
+        (["--report-html", "{}/data/val.txt"], ["--report-html", "would change the data set's"]),  # a new file list
         (["--tensorboard-dir", "{}/data/train/board"], ["--tensorboard-dir", "would change the data set's"]),
         (["--output-dir", "{}/tiny/output"], ["--output-dir", "tiny is for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/0/report.json"], ["0 is for a checkpoint"]),

@@ -16,6 +16,7 @@ are not atomic: it writes NAME/ itself, with NAME/.unfinished first and meta.jso
 """
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -202,11 +203,17 @@ def _discard(replaced, folder):
 
 
 def mark(root, marker, name):
-    """Point the symbolic link ROOT/MARKER to the checkpoint NAME, atomically."""
+    """Point the symbolic link ROOT/MARKER to the checkpoint NAME, atomically.
+
+    Raises:
+        OSError: it cannot be made, or something else has its name.
+    """
+    if os.path.lexists(target := Path(root) / marker) and not target.is_symlink():
+        raise FileExistsError(errno.EEXIST, "not a link", str(target))
     link = Path(root) / f".{marker}{_PARTIAL}"
     link.unlink(missing_ok=True)
     link.symlink_to(name)
-    link.replace(Path(root) / marker)
+    link.replace(target)
 
 
 def read_meta(folder):

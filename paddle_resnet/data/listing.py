@@ -117,16 +117,15 @@ def detect(image_root, mode):
 
 
 def occupied(image_root):
-    """The paths of a data set's folders and files below image_root: no output may replace them or be in them."""
+    """The paths of a data set's folders and files below image_root: no output may replace them, be in them, or become a
+    list of the data set."""
     if not os.path.isdir(image_root):
         return []
-    names = {MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
+    own = {MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
     shards = [pattern for patterns in SHARD_NAMES.values() for pattern in patterns.values()]
-    return [
-        os.path.join(image_root, name)
-        for name in sorted(os.listdir(image_root))
-        if name in names or name.endswith(".idx") or any(pattern.fullmatch(name) for pattern in shards)
-    ]
+    own |= {name for name in os.listdir(image_root) if any(pattern.fullmatch(name) for pattern in shards)}
+    own |= {name for name in os.listdir(image_root) if name.endswith(".idx")}
+    return [os.path.join(image_root, name) for name in sorted(own)]
 
 
 def splits(image_root):

@@ -6,6 +6,7 @@ A step's figures are at the number of training steps before it, in "train/"; tho
 
 import math
 import time
+from pathlib import Path
 
 import paddle
 import yaml
@@ -36,6 +37,11 @@ def follow(args, loader, found):
     first_step = 0
     if found is not None:
         first_step = found.epoch * len(loader) + (loader.step if found.trained is None else found.step)
+    if first_step == 0 and any(Path(args.tensorboard_dir).glob("events.out.tfevents.*")):
+        logger.warn(
+            f"--tensorboard-dir {args.tensorboard_dir}: TensorBoard hides the events of earlier runs there; choose a "
+            "folder for each run to see them all"
+        )
     try:
         board = _Board(args.tensorboard_dir, len(loader), first_step)
     except OSError as e:

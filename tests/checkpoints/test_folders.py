@@ -148,6 +148,10 @@ def test_mark_changes_over(tmp_path):
         folders.mark(tmp_path, "latest", name)
         assert (tmp_path / "latest").resolve() == tmp_path / name
     assert names(tmp_path) == ["1", "2", "latest"]
+    (tmp_path / "best").write_text("of the user")
+    with pytest.raises(OSError, match="not a link"):
+        folders.mark(tmp_path, "best", "1")
+    assert names(tmp_path) == ["1", "2", "best", "latest"]
 
 
 def test_deleting_a_link_leaves_what_it_leads_to(tmp_path):

@@ -98,7 +98,7 @@ def test_first_batch_and_configuration(run_train, tmp_path, monkeypatch):
     assert "model_arch_name: Tiny" in text and "lr: 0.05" in text
 
 
-def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path):
+def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = ["--epochs", "3", "--print-interval", "1"]
     assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", whole)[0] == 0
@@ -112,9 +112,18 @@ def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path)
     stop_before()
     assert run_train(*flags)[0] == 0
     assert len(list(parts.iterdir())) == 4  # also within one second
+    assert "--tensorboard-dir" not in capsys.readouterr().err
     expected, found = scalars(whole), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):
         assert found[tag] == expected[tag], tag
+
+
+def test_a_different_run_in_the_folder_is_a_warning(run_train, tmp_path, capsys):
+    for folder in ("a", "b"):
+        flags = ["--batch-size", "15", "--tensorboard-dir", tmp_path / "board", "--output-dir", tmp_path / folder]
+        assert run_train(*flags)[0] == 0
+        says = f"warning: --tensorboard-dir {tmp_path}/board: TensorBoard hides the events of earlier runs there"
+        assert (says in capsys.readouterr().err) == (folder == "b")
 
 
 def test_folder_that_cannot_be_written_is_refused(run_train, tmp_path, capsys):
