@@ -156,6 +156,7 @@ def _parse(parser, words):
     unset = object()
     args, unknown = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
     given = {name: value for name, value in vars(args).items() if value is not unset}
+    _refuse([f"{flag(name)} --: not a value; set one" for name, value in given.items() if value == []])  # of argparse
     args = argparse.Namespace(**defaults | given, given=frozenset(given), inherited=frozenset(), is_started=False)
     args.run_scope = RunScope(args.run_scope)
     args.model_prefix = args.model_prefix or _prefix(args.model_arch_name)

@@ -358,6 +358,12 @@ def test_value_of_the_wrong_kind_is_refused(config_file, flag, value):
         assert value in message
 
 
+@pytest.mark.parametrize("flag", ["--crop-size", "--output-dir", "--run-scope"])
+def test_two_dashes_are_not_a_value(flag):
+    """argparse makes an empty list of them."""
+    assert refusal(f"{flag}=--") == f"{flag} --: not a value; set one"
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
