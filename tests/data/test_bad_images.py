@@ -3,6 +3,7 @@ import shutil
 import pytest
 
 from paddle_resnet import dali
+from paddle_resnet.data import listing
 from paddle_resnet.tools import convert
 from utils.errors import DataError
 from utils.mode import Mode
@@ -40,6 +41,7 @@ def test_the_name_of_an_image_below_a_relative_root_is_whole(
 @pytest.mark.parametrize("root", ["data/z", "./data/z"])
 def test_the_name_of_a_file_that_cannot_be_opened(photos, parse, tmp_path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(listing, "check_listed", lambda *args: None)  # as if it was deleted right after the check
     shutil.copytree(photos, "data/z")
     (tmp_path / "data/z/train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5")
