@@ -156,8 +156,14 @@ def test_loader_of_fewer_processes_starts_an_epoch_and_says_why(parse, photos, c
     assert "cannot resume inside the epoch: number of processes is 1 and was 2" in said
 
 
-@pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
-@pytest.mark.parametrize("change", ["fewer", "more", "batch"])
+@pytest.mark.parametrize(
+    ("data_format", "change"),
+    [
+        *(("folder", change) for change in ("fewer", "more", "batch")),
+        *((name, "fewer") for name in ("recordio", "tfrecord")),
+        *(pytest.param(name, "more", marks=pytest.mark.soak) for name in listing.STORAGE_FORMATS),
+    ],
+)
 def test_at_the_end_of_an_epoch_the_order_continues(parse, distinct, shard, capsys, data_format, change):
     """With a different number of processes or a different batch; the order of image files is the same for any."""
 

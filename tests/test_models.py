@@ -88,7 +88,7 @@ def float64():
     paddle.set_default_dtype("float32")
 
 
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("layout", [pytest.param("NCHW", marks=pytest.mark.soak), "NHWC"])
 def test_logits_and_gradients_of_mobilenet_v2_equal_those_of_paddle_vision(float64, layout):
     random = np.random.RandomState(1)
     images, slopes = random.randn(4, 3, 64, 64), random.randn(4, 1000)

@@ -290,7 +290,7 @@ def test_recipes_name_known_flags(train_process):
         assert train_process("--config", recipe, "--print-config").returncode == 0
 
 
-@pytest.mark.parametrize("kernels", ["paddle", "native"])
+@pytest.mark.parametrize("kernels", [pytest.param("paddle", marks=pytest.mark.soak), "native"])
 def test_mobilenet_v2_trains_resumes_evaluates_and_exports(run_train, photos, tmp_path, capsys, kernels):
     layout = ["--data-layout", "NHWC"] if kernels == "native" else []
     flags = ["--model-arch-name", "TinyMobile", *layout, "--kernels", kernels, "--lr", "0.01"]
@@ -310,7 +310,5 @@ def test_mobilenet_v2_trains_resumes_evaluates_and_exports(run_train, photos, tm
     )
     assert code == 0
     assert phase(report, [], "val.")["loss"] == pytest.approx(found[1, "val"], rel=1e-4)
-    if kernels == "native":
-        return
     has_onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=has_onnx, verify=photos)

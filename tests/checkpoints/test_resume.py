@@ -392,7 +392,7 @@ def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatc
     assert run_train("--epochs", "5", *flags)[0] == 0
     assert {"1", "3", "4"} == {p.name for p in root.iterdir() if p.name.isdigit()}
     if link == "a folder":
-        assert "best cannot be linked to 1 (Is a directory): remove what is there" in capsys.readouterr().err
+        assert "best cannot be linked to 1 (not a link): remove what is there" in capsys.readouterr().err
     else:
         assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
 
