@@ -177,7 +177,7 @@ ODD = {
     "ReLU6": (lambda x: F.relu6(9 * bn()(conv(x))) + F.relu6(bn()(conv(x))), 2),
     "hard-swish": (lambda x: F.hardswish(bn()(conv(x))), 1),
     "SiLU": (lambda x: F.silu(bn()(conv(x))), 1),
-    "an activation without a kernel": (lambda x: F.softplus(bn()(conv(x))), 1),
+    "an activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
     "addend of one pixel": (lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)), 1),
     "small pool": (lambda x: max_pool(conv(x), 3), 2),
     "large pool": (lambda x: max_pool(conv(x), 17), 0),
