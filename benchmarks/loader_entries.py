@@ -50,16 +50,16 @@ def measure(image_root, data_format):
     start = perf_counter()
     import config
     import paddle_resnet  # noqa: F401  before Paddle
-    from paddle_resnet import dali
-    from paddle_resnet.job import processes
+    from paddle_resnet import dali, resolution
     from utils.mode import Mode
 
     flags = ["--image-root", image_root, "--data-format", data_format, "--device", "cpu", "--image-shape", "3,32,32"]
     flags += ["--crop-size", "32", "--dali-num-threads", "2"]
     args = config.parse_args(flags)
-    processes.resolve_devices(args)
+    resolution.resolve_device(args)
+    resolution.resolve_loader(args)
     imported = perf_counter()
-    dali.settle_classes(args, Mode.TRAIN)
+    resolution.resolve_classes(args, Mode.TRAIN)
     loader = dali.build_dataloader(args, Mode.TRAIN)
     batches = 0
     first = None
