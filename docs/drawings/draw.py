@@ -1,6 +1,6 @@
-"""Draw docs/data_way.svg and docs/step_timeline.svg from the YAML files beside this script.
+"""Draw docs/data_way.svg and docs/step_timeline.svg from the YAML files in this folder.
 
-`.venv/bin/python docs/drawings/draw.py` writes both. They have a background of their own and follow the reader's light
+`.venv/bin/python docs/drawings/draw.py` writes both. Both have their own background and follow the browser's light
 or dark mode.
 """
 
@@ -32,7 +32,7 @@ COLORS = ("green", "blue", "orange")
 
 
 def colors(palette):
-    """CSS rules of a palette: fill and outline of boxes, and the outline's colour for words."""
+    """CSS rules of a palette: fill and outline of boxes, and the color of the outline for text."""
     rules = [f"text {{ fill: {palette['ink']} }} .text {{ fill: {palette['soft']} }}"]
     rules.append(f".arrow {{ stroke: {palette['soft']} }} .head {{ fill: {palette['soft']} }}")
     for name in ("page", "idle", *COLORS):
@@ -68,7 +68,7 @@ def page(height, title, shapes):
 
 
 def data_way(source):
-    """Rows of boxes. An arrow comes from the box before, from the end of the row above, or from the box of `after`."""
+    """Rows of boxes. An arrow starts at the previous box, at the end of the row above, or at the box in `after`."""
     box_width, box_height, gap, top, row_height = 164, 118, 27, 100, 182
     shapes = []
     for row, (content, color) in enumerate(zip(source["rows"], COLORS, strict=True)):
@@ -98,7 +98,7 @@ def data_way(source):
 
 
 def step_timeline(source):
-    """Three lanes over three steps: time runs to the right. What is too short to be seen gets a width of its own."""
+    """Three lanes over three steps, time to the right. Intervals that would be invisible get a minimum width."""
     graph, copy, gap, loader_images_s = (float(f["figure"].replace(",", "")) for f in source["figures"].values())
     step, load = graph + copy + gap, source["batch"] / loader_images_s * 1000
     origin, scale, short, height = 128, 8.7, 92, 54
