@@ -9,6 +9,7 @@ from paddle_resnet import report  # sets Paddle's environment, so before any imp
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
+from paddle_resnet.settings import durations, parsing
 from utils import exit_codes, logger, progress, signals
 from utils.errors import RunError
 from utils.mode import Mode
@@ -28,7 +29,7 @@ def _main(argv):
         with logger.result_on_stdout():
             args = config.parse_args(argv)
             if args.print_config:
-                return print(yaml.safe_dump(config.as_file(args), sort_keys=False).rstrip())
+                return print(yaml.safe_dump(parsing.as_file(args), sort_keys=False).rstrip())
         with progress.shown():
             _run(args, argv)
 
@@ -36,14 +37,14 @@ def _main(argv):
 def _run(args, argv):
     """The phases of a run, in order."""
     check_environment()
-    args.model_arch_name = registered_name(args.model_arch_name)
+    args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     if args.data_format != "synthetic" and world_size() == 1:  # a job reports it once its processes are connected
         listing.check_root(args.image_root)
     progress.phase("the import of Paddle")
     try:  # takes seconds, so after the flags are known to be right
-        with signals.held_back():
+        with signals.blocked():
             from paddle import static
-        from paddle_resnet import compat
+        from paddle_resnet.machine import compat
 
         compat.check_version()
         from paddle_resnet import phases
@@ -52,17 +53,17 @@ def _run(args, argv):
     from paddle_resnet.job import exchange, fleet, processes
 
     phases.start(args)
-    with exchange.leaving_together():
-        fleet.connect(args)
+    with exchange.exit_barrier():
+        fleet.connect(args.comm_timeout_s)
         found = phases.find_start(args)
-        if args.run_scope.trains and found and found.epoch >= args.epochs:
+        if args.run_scope.trains and found and found.is_done(args):
             return report.all_done(args, found)
         phases.claim_outputs(args, found)
         fleet.start(args)
-        exe = static.Executor(processes.place(args))
+        exe = static.Executor(processes.place(args.device))
         train_loader, eval_loader = phases.open_data(args, found)
-        training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader)
-        phases.set_weights(args, found, training, evaluation)
+        training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, found.epoch if found else 0)
+        found = phases.set_weights(args, found, training, evaluation)
         training, evaluation = phases.compile_programs(args, exe, training, evaluation)
         phases.check_and_describe(args, training, evaluation)
         if args.dry_run:
@@ -78,70 +79,70 @@ def _run(args, argv):
 def _evaluate_only(args, argv, exe, found, evaluation):
     from paddle_resnet.checkpoints import restore
 
-    logger.begin(config.as_dict(args))
+    logger.begin(args.as_dict())
     epoch = restore.log_evaluated(args, found)
-    report.conclude(args, argv, _evaluate(args, exe, evaluation, epoch), Mode.EVAL)
+    report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
 
 
 def _benchmark_training(args, argv, exe, found, training):
-    logger.begin(config.as_dict(args), goes_on=report.resumes(args, found))
-    report.conclude(args, argv, _train(args, exe, training, 0), Mode.TRAIN)
+    logger.begin(args.as_dict(), append=report.resumes(args, found))
+    report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
 def _run_epochs(args, argv, exe, found, training, evaluation):
-    """Train, evaluate and save, epoch by epoch; then the summary."""
+    """Train, evaluate and save, from stop to stop; then the summary."""
+    from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
 
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, found)
-    if args.tensorboard_dir is not None:
-        from paddle_resnet.results import tensorboard
-
-        training = training._replace(loader=tensorboard.follow(args, training.loader, found))
-    logger.begin(config.as_dict(args), goes_on=report.resumes(args, found))
+    training = phases.show_on_tensorboard(args, training, found)
+    logger.begin(args.as_dict(), append=report.resumes(args, found))
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
-    trained = found and found.trained  # not None: the epoch was stopped in its evaluation
-    for epoch in range(found.epoch if found else 0, args.epochs):
-        is_last = epoch + 1 == args.epochs
-        evaluated = None
+    resumed = found and found.trained  # not None: only the evaluation is left to do at the first stop
+    for stop in durations.stops(
+        args, training.lr_scheduler.timeline, training.lr_scheduler.done - (resumed is not None)
+    ):
+        trained, resumed, evaluated = resumed, None, None
         try:
             if trained is None:
-                trained = _train(args, exe, training, epoch, saver.save)
-                average_bn()
-                is_advised = is_advised or report.advise_on_loader(args, epoch, trained)
-            if evaluation and (is_last or (epoch + 1) % args.eval_interval == 0):
-                evaluated = _evaluate(args, exe, evaluation, epoch)
+                training = phases.enter_stage(training, stop.epoch, saver)
+                trained = _train(exe, training, stop, saver.save)
+                if stop.ends_epoch or stop.evaluates:
+                    average_bn()
+                is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(args, stop.epoch, trained))
+            if evaluation and stop.evaluates:
+                evaluated = _evaluate(args, exe, evaluation, stop)
         except Exception as e:
-            saver.rescue(e, epoch, trained)
+            saver.save_on_error(e, stop.epoch, stop.step, trained)
             raise
-        if is_last or (epoch + 1) % args.save_interval == 0:
-            saver.save(epoch, None, trained, evaluated)
-        last_trained, trained = trained, None
+        if stop.saves:
+            saver.save(stop.epoch, stop.place().get("step"), trained if stop.ends_epoch else None, evaluated)
     saver.finish()
-    report.summarise(args, argv, last_trained, evaluated, saver.best, saver.folder)
+    report.summarise(args, argv, trained, evaluated, saver.best, saver.folder)
 
 
-def _train(args, exe, training, epoch, save=None):
-    """Train for one epoch, or for what is left of it, or the steps of a benchmark; returns program.run's result."""
+def _train(exe, training, stop, save=None):
+    """Train up to a stop, or the steps of a benchmark; returns program.run's result."""
     from paddle_resnet import program
 
+    args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
     result = program.run_and_save(
-        *(args, training.loader, exe, training.compiled, training.fetchs),
-        *(epoch, Mode.TRAIN, training.lr_scheduler, save),
+        args, loader, exe, compiled, fetchs, stop.epoch, Mode.TRAIN, training.lr_scheduler, save, stop.step
     )
     if not args.benchmark:
-        program.log_info((epoch,), result, Mode.TRAIN)
+        program.log_info((stop.epoch,), result | stop.place(), Mode.TRAIN)
     return result
 
 
-def _evaluate(args, exe, evaluation, epoch):
+def _evaluate(args, exe, evaluation, stop):
     """Evaluate with the parameters as they are now; returns program.run's result without its arrays."""
     from paddle_resnet import program
 
-    evaluation.refold()
-    result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, epoch, Mode.EVAL)
-    program.log_info((epoch,), result, Mode.EVAL)
+    evaluation.refresh()
+    result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
+    program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
     return report.write_classes(args, result, evaluation.loader.class_names)
 
 

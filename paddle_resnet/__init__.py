@@ -5,9 +5,9 @@ import signal
 import sys
 import warnings
 
-from paddle_resnet import libraries
+from paddle_resnet.machine import libraries
 
-# `python -m paddle_resnet.NAME` imports this first. Control-C waits until exit_codes.of can turn it into a sentence.
+# `python -m paddle_resnet.NAME` imports this first. Control-C is blocked until exit_codes.of can report it as an error.
 if sys.argv[:1] == ["-m"]:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
@@ -15,21 +15,21 @@ if sys.argv[:1] == ["-m"]:
 # This project builds legacy Programs; Paddle 3 would otherwise build PIR ones, which lack Fleet's minimize and ASP.
 os.environ.setdefault("FLAGS_enable_pir_api", "0")
 os.environ.setdefault("GLOG_minloglevel", "2")
-# The decoder has more streams than CUDA has queues by default (8); in a shared queue training waits for it.
+# The decoder uses more streams than CUDA has queues by default (8); in a shared queue, training would wait for it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # CUDA libraries of Python packages, for Paddle.
 libraries.prepare()
-# Larger images in PNG, BMP, WebP and other formats that OpenCV decodes are refused: a file of 100 kB can claim 7 GB.
+# Reject larger images in PNG, BMP, WebP and other formats that OpenCV decodes: a file of 100 kB can require 7 GB.
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 
-# Said for each training program, about what batch normalisation is expected to do.
+# Issued for each training program, for the expected behavior of batch normalization.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
-# Paddle 3 says it at import, of a tool that this project does not use.
+# Issued by Paddle 3 at import, for a tool that this project does not use.
 warnings.filterwarnings("ignore", message="No ccache found")
 
 # If Paddle was imported before this package, it has read its flags already.
 if sys.modules.get("paddle") is not None and os.environ["FLAGS_enable_pir_api"] == "0":  # noqa: SIM112
-    from paddle_resnet import compat
+    from paddle_resnet.machine import compat
 
     compat.leave_pir()

@@ -1,4 +1,4 @@
-"""The loader: DALI pipelines that read, decode, augment and normalise images."""
+"""The loader: DALI pipelines that read, decode, augment and normalize images."""
 
 import base64
 import functools
@@ -7,10 +7,12 @@ import numpy as np
 import nvidia.dali
 from nvidia.dali import fn, pipeline_def, types
 
-import config
+from paddle_resnet import resolution
 from paddle_resnet.data import listing, readers
 from paddle_resnet.data.iterators import READER, EmptyIterator, ShardIterator, StateError, SyntheticIterator
-from paddle_resnet.job import exchange, processes, watchdog
+from paddle_resnet.job import processes, watchdog
+from paddle_resnet.settings.declarations import FLAGS
+from paddle_resnet.settings.values import flag
 from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
@@ -33,38 +35,10 @@ PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # Size of the largest image of ImageNet's train/. nvJPEG allocates its buffers for it at the start; growing them later
 # would stall the GPU each time.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
-# Flags that determine the order and the content of the training batches.
-BATCH_FLAGS = (
-    *("batch_size", "image_shape", "dali_random_seed", "dali_device", "dali_output_fp16"),
-    "cpu_decoder_load",
-    *("color_jitter", "lighting", "rotate_degrees", "interp", "crop_size", "rand_crop_scale", "rand_crop_ratio"),
-    *("normalize_scale", "normalize_mean", "normalize_std"),
-)
-
 # Conditions that determine the order of the training images. It is the same for any number of processes.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "number of images", "DALI version")
 
-DEFAULT_CLASSES = 1000  # ImageNet's, where the data do not name any
 LIST = "list of images and labels (hash)"
-
-
-def settle_classes(args, mode):
-    """Let --num-of-class be the number of classes of the data, unless it is given; changes the flags.
-
-    Args:
-        args: flags.
-        mode: Mode.TRAIN or Mode.EVAL: the split that the run needs.
-    Raises:
-        UsageError: the data set cannot be read.
-    """
-    if args.num_of_class is None:
-        counted = None
-        if args.data_format != "synthetic":
-            # Rank 0 counts: the ranks must agree before Fleet's start-up program sends the parameters.
-            counted = exchange.from_rank_0(
-                lambda: listing.count_classes(args.image_root, mode, args.data_format, args.allow_outside)
-            )
-        args.num_of_class = counted or DEFAULT_CLASSES
 
 
 def warn_of_unused_outputs(args, loader):
@@ -101,15 +75,13 @@ def build_dataloader(args, mode, state=None, trained=None):
         StateError: the state is damaged.
     """
     watchdog.phase(f"the list of {mode.value} images")
-    if not args.is_started:
-        processes.resolve_devices(args)
-    settle_classes(args, mode)
+    resolution.resolve_data(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
         images = SYNTHETIC_SIZE[mode] // world_size
         conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
         return SyntheticIterator(
-            args, images, mode, conditions, _usable(state, conditions, images // args.batch_size)[0]
+            args, images, mode, conditions, _usable(args, state, conditions, images // args.batch_size)[0]
         )
 
     data_set = open_data_set(args, mode, trained)
@@ -128,7 +100,7 @@ def build_dataloader(args, mode, state=None, trained=None):
             f"give {1 / args.batch_size:.2g} or more, or leave it out"
         )
     conditions = _conditions(args, data_set.data_format, data_set.size, data_set.digest)
-    state, continues_order_alone = _usable(state, conditions, per_process // args.batch_size)
+    state, continues_order_alone = _usable(args, state, conditions, per_process // args.batch_size)
     checkpoint = base64.b64decode(state.get("pipeline", "")) if state else None
     if continues_order_alone:
         fresh = create_dali_pipeline(args, data_set, mode, rank, world_size)
@@ -168,7 +140,7 @@ def open_data_set(args, mode, trained=None):
 
 def _conditions(args, data_format, size, digest=None):
     """What must be unchanged for a loader to resume from a state."""
-    flags = {config.flag(name): getattr(args, name) for name in BATCH_FLAGS}
+    flags = {flag(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     files = {LIST: digest[:16]} if digest else {}
     return {"--data-format": data_format, **flags, **counts, **files, "DALI version": nvidia.dali.__version__}
@@ -199,18 +171,18 @@ def _state_error(reason):
     return StateError(f"the state of the loader is damaged ({' '.join(reason.split())[:200]})")
 
 
-def _usable(state, conditions, steps):
-    """What of a state still serves if its conditions may differ; a warning names the differences.
+def _usable(args, state, conditions, steps):
+    """Return the usable part of a state, and log the conditions that have changed.
 
     Returns:
-        (state, or None if nothing of it serves; whether only the order of the images continues).
+        (state, or None if it cannot be used; whether only the order of the images continues).
     Raises:
         StateError: it is of a later step than an epoch has.
     """
     if state is None:
         return None, False
     # Older checkpoints know neither the flags nor the list.
-    older = {"--cpu-decoder-load": 0.0, "--interp": config.OLD_MEANINGS["interp"], LIST: conditions.get(LIST)}
+    older = {"--cpu-decoder-load": 0.0, "--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
     before = older | state["conditions"]
     changes = {
         name: f"{name} is {now} and was {before.get(name)}"
@@ -218,10 +190,11 @@ def _usable(state, conditions, steps):
         if now != before.get(name)
     }
     if changes and state["step"] == 0 and not set(changes) & {*ORDER_CONDITIONS, LIST}:
-        logger.warn(
+        text = (
             f"{', '.join(changes.values())}: the order of the images continues, and the random numbers of the "
             "augmentation start again"
         )
+        (logger.info if args.sizes else logger.warn)(text)  # a new stage begins, or the flags have changed
         return state, True
     if changes:
         logger.warn(
@@ -259,7 +232,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: Mode.TRAIN: random-resized crop, colour jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
+        mode: Mode.TRAIN: random-resized crop, color jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
             shorter side to --resize-short, centre crop.
         shard_id: number of the shard, from 0.
         num_shards: number of shards.
@@ -297,9 +270,9 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         }
     else:
         decoder = {"device": "cpu"}
-    # In a large batch, several threads of DALI 2.4's decoders read the headers, and an error there is lost: the decoder
-    # goes on with what it has not read, and crashes. This operator raises the error, and runs first, since the
-    # decoder's input depends on it; the bytes are not copied.
+    # In a large batch, several threads of DALI 2.4's decoders read the headers and lose errors: the decoder continues
+    # with a header that it has not read, and crashes. This operator raises the error. It runs first because the input
+    # of the decoder depends on it; the bytes are not copied.
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
@@ -320,13 +293,15 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
         images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
-        images = fn.resize(images, resize_shorter=args.resize_short, **resize)
+        # As in serving/preprocessing.py; for a square crop, the shorter side becomes --resize-short.
+        covered = [int(args.resize_short * side / args.crop_size + 0.5) for side in args.image_shape[1:]]
+        images = fn.resize(images, size=covered, mode="not_smaller", **resize)
         mirror = 0
     images = fn.crop_mirror_normalize(
         images,
         dtype=types.FLOAT16 if args.dali_output_fp16 else types.FLOAT,
         output_layout=args.data_layout[1:],
-        crop=(args.crop_size, args.crop_size),
+        crop=args.image_shape[1:],
         mean=mean,
         std=std,
         mirror=mirror,
@@ -351,7 +326,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         random_aspect_ratio=args.rand_crop_ratio,
         num_attempts=100,
     )
-    resize = functools.partial(fn.resize, resize_x=args.crop_size, resize_y=args.crop_size, **resize)
+    height, width = args.image_shape[1:]
+    resize = functools.partial(fn.resize, resize_x=width, resize_y=height, **resize)
     on_cpu = _decoded_by_cpu(args)
     if on_cpu == 0:
         return resize(decode(encoded, **decoder))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from paddle_resnet.data import listing
 from paddle_resnet.tools import convert
-from utils import exit_codes, locks, logger, numbers, outputs, signals
+from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import UsageError
 from utils.mode import RunScope
 
@@ -22,15 +22,15 @@ def write_sample(output):
     """Write scikit-learn's 1,797 handwritten digits as JPEG class folders.
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 grey levels,
-    enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The folder appears under its
-    name when it is complete. A complete one is left unchanged.
+    enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The folder is written
+    atomically; a complete one is left unchanged.
 
     Args:
         output: folder to create, with train/0 ... train/9 and val/0 ... val/9.
     Returns:
         (training images, validation images).
     Raises:
-        UsageError: the folder exists and holds other files.
+        UsageError: the folder exists and contains other files.
     """
     from sklearn.datasets import load_digits
 
@@ -41,7 +41,7 @@ def write_sample(output):
     output = Path(output)
     if output.exists():
         if sorted(str(p.relative_to(output)) for p in output.rglob("*") if p.is_file()) != sorted(names):
-            raise UsageError(f"--output {output} exists and is not the sample data set: remove it or give another one")
+            raise UsageError(f"--output {output}: exists and is not the sample data set; remove it or choose a new one")
         return len(names) - n_val, n_val
     output.parent.mkdir(parents=True, exist_ok=True)
     with locks.held(output.with_name(f".{output.name}.lock"), f"--output {output}", logger.warn):
@@ -52,12 +52,12 @@ def write_sample(output):
 def _write_images(output, names, digits):
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    for name, pixels in zip(names, digits.images, strict=True):
-        path = partial / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        grey = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
-        grey.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
-    partial.rename(output)
+    with files.written(output, partial):
+        for name, pixels in zip(names, digits.images, strict=True):
+            path = partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            grey = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
+            grey.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
 
 
 def main(argv=None):
@@ -74,10 +74,10 @@ def main(argv=None):
 
 
 def _run(parser, argv):
-    args, words = parser.parse_known_args(argv)
-    args.words = words
-    if args.words and not args.takes_train_flags:
-        raise UsageError(f"unknown flag {args.words[0]}: see `{parser.prog} {args.command} --help`")
+    args, flags = parser.parse_known_args(argv)
+    args.train_flags = flags
+    if args.train_flags and not args.takes_train_flags:
+        raise UsageError(f"{args.train_flags[0]}: unknown flag; see `{parser.prog} {args.command} --help`")
     return args.run(args)
 
 
@@ -98,19 +98,19 @@ def _run_sample(args):
     try:
         n_train, n_val = write_sample(args.output)
     except OSError as e:
-        raise UsageError(f"--output {args.output} cannot be written ({e.strerror}): give another folder") from e
+        raise UsageError(f"--output {args.output}: cannot be written ({e.strerror}); choose a different folder") from e
     print(f"{args.output}: {n_train} training and {n_val} validation images in 10 classes")
 
 
 def _add_split(commands):
-    command = _add(commands, "split", _run_split, "make train/ and val/ from one folder of class folders, with links")
-    command.add_argument("source", metavar="DIR", help="folder of class folders; it stays as it is")
+    command = _add(commands, "split", _run_split, "create train/ and val/ from one folder of class folders, with links")
+    command.add_argument("source", metavar="DIR", help="folder of class folders, which is not changed")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
     command.add_argument(
-        "--val", type=_share, default=0.2, metavar="SHARE", help="of each class that goes to val/ (default 0.2)"
+        "--val", type=_fraction, default=0.2, metavar="F", help="fraction of each class that goes to val/ (default 0.2)"
     )
     command.add_argument(
-        "--seed", type=numbers.seed, default=0, metavar="N", help="another one makes another choice (default 0)"
+        "--seed", type=numbers.seed, default=0, metavar="N", help="seed of the random selection (default 0)"
     )
 
 
@@ -121,7 +121,7 @@ def _run_split(args):
     try:
         counts, n_classes = split.split(args.source, args.output, args.val, args.seed)
     except OSError as e:
-        raise UsageError(f"--output {args.output} cannot be written ({e.strerror}): give another folder") from e
+        raise UsageError(f"--output {args.output}: cannot be written ({e.strerror}); choose a different folder") from e
     print(f"{args.output}: {counts['train']} training and {counts['val']} validation images in {n_classes} classes")
 
 
@@ -130,10 +130,10 @@ def _add_convert(commands):
         commands,
         "convert",
         _run_convert,
-        "write a data set in a container format; repeat the command to resume",
+        "write a data set in a record format; repeat the command to resume",
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
-    command.add_argument("--to", required=True, choices=convert.CONTAINER_FORMATS, help="format to write")
+    command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="format to write")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
     command.add_argument(
         "--shards",
@@ -155,8 +155,10 @@ def _add_convert(commands):
         help="JPEG quality when shrinking (default 95)",
     )
     command.add_argument("--workers", type=numbers.threads, metavar="N", help="processes (default: one per core)")
-    command.add_argument("--skip-list", metavar="FILE", help="images to leave out, as for train.py")
-    command.add_argument("--unchecked", action="store_true", help="do not decode all images first: verify has done it")
+    command.add_argument("--skip-list", metavar="FILE", help="file with the images to omit, as for train.py")
+    command.add_argument(
+        "--unchecked", action="store_true", help="skip decoding all images first, for a verified data set"
+    )
     _add_allow_outside(command)
 
 
@@ -194,32 +196,32 @@ def _run_convert(args):
             )
         except BrokenProcessPool as e:
             raise UsageError(
-                "a worker process was killed, perhaps out of memory: repeat the command with fewer --workers"
+                "a worker process was killed, possibly out of memory; repeat the command with fewer --workers"
             ) from e
         except OSError as e:
             name = f" {e.filename}" if e.filename else ""
             raise UsageError(
-                f"--output {args.output} cannot be written ({e.strerror}{name}): correct that and repeat the command"
+                f"--output {args.output}: cannot be written ({e.strerror}{name}); fix the cause and repeat the command"
             ) from e
     print(f"{args.output}: {' and '.join(f'{count} {split}' for split, count in counts.items())} images as {args.to}")
 
 
 def _add_index(commands):
-    command = _add(commands, "index", _run_index, "make the missing index files of TFRecord, RecordIO and tar shards")
+    command = _add(commands, "index", _run_index, "create the missing index files of TFRecord, RecordIO and tar shards")
     command.add_argument("root", metavar="DIR", help="folder of the shards")
 
 
 def _run_index(args):
     try:
-        made, there = convert.build_indexes(args.root)
+        created, existing = convert.build_indexes(args.root)
     except OSError as e:
-        raise UsageError(f"{e.filename}: the index cannot be written ({e.strerror}): make the folder writable") from e
-    print(f"{args.root}: {made} index files made, {there} already there")
+        raise UsageError(f"{e.filename}: the index cannot be written ({e.strerror}); make the folder writable") from e
+    print(f"{args.root}: {created} index files created, {existing} existed")
 
 
 def _inspection():
-    """The module, which imports Paddle."""
-    with signals.postponed():
+    """Import the module, which imports Paddle."""
+    with signals.deferred():
         from paddle_resnet.tools import inspection
     return inspection
 
@@ -237,7 +239,7 @@ def _run_preview(args):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
-    inspection.preview(args.root, args.output, args.images, args.words)
+    inspection.preview(args.root, args.output, args.images, args.train_flags)
     print(f"{args.output}: {args.images} training images")
 
 
@@ -252,7 +254,7 @@ def _add_verify(commands):
         "--run-scope",
         choices=[scope.value for scope in RunScope],
         default=RunScope.TRAIN_EVAL.value,
-        help="that of train.py: which splits must be there (default train_eval)",
+        help="as for train.py: which splits are required (default train_eval)",
     )
     command.add_argument("--allow-empty-classes", action="store_true", help="class folders of train/ may be empty")
     _add_allow_outside(command)
@@ -267,7 +269,7 @@ def _run_verify(args):
         report = verify.verify(args.root, args.num_of_class, args.allow_outside, scope, args.allow_empty_classes)
     except BrokenProcessPool as e:
         raise UsageError(
-            "a worker process was killed, perhaps out of memory, before all images were checked: repeat the command "
+            "a worker process was killed, possibly out of memory, before all images were checked; repeat the command "
             "with more free memory"
         ) from e
     verify.show(report)
@@ -279,12 +281,12 @@ def _run_verify(args):
 
 
 def _claim_folder(args):
-    """Check the folder that a command makes from a data set."""
+    """Check the folder that a command creates from a data set."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
 
 def _claim_file(flag, path, root):
-    """Check a file that a command writes about the data set in root."""
+    """Check an output file of a command that reads the data set in root."""
     outputs.claim({flag: path}, protected=[("the data set's", place) for place in listing.occupied(root)])
 
 
@@ -310,10 +312,14 @@ def _add_speed(commands):
         type=numbers.list_of(numbers.threads),
         default=[4],
         metavar="N,...",
-        help="--dali-num-threads to try",
+        help="--dali-num-threads values",
     )
     command.add_argument(
-        "--loads", type=numbers.list_of(numbers.ratio), default=[0.9], metavar="L,...", help="--hw-decoder-load to try"
+        "--loads",
+        type=numbers.list_of(numbers.ratio),
+        default=[0.9],
+        metavar="L,...",
+        help="values of --hw-decoder-load",
     )
     command.add_argument("--batches", type=numbers.positive, default=20, help="batches per measurement (default 20)")
     command.add_argument("--repeats", type=numbers.positive, default=3, help="measurements per setting (default 3)")
@@ -322,17 +328,17 @@ def _add_speed(commands):
 def _run_speed(args):
     inspection = _inspection()
 
-    inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.words)
+    inspection.speed(args.root, args.threads, args.loads, args.batches, args.repeats, args.train_flags)
 
 
 def _add_allow_outside(command):
-    command.add_argument("--allow-outside", action="store_true", help="file lists may name files outside DIR")
+    command.add_argument("--allow-outside", action="store_true", help="allow file lists to contain files outside DIR")
 
 
-def _share(text):
+def _fraction(text):
     value = numbers.ratio(text)
     if value in (0, 1):
-        raise argparse.ArgumentTypeError(f"{text} leaves a split empty: use a fraction between 0 and 1, such as 0.2")
+        raise argparse.ArgumentTypeError(f"{text} leaves a split empty; use a fraction between 0 and 1, such as 0.2")
     return value
 
 

@@ -1,6 +1,6 @@
-"""Says whether this machine can train, and what to do if not: `python -m paddle_resnet.doctor --help`.
+"""Check whether this machine can train, and suggest remedies: `python -m paddle_resnet.doctor --help`.
 
-Whatever loads native libraries runs in a process of its own: its crash is a finding.
+Code that loads native libraries runs in its own process, so that a crash is reported as a problem.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
 LEAST_OPEN_FILES = 1024
 TIMEOUT_S = 300
 LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
-# The real command on a tiny network: four steps, so that a GPU runs a recorded one, too.
+# The real command on a tiny network: four steps, so that a GPU also replays a captured one.
 STEP = [
     *("--model-arch-name", "ResNet18", "--num-of-class", "8", "--image-shape", "4,32,32", "--crop-size", "32"),
     *("--resize-short", "36", "--batch-size", "8", "--data-layout", "NHWC", "--data-format", "synthetic"),
@@ -33,13 +33,13 @@ STEP = [
 ]
 STEP_ON_A_GPU = ["--amp", "--amp-level", "O2", "--use-dynamic-loss-scaling"]
 
-# One line of the table. verdict: "ok"; "note", which training survives; "no", with which it would fail.
-Row = namedtuple("Row", "what found verdict remedy", defaults=["ok", ""])
+# One row of the table. status: "ok"; "note", training works nevertheless; "no", training would fail.
+Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 
 def examine(output_dir):
-    """Look at this machine, then try what training needs; yields a Row for each."""
-    facts, problem = _child(_tell_facts)
+    """Examine this machine, then test the operations of training; yields a Row for each."""
+    facts, problem = _child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
     device = facts.get("device", "gpu" if gpus else "cpu")
@@ -51,14 +51,14 @@ def examine(output_dir):
     yield from _machine(device, len(gpus))
     yield _disk(Path(output_dir))
     if not problem and facts["trains"]:
-        yield from _tries(device, facts["lack"])
+        yield from _tests(device, facts["lack"])
 
 
 def _nvidia_gpus():
-    """[what nvidia-smi says of a GPU: name, memory, driver]; [] without a driver."""
-    words = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    """Return [[name, memory, driver] of a GPU] from nvidia-smi; [] without a driver."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
@@ -75,11 +75,11 @@ def _gpu_rows(gpus, facts):
         yield Row(f"GPU {index}", f"{name}, {memory}{capability}")
 
 
-def _tell_facts():
-    """What Paddle, DALI and NVRTC say; runs in a child."""
+def _library_facts():
+    """Return what Paddle, DALI and NVRTC report. Runs in a child process."""
     import paddle
 
-    from paddle_resnet import compat, gpus, libraries
+    from paddle_resnet.machine import compat, gpus, libraries
     from paddle_resnet.native import build as native
     from utils.errors import UsageError
 
@@ -87,17 +87,17 @@ def _tell_facts():
     count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
     try:
         compat.check_version()
-        refusal = None
+        version_problem = None
     except UsageError as e:
-        refusal = str(e)
+        version_problem = str(e)
     build = gpus.describe_build() if paddle.is_compiled_with_cuda() else f"Paddle {paddle.__version__}, a CPU build"
-    rows.append(("Paddle", refusal or build, "no" if refusal else "ok"))
+    rows.append(("Paddle", version_problem or build, "no" if version_problem else "ok"))
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
-        rows += [_library(libraries, *words) for words in LIBRARIES]
-        # The words of train.py.
+        rows += [_library(libraries, name, what) for name, what in LIBRARIES]
+        # With the message of train.py.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
-        rows.append(("try: kernel", problem or f"one of Paddle's runs on {count} GPU(s)", "no" if problem else "ok"))
+        rows.append(("test: kernel", problem or f"Paddle runs one on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
     lack = native.missing(capability)
     rows += [_dali(device), _nvrtc(native, capability), _kernel_cache(native)]
@@ -105,7 +105,7 @@ def _tell_facts():
     return {
         "device": device,
         "rows": rows,
-        "trains": not (refusal or problem),
+        "trains": not (version_problem or problem),
         "lack": lack,
         "capabilities": capabilities,
     }
@@ -113,7 +113,7 @@ def _tell_facts():
 
 def _library(libraries, name, what):
     if not libraries.is_served():
-        return (what, "this build of Paddle looks for it itself", "ok")
+        return (what, "found by this build of Paddle itself", "ok")
     path = libraries.find(name)
     return (what, path, "ok") if path else (what, "none", "note", "python -m pip install -r requirements.txt")
 
@@ -129,7 +129,7 @@ def _dali(device):
 
 
 def _has_jpeg_unit():
-    """Whether GPU 0 has a decoder in hardware: only then the driver tells how busy it is."""
+    """Whether GPU 0 has a hardware JPEG decoder: only then the driver reports its utilization."""
     import pynvml
 
     try:
@@ -143,8 +143,8 @@ def _has_jpeg_unit():
 def _nvrtc(native, capability):
     library = native._nvrtc()
     if library is None:
-        verdict = "no" if capability else "ok"
-        return ("NVRTC", "none", verdict, "python -m pip install -r requirements.txt" if capability else "")
+        status = "no" if capability else "ok"
+        return ("NVRTC", "none", status, "python -m pip install -r requirements.txt" if capability else "")
     import ctypes
 
     major, minor = ctypes.c_int(), ctypes.c_int()
@@ -159,17 +159,17 @@ def _kernel_cache(native):
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, native.Unavailable) as e:
-        return ("kernel cache", str(e), "note", "XDG_CACHE_HOME names another place")
+        return ("kernel cache", str(e), "note", "set XDG_CACHE_HOME to a writable folder")
     count = sum(1 for pattern in ("*.so", "*.cubin") for _ in folder.glob(pattern))
     return ("kernel cache", f"{folder}, {count} files", "ok")
 
 
 def _compiler():
-    words = os.environ.get("CXX", "").split() or ["g++"]
-    path = shutil.which(words[0])
+    command = os.environ.get("CXX", "").split() or ["g++"]
+    path = shutil.which(command[0])
     if path is None:
-        remedy = "install it, or name another one in CXX; without it training uses Paddle's kernels, which are slower"
-        return Row("C++ compiler", f"no {words[0]}", "note", remedy)
+        remedy = "install it, or set CXX; without a compiler, training uses Paddle's kernels, which are slower"
+        return Row("C++ compiler", f"no {command[0]}", "note", remedy)
     done = subprocess.run([path, "--version"], capture_output=True, text=True)
     return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
 
@@ -179,7 +179,7 @@ def _machine(device, gpu_count):
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
     memory = _available_memory()
     is_enough = memory >= LEAST_MEMORY
-    remedy = "" if is_enough else f"ResNet-50 wants {LEAST_MEMORY // GIB} GiB a process: give a smaller --batch-size"
+    remedy = "" if is_enough else f"ResNet-50 needs {LEAST_MEMORY // GIB} GiB per process; use a smaller --batch-size"
     yield Row("memory", f"{memory / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
     try:
         shared = os.statvfs("/dev/shm")
@@ -187,14 +187,14 @@ def _machine(device, gpu_count):
     except OSError:
         size = 0
     is_enough = size >= LEAST_SHARED_MEMORY or gpu_count < 2
-    remedy = "" if is_enough else "NCCL wants it between GPUs: start the container with --shm-size=1g"
+    remedy = "" if is_enough else "NCCL needs it between GPUs; start the container with --shm-size=1g"
     yield Row("/dev/shm", f"{size / GIB:.1f} GiB", "ok" if is_enough else "note", remedy)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_enough = files >= LEAST_OPEN_FILES or files == resource.RLIM_INFINITY
     remedy = "" if is_enough else f"ulimit -n {min(most_files, 65536)}"
-    words = f"open files {_limit(files)}, processes {_limit(processes)}"
-    yield Row("ulimits", words, "ok" if is_enough else "note", remedy)
+    limits = f"open files {_limit(files)}, processes {_limit(processes)}"
+    yield Row("ulimits", limits, "ok" if is_enough else "note", remedy)
 
 
 def _limit(value):
@@ -202,13 +202,13 @@ def _limit(value):
 
 
 def _available_memory():
-    """Bytes that processes can still get, within the container's limit."""
+    """Return the number of bytes that processes can still allocate, within the container's limit."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):  # no cgroup of version 2, or no limit
+    except (OSError, ValueError):  # no cgroup v2, or no limit
         return available
 
 
@@ -218,26 +218,26 @@ def _disk(folder):
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as e:
-        return Row("disk", f"{folder} cannot be written ({e.strerror})", "no", "give another --output-dir")
+        return Row("disk", f"{folder} cannot be written ({e.strerror})", "no", "choose a different --output-dir")
     free = shutil.disk_usage(existing).free
     is_enough = free >= LEAST_DISK
-    remedy = "" if is_enough else f"a ResNet-50 run keeps about {LEAST_DISK // GIB} GiB of checkpoints"
+    remedy = "" if is_enough else f"free space: checkpoints of a ResNet-50 run take about {LEAST_DISK // GIB} GiB"
     return Row("disk", f"{free / GIB:.1f} GiB free for {folder}", "ok" if is_enough else "note", remedy)
 
 
-def _tries(device, lack):
-    """Run what training runs."""
-    _, problem = _child(_tell_image, device)
-    yield Row("try: image", problem or "decoded by DALI", "no" if problem else "ok")
-    # Without the project's own kernels a GPU trains with Paddle's.
+def _tests(device, lack):
+    """Run the operations of training."""
+    _, problem = _child(_decode_image, device)
+    yield Row("test: image", problem or "decoded by DALI", "no" if problem else "ok")
+    # Without the custom kernels, a GPU trains with Paddle's.
     flags = [*STEP, "--device", device, *(STEP_ON_A_GPU if device == "gpu" else [])]
-    yield _try_training("try: training step", [], [*flags, "--kernels", "paddle" if lack else "native"], lack)
+    yield _test_training("test: training step", [], [*flags, "--kernels", "paddle" if lack else "native"], lack)
     launch = ["-m", "paddle.distributed.launch", *(["--nproc_per_node", "2"] if device == "cpu" else [])]
-    yield _try_training("try: all-reduce", launch, [*flags, "--kernels", "paddle"], None)
+    yield _test_training("test: all-reduce", launch, [*flags, "--kernels", "paddle"], None)
 
 
-def _tell_image(device):
-    """Decode a JPEG; runs in a child."""
+def _decode_image(device):
+    """Decode a JPEG. Runs in a child process."""
     import numpy as np
     from nvidia.dali import fn, pipeline_def
     from PIL import Image
@@ -255,26 +255,26 @@ def _tell_image(device):
     (images,) = pipeline.run()
     pixels = np.asarray((images.as_cpu() if device == "gpu" else images)[0])
     if pixels.shape != (48, 64, 3) or np.abs(pixels.astype(int) - (200, 100, 50)).max() > 8:
-        raise ValueError(f"DALI decodes wrong pixels: {pixels.shape}, {pixels[0, 0]}")
+        raise ValueError(f"DALI decodes incorrect pixels: {pixels.shape}, {pixels[0, 0]}")
 
 
-def _try_training(what, launcher, flags, lack):
+def _test_training(what, launcher, flags, lack):
     begin = monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        words = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), str(ROOT / "train.py"), *flags]
-        words += ["--output-dir", folder, "--report-file", f"{folder}/report.json"]
-        done = _run(words)
+        arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), str(ROOT / "train.py"), *flags]
+        arguments += ["--output-dir", folder, "--report-file", f"{folder}/report.json"]
+        done = _run(arguments)
         logs = sorted(Path(folder).glob("log/workerlog.*"))
-        said = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
+        output = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
     if done.returncode == 0:
-        kernels = f"with Paddle's kernels, which are slower ({lack})" if lack else "with the project's own kernels"
-        words = f"{len(logs)} processes" if launcher else kernels
-        return Row(what, f"{words}, {monotonic() - begin:.0f} s", "note" if lack else "ok")
-    return Row(what, _reason(done.returncode, said), "no")
+        kernels = f"with Paddle's kernels, which are slower ({lack})" if lack else "with the custom kernels"
+        detail = f"{len(logs)} processes" if launcher else kernels
+        return Row(what, f"{detail}, {monotonic() - begin:.0f} s", "note" if lack else "ok")
+    return Row(what, _reason(done.returncode, output), "no")
 
 
 def _child(function, *arguments):
-    """(what a function returns, None) or (None, what went wrong), from a process of its own."""
+    """Call a function in its own process; returns (its result, None) or (None, the problem)."""
     code = f"from paddle_resnet import doctor; doctor._answer(doctor.{function.__name__}, *{arguments!r})"
     done = _run(["-c", code])
     if done.returncode == 0:
@@ -284,22 +284,22 @@ def _child(function, *arguments):
 
 def _answer(function, *arguments):
     print(json.dumps(function(*arguments)), flush=True)
-    os._exit(0)  # libraries may crash at the end of a process
+    os._exit(0)  # libraries may crash at exit
 
 
-def _run(words):
-    words = [sys.executable, *words]
+def _run(arguments):
+    command = [sys.executable, *arguments]
     try:
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, 1, "", f"Error: nothing for {TIMEOUT_S} s")
+        return subprocess.CompletedProcess(command, 1, "", f"Error: not finished after {TIMEOUT_S} s")
 
 
-def _reason(returncode, said):
-    """The last line of what a process or a job said that names an error, or the signal that ended it."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _reason(returncode, output):
+    """Return the last error message in the output of a process or job, or the signal that ended it."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
-    errors = [line for line in errors if " failed first: " not in line] or errors  # the rank that failed says more
+    errors = [line for line in errors if " failed first: " not in line] or errors  # the failed rank has more details
     if returncode < 0:
         errors = [f"killed by {signal.Signals(-returncode).name} {' '.join(errors[-1:])}".strip()]
     return errors[-1] if errors else f"exit code {returncode}"
@@ -312,30 +312,32 @@ def _print_table(rows):
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD)
-    for title in ("what", "found", "ok", "remedy"):
+    for title in ("what", "detail", "status", "remedy"):
         table.add_column(title, overflow="fold")
     colours = {"ok": "green", "note": "yellow", "no": "red"}
     for row in rows:
-        table.add_row(row.what, Text(str(row.found)), Text(row.verdict, colours[row.verdict]), Text(row.remedy))
+        table.add_row(row.what, Text(str(row.detail)), Text(row.status, colours[row.status]), Text(row.remedy))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def main(argv=None):
-    """Examine this machine; returns the exit code: 0 training works here, 1 it would fail, 130 interrupted."""
+    """Examine this machine; returns the exit code: 0 training works, 1 it would fail, 130 interrupted."""
     import config
     from utils import exit_codes
 
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--output-dir", default=config.parse_args([]).output_dir, help="where a run would save (%(default)s)"
+        "--output-dir",
+        default=config.parse_args([]).output_dir,
+        help="folder for checkpoints to check (default %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))
 
 
 def _main(args):
     rows = list(examine(args.output_dir))
-    works = all(row.verdict != "no" for row in rows)
+    works = all(row.status != "no" for row in rows)
     if args.json:
         print(json.dumps({"works": works, "rows": [row._asdict() for row in rows]}, indent=1))
     else:

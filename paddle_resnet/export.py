@@ -11,59 +11,64 @@ from pathlib import Path
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from utils import exit_codes, locks, logger, outputs, signals
+from paddle_resnet.models import registered_name
+from utils import exit_codes, files, locks, logger, outputs, signals
 from utils.errors import RunError, UsageError, printable
 
-# --verify: how far an engine may be from the checkpoint. Two classes whose probabilities are closer than the tolerance
-# are a tie, which rounding decides; only images with a tie at the top may count differently in top1. Losses are of the
-# logits: probabilities below 1e-38 are zero, and some engines clip them earlier.
-LOSS_TOLERANCE = 1e-4  # of the mean loss, relative where that is above 1
+# Tolerances of --verify between an engine and the checkpoint. If the two largest probabilities of an image differ by
+# less than TIE, rounding decides which class is first; top1 may differ only in such images. Losses are computed from
+# logits, because probabilities below 1e-38 become zero, and some engines clip them earlier.
+LOSS_TOLERANCE = 1e-4  # of the mean loss, relative if the loss is above 1
 TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
-PADDLES_CLIP = 64  # Paddle's CPU kernels raise logits to the largest minus this, so that recorded losses may be lower
+PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits at the largest minus this, so recorded losses can be lower
 TRITON_MAX_BATCH = 64
 
 
-def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=False):
+def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=False, model_arch_name=None):
     """Write the inference network: float32 parameters, no masks, no optimizer.
 
     The folder has model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output, preprocessing,
-    classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs on its own).
+    classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs standalone).
 
     Args:
         checkpoint: as for inference.load_checkpoint.
-        output: folder to make. It appears once it is complete.
+        output: folder to create. It appears only when it is complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
-        verify: folder of a data set, whose validation images all that is written must score like the checkpoint; None
-            for no such check.
+        verify: folder of a data set. On its validation images, all exported networks must match the checkpoint. None:
+            no check.
         uint8: input "images" is uint8 [N, H, W, 3], and the network normalises it. Otherwise it is normalised float32
-            [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is NCHW, whatever the
-            layout in training.
+            [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is always NCHW,
+            regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
+        model_arch_name: as for inference.load_checkpoint.
     Returns:
         content of model.json.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or is of the middle of an epoch; the output exists or
-            cannot be written; a package for ONNX is missing.
-        RunError: what was written does not compute what the checkpoint computes. Nothing is left of it.
+        UsageError: the checkpoint does not exist, is damaged or was saved inside an epoch; the output exists or cannot
+            be written; a package for ONNX is missing.
+        RunError: the results of an exported network differ from those of the checkpoint. All files are removed.
     """
+    if model_arch_name is not None:
+        model_arch_name = registered_name(model_arch_name)
     output = Path(output)
     if os.path.lexists(output):
-        raise UsageError(f"{output} exists; remove it or choose a different folder")
-    with signals.postponed():
-        from paddle_resnet import compat
+        raise UsageError(f"{output}: already exists; remove it or choose a different folder")
+    with signals.deferred():
+        from paddle_resnet.machine import compat
 
         compat.check_version()
-        from paddle_resnet import inference, onnx_writer
-        from paddle_resnet.checkpoints import folders
+        from paddle_resnet.serving import inference, onnx_writer
 
     checkpoint = inference.resolve(checkpoint)
-    read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]  # not a folder without any
+    read = [
+        ("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")
+    ]  # empty if it has no parameters
     read += [] if verify is None else [("the data set", verify)]
     outputs.claim(folders={"OUT": output}, protected=read)
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)
-    network = inference.load_checkpoint(checkpoint, uint8=uint8)
+    network = inference.load_checkpoint(checkpoint, uint8=uint8, model_arch_name=model_arch_name)
     try:
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
@@ -71,64 +76,59 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
             if onnx:
                 _write_onnx(network, partial)
             if verify is not None:
-                _verify(inference.load_checkpoint(checkpoint), partial, verify)
+                _verify(inference.load_checkpoint(checkpoint, model_arch_name=model_arch_name), partial, verify)
             if triton:
                 _write_triton(network.description, partial)
-            for path in (*partial.rglob("*"), partial):
-                folders.fsync(path)
-            partial.rename(output)
-            folders.fsync(output.parent)
     except OSError as e:
-        raise UsageError(f"{output}: cannot be written ({e.strerror}); make room or choose a different folder") from e
+        raise UsageError(f"{output}: cannot be written ({e.strerror}); free space or choose a different folder") from e
     return description
 
 
 @contextlib.contextmanager
 def _partial_folder(output):
-    """A new folder next to the output for incomplete files: .NAME.partial/NAME. It is removed at the end, or by the
-    next export to the same place if this one is killed. A lock keeps other exports out.
+    """Create a folder next to the output for incomplete files, .NAME.partial/NAME, and rename it to the output at the
+    end. If an export is killed, the next one to the same output removes the folder. A lock excludes other exports.
 
     Raises:
-        UsageError: another export is writing there.
-        OSError: it cannot be written.
+        UsageError: another export is writing to the same output.
+        OSError: the folder cannot be written.
     """
-    beside = output.with_name(f".{output.name}.partial")
-    beside.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.partial")
+    temporary.mkdir(parents=True, exist_ok=True)
     try:
-        with locks.held(beside / ".lock", output, logger.warn):
-            shutil.rmtree(beside / output.name, ignore_errors=True)
-            (beside / output.name).mkdir()
-            try:
-                yield beside / output.name
-            finally:
-                shutil.rmtree(beside / output.name, ignore_errors=True)
+        with locks.held(temporary / ".lock", output, logger.warn):
+            shutil.rmtree(temporary / output.name, ignore_errors=True)
+            with files.written(output, temporary / output.name, sync=True) as partial:
+                partial.mkdir()
+                yield partial
+            files.fsync(output.parent)
     finally:
-        with contextlib.suppress(OSError):  # not empty: another process writes there
-            beside.rmdir()
+        with contextlib.suppress(OSError):  # not empty if another process is writing to it
+            temporary.rmdir()
 
 
 def _write_paddle(network, folder):
-    """Write the two files of Paddle Inference; returns what model.json lists of them."""
+    """Write the two files of Paddle Inference; returns their entries for model.json."""
     from paddle import static
 
-    from paddle_resnet import inference
     from paddle_resnet.checkpoints import folders
+    from paddle_resnet.serving import inference
 
     ends = [network.images], [network.probabilities]
     with static.scope_guard(network.scope):
         parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
     program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
     block = program.global_block()
-    # Paddle 2.6 appends a multiplication by 1, whose output has a name of its own.
+    # Paddle 2.6 appends a multiplication by 1, whose output has a different name.
     written, name = block.ops[-1].input("X")[0], network.probabilities.name
     if written != name:
         block._rename_var(name, "softmax")
         block._rename_var(written, name)
     program = program._remove_training_info()
     for op in program.global_block().ops:
-        if op.has_attr("op_callstack"):  # it names paths of this machine
+        if op.has_attr("op_callstack"):  # it contains paths of this machine
             op._remove_attr("op_callstack")
-    # Written here, not by Paddle's function in C++, which ignores a full disk.
+    # Not written by Paddle's C++ function, which ignores a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
     return {
         model.name: folders.write_file(model, lambda file: file.write(program.desc.serialize_to_string())),
@@ -137,10 +137,10 @@ def _write_paddle(network, folder):
 
 
 def _write_texts(description, folder):
-    from paddle_resnet import inference, preprocessing
+    from paddle_resnet.serving import inference, preprocessing
 
     text = json.dumps(description, indent=1, ensure_ascii=False) + "\n"
-    # A name of a class may have bytes that are not UTF-8, as lone surrogates, or line breaks.
+    # A class name may contain line breaks, or lone surrogates for bytes that are not valid UTF-8.
     (folder / f"{inference.NAME}.json").write_text(text, encoding="utf-8", errors="backslashreplace")
     labels = "".join(f"{printable(name)}\n" for name in description["classes"])
     (folder / "labels.txt").write_text(labels, encoding="utf-8")
@@ -148,35 +148,35 @@ def _write_texts(description, folder):
 
 
 def _write_onnx(network, folder):
-    from paddle_resnet import inference, onnx_writer
+    from paddle_resnet.serving import inference, onnx_writer
 
     ends = [network.images], [network.probabilities]
     proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, json.dumps(network.description))
     path = folder / f"{inference.NAME}.onnx"
     path.write_bytes(proto.SerializeToString())
-    taken = network.description["input"]
-    images = np.random.RandomState(0).uniform(-2, 2, (2, *taken["shape"][1:]))
-    images = images.astype("float32") if taken["dtype"] == "float32" else (images * 64 + 128).astype("uint8")
-    expected, found = network.model().run(images), inference.open_onnx(path, "cpu").run(images)
-    if not np.allclose(found, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
+    image = network.description["input"]
+    images = np.random.RandomState(0).uniform(-2, 2, (2, *image["shape"][1:]))
+    images = images.astype("float32") if image["dtype"] == "float32" else (images * 64 + 128).astype("uint8")
+    expected, actual = network.model().run(images), inference.open_onnx(path, "cpu").run(images)
+    if not np.allclose(actual, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
         raise RunError(
-            "model.onnx: its probabilities differ from those of the checkpoint by up to "
-            f"{np.abs(found - expected).max():.2g} on random images (tolerance {PROBABILITY_TOLERANCE:g}); nothing was "
-            "written; use a different version of onnxruntime"
+            "model.onnx: the probabilities differ from those of the checkpoint by up to "
+            f"{np.abs(actual - expected).max():.2g} on random images (tolerance {PROBABILITY_TOLERANCE:g}), and "
+            "nothing was written; use a different version of onnxruntime"
         )
 
 
 def _verify(network, folder, image_root):
-    """Score all validation images by the checkpoint, on normalised images, and by what was written; on the CPU.
+    """Evaluate the checkpoint and the exported networks on all validation images, on the CPU.
 
     Args:
-        network: of the checkpoint, as evaluated.
-        folder: what was written.
+        network: Network of the checkpoint with normalised images as input.
+        folder: folder with the exported networks.
         image_root: folder of the data set.
     Raises:
-        RunError: they disagree with each other, or with the recorded evaluation.
+        RunError: the networks disagree with each other or with the recorded evaluation.
     """
-    from paddle_resnet import inference
+    from paddle_resnet.serving import inference
 
     models = [network.model(logits=True), inference.open_paddle(folder, "cpu", logits=True)]
     if (file := folder / f"{inference.NAME}.onnx").exists():
@@ -188,27 +188,28 @@ def _verify(network, folder, image_root):
             f"{score['images']} images"
         )
     for model, score in zip(models[1:], others, strict=True):
-        _refuse_disagreement(model.engine, score, "the checkpoint's network", expected)
+        _check_agreement(model.engine, score, "the checkpoint's network", expected)
     recorded = network.meta["evaluated"]
-    # On a GPU the decoders are others, and convolutions are in TF32 or half precision.
+    # An evaluation on a GPU uses different decoders, and convolutions in TF32 or half precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
-    is_comparable = is_comparable and not recorded.get("not_finite")  # whose images the recorded loss omits
+    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded loss omits such images
     if is_comparable and recorded.get("images") == expected["images"]:
         recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
         losses = expected["loss"], expected["clipped_loss"]
         expected["loss"] = min(losses, key=lambda loss: abs(loss - recorded["loss"]))
-        _refuse_disagreement("the checkpoint's network", expected, "its recorded evaluation", recorded)
+        _check_agreement("the checkpoint's network", expected, "its recorded evaluation", recorded)
 
 
 def _score(network, model, image_root):
-    """{"images", "correct", "ties" (images where a second class is as probable, within TIE), "loss", "clipped_loss" (as
-    Paddle computes it on a CPU)} of a Model with logits.
+    """Evaluate a Model with logits. Returns {"images", "correct", "ties" (images whose two largest probabilities differ
+    by less than TIE), "loss", "clipped_loss" (as Paddle computes it on a CPU)}.
 
     Raises:
-        RunError: its probabilities are not the softmax of its logits.
+        RunError: the model's probabilities are not the softmax of its logits.
     """
-    from paddle_resnet import dali, inference
+    from paddle_resnet import dali
     from paddle_resnet.data import listing
+    from paddle_resnet.serving import inference
     from utils.mode import Mode
 
     args = inference.loader_args(model.description, min(32, network.args.batch_size))
@@ -218,13 +219,13 @@ def _score(network, model, image_root):
     for (batch,) in dali.build_dataloader(args, Mode.EVAL):
         labels = np.array(batch["label"])
         probabilities, logits = model.outputs(np.array(batch["data"]).astype(model.description["input"]["dtype"]))
-        of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, PADDLES_CLIP)]
+        of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, PADDLE_CLIP)]
         losses = np.concatenate([losses, -np.hstack(of_label)])
         expected = np.exp(_log_softmax(logits))
         if not np.allclose(probabilities, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
             raise RunError(
-                f"--verify: {model.engine}: its probabilities are not the softmax of its logits (up to "
-                f"{np.abs(probabilities - expected).max():.2g} off); nothing was written; check the checkpoint and the "
+                f"--verify: the probabilities of {model.engine} differ from the softmax of its logits by up to "
+                f"{np.abs(probabilities - expected).max():.2g}, and nothing was written; check the checkpoint and the "
                 "version of the engine"
             )
         correct += np.count_nonzero(logits.argmax(axis=1) == labels[:, 0])
@@ -235,27 +236,27 @@ def _score(network, model, image_root):
 
 
 def _log_softmax(logits, clip=np.inf):
-    """float64 [N, classes], without underflow; logits further below the largest than clip count as if they were not."""
+    """Return float64 [N, classes], computed without underflow. Logits are clipped at the largest minus `clip`."""
     logits = logits.astype(np.float64)
     logits = np.maximum(logits - logits.max(axis=1, keepdims=True), -clip)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
-def _refuse_disagreement(name, score, reference_name, reference):
-    apart = abs(score["correct"] - reference["correct"])
+def _check_agreement(name, score, reference_name, reference):
+    difference = abs(score["correct"] - reference["correct"])
     allowed = score["ties"] + reference["ties"]
-    loss_apart = abs(score["loss"] - reference["loss"]) / max(1, abs(reference["loss"]))
-    if apart > allowed or not loss_apart <= LOSS_TOLERANCE:
+    loss_difference = abs(score["loss"] - reference["loss"]) / max(1, abs(reference["loss"]))
+    if difference > allowed or not loss_difference <= LOSS_TOLERANCE:
         raise RunError(
             f"--verify: {name} and {reference_name} disagree: {score['correct']} and {reference['correct']} of "
-            f"{score['images']} images right ({allowed} ties allowed), loss {score['loss']:.7g} and "
-            f"{reference['loss']:.7g} (tolerance {LOSS_TOLERANCE:g}); nothing was written; check that IMAGE_ROOT is "
-            "the data set of the training run"
+            f"{score['images']} images correct ({allowed} ties allowed), loss {score['loss']:.7g} and "
+            f"{reference['loss']:.7g} (tolerance {LOSS_TOLERANCE:g}), and nothing was written; check that IMAGE_ROOT "
+            "is the data set of the training run"
         )
 
 
 def _write_triton(description, folder):
-    """A model repository: triton/MODEL/config.pbtxt, triton/MODEL/1/ with the names that the backends want."""
+    """Write a model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with the file names of the backend."""
     backends = {"paddle": ("pdmodel", "pdiparams"), "onnxruntime": ("onnx",)}
     for backend, suffixes in backends.items():
         files = [folder / f"model.{suffix}" for suffix in suffixes]
@@ -271,36 +272,39 @@ def _write_triton(description, folder):
 
 
 def _triton_config(description, name, backend):
-    taken, given = description["input"], description["output"]
-    dtype = {"float32": "TYPE_FP32", "uint8": "TYPE_UINT8"}[taken["dtype"]]
+    images, classes = description["input"], description["output"]
+    dtype = {"float32": "TYPE_FP32", "uint8": "TYPE_UINT8"}[images["dtype"]]
     return f"""name: "{name}"
 backend: "{backend}"
 max_batch_size: {TRITON_MAX_BATCH}
-input [ {{ name: "{taken["name"]}" data_type: {dtype} dims: {taken["shape"][1:]} }} ]
+input [ {{ name: "{images["name"]}" data_type: {dtype} dims: {images["shape"][1:]} }} ]
 output [
-  {{ name: "{given["name"]}" data_type: TYPE_FP32 dims: {given["shape"][1:]} label_filename: "labels.txt" }}
+  {{ name: "{classes["name"]}" data_type: TYPE_FP32 dims: {classes["shape"][1:]} label_filename: "labels.txt" }}
 ]
 dynamic_batching {{ }}
 """
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 1 what was written is wrong, 2 usage error or unusable checkpoint, 130
-    interrupted; nothing is left in the last three cases."""
+    """Run and return the exit code: 0 done, 1 an exported network differs from the checkpoint, 2 usage error or
+    unusable checkpoint, 130 interrupted. The output is kept only if the code is 0."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint or run: output/ResNet50")
-    parser.add_argument("output", metavar="OUT", help="folder to make")
+    parser.add_argument("output", metavar="OUT", help="folder to create")
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
-    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="score the validation images by all that is written")
-    parser.add_argument("--uint8", action="store_true", help="input: uint8 [N, H, W, 3]; the network normalises it")
+    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set to compare the exported networks on")
+    parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalised by the network")
     parser.add_argument("--triton", action="store_true", help="also write triton/, a model repository")
+    parser.add_argument(
+        "--model-arch-name", metavar="FILE.py:NAME", help="network of the checkpoint, if it is in a file"
+    )
     return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
 
 
 def _main(args):
     description = export(**vars(args))
     outputs, named = description["output"]["shape"][1], len(description["classes"])
-    classes = f"{outputs} classes" + (f" of which {named} have names" if named < outputs else "")
+    classes = f"{outputs} classes" + (f", {named} with names" if named < outputs else "")
     print(printable(f"{args.output}: {description['arch']}, {classes}, images {description['input']['shape']}"))
 
 

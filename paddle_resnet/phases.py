@@ -1,4 +1,4 @@
-"""The phases of a run before its first step, in the order in which train.py goes through them."""
+"""The phases of a run before its first step, in the order in which train.py calls them."""
 
 from collections import namedtuple
 from pathlib import Path
@@ -7,156 +7,238 @@ import paddle
 import yaml
 from paddle import static
 
-import config
-from paddle_resnet import dali, optimizer, program, report
+from paddle_resnet import dali, program, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.data import listing
 from paddle_resnet.job import agreement, exchange, processes
-from paddle_resnet.native import build as native
-from paddle_resnet.passes import all_reduces, folding
+from paddle_resnet.optimizers import amp, sparsity
+from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.passes import all_reduces, averages, folding
+from paddle_resnet.settings import durations, parsing, validation
+from paddle_resnet.settings.stages import stages_from
+from paddle_resnet.settings.values import flag, text
 from paddle_resnet.steps import trace
 from utils import logger, outputs, progress
 from utils.affinity import bind_to_gpu
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Training or evaluation: a loader and the program that it feeds. Only training has an lr_scheduler and an optimizer.
-# Only evaluation has `refold`, to be called before each pass (passes/folding.py).
-Work = namedtuple("Work", "loader program fetchs lr_scheduler optimizer compiled refold", defaults=[None] * 4)
+# Training or evaluation: a loader and the program that it feeds, with their settings. Only training has an
+# lr_scheduler, an optimizer, and the stages that follow: [(first epoch, Work without a loader)]. Only evaluation has
+# `refresh`, to be called before each pass: it updates what follows the weights (passes/averages.py, passes/folding.py).
+Work = namedtuple(
+    "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
+)
 
 
 def start(args):
     """Resolve the device."""
     logger.setup(rank=processes.rank())
-    processes.resolve_device(args)
+    resolution.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":
         bind_to_gpu(processes.local_gpu())
     paddle.enable_static()
 
 
 def find_start(args):
-    """What the run starts from: restore.Found or None. Inherits its flags, then resolves what follows the machine;
-    refuses processes that differ and an output folder that cannot be used."""
+    """Find the checkpoint from which the run starts, inherit its flags, resolve the others and freeze the settings.
+
+    Returns:
+        restore.Found; None if the run starts from scratch.
+    Raises:
+        UsageError: the processes differ, or flags, checkpoint, data or output folder cannot be used.
+    """
     agreement.check_start(args)
-    restore.settle_network(args)
+    restore.resolve_network(args)
     found = restore.find(args)
     restore.inherit_flags(args, found)
-    processes.resolve_device_flags(args)
-    for warning in config.warnings(args):
+    resolution.resolve_loader(args)
+    for warning in validation.warnings(args):
         logger.warn(warning)
     progress.phase("the custom kernels")
-    native.resolve(args)
+    resolution.resolve_kernels(args)
+    resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
+    resolution.resolve_report(args, folders.run_folder(args), report.default_name(args))
+    args.freeze()
     saver.check_folder(args, found)
     return found
 
 
 def claim_outputs(args, found):
-    """Choose the report's file if no flag does, and check all files that the run writes.
+    """Check that the run can write all its files.
 
     Raises:
-        UsageError: as outputs.claim; or a file holds another run's report, which --overwrite does not release.
+        UsageError: as for outputs.claim; or a file contains the report of a different run.
     """
     folder = folders.run_folder(args)
-    args.report_file = args.report_file or str(folder / report.default_name(args))
     exchange.from_rank_0(lambda: _claim(args, found, folder))
 
 
 def _claim(args, found, folder):
     is_saving = args.run_scope.trains and not args.benchmark
-    starts = [(config.flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
-    read = [(config.flag(name), getattr(args, name)) for name in ("config", "skip_list")]
+    starts = [(flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
+    read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
     read += [(flag, f"{start}.{suffix}") for flag, start in starts if start for suffix in ("pdparams", "pdopt")]
     read += [(flag, path) for flag, start in starts if start for path in Path(start).glob("*.pd*")]
     outputs.claim(
-        report.outputs(args) | {"the trace of --profile-steps": trace.path(args)},
+        report.outputs(args) | {"the trace of --profile-steps": trace.path(args.profile_steps, args.output_dir)},
         {"--output-dir": folder if is_saving else None, "--tensorboard-dir": args.tensorboard_dir},
         inputs=[(flag, path) for flag, path in read if path is not None],
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )
-    logger.setup(args.report_file)  # before what may suggest to replace a report that another run still writes
+    logger.setup(args.report_file)  # locks the report, before check_replaced may suggest to replace it
     report.check_replaced(args, found, folder)
 
 
 def open_data(args, found):
-    """The loaders that the run needs.
+    """Return the loaders that the run needs, (training loader, evaluation loader), each a loader or None.
 
     Args:
-        args: flags.
+        args: Settings.
         found: restore.Found or None.
-    Returns:
-        (training loader, evaluation loader); None for one that is not needed.
+    Raises:
+        UsageError: as for dali.build_dataloader and trace.check; or the loader state of the checkpoint is damaged.
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
-    dali.settle_classes(args, Mode.TRAIN if trains else Mode.EVAL)
     try:
-        train_loader = dali.build_dataloader(args, Mode.TRAIN, found and found.loader_state) if trains else None
+        stage = stages_from(args, found.epoch if found else 0)[0].settings
+        train_loader = dali.build_dataloader(stage, Mode.TRAIN, found and found.loader_state) if trains else None
     except dali.StateError as e:
-        raise UsageError(f"{found.folder}: {e}: move it away, or start from another checkpoint") from e
-    trained = restore.classes_of_outputs(args, found)
+        raise UsageError(f"{found.folder}: {e}; move it away, or choose a different checkpoint") from e
+    folder, meta = restore.origin(args, found)
+    trained = None if trains else restore.recorded_classes(meta)  # the data set defines those of a training run
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
-    restore.compare_classes(args, found, train_loader or eval_loader)
+    restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not found)
     dali.warn_of_unused_outputs(args, train_loader or eval_loader)
-    trace.check(args, train_loader or eval_loader)
+    trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
     return train_loader, eval_loader
 
 
-def build_programs(args, exe, train_loader, eval_loader):
-    """The programs with initial parameters. An evaluation beside training uses those of training.
+def build_programs(args, exe, train_loader, eval_loader, epoch=0):
+    """Build the programs and initialize the parameters, which training, evaluation and later stages share.
 
+    Args:
+        args: Settings.
+        exe: static.Executor.
+        train_loader, eval_loader: result of open_data.
+        epoch: first epoch to train.
     Returns:
         (training, evaluation), each a Work or None.
     """
     training = evaluation = None
-    train_prog, eval_prog, startup_prog, eval_startup_prog = (static.Program() for _ in range(4))
+    startup_prog, eval_prog, eval_startup_prog = (static.Program() for _ in range(3))
     paddle.seed(args.seed)
     if train_loader is not None:
-        fetchs, lr_scheduler, _, optimizer = program.build(args, train_prog, startup_prog, len(train_loader))
-        training = Work(train_loader, train_prog, fetchs, lr_scheduler, optimizer)
+        images = train_loader.data_set_size // processes.world_size()
+        lr_scheduler = build_lr_scheduler(args, durations.timeline(args, images))
+        first, *later = stages_from(args, epoch)
+        training = _training(first.settings, train_loader, startup_prog, lr_scheduler)
+        later = [(s.first_epoch, _training(s.settings, None, static.Program(), lr_scheduler)) for s in later]
+        training = training._replace(later=later)
     if eval_loader is not None:
         fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
-        evaluation = Work(eval_loader, eval_prog, fetchs)
+        evaluation = Work(args, eval_loader, eval_prog, fetchs)
     exe.run(startup_prog if training else eval_startup_prog)
     return training, evaluation
 
 
+def _training(args, loader, startup_prog, lr_scheduler):
+    main_prog = static.Program()
+    fetchs, _, _, optimizer = program.build(args, main_prog, startup_prog, 0, lr_scheduler=lr_scheduler)
+    return Work(args, loader, main_prog, fetchs, lr_scheduler, optimizer)
+
+
+def show_on_tensorboard(args, training, found):
+    """Return the training Work, with a loader that writes TensorBoard events if --tensorboard-dir is set."""
+    if args.tensorboard_dir is None:
+        return training
+    from paddle_resnet.results import tensorboard
+
+    timeline = training.lr_scheduler.timeline
+    return training._replace(loader=tensorboard.follow(args, training.loader, timeline, found))
+
+
+def enter_stage(training, epoch, saver):
+    """Return the training Work of an epoch: the current one, or that of the next stage (--sizes), whose loader
+    continues the order of the images."""
+    if not training.later or epoch < training.later[0][0]:
+        return training
+    (_, work), *later = training.later
+    size, factor = text(work.settings.image_shape), work.lr_scheduler.timeline.lr_factor(work.lr_scheduler.done)
+    logger.info(
+        f"epoch {epoch}: trains on images of {size}, batch {work.settings.batch_size} per process, learning rate times "
+        f"{factor:g} (--sizes)"
+    )
+    loader = dali.build_dataloader(work.settings, Mode.TRAIN, training.loader.state())
+    compiled = program.compile_prog(work.settings, work.program)
+    compiled.trace = None  # --profile-steps traces the first pass of a run only
+    saver.follow(loader, work.fetchs)
+    return work._replace(loader=loader, compiled=compiled, later=later)
+
+
 def set_weights(args, found, training, evaluation):
-    """Load what the run starts from, restore the state of training, prune, cast."""
-    place = processes.place(args)
+    """Load the weights from which the run starts, restore the state of training, prune, and cast.
+
+    Returns:
+        found, with the position at which training continues.
+    Raises:
+        UsageError: the weights or the state do not match this run.
+    """
+    place = processes.place(args.device)
     progress.phase("the weights")
     is_sparse = variables.load_start(args, found, (training or evaluation).program, place)
     if training:
+        has_averages = variables.load_averages(args, found, training.program, place)
         if found is not None:
-            restore.restore(args, found, training.lr_scheduler, training.loader, training.fetchs, place)
+            found = restore.restore(args, found, training.lr_scheduler, training.loader, training.fetchs, place)
         if args.amp:
             training.optimizer.amp_init(place, scope=static.global_scope())
         if args.prune_model and not is_sparse:
-            optimizer.prune(args, training.program, place)
-    if evaluation:
-        optimizer.cast_evaluation_program(args, evaluation.program, place)
+            sparsity.prune(training.program, place, args.mask_algo)
+            has_averages = False
+        if not has_averages:
+            variables.start_averages(found, training.program, place)
+    if evaluation and args.amp:
+        amp.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level)
+    return found
 
 
 def compile_programs(args, exe, training, evaluation):
-    """(training, evaluation) with their compiled programs."""
+    """Return (training, evaluation) with their compiled programs."""
     progress.phase("the compilation of the programs")
     if training:
-        training = training._replace(compiled=program.compile_prog(args, training.program))
+        training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
-        refold = folding.fold_batch_norms(args, evaluation.program, exe)
+        updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
+        if args.amp and args.kernels != "native":  # float32 stays: it is the exact reference
+            axis = 1 if args.data_layout == "NCHW" else -1
+            updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
         compiled = program.compile_prog(args, evaluation.program, is_train=False)
-        evaluation = evaluation._replace(compiled=compiled, refold=refold)
+        evaluation = evaluation._replace(compiled=compiled, refresh=lambda: [update() for update in updates])
     return training, evaluation
 
 
 def check_and_describe(args, training, evaluation):
-    """Compare data and networks of all processes, and print the flags and the start line."""
+    """Compare data and network between all processes, and log the settings and the start line."""
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
-    agreement.check_work(args, *loaders, main.program)
+    agreement.check_work(args.kernels, *loaders, main.program)
     if args.show_config:
-        values = config.as_dict(args)
-        shown = values if "show_config" in args.given else config.changed(values)
-        logger.info(yaml.safe_dump(shown, sort_keys=False, default_flow_style=None).rstrip())
+        logger.info(describe(args))
     fused = program.fused_operators(args, main.compiled)
-    logger.info(report.start_line(args, *loaders, fused, all_reduces.count_gradient_all_reduces(main.program)))
+    count = all_reduces.count_gradient_all_reduces(main.program)
+    logger.info(report.start_line(main.settings, *loaders, fused, count, main.compiled.captured is not None))
+
+
+def describe(settings):
+    """Return the settings as YAML with the origin of each value: all if --show-config is explicit, otherwise those that
+    differ from the defaults."""
+    values = settings.as_dict()
+    shown = values if settings.is_explicit("show_config") else parsing.changed(values)
+    texts = {
+        name: yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
+        for name, value in shown.items()
+    }
+    return "\n".join(f"{name}: {text}  # {settings.origin(name)}" for name, text in texts.items())

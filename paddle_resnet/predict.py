@@ -16,6 +16,7 @@ from time import perf_counter
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+from paddle_resnet.models import registered_name
 from paddle_resnet.results import predictions
 from utils import exit_codes, files, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
@@ -118,8 +119,9 @@ def _read(path):
 def _decoded(description, batches, batch_size, device, threads):
     """Yield the images of each batch of encoded ones as the network takes them; DALI raises RuntimeError for an image
     that it cannot decode."""
-    from paddle_resnet import dali, inference
+    from paddle_resnet import dali
     from paddle_resnet.data import readers
+    from paddle_resnet.serving import inference
     from utils.mode import Mode
 
     args = inference.loader_args(description, batch_size, device, threads)
@@ -232,12 +234,13 @@ def benchmark(models, batch_sizes):
 
 
 @contextlib.contextmanager
-def engines(path, device):
+def engines(path, device, model_arch_name=None):
     """All ways to run a model, [inference.Model]; a checkpoint is exported to a temporary folder first. onnxruntime is
     left out with a warning if it or onnx is missing or broken."""
-    from paddle_resnet import export, inference
+    from paddle_resnet import export
+    from paddle_resnet.serving import inference
 
-    models = [inference.open_model(path, device)]
+    models = [inference.open_model(path, device, model_arch_name)]
     if models[0].engine == "onnxruntime":
         yield models
         return
@@ -246,10 +249,10 @@ def engines(path, device):
         if models[0].engine == "Executor":
             folder = Path(temporary) / "export"
             try:
-                export.export(path, folder, onnx=True)
+                export.export(path, folder, onnx=True, model_arch_name=model_arch_name)
             except (UsageError, RunError) as e:
                 problem = e
-                export.export(path, folder)
+                export.export(path, folder, model_arch_name=model_arch_name)
             models.append(inference.open_paddle(folder, device))
         try:
             if not (file := folder / f"{inference.NAME}.onnx").is_file():
@@ -265,6 +268,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
     parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
+    parser.add_argument("--model-arch-name", metavar="FILE.py:NAME", help="network of a checkpoint that is from a file")
     parser.add_argument("--csv", metavar="FILE|-", help="write a table with one line per image; - is stdout")
     parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")
     parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="(default: auto)")
@@ -290,19 +294,21 @@ def _main(args):
         raise UsageError("--json and --csv - both write to stdout; remove one, or set --csv to a file")
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark measures the network on random images; remove images, --csv and --json")
+    if args.model_arch_name is not None:
+        args.model_arch_name = registered_name(args.model_arch_name)
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
     _claim_csv(args, paths)
-    with signals.postponed():
-        from paddle_resnet import compat  # imports Paddle, which takes seconds
+    with signals.deferred():
+        from paddle_resnet.machine import compat  # imports Paddle, which takes seconds
 
         compat.check_version()
-        from paddle_resnet import inference
         from paddle_resnet.data import bad_images
+        from paddle_resnet.serving import inference
 
     device = inference.resolve_device(args.device)
     if args.benchmark:
         return _print_benchmark(args, device)
-    model = inference.open_model(args.model, device)
+    model = inference.open_model(args.model, device, args.model_arch_name)
     bad = 0
     classes = model.description["output"]["shape"][1]
     with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():
@@ -355,7 +361,7 @@ def _csv_writer(path, k):
 def _print_benchmark(args, device):
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms")
     logger.info(f"{'batch':>5}  {'engine':16}  {'p50':>9}  {'p90':>9}  {'p99':>9}  {'images/s':>9}")
-    with engines(args.model, device) as models:
+    with engines(args.model, device, args.model_arch_name) as models:
         for found in benchmark(models, args.benchmark_batches):
             figures = "  ".join(f"{found[name]:9.2f}" for name in FIGURES)
             logger.info(f"{found['batch']:5}  {found['engine']:16}  {figures}")

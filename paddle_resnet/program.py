@@ -1,6 +1,7 @@
 """The static-graph programs: feeds, metrics, optimizer, compilation, and the loop that runs a step."""
 
 import contextlib
+import functools
 import io
 from collections import Counter, namedtuple
 
@@ -9,44 +10,45 @@ import paddle
 from paddle import static
 from paddle.incubate import asp
 
-from paddle_resnet import compat, dali
+from paddle_resnet import resolution
 from paddle_resnet.checkpoints.variables import LOSS_SCALE
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange, fleet, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
-from paddle_resnet.models import build_model, loss_head
-from paddle_resnet.native import build as native
-from paddle_resnet.optimizer import decorate_amp, exclude_from_asp
+from paddle_resnet.machine import compat
+from paddle_resnet.models import build_model, layers, logits, loss_head, mixing
+from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.optimizers.table import build_optimizer
-from paddle_resnet.passes import all_reduces, fusion, updates
-from paddle_resnet.steps import cuda_graph, host_metrics, trace
+from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, updates
+from paddle_resnet.settings import durations
+from paddle_resnet.steps import cuda_graph, host_metrics, random_numbers, scalars, trace
+from paddle_resnet.steps.dispatch import Dispatcher
 from utils import logger, progress
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles, mean
 from utils.mode import Mode
 from utils.signals import Preempted
 
-# What BuildStrategy can fuse in a training step on a GPU. Which of them exist depends on the Paddle version.
+# Fusions of BuildStrategy for a training step on a GPU. Some Paddle versions lack some of them.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
 
 
-def start(args):
-    """Resolve the device and the kernels, and start Fleet, unless that is done for these flags; changes the flags.
+def start(args, mode=Mode.TRAIN):
+    """Resolve and freeze the settings and start Fleet, unless this has been done.
 
-    build and dist_optimizer call it for programs that use only the functions of this module. train.py takes these
-    steps itself, with others between them.
+    build and dist_optimizer call this function, so that other programs need only this module. train.py calls the same
+    functions itself, with other phases between them.
 
     Raises:
-        UsageError: as compat.check_version, processes.resolve_devices and native.build.resolve.
+        UsageError: as compat.check_version and resolution.resolve.
     """
-    if args.is_started:
+    if fleet.is_started(args):
         return
     compat.check_version()
     paddle.enable_static()
-    processes.resolve_devices(args)
-    native.resolve(args)
-    fleet.connect(args)
+    fleet.connect(args.comm_timeout_s)
+    resolution.resolve(args, mode)
     fleet.start(args)
 
 
@@ -69,17 +71,18 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
     Args:
         out: logits [N, class_num].
-        feeds: result of create_feeds.
+        feeds: result of create_feeds. If it also has "weights" [N, class_num] in float32, each row with the sum 1,
+            these replace the label in the loss.
         class_num: number of classes.
-        label_smoothing: share of each label spread evenly over all classes, in training only: Szegedy et al.,
+        label_smoothing: fraction of each label spread evenly over all classes, in training only: Szegedy et al.,
             arXiv:1512.00567, section 7.
-        mode: Mode.TRAIN: the loss is the mean over the batch. Mode.EVAL: it is the loss of each image [N, 1], and the
-            host sums it over the data set in float64.
+        mode: with Mode.TRAIN, the loss is the mean over the batch; with Mode.EVAL, the loss of each image [N, 1], which
+            the host sums over the data set in float64.
     Returns:
-        {"loss", "top1", "top5": (variable, AverageMeter)}; top5 is top-C where there are C < 5 classes. With
-        Mode.EVAL also "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
+        {"loss", "top1", "top5": (variable, AverageMeter)}; with C < 5 classes, top5 is top-C. With Mode.EVAL also
+        "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
     """
-    head = loss_head.add(out, feeds["label"], class_num, label_smoothing, mode is Mode.TRAIN)
+    head = loss_head.add(out, feeds, class_num, label_smoothing, mode is Mode.TRAIN)
     return {
         name: (
             variable,
@@ -90,22 +93,22 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
 
 def create_strategy(args, is_train=True):
-    """Compilation options.
+    """Return the compilation options of a program.
 
     Args:
-        args: flags.
-        is_train: the fused operators are those of a training step.
+        args: Settings.
+        is_train: enable the fused operators of a training step.
     Returns:
         (BuildStrategy, None). Executors since Paddle 2.5 take no ExecutionStrategy.
     Raises:
-        UsageError: --fuse-resunit is given and this Paddle lacks that pass, or --device auto is not resolved.
+        UsageError: --fuse-resunit is set, and this version of Paddle lacks the pass; or --device auto is not resolved.
     """
-    processes.check_resolved(args)
+    processes.check_resolved(args.device)
     strategy = static.BuildStrategy()
     if args.fuse_resunit:
         compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
-        # Paddle's fused addition and activation has no bfloat16 kernel. The passes that fuse BN skip bfloat16.
+        # Paddle's fused addition and activation has no bfloat16 kernel. Its passes that fuse BN skip bfloat16.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
@@ -116,122 +119,209 @@ def create_strategy(args, is_train=True):
 def dist_optimizer(args, optimizer):
     """Wrap an optimizer for mixed precision, data parallelism and sparsity.
 
-    This order keeps all three. With Fleet's own strategy flags for AMP and ASP, gradients are not reduced or the
-    program stays in float32.
+    Only this order preserves all three. With Fleet's own strategy flags for AMP and ASP, gradients are not reduced, or
+    the program remains in float32.
     """
     start(args)
-    optimizer = paddle.distributed.fleet.distributed_optimizer(decorate_amp(args, optimizer))
+    if args.amp:
+        scaling = args.scale_loss, args.use_dynamic_loss_scaling
+        optimizer = amp.decorate(optimizer, args.amp_dtype, args.amp_level, *scaling)
+    optimizer = paddle.distributed.fleet.distributed_optimizer(optimizer)
     return asp.decorate(optimizer) if args.asp else optimizer
 
 
-def build(args, main_prog, startup_prog, step_each_epoch, is_train=True):
-    """Fill a program. Parameters have the same names in every program, so an evaluation program shares those of the
-    training program in the same scope.
+def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None):
+    """Build the training or evaluation program. Parameters have the same names in both, so that programs share them in
+    a scope.
 
     Args:
-        args: flags. Those that follow the machine or the data are resolved here if they are not yet: the number of
-            classes is that of --image-root unless --num-of-class is set. Changes the flags.
+        args: Settings. Unless they are frozen, flags that depend on the machine or the data are resolved (such as the
+            number of classes, from --image-root), and the settings are frozen.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program to fill with the initialisation. Do not run that of an evaluation program which
+        startup_prog: static.Program to fill with the initialization. Do not run that of an evaluation program that
             shares the parameters of a training program.
-        step_each_epoch: training steps an epoch, for the learning rate.
-        is_train: training program with backward pass and optimizer, or evaluation program.
+        step_each_epoch: training batches per epoch, for the learning rate.
+        is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
+        lr_scheduler: schedule that several training programs share (schedules.build_lr_scheduler); None for a new one.
     Returns:
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
-    start(args)
-    dali.settle_classes(args, Mode.TRAIN if is_train else Mode.EVAL)
-    watchdog.phase("the building of a program")
+    mode = Mode.TRAIN if is_train else Mode.EVAL
+    start(args, mode)
+    watchdog.phase("building a program")
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
-    lr_scheduler = optimizer = None
+    if is_train and lr_scheduler is None:
+        lr_scheduler = build_lr_scheduler(args, durations.uniform(args, step_each_epoch))
+    optimizer = None
     with static.program_guard(main_prog, startup_prog), paddle.utils.unique_name.guard():
         with _default_dtype("float16" if args.dali_output_fp16 else "float32"):
             feeds = create_feeds(image_shape)
-        model = build_model(args)
+        model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         if not is_train:
             model.eval()
         images = feeds["data"]
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
-            images = images.astype("float32")  # Paddle's layers refuse bfloat16 input; AMP casts to it later
-        out = model(images)
+            images = images.astype("float32")  # Paddle's layers reject bfloat16 input; AMP casts later
+        targets = feeds
+        if is_train:
+            images, weights = _mix(args, images, feeds["label"], lr_scheduler)
+            targets = feeds | weights
+            _drop_out(args, model, lr_scheduler)
+        out = logits(model, images, args.model_arch_name, args.num_of_class)
         if args.kernels == "native":
             loss_head.use_native(main_prog)
-        mode = Mode.TRAIN if is_train else Mode.EVAL
-        fetchs = create_fetchs(out, feeds, args.num_of_class, args.label_smoothing, mode)
+        fetchs = create_fetchs(out, targets, args.num_of_class, args.label_smoothing, mode)
         if not is_train and (args.predictions is not None or args.report_html is not None):
             fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
         if is_train:
-            lr_scheduler = build_lr_scheduler(args, step_each_epoch)
-            optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
-            if args.asp:
-                exclude_from_asp(main_prog, model)
-            with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints its optimizers' names
-                optimizer.minimize(fetchs["loss"][0], startup_prog)
-            updates.mend_updates(args, main_prog)
-            updates.place_state(args, startup_prog)
-            all_reduces.adapt_communication(args, main_prog, startup_prog)
+            optimizer = _minimize(args, main_prog, startup_prog, model, fetchs["loss"][0], lr_scheduler)
         if args.kernels == "native":
-            with loss_head.scope():  # the metrics reach the host in the precision that they have
-                host_metrics.post(variable for variable, _ in fetchs.values())
+            with loss_head.scope():  # AMP must not change the precision of the metrics
+                host_metrics.add_copy(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
 
 
+def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler):
+    """Add the backward pass and the update of the parameters to a training program; returns the optimizer."""
+    is_native = args.kernels == "native"
+    optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
+    if args.asp:
+        sparsity.exclude_classifier(main_prog, model)
+    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints its optimizers' names
+        optimizer.minimize(loss, startup_prog)
+    scalars.register(main_prog, lr_scheduler._var_name, lr_scheduler)
+    accumulation.add_sums(main_prog, startup_prog, args.accumulate_steps)
+    if args.clip_grad_norm is not None:
+        updates.clip_gradients(main_prog, args.clip_grad_norm)
+    if args.ema is not None:
+        statistics = all_reduces.bn_statistics(main_prog)
+        averages.add(main_prog, startup_prog, lr_scheduler, statistics, args.ema, is_native)
+    if is_native:
+        updates.place_state(startup_prog)
+    else:
+        is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
+        updates.fix_updates(main_prog, is_bfloat16, args.use_dynamic_loss_scaling)
+    all_reduces.adapt_communication(main_prog, startup_prog, args.device)
+    return optimizer
+
+
+def _mix(args, images, label, lr_scheduler):
+    """Return (images, {"weights": target weights}), mixed if a flag of mixing.KINDS is set, otherwise (images, {})."""
+    alphas = {kind: alpha for kind in mixing.KINDS if (alpha := getattr(args, kind))}
+    if not alphas:
+        return images, {}
+    if args.batch_size < 2:
+        raise UsageError(f"--{next(iter(alphas))}: requires two images per batch; use --batch-size 2 or more")
+    _, height, width = args.image_shape
+
+    @functools.lru_cache(1)  # one draw per step for the three values
+    def draw(step):
+        generator = random_numbers.generator(args.seed, step, "mix", processes.rank())
+        return mixing.draw(generator, alphas, height, width)
+
+    def declare(name, shape):
+        return scalars.declare(f"mix.{name}", lambda: getattr(draw(lr_scheduler.batches), name), shape)
+
+    is_nchw = args.data_layout == "NCHW"
+    rows = declare("rows", [1, 1, height, 1] if is_nchw else [1, height, 1, 1])
+    columns = declare("columns", [1, 1, 1, width] if is_nchw else [1, 1, width, 1])
+    mixed = mixing.mix_images(images, rows, columns)
+    return mixed, {"weights": mixing.mix_labels(label, declare("share", [1]), args.num_of_class)}
+
+
+def _drop_out(args, model, lr_scheduler):
+    """Add --dropout before the last layer of a network."""
+    if not args.dropout:
+        return
+
+    def draw():
+        generator = random_numbers.generator(args.seed, lr_scheduler.batches, "dropout", processes.rank())
+        return generator.integers(1, 2**31)
+
+    seed = scalars.declare("dropout.seed", draw, dtype="int32")
+    model.last.register_forward_pre_hook(lambda _, inputs: layers.dropout(inputs[0], args.dropout, seed))
+
+
 def compile_prog(args, program, loss_name=None, is_train=True):
-    """Rewrite a copy of a program to fused operators, and wrap it for the Executor.
+    """Compile a copy of a program with fused operators for the Executor.
 
     Args:
-        args: flags. --cuda-graph becomes false if a step of this program cannot be captured.
-        program: the main_prog of build; it stays as it is.
+        args: Settings.
+        program: the main_prog of build, which is not modified.
         loss_name: ignored; Paddle 2.5 and newer do not need it.
-        is_train: the program trains.
+        is_train: whether the program trains.
     Returns:
-        static.CompiledProgram.
+        static.CompiledProgram with the attributes captured (cuda_graph.CapturedStep or None), write_scalars
+        (scalars.Writer), trace (trace.Trace of its first pass, or None) and accumulating (with --accumulate-steps, the
+        compiled program for the batches of a training step before its last one; otherwise None).
     Raises:
         UsageError: as create_strategy; or --cuda-graph true is explicit, and the step cannot be captured.
     """
-    processes.check_resolved(args)
-    program = program.clone()
+    processes.check_resolved(args.device)
+    compiled = _compile(args, program, is_train)
+    compiled.accumulating = None
+    if is_train and args.accumulate_steps > 1:
+        accumulating = accumulation.without_update(program)
+        accumulating.host_scalars = scalars.of(program)
+        compiled.accumulating = _compile(args, accumulating, is_train)
+    return compiled
+
+
+def _compile(args, program, is_train):
+    program, host_scalars = program.clone(), scalars.of(program)
+    program.host_scalars = host_scalars
     if args.device == "cpu" and args.data_layout == "NCHW":
-        # oneDNN's convolutions take half the time of Paddle's own. Not in NHWC, where its filter gradients are wrong,
-        # and only these operators: its gradient of a mean, for one, fails on the scalar loss.
+        # oneDNN's convolutions take half the time of Paddle's own. In NHWC, its filter gradients are wrong. Other
+        # operators are excluded because, for example, its gradient of a mean fails on the scalar loss.
         for op in program.global_block().ops:
             if op.type in ("conv2d", "conv2d_grad"):
                 op._set_attr("use_mkldnn", True)
     if args.kernels == "native":
         fusion.fuse(program)
-        cuda_graph.resolve(args, program)
     else:
         updates.keep_statistics_finite(program)
-    return static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
+    compiled = static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
+    place = processes.place(args.device)
+    compiled.write_scalars = scalars.Writer(program, place)
+    compiled.trace = None
+    if args.profile_steps is not None and is_train == args.run_scope.trains:
+        compiled.trace = trace.Trace(args.profile_steps, trace.path(args.profile_steps, args.output_dir), args.device)
+    compiled.captured = None
+    if args.kernels == "native":
+        is_explicit = args.is_explicit("cuda_graph")
+        untested = cuda_graph.untested_operators(program, args.cuda_graph, is_explicit)
+        if untested is not None:
+            compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, is_explicit)
+    return compiled
 
 
 def fused_operators(args, compiled):
-    """Compile a program now instead of in its first step, and count the fused operators that it has then.
+    """Compile a program before its first step, and count its fused operators.
 
     Args:
-        args: flags.
-        compiled: result of compile_prog; the Executor takes what is compiled here.
+        args: Settings.
+        compiled: result of compile_prog; the Executor reuses the compilation.
     Returns:
-        {operator: count} by name: Paddle's (fused_...) and custom ones (native_...).
+        {operator: count} of Paddle's fused operators (fused_...) and custom operators (native_...).
     """
-    compiled._compile(static.global_scope(), processes.place(args))
+    compiled._compile(static.global_scope(), processes.place(args.device))
     types = Counter(node.name() for node in compiled._graph.nodes() if node.is_op())
     return {name: count for name, count in sorted(types.items()) if name.startswith(("fused_", "native_"))}
 
 
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
-    """Run one epoch, or what is left of it, or in benchmark mode a given number of steps.
+    """Run an epoch, the rest of an epoch after a resume, or a number of steps in benchmark mode.
 
-    The host dispatches step n and then reads the metrics of step n-1; it waits for nothing else. In benchmark mode
-    the loader restarts as often as needed. A restart and the wait for the first batch after it count as data_time of
-    that step. The first --benchmark-warmup-steps do not count, and the measurement begins and ends with an empty queue.
+    The host dispatches step n and then reads the metrics of step n-1; it does not wait otherwise. In benchmark mode,
+    the loader restarts as often as needed; the restart and the wait for the next batch count as data_time. The first
+    --benchmark-warmup-steps are not measured, and the measurement begins and ends with an idle device.
 
     Args:
-        args: flags.
+        args: Settings.
         dataloader: iterable of `[{"data": images, "label": labels}]`, Paddle tensors or NumPy arrays of the shapes and
-            types of create_feeds, such as a DALIGenericIterator; each iteration over it is an epoch. Without a length,
-            its end is the end of the epoch. All processes must have the same number of training batches.
+            types of create_feeds, such as a DALIGenericIterator; each iteration over it is an epoch. A loader without
+            a length is read until it ends. All processes must have the same number of training batches.
         exe: static.Executor.
         program: result of compile_prog.
         fetchs: result of build.
@@ -239,93 +329,108 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         mode: Mode.TRAIN or Mode.EVAL.
         lr_scheduler: if given, it advances after each step.
     Returns:
-        dict over all processes: loss, top1, top5 (means over images, those with a finite loss for the loss, NaN if
-        there are none; of the measured steps in benchmark mode), images, steps, epoch_time (seconds), ips (images/s),
-        data_time (waiting for the loader), compute_time and batch_time (mean seconds per step); with dynamic loss
-        scaling loss_scale; in benchmark mode also
-        latency_{mean,p50,p90,p95,p99}_ms (of the time between the dispatches of consecutive steps: the host is a step
-        ahead of a GPU, so this is the time per step, not the time that one batch takes) and first_step_s (seconds from
-        the start of the program until the host had the first step's metrics); with Mode.EVAL confusion (images by label
-        and predicted class, int64 [C, C]) and class_top1 (float64 [C], NaN for a class without images); on rank 0 with
-        --predictions or --report-html predictions (float64 [images, 1 + 2 k] in the order of the data set: label, the
-        k = 5 or C < 5 most probable classes, their probabilities); not_finite (images whose loss is NaN or infinite) if
-        there are any. After a resume inside an epoch, steps and times are those of the rest of the epoch.
+        dict of metrics over all processes:
+        loss, top1, top5: means over images; the loss over images with a finite loss, NaN if there are none.
+        not_finite: number of images whose loss is NaN or infinite, if there are any.
+        images, steps, epoch_time (seconds), ips (images/s). After a resume inside an epoch, steps and times are those
+        of the rest of the epoch.
+        data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
+        loss_scale: with dynamic loss scaling.
+        With --benchmark, of the measured steps, and also latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches
+        of consecutive steps (the time per step; the host is a step ahead of a GPU, so one batch takes longer); and
+        first_step_s: seconds from the start of the program until the host has the metrics of the first step.
+        With Mode.EVAL: confusion (number of images by label and predicted class, int64 [C, C]) and class_top1 (float64
+        [C], NaN for a class without images).
+        With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
+        set: label, the k = min(5, C) most probable classes, their probabilities).
     Raises:
         Preempted: the run was asked to stop, and all processes stopped before the same step.
-        RunError: --max-bad-steps losses in a row were not finite.
-        UsageError: --profile-steps names steps outside this pass, the program is not compiled, its parameters have no
-            values, or a batch does not fit it.
+        RunError: --max-bad-steps consecutive losses were not finite.
+        UsageError: a step of --profile-steps is outside this pass, the program is not compiled, its parameters have no
+            values, or a batch does not match the program.
     """
     _check_program(program)
     return run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save=None)
 
 
-@trace.dropped()
-def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save):
-    """As run, and calls `save(epoch, step)` before a step every --save-interval-steps."""
-    this = _Pass(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler)
-    for step in range(this.first_step, this.end_step):
-        if this.is_stopped(step):
-            break
-        if save is not None and this.is_save_due(step):
-            this.save(step, save)
-        this.prepare(step)
-        feed = this.next_batch(step)
-        if feed is None:
-            break
-        this.run_step(step, feed)
-    return this.finish()
+def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
+    """Like run, but call `save(epoch, step)` every --save-interval-steps, and end before `end_step`. The next call then
+    continues inside the epoch, with the sums of its previous steps."""
+    this = _Pass(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
+    with contextlib.closing(this):
+        for step in range(this.first_step, this.end_step):
+            if this.is_stopped(step):
+                break
+            if save is not None and this.is_save_due(step):
+                this.save(step, save)
+            this.prepare(step)
+            feed = this.next_batch(step)
+            if feed is None:
+                break
+            this.run_step(step, feed)
+        return this.finish()
 
 
 def _check_program(program):
     """Raise UsageError for a program that is not compiled, or whose parameters have no values in the scope."""
     if isinstance(program, static.Program):
         raise UsageError("run: the program is not compiled; pass the result of compile_prog")
-    first = program and next(iter(program._program.all_parameters()))
+    first = next(iter(program._program.all_parameters()), None)
     if first is not None:
         variable = static.global_scope().find_var(first.name)
         if variable is None or not variable.get_tensor()._is_initialized():
             raise UsageError(f"run: parameter {first.name} has no value; call exe.run(startup_prog) first")
 
 
-# Metrics of a step that are still to be read.
+# A dispatched step whose metrics have not been read.
 _InFlight = namedtuple("_InFlight", "step images lr handles")
 
 
 class _Pass:
-    """One pass over a loader: an epoch, what is left of one, or a benchmark.
+    """One pass over a loader: an epoch, the rest of an epoch, or a benchmark. See run."""
 
-    The host runs one step ahead: it dispatches step n, then reads the metrics of step n-1. Nothing else waits for the
-    device.
-    """
-
-    def __init__(self, args, loader, exe, program, fetchs, epoch, mode, lr_scheduler):
+    def __init__(self, args, loader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step=None):
         self._args, self._epoch, self._mode = args, epoch, mode
         self._lr_scheduler = lr_scheduler
         self._meters = {name: meter for name, (_, meter) in fetchs.items()}
-        self._dispatch = host_metrics.dispatcher(args, exe, program, [variable for variable, _ in fetchs.values()])
+        self._batches_each_step = args.accumulate_steps if mode is Mode.TRAIN else 1
+        variables = [variable for variable, _ in fetchs.values()]
+        # Labels can only be checked on a CPU: after a failed kernel, GPU memory is unreadable.
+        class_num = args.num_of_class if args.device == "cpu" else None
+        options = variables, args.kernels == "native", class_num, args.dali_device == args.device
+        self._dispatch = Dispatcher(exe, program, *options)
+        if self._batches_each_step > 1:
+            self._accumulate = Dispatcher(exe, program.accumulating, *options)
         self._loader = loader = iterators.adapted(loader, program)
-        loader.write_into(cuda_graph.inputs(args, program))
+        loader.write_into(self._dispatch.inputs)
         self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
         self.first_step = 0 if args.benchmark else loader.step
-        self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else len(loader)
+        if self._batches_each_step > 1 and len(loader) == iterators.UNKNOWN_LENGTH:
+            raise UsageError(f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length")
+        self._used = durations.used_batches(len(loader), args.accumulate_steps) if mode is Mode.TRAIN else len(loader)
+        self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else end_step or self._used
         self._clock = StepClock()
         self._step_log = StepLog(lambda step, metrics: log_info((epoch, step), metrics, mode))
         self._in_flight = self._first_step_s = None
         self._is_stopped = False
         self._enter_phase()
         self._batches = iter(loader)
-        self._trace = trace.start(args, mode, self.first_step, self.end_step)
+        self._trace = trace.start(program, self.first_step, self.end_step, args.resume)
+
+    def close(self):
+        """Stop the trace of a pass that ends early."""
+        if self._trace is not None:
+            self._trace.stop()
 
     def is_stopped(self, step):
-        """Whether the job has been asked to stop.
+        """Return whether an evaluation is to stop because the job was asked to; its ranks agree in finish(), because
+        they are not in step.
 
         Raises:
-            Preempted: in training, at the same step on every rank. Ranks evaluate at their own pace: there they end the
-                pass and agree in finish().
+            Preempted: training is to stop; raised before the same step on every rank.
         """
         if self._mode is Mode.TRAIN:
-            if exchange.stop_agreed():
+            if step % self._batches_each_step == 0 and exchange.stop_agreed():
                 self._read()
                 self._step_log.finish()
                 raise Preempted
@@ -334,11 +439,11 @@ class _Pass:
         return self._is_stopped
 
     def is_save_due(self, step):
-        interval = self._args.save_interval_steps
+        interval = self._args.save_interval_steps * self._batches_each_step
         return interval > 0 and step > self.first_step and step % interval == 0
 
     def save(self, step, save):
-        """Save between two steps; the clock leaves it out."""
+        """Save a checkpoint between two steps, which the clock does not count."""
         self._drain()
         self._clock.close_step()
         save(self._epoch, step)
@@ -346,11 +451,11 @@ class _Pass:
         self._clock.resume()
 
     def prepare(self, step):
-        """Start the trace and the measurement where they are due."""
+        """Start the trace or the measurement if it begins with this step."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
-        # An epoch forgets the epoch before, a benchmark its warm-up. A pass that continues inside an epoch starts after
-        # this step, so its meters keep the sums that the checkpoint has restored.
+        # Discard the sums of the previous epoch or of the warm-up. A pass that continues inside an epoch starts after
+        # this step, so its meters keep the sums from the checkpoint.
         if step == self._measured_from:
             self._drain()
             for meter in self._meters.values():
@@ -358,15 +463,15 @@ class _Pass:
             self._clock.restart()
 
     def next_batch(self, step):
-        """{"data", "label"} of the next batch, None after the last one of a loader without a length. A benchmark
-        restarts the loader as often as needed."""
+        """Return {name: tensor} of the next batch; None after the last one of a loader without a length. In a
+        benchmark, restart the loader at its end."""
         watchdog.step(step, waits=True)
         batch = next(self._batches, None)
         if batch is None:
             if self.end_step == iterators.UNKNOWN_LENGTH:
                 return None
             if not self._args.benchmark:
-                raise RuntimeError(f"the loader ended at step {step} of {self.end_step}")
+                raise RuntimeError(f"loader: ends at step {step} of {self.end_step}; correct its length")
             self._loader.reset()
             self._batches = iter(self._loader)
             batch = next(self._batches)
@@ -375,28 +480,34 @@ class _Pass:
         return batch[0]
 
     def run_step(self, step, feed):
-        """Dispatch a step, then read the metrics of the one before."""
-        images = feed["label"].shape()[0]
-        handles = self._dispatch(feed)
+        """Dispatch a step, then read the metrics of the previous step."""
+        images = next(iter(feed.values())).shape()[0]
+        updates_parameters = (step + 1) % self._batches_each_step == 0
+        handles = (self._dispatch if updates_parameters else self._accumulate)(feed)
         lr = None
         if self._lr_scheduler is not None:
             lr = self._lr_scheduler.last_lr
-            self._lr_scheduler.step()
+            self._lr_scheduler.batch = (step + 1) % self._batches_each_step
+            if updates_parameters:
+                self._lr_scheduler.step()
         self._read()
         self._in_flight = _InFlight(step, images, lr, handles)
         self._clock.step_done(images)
 
     def finish(self):
-        """Read the last metrics, end the loader's epoch and reduce over all processes; returns what run returns."""
+        """Read the last metrics, end the loader's epoch, reduce the metrics over all processes, and return the result
+        of run."""
         args = self._args
         self._drain()
         self._clock.close_step()
         self._step_log.finish()
         if self._trace is not None:
             self._trace.before(self.end_step, self._drain, self._clock)
-        if not args.benchmark and not self._is_stopped:
+        if not args.benchmark and not self._is_stopped and self.end_step == self._used:
+            for _ in range(len(self._loader) - self._used):
+                next(self._batches)
             if next(self._batches, None) is not None:
-                raise RuntimeError(f"the loader has more than the {self.end_step} batches it announced")
+                raise RuntimeError(f"loader: yields more batches than its length {self.end_step}; correct the length")
             self._loader.reset()
         result = _over_all_processes(self._averages(), self._clock, self._is_stopped)
         if self._mode is Mode.TRAIN and args.use_dynamic_loss_scaling:
@@ -416,7 +527,8 @@ class _Pass:
         watchdog.phase(f"epoch {self._epoch} {self._mode.value}")
 
     def _read(self):
-        """Wait for the metrics of the step in flight, if there is one, and log them where that is due."""
+        """Wait for the metrics of the last dispatched step, if they have not been read, and log them every
+        --print-interval steps."""
         if self._in_flight is None:
             return
         (step, images, lr, handles), self._in_flight = self._in_flight, None
@@ -424,7 +536,7 @@ class _Pass:
             meter.update(np.asarray(handle), images)
         self._first_step_s = self._first_step_s or logger.elapsed_s()
         if self._mode is Mode.TRAIN:
-            _refuse_bad_losses(self._args, self._meters["loss"], self._epoch, step, lr)
+            _check_losses(self._args, self._meters["loss"], self._epoch, step, lr)
         if step % self._args.print_interval == 0 and step >= self._measured_from:
             metrics = {name: meter.value for name, meter in self._averages().items()}
             metrics.update(self._clock.since_last_log())
@@ -433,30 +545,31 @@ class _Pass:
             self._show_progress(step + 1, images, lr)
 
     def _show_progress(self, step, images, lr):
-        """Show what the host has read: the means of this pass, and the speed of its last steps."""
+        """Display the means of this pass and the speed of its last steps."""
         data_time, batch_time = self._clock.recent()
         if batch_time == 0:
             return
         means = {name: meter.mean() for name, meter in self._averages().items()}
-        figures = [f"loss {means['loss']:.4g}", f"top1 {means['top1']:.4f}", f"{images / batch_time:,.0f} images/s"]
-        figures.append(f"waiting for data {data_time / batch_time:.0%}")
+        fields = [f"loss {means['loss']:.4g}", f"top1 {means['top1']:.4f}", f"{images / batch_time:,.0f} images/s"]
+        fields.append(f"waiting for data {data_time / batch_time:.0%}")
         if lr is not None:
-            figures.append(f"lr {lr:.4g}")
+            fields.append(f"lr {lr:.4g}")
         if self._args.device == "gpu":
             gib = paddle.device.cuda.max_memory_allocated(processes.local_gpu()) / 2**30
-            figures.append(f"GPU memory {gib:.1f} GiB")
+            fields.append(f"GPU memory {gib:.1f} GiB")
         steps_left = self.end_step - step
         run_left_s = None
-        if self._mode is Mode.TRAIN and not self._args.benchmark:
-            epochs_left = self._args.epochs - self._epoch - 1
-            run_left_s = (steps_left + epochs_left * self.end_step) * batch_time
-        progress.show(step, self.end_step, steps_left * batch_time, run_left_s, figures)
+        if self._lr_scheduler is not None and not self._args.benchmark:
+            timeline = self._lr_scheduler.timeline
+            total = durations.total_steps(self._args, timeline) * self._batches_each_step
+            run_left_s = (total - timeline.batches_before(self._epoch) - step) * batch_time
+        progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields)
 
     def _drain(self):
-        """Wait until all dispatched steps are done: their metrics are there before they end."""
+        """Wait until the device is idle; the metrics of a step are available before the step ends."""
         self._read()
         if self._args.device == "gpu":
-            paddle.device.cuda.synchronize(processes.place(self._args))
+            paddle.device.cuda.synchronize(processes.place(self._args.device))
 
 
 def log_info(step, metrics, mode):
@@ -464,27 +577,27 @@ def log_info(step, metrics, mode):
 
     Args:
         step: (epoch, step), (epoch,) or ().
-        metrics: {name: value}; the report has them as "train.NAME" or "val.NAME". Arrays are left out: report.py writes
-            them.
+        metrics: {name: value}, in the report "train.NAME" or "val.NAME". Arrays are not logged; report.py writes them
+            to files.
         mode: Mode.TRAIN or Mode.EVAL.
     """
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
     logger.log(step, {f"{mode.value}.{name}": value for name, value in numbers.items()})
 
 
-def _refuse_bad_losses(args, loss, epoch, step, lr):
-    """End a run whose loss stays infinite or NaN.
+def _check_losses(args, loss, epoch, step, lr):
+    """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
 
-    Dynamic loss scaling skips such a step, whose gradients are not finite either. It does not count as long as a lower
-    scale can help: Paddle lowers it down to 1. The scale is read only here, so a healthy step costs nothing.
+    Dynamic loss scaling skips such a step and lowers the scale, down to 1. The step does not count while the scale is
+    above 1. The scale is read only after a bad loss, because reading it waits for the device.
     """
     if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
         loss.excuse_update()
     if loss.bad_updates >= args.max_bad_steps:
         raise RunError(
-            f"--max-bad-steps {args.max_bad_steps}: the loss was not finite in {loss.bad_updates} steps in a row, up "
-            f"to step {step} of epoch {epoch} with learning rate {lr}: resume from the last checkpoint with a lower "
-            "--lr, or check the images"
+            f"--max-bad-steps {args.max_bad_steps}: {loss.bad_updates} consecutive losses were not finite, up to step "
+            f"{step} of epoch {epoch} with learning rate {lr}; resume from the last checkpoint with a lower --lr, or "
+            "check the images"
         )
 
 
@@ -493,40 +606,43 @@ def _loss_scale():
 
 
 def _over_all_processes(meters, clock, stopped):
-    """Sums and times of all processes, reduced on the host in float64; the result is the same on each."""
+    """Return the metrics and times over all processes, reduced on the host in float64, the same on each process."""
     watchdog.phase("the sums over all processes")
-    mine = [number for meter in meters.values() for number in (meter.sum, meter.count - meter.not_finite)]
     loss = meters["loss"]
-    mine += [loss.count, loss.not_finite, clock.images, stopped]
-    mine += [len(clock.batch_times), sum(clock.batch_times), sum(clock.data_times)]
-    everyone = exchange.all_gather(mine)
-    *sums, images, not_finite, timed_images, any_stopped, all_steps, total_time, total_data_time = everyone.sum(axis=0)
-    if any_stopped:
+    own = {}
+    for name, meter in meters.items():
+        own |= {(name, "sum"): meter.sum, (name, "finite"): meter.count - meter.not_finite}
+    own |= {"images": loss.count, "not_finite": loss.not_finite, "timed_images": clock.images, "stopped": stopped}
+    own |= {"steps": len(clock.batch_times), "time": sum(clock.batch_times), "data_time": sum(clock.data_times)}
+    all_ranks = exchange.all_gather(list(own.values()))
+    sums = dict(zip(own, all_ranks.sum(axis=0), strict=True))
+    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # a process may have no images
+    if sums["stopped"]:
         raise Preempted
-    steps, slowest = int(everyone[:, -3].max()), everyone[:, -2].max()  # a process may have no images
-    result = {name: mean(*sums[2 * i : 2 * i + 2]) for i, name in enumerate(meters)}
+    result = {name: mean(sums[name, "sum"], sums[name, "finite"]) for name in meters}
     result.update(
-        images=int(images),
-        steps=steps,
-        epoch_time=slowest,
-        ips=timed_images / slowest,
-        data_time=total_data_time / all_steps,
-        compute_time=(total_time - total_data_time) / all_steps,
-        batch_time=total_time / all_steps,
+        images=int(sums["images"]),
+        steps=int(largest["steps"]),
+        epoch_time=largest["time"],
+        ips=sums["timed_images"] / largest["time"],
+        data_time=sums["data_time"] / sums["steps"],
+        compute_time=(sums["time"] - sums["data_time"]) / sums["steps"],
+        batch_time=sums["time"] / sums["steps"],
     )
-    if not_finite:
-        result["not_finite"] = int(not_finite)
+    if sums["not_finite"]:
+        result["not_finite"] = int(sums["not_finite"])
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
 
 
 def _confusion_over_all_processes(meter):
-    """The sum of all processes' counts. Only counts above zero travel, at most two numbers an image."""
+    """Return the confusion counts over all processes and top1 per class. Only positive counts are sent, at most two
+    numbers per image."""
     codes, counts = meter.counts()
     longest = int(exchange.all_gather([len(codes)]).max())
     padding = (0, longest - len(codes))
-    everyone = exchange.all_gather([*np.pad(codes, padding), *np.pad(counts, padding)]).astype(np.int64)
+    all_ranks = exchange.all_gather([*np.pad(codes, padding), *np.pad(counts, padding)]).astype(np.int64)
     confusion = np.zeros(meter.class_num**2, np.int64)
-    np.add.at(confusion, everyone[:, :longest], everyone[:, longest:])
+    np.add.at(confusion, all_ranks[:, :longest], all_ranks[:, longest:])
     confusion = confusion.reshape(meter.class_num, meter.class_num)
     images = confusion.sum(axis=1)
     class_top1 = np.divide(confusion.diagonal(), images, out=np.full(len(images), np.nan), where=images > 0)
@@ -534,12 +650,13 @@ def _confusion_over_all_processes(meter):
 
 
 def _predictions_on_rank_0(labels, rows):
-    """The rows of all processes in the order of the data set, whose parts follow that of the ranks."""
-    mine = np.column_stack([labels, rows])
-    everyone = exchange.gather(mine.tobytes())
-    if everyone is None:
+    """Return the rows of all processes on rank 0, in the order of the data set: its shards are in the order of the
+    ranks."""
+    own = np.column_stack([labels, rows])
+    all_ranks = exchange.gather(own.tobytes())
+    if all_ranks is None:
         return {}
-    return {"predictions": np.frombuffer(b"".join(everyone)).reshape(-1, mine.shape[1])}
+    return {"predictions": np.frombuffer(b"".join(all_ranks)).reshape(-1, own.shape[1])}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a run says about itself: its first and last lines, and the CSV files beside --report-file.
+"""Start and summary lines of a run, and the CSV files next to --report-file.
 
 `python -m paddle_resnet.report RUN...` compares runs (results/comparison.py), without importing Paddle or DALI.
 """
@@ -13,29 +13,29 @@ from pathlib import Path
 
 import numpy as np
 
-import config
 from paddle_resnet.job import processes
+from paddle_resnet.settings.values import text
 from utils import files, logger
 from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
 MIB = 2**20
-OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # not of the evaluation that is suggested
-STARVED_SHARE = 0.2  # of a step that a GPU waits for images
+OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # omitted from the suggested evaluation command
+STARVED_FRACTION = 0.2  # of a step, during which a GPU waits for images
 
 
 def default_name(args):
-    """Name of the report in the run's folder if --report-file is not set: an evaluation keeps that of its training."""
+    """Name of the report in the run's folder if --report-file is not set: an evaluation keeps the training report."""
     if args.benchmark:
         return "report.benchmark.json"
     return "report.json" if args.run_scope.trains else "report.eval.json"
 
 
 def outputs(args):
-    """{flag or description: path, or None} of the report and the files that are made from it or beside it."""
-    tables = {f"{kind}.csv beside --report-file": path for kind, path in _tables(args).items()}
+    """Return {flag or description: path, or None} of the report and of the files created from it or next to it."""
+    tables = {f"{kind}.csv next to --report-file": path for kind, path in _tables(args).items()}
     if args.predictions is not None:
-        tables.pop("predictions.csv beside --report-file", None)
+        tables.pop("predictions.csv next to --report-file", None)
     return {
         "--report-file": args.report_file,
         "--report-html": args.report_html,
@@ -45,20 +45,20 @@ def outputs(args):
 
 
 def _tables(args):
-    """{kind: path} of the CSV files of an evaluation, one of results/reading.COLUMNS each."""
+    """Return {kind: path} of the CSV files of an evaluation; each kind is in results/reading.COLUMNS."""
     if args.benchmark or not args.run_scope.evaluates:
         return {}
     kinds = ["classes", "confusion", *(["predictions"] if args.report_html else [])]
     if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # /dev/null, a pipe
         kinds = []
-    paths = {kind: files.beside(args.report_file, f"{kind}.csv") for kind in kinds}
+    paths = {kind: files.companion(args.report_file, f"{kind}.csv") for kind in kinds}
     return paths | ({"predictions": args.predictions} if args.predictions is not None else {})
 
 
 def resumes(args, found):
     """Whether the run appends to its report: with --resume, and if it continues the run of a checkpoint."""
     trains = args.run_scope.trains and not args.benchmark
-    return trains and (args.resume or (found is not None and found.goes_on))
+    return trains and (args.resume or (found is not None and found.resumes))
 
 
 def check_replaced(args, found, run_folder):
@@ -69,15 +69,15 @@ def check_replaced(args, found, run_folder):
         found: the checkpoint that the run starts from (restore.Found), or None.
         run_folder: the folder of its checkpoints.
     Raises:
-        UsageError: it is not a report; it is that of a training run and --overwrite is not set; or the run would append
-            to the report of a different one.
+        UsageError: the file is not a report; it is the report of a training run and --overwrite is not set; or the run
+            would append to the report of a different one.
     """
     path = Path(args.report_file)
     if not path.is_file():
         if args.report_html is not None and path.exists():
             raise UsageError(
-                f"--report-html {args.report_html}: {path} keeps no report to make a page of; choose a regular file "
-                "for --report-file"
+                f"--report-html {args.report_html}: {path} does not store the report that the page needs; choose a "
+                "regular file for --report-file"
             )
         return
     from paddle_resnet.results import reading
@@ -101,8 +101,7 @@ def check_replaced(args, found, run_folder):
 
 
 def _is_of_run(path, found, run_folder):
-    """Whether a report is that of the run that a resumed run continues. Folders may have moved since, with a report in
-    them."""
+    """Whether a report belongs to the run that this one resumes. Its folder may have been moved with the report."""
     from paddle_resnet.results import reading
 
     own = {run_folder, *([Path(found.folder).parent] if found else [])}
@@ -111,59 +110,68 @@ def _is_of_run(path, found, run_folder):
     return bool(path.resolve().parent in places or recorded & own or {folder.resolve() for folder in recorded} & places)
 
 
-def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces):
-    """One line: network, devices, precision, layout, image shape, fused operators, CUDA graph, batch, learning rate,
-    steps, gradient all-reduces.
+def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_reduces, is_captured):
+    """Return the start line: network, devices, precision, layout, image shape, fused operators, CUDA graph, batch,
+    learning rate, steps, gradient all-reduces.
 
     Args:
         args: flags.
-        train_loader, eval_loader: None for one that the run does not use.
-        fused_operators: {operator: count} of the program that the line is about.
-        gradient_all_reduces: how many a training step makes.
+        train_loader, eval_loader: None for a loader that the run does not use.
+        fused_operators: {operator: count} of the program that the line describes.
+        gradient_all_reduces: number per training step.
+        is_captured: whether the steps of that program are captured as a CUDA graph.
     """
     world_size = processes.world_size()
     precision = f"AMP {args.amp_level} in {args.amp_dtype}" if args.amp else "float32"
     fused = ", ".join(f"{count} {name}" for name, count in fused_operators.items()) or "no fused operators"
     loaders = {"train": train_loader, "val": eval_loader}
-    sizes = [f"{name} {len(loader)} steps an epoch" for name, loader in loaders.items() if loader is not None]
+    sizes = [f"{name} {len(loader)} steps per epoch" for name, loader in loaders.items() if loader is not None]
+    if train_loader is not None and args.iter_unit == "batch":
+        sizes.append(f"{args.num_iter} steps in total")
+    if train_loader is not None and args.accumulate_steps > 1:
+        left = len(train_loader) % args.accumulate_steps
+        sizes.append(f"an update every {args.accumulate_steps} steps" + (f", without the last {left}" if left else ""))
     if train_loader is not None and world_size > 1:
-        sizes.append(f"{gradient_all_reduces} gradient all-reduces a step")
+        sizes.append(f"{gradient_all_reduces} gradient all-reduces per step")
     return (
         f"{args.model_arch_name} on {world_size} x {args.device}, {precision}, {args.data_layout}, "
-        f"images {config.text(args.image_shape)}, {fused}, "
-        f"{'CUDA graph, ' if args.cuda_graph else ''}batch {args.batch_size} a process, peak lr {args.lr} x "
-        f"{world_size} = {args.lr * world_size:g}, {', '.join(sizes)}"
+        f"images {text(args.image_shape)}, {fused}, "
+        f"{'CUDA graph, ' if is_captured else ''}batch {args.batch_size} per process, peak lr {args.lr} x "
+        f"{world_size * args.accumulate_steps} = {args.lr * world_size * args.accumulate_steps:g}, {', '.join(sizes)}"
     )
 
 
 def all_done(args, found):
-    """Say that all epochs are done.
+    """Log that all steps are done.
 
     Raises:
-        UsageError: --resume was not given. With it, this is how a command that is repeated until it is done ends.
+        UsageError: --resume is not set. With --resume, a command that is repeated until all steps are done ends here.
     """
     if not args.resume:
-        raise UsageError(f"--epochs {args.epochs}: all are done in {found.folder}: give more than {found.epoch}")
-    logger.info(f"--resume: all {args.epochs} epochs are done in {found.folder}")
+        if args.iter_unit == "batch":
+            raise UsageError(f"--num-iter {args.num_iter}: all are done in {found.folder}; use a larger number")
+        raise UsageError(f"--epochs {args.epochs}: all are done in {found.folder}; use more than {found.epoch}")
+    length = f"{args.epochs} epochs" if args.iter_unit == "epoch" else f"{args.num_iter} steps"
+    logger.info(f"--resume: all {length} are done in {found.folder}")
 
 
 def advise_on_loader(args, epoch, trained):
-    """Warn if a GPU waits for the loader for more than a fifth of an epoch, with the flag to try. A CPU program shares
-    its cores with the loader and is not starved by it. A short first epoch is mostly start-up and does not count.
+    """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. A CPU program shares
+    its cores with the loader, so waiting does not indicate a slow loader. A short first epoch is mostly start-up.
 
     Args:
         args: flags.
         epoch: number of the epoch.
         trained: result of program.run.
     Returns:
-        whether it warned.
+        whether a warning was logged.
     """
-    share = trained["data_time"] / trained["batch_time"]
-    if args.device != "gpu" or share <= STARVED_SHARE or (epoch == 0 and trained["steps"] < 50):
+    fraction = trained["data_time"] / trained["batch_time"]
+    if args.device != "gpu" or fraction <= STARVED_FRACTION or (epoch == 0 and trained["steps"] < 50):
         return False
     logger.warn(
-        f"epoch {epoch}: the GPU waited for images {share:.0%} of the time: try {_loader_flag(args)}; "
-        f"`python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}` measures the loader alone"
+        f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; try {_loader_flag(args)}, or measure "
+        f"the loader alone with `python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}`"
     )
     return True
 
@@ -188,28 +196,28 @@ def conclude(args, argv, result, mode):
 
     Args:
         args: flags.
-        argv: words of the command line.
-        result: of program.run, without arrays.
+        argv: arguments of the command line.
+        result: result of program.run, without arrays.
         mode: Mode.TRAIN or Mode.EVAL.
     """
     if args.benchmark:
-        result = result | _peak_memory(args)
+        result = result | _peak_memory(args.device)
     data = {f"{mode.value}.{name}": value for name, value in result.items()}
     if not args.benchmark:
         logger.log((), data)
         _write_page(args, argv)
         return
     command = _command(argv)
-    about = {"versions": _versions(args), "processes": processes.world_size(), "command": command}
-    logger.report((), data | about)
+    environment = {"versions": _versions(args.device), "processes": processes.world_size(), "command": command}
+    logger.report((), data | environment)
     if processes.rank() == 0:
-        _print_table(f"benchmark: {mode.value}", result, about)
+        _print_table(f"benchmark: {mode.value}", result, environment)
 
 
-def _peak_memory(args):
-    """The most memory that Paddle's allocator held, in MiB, on the process with the highest figure. Empty on a CPU,
-    where the allocator does not count."""
-    if args.device == "cpu":
+def _peak_memory(device):
+    """Return the peak memory of Paddle's allocator in MiB, maximum over processes; {} on a CPU, where the allocator
+    does not count."""
+    if device == "cpu":
         return {}
     import paddle
 
@@ -220,7 +228,7 @@ def _peak_memory(args):
     return {"peak_memory_allocated_mib": float(exchange.all_gather([mine]).max())}
 
 
-def _versions(args):
+def _versions(device):
     import nvidia.dali
     import paddle
 
@@ -230,7 +238,7 @@ def _versions(args):
         "dali": nvidia.dali.__version__,
         "numpy": np.__version__,
     }
-    if args.device == "gpu":
+    if device == "gpu":
         gpu = processes.local_gpu()
         versions |= {"gpu": paddle.device.cuda.get_device_name(gpu), "driver": _driver()}
         versions |= {"cuda": paddle.version.cuda(), "cudnn": paddle.device.get_cudnn_version()}
@@ -238,21 +246,21 @@ def _versions(args):
 
 
 def _driver():
-    """The version of NVIDIA's driver; None where the kernel module does not show it."""
+    """Return the version of NVIDIA's driver; None if the kernel module does not report it."""
     path = Path("/sys/module/nvidia/version")
     return path.read_text().strip() if path.is_file() else None
 
 
-def _print_table(title, result, about):
+def _print_table(title, result, environment):
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("figure", "value", title=title, title_justify="left")
+    table = Table("metric", "value", title=title, title_justify="left")
     for name, value in result.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}")
     table.add_section()
-    for name, value in about.items():
+    for name, value in environment.items():
         value = ", ".join(f"{what} {v}" for what, v in value.items()) if isinstance(value, dict) else str(value)
         table.add_row(name, Text(value))
     drawn = io.StringIO()
@@ -261,12 +269,11 @@ def _print_table(title, result, about):
 
 
 def summarise(args, argv, trained, evaluated, best, folder):
-    """Log the results of a training run, and print the command that evaluates its last checkpoint into a report of its
-    own.
+    """Log the results of a training run, and print the command that evaluates its last checkpoint with its own report.
 
     Args:
         args: flags.
-        argv: words of the command line.
+        argv: arguments of the command line.
         trained, evaluated: results of the last epoch; evaluated is None without evaluation.
         best: result and epoch of the best evaluation, or None.
         folder: the last checkpoint.
@@ -274,7 +281,8 @@ def summarise(args, argv, trained, evaluated, best, folder):
     data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")}
     if evaluated is not None:
         data |= {f"val.{name}": evaluated[name] for name in ("loss", "top1", "top5", "images")}
-        data |= {"best.epoch": best["epoch"], "best.val.top1": best["top1"]}
+        data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
+        data |= {"best.val.top1": best["top1"]}
     logger.log((), data)
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     _write_page(args, argv)
@@ -284,22 +292,22 @@ def summarise(args, argv, trained, evaluated, best, folder):
         flags = _without(argv, ("--run-scope", "--report-file", "--overwrite", *OF_TRAINING))
         flags += ["--run-scope", RunScope.EVAL_ONLY.value, "--from-checkpoint", str(folder)]
         if Path(args.report_file) != Path(folder).parent / default_name(args):
-            flags += ["--report-file", str(files.beside(args.report_file, "eval.json"))]
-        of_file = [flag for flag in OF_TRAINING if flag not in {word.partition("=")[0] for word in argv}]
+            flags += ["--report-file", str(files.companion(args.report_file, "eval.json"))]
+        of_file = [flag for flag in OF_TRAINING if flag not in {argument.partition("=")[0] for argument in argv}]
         for flag in of_file:
             flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
         logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
 
 
 def _without(argv, flags):
-    """The words of a command line without some flags and their values."""
+    """Return the arguments of a command line without some flags and their values."""
     kept, is_value = [], False
-    for word in argv:
-        is_value = is_value and not word.startswith("--")
-        if is_value or word.partition("=")[0] in flags:
-            is_value = not is_value and "=" not in word
+    for argument in argv:
+        is_value = is_value and not argument.startswith("--")
+        if is_value or argument.partition("=")[0] in flags:
+            is_value = not is_value and "=" not in argument
         else:
-            kept.append(word)
+            kept.append(argument)
     return kept
 
 
@@ -308,7 +316,7 @@ def _write_page(args, argv):
         return
     from paddle_resnet.results import page
 
-    environment = _versions(args) | {"system": platform.platform(), "cores": os.cpu_count()}
+    environment = _versions(args.device) | {"system": platform.platform(), "cores": os.cpu_count()}
     environment |= {"processes": processes.world_size(), "command": _command(argv)}
     page.write(args.report_html, args.report_file, environment)
     logger.info(f"page: {args.report_html}")
@@ -324,17 +332,17 @@ def _python():
 
 
 def write_classes(args, result, classes):
-    """Write the accuracy of each class and the confusion counts beside the report, on rank 0. A benchmark writes
-    nothing: its images are no data set.
+    """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes
+    nothing, because it does not evaluate the entire data set.
 
-    REPORT.classes.csv has a line for each class: label, class, images, correct, top1. REPORT.confusion.csv has a line
-    for each pair that occurred, the most frequent first: label, predicted, images, class, predicted_class.
-    REPORT.predictions.csv is there with --report-html, unless --predictions names a file. Each evaluation replaces the
-    files of the one before.
+    REPORT.classes.csv has a line per class: label, class, images, correct, top1. REPORT.confusion.csv has a line per
+    pair that occurred, the most frequent first: label, predicted, images, class, predicted_class.
+    REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file. Each evaluation
+    replaces the files of the previous one.
 
     Args:
         args: flags.
-        result: of program.run with Mode.EVAL.
+        result: result of program.run with Mode.EVAL.
         classes: class names in label order; there may be fewer than the network has outputs.
     Returns:
         the result without its arrays.
@@ -345,7 +353,7 @@ def write_classes(args, result, classes):
     confusion = result["confusion"]
     if "not_finite" in numbers:
         logger.warn(
-            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite: the mean loss omits "
+            f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite; the mean loss omits "
             "these images; class accuracies and confusion counts omit images whose logits are all NaN"
         )
     tables = _tables(args)
@@ -372,7 +380,7 @@ def _write(path, header, rows):
         with open(path, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
-        raise RunError(f"{path}, beside --report-file, cannot be written ({e.strerror}): make room") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); make room") from e
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from paddle.base.layers import math_op_patch
 from PIL import Image
 
 import config
+from paddle_resnet import resolution
 import train
 from paddle_resnet import dali, models
 from paddle_resnet.job import exchange, fleet, processes
@@ -92,11 +93,17 @@ def fresh_paddle(monkeypatch):
         yield
 
 
+def frozen(args):
+    """A frozen copy of settings, as train.py has them once Fleet has started: nothing is resolved any more."""
+    args = args.copy()
+    args.freeze()
+    return args
+
+
 @pytest.fixture
 def four_stages(monkeypatch):
-    """The tiny network with four stages instead of two, in train_tiny.py, too."""
+    """The tiny network with four stages instead of two."""
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8))
-    monkeypatch.setenv("STAGES", "4")
 
 
 @pytest.fixture(scope="session")
@@ -152,11 +159,11 @@ def converted(photos, once):
             images = sorted((photos / split).glob("*/*"))
             lines = [f"{path.relative_to(photos)} {path.parent.name.removeprefix('class')}\n" for path in images]
             (root / "filelist" / f"{split}.txt").write_text("".join(lines))
-        for name in convert.CONTAINER_FORMATS:
+        for name in convert.RECORD_FORMATS:
             convert.convert(photos, root / name, name, shards=3 if name in convert.SHARDED else None, workers=2)
 
     root = once("converted", make)
-    return {"folder": photos, **{name: root / name for name in ("filelist", *convert.CONTAINER_FORMATS)}}
+    return {"folder": photos, **{name: root / name for name in ("filelist", *convert.RECORD_FORMATS)}}
 
 
 @pytest.fixture
@@ -171,7 +178,8 @@ def parse():
 
     def parse(*flags):
         args = config.parse_args([*TINY, *map(str, flags)])
-        processes.resolve_devices(args)
+        resolution.resolve_device(args)
+        resolution.resolve_loader(args)
         if processes.world_size() == 1:
             fleet.start(args)
         return args
@@ -327,17 +335,17 @@ def launch(photos, tmp_path):
     """Run a job; returns (report entries, [parameters of each rank]), or (exit code, [log of each rank]) if it is to
     fail."""
 
-    def launch(processes, *flags, succeeds=True, environment=None):
+    def launch(processes, *flags, succeeds=True):
         name = f"job{len(list(tmp_path.glob('job*')))}"
         folder = tmp_path / name
         folder.mkdir()
         places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", folder / "report.json"]
-        places += ["--overwrite"]
+        places += ["--overwrite", "--parameters", folder]
         launcher = []
         if processes > 1:
             launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes, "--log_dir", folder / "log"]
         command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PARAMETERS": str(folder), **(environment or {})}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
         )
@@ -371,14 +379,14 @@ def launch_nodes(photos, tmp_path):
     returns them and the job's folder."""
     started = []
 
-    def launch_nodes(*flags, environment=None, on_gpus=False):
+    def launch_nodes(*flags, on_gpus=False):
         folder = tmp_path / "nodes"
         folder.mkdir()
         with socket.create_server(("127.0.0.1", 0)) as free:
             master = f"127.0.0.1:{free.getsockname()[1]}"
         places = ["--image-root", photos, "--output-dir", folder / "output", "--report-file", folder / "report.json"]
-        environment = os.environ | {"PARAMETERS": str(folder)} | (environment or {})
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        places += ["--parameters", folder]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         for node in range(2):
             launcher = ["-m", "paddle.distributed.launch", "--nnodes", 2, "--master", master, "--rank", node]
             launcher += ["--gpus", gpu_labels(2)[node]] if on_gpus else ["--nproc_per_node", 1]

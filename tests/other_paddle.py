@@ -21,12 +21,13 @@ import paddle
 from paddle import static
 
 import config
+from paddle_resnet import resolution
 from conftest import TINY
 from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
-from paddle_resnet.job import fleet, processes
+from paddle_resnet.job import fleet
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
-from test_export import predict
+from helpers import predict
 
 STEPS = 3
 RANDOM = np.random.RandomState(0)
@@ -42,7 +43,8 @@ class Run:
         paddle.enable_static()
         models.MODELS["Speck"] = partial(ResNet, BottleneckBlock, (1,), width=2)
         self.args = config.parse_args([*TINY, "--model-arch-name", "Speck"])
-        processes.resolve_devices(self.args)
+        resolution.resolve_device(self.args)
+        resolution.resolve_loader(self.args)
         fleet.start(self.args)
         paddle.seed(0)
         self.main, startup, self._exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
@@ -63,7 +65,7 @@ class Run:
         evaluation = static.Program()
         with static.program_guard(evaluation, static.Program()), paddle.utils.unique_name.guard():
             images = static.data("images", [None, 3, 32, 32], "float32")
-            network = models.build_model(self.args)
+            network = models.build_model("Speck", self.args.num_of_class, 3, "NCHW")
             network.eval()
             out = paddle.nn.functional.softmax(network(images))
         static.save_inference_model(str(folder / "model"), [images], [out], self._exe, program=evaluation)

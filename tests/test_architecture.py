@@ -11,26 +11,25 @@ from conftest import ROOT
 FLOORS = [
     ["train"],
     ["paddle_resnet.dataset", "paddle_resnet.doctor", "paddle_resnet.export", "paddle_resnet.predict"],
-    ["paddle_resnet.inference"],
-    ["paddle_resnet.onnx_writer"],
+    ["paddle_resnet.serving"],
     ["paddle_resnet.phases"],
     ["paddle_resnet.program"],
     ["paddle_resnet.checkpoints"],
     ["paddle_resnet.tools"],
     ["paddle_resnet.dali"],
+    ["paddle_resnet.resolution"],
     ["paddle_resnet.passes"],
     ["paddle_resnet.steps"],
     ["paddle_resnet.report"],
     ["paddle_resnet.results"],
     ["paddle_resnet.data"],
-    ["paddle_resnet.optimizer"],
     ["paddle_resnet.optimizers"],
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
     ["paddle_resnet.models"],
-    ["paddle_resnet.preprocessing"],
-    ["paddle_resnet.compat", "paddle_resnet.gpus", "paddle_resnet.libraries"],
+    ["paddle_resnet.machine"],
     ["config"],
+    ["paddle_resnet.settings"],
     ["utils"],
 ]
 LIBRARIES_OF_UTILS = {"paddle", "nvidia"}
@@ -89,8 +88,11 @@ def test_no_circle():
     assert not below
 
 
-@pytest.mark.parametrize("module", [name for name in modules() if name == "config" or name.startswith("utils")])
-def test_config_and_utils_need_neither_paddle_nor_dali(module):
+LIGHT = ("config", "utils", "paddle_resnet.settings")
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if name.startswith(LIGHT)])
+def test_config_settings_and_utils_need_neither_paddle_nor_dali(module):
     roots = {name.partition(".")[0] for name in imports(modules()[module], set())}
     assert not roots & LIBRARIES_OF_UTILS
 
@@ -100,6 +102,20 @@ def test_the_check_sees_an_import_that_runs_up(tmp_path):
     path.write_text("def f():\n    from paddle_resnet import program\n    from paddle_resnet.job import exchange\n")
     assert imports(path, set(modules())) == {"paddle_resnet.program", "paddle_resnet.job.exchange"}
     assert floor("paddle_resnet.program") < floor("paddle_resnet.job.exchange")
+
+
+def parameters(path):
+    """(function, parameter) of each function in a file."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [(f.name, a.arg) for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+
+
+@pytest.mark.parametrize("folder", ["machine", "models", "native", "passes", "steps", "tools"])
+def test_low_modules_take_values_and_not_all_settings(folder):
+    paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
+    assert paths
+    assert not [(path.name, f) for path in paths for f, name in parameters(path) if name in ("args", "settings")]
+    assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")  # the check sees one
 
 
 @pytest.mark.parametrize("name", ["train.py", "paddle_resnet/phases.py", "paddle_resnet/program.py"])

@@ -13,6 +13,7 @@ import pytest
 
 import config
 from conftest import ROOT
+from helpers import NETWORK_EXAMPLE
 
 # The tutorial leaves what later pages look at.
 PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -62,6 +63,7 @@ def test_commands_run_as_written(tmp_path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "net.py").write_text(NETWORK_EXAMPLE)
     failed, has_run = [], []
     for command in dict.fromkeys(command for page in PAGES for command in commands(page)):
         if any(re.search(pattern, command) for pattern in NOT_RUN):
@@ -86,6 +88,7 @@ except SystemExit as e:
 import train
 
 assert train.main(["--model-arch-name", "ResNet5"]) == 2
+assert train.main(["--model-arch-name", "nowhere.py:Net"]) == 2
 assert train.main(["--image-root", "/nowhere"]) == 2
 assert train.main(["--image-root", "/nowhere", "--data-format", "synthetic"]) == 1
 """
@@ -100,5 +103,6 @@ def test_reports_and_wrong_names_need_neither_paddle_nor_dali(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     errors = [line.partition(" error: ")[2] for line in done.stderr.splitlines()]
-    starts = ["--model-arch-name ResNet5: unknown", "--image-root /nowhere is not", "Paddle or DALI cannot be imported"]
-    assert [error.startswith(start) for error, start in zip(errors, starts, strict=True)] == [True] * 3, errors
+    starts = ["--model-arch-name ResNet5: unknown", "--model-arch-name nowhere.py:Net: nowhere.py cannot be read"]
+    starts += ["--image-root /nowhere: ", "Paddle or DALI cannot be imported"]
+    assert [error.startswith(start) for error, start in zip(errors, starts, strict=True)] == [True] * 4, errors

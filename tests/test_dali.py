@@ -8,20 +8,14 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
-from conftest import TINY, assert_one_sentence
+from conftest import TINY, assert_one_sentence, frozen
+from helpers import epoch, take
 from paddle_resnet import dali
 from paddle_resnet.data import listing, readers
 from paddle_resnet.job import processes
 from paddle_resnet.tools import convert
 from utils.errors import DataError, UsageError
 from utils.mode import Mode
-
-
-def epoch(loader):
-    """Images and labels of one epoch as lists of batches."""
-    batches = [(np.array(b[0]["data"]), np.array(b[0]["label"])) for b in loader]
-    loader.reset()
-    return [b[0] for b in batches], [b[1] for b in batches]
 
 
 @pytest.fixture
@@ -52,14 +46,14 @@ def distinct(tmp_path_factory):
     roots = {
         "folder": root / "folder",
         "filelist": root / "folder",
-        **{name: root / name for name in convert.CONTAINER_FORMATS},
+        **{name: root / name for name in convert.RECORD_FORMATS},
     }
     for split in ("train", "val"):
         for i in range(37):
             (root / "folder" / split / f"{i:02d}").mkdir(parents=True)
             Image.new("RGB", (36, 36), (6 * i, 0, 0)).save(root / "folder" / split / f"{i:02d}" / "x.png")
         (root / "folder" / f"{split}.txt").write_text("".join(f"{split}/{i:02d}/x.png {i}\n" for i in range(37)))
-    for name in convert.CONTAINER_FORMATS:
+    for name in convert.RECORD_FORMATS:
         convert.convert(root / "folder", roots[name], name, shards=5 if name in convert.SHARDED else None, workers=2)
     return roots
 
@@ -67,18 +61,6 @@ def distinct(tmp_path_factory):
 def load(parse, root, mode, *flags):
     args = parse("--image-root", root, "--num-of-class", "10", *flags)
     return dali.build_dataloader(args, mode)
-
-
-def take(loader, count):
-    """The next batches, over the ends of epochs."""
-    batches = []
-    while len(batches) < count:
-        batch = next(loader, None)
-        if batch is None:
-            loader.reset()
-        else:
-            batches.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
-    return batches
 
 
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 8, 10])
@@ -107,6 +89,7 @@ def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
         (["--rand-crop-scale", "0.5,1"], "--rand-crop-scale is [0.5, 1.0] and was [0.08, 1.0]"),
         (["--data-format", "synthetic"], "--data-format is synthetic and was folder"),
         (["--image-shape", "4,32,32"], "--image-shape is [4, 32, 32] and was [3, 32, 32]"),
+        (["--image-shape", "3,32,48"], "--image-shape is [3, 32, 48] and was [3, 32, 32]"),
         (["--dali-output-fp16"], "--dali-output-fp16 is True and was False"),
         (["--color-jitter", "0.4"], "--color-jitter is 0.4 and was 0.0"),
         (["--lighting", "0.1"], "--lighting is 0.1 and was 0.0"),
@@ -129,8 +112,7 @@ def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, c
 
 
 def test_share_for_the_cpu_of_less_than_half_an_image_is_refused(parse, photos):
-    args = parse("--image-root", photos)
-    args.cpu_decoder_load = 0.06  # of 8
+    args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # of 8
     with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
@@ -220,6 +202,7 @@ def test_batches_are_what_the_program_feeds(parse, photos):
     [
         (["--data-layout", "NHWC"], (8, 32, 32, 3), "float32"),
         (["--image-shape", "4,32,32"], (8, 4, 32, 32), "float32"),
+        (["--image-shape", "3,48,32"], (8, 3, 48, 32), "float32"),
         (["--image-shape", "4,32,32", "--data-layout", "NHWC", "--dali-output-fp16"], (8, 32, 32, 4), "float16"),
     ],
 )
@@ -233,12 +216,21 @@ def test_layout_channels_and_dtype(parse, photos, flags, shape, dtype, source):
         assert not images.take(3, axis=shape.index(4)).any()
 
 
-def test_evaluation_image_is_resized_cropped_and_normalised(parse, tmp_path):
-    pixels = np.random.RandomState(0).randint(0, 255, (36, 50, 3), dtype=np.uint8)
+@pytest.mark.parametrize(
+    ("flags", "size", "rows", "columns"),
+    [
+        ([], (36, 50), slice(2, 34), slice(9, 41)),
+        # 36 / 32 of each side is 36 x 54 and 54 x 36, which both images cover without a resize.
+        (["--image-shape", "3,32,48"], (50, 54), slice(9, 41), slice(3, 51)),
+        (["--image-shape", "3,48,32"], (54, 70), slice(3, 51), slice(19, 51)),
+    ],
+)
+def test_evaluation_image_is_resized_cropped_and_normalised(parse, tmp_path, flags, size, rows, columns):
+    pixels = np.random.RandomState(0).randint(0, 255, (*size, 3), dtype=np.uint8)
     (tmp_path / "val" / "a").mkdir(parents=True)
     Image.fromarray(pixels).save(tmp_path / "val" / "a" / "x.png")
-    image = np.array(next(iter(load(parse, tmp_path, Mode.EVAL)))[0]["data"])[0]
-    crop = pixels[2:34, 9:41].astype("float32") / 255
+    image = np.array(next(iter(load(parse, tmp_path, Mode.EVAL, *flags)))[0]["data"])[0]
+    crop = pixels[rows, columns].astype("float32") / 255
     expected = (crop - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
     np.testing.assert_allclose(image, expected.transpose(2, 0, 1), atol=1e-5)
 
@@ -370,7 +362,7 @@ def test_image_that_cannot_be_decoded_is_named(parse, photos, tmp_path, monkeypa
         epoch(load(parse, root, Mode.TRAIN if name.startswith("train") else Mode.EVAL, *flags))
     message = str(error.value)
     assert "\n" not in message
-    for part in (f"{root}/{name} cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"):
+    for part in (f"{root}/{name}: cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"):
         assert part in message
     (tmp_path / "bad.txt").write_text(f"{name}\n")
     loader = load(parse, root, Mode.EVAL, *flags, "--skip-list", tmp_path / "bad.txt")
@@ -404,7 +396,7 @@ def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, 
         assert done.returncode == 0, done.stderr[-2000:]  # the GPU's decoder fills in what is missing
         return
     assert done.returncode == 2, done.stderr[-2000:]
-    assert_one_sentence(done.stderr, [f"{broken} cannot be decoded (rank 0)"])
+    assert_one_sentence(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
 
 
 @pytest.mark.parametrize("mode", [Mode.TRAIN, Mode.EVAL])
@@ -705,7 +697,7 @@ def test_every_image_type_is_decoded_in_every_format(parse, tmp_path, data_forma
         lines = [f"{split}/{name[1:]}/x{name} {label}\n" for label, name in enumerate(sorted(listing.IMAGE_SUFFIXES))]
         (tmp_path / "folder" / f"{split}.txt").write_text("".join(lines))
     root = tmp_path / "folder"
-    if data_format in convert.CONTAINER_FORMATS:
+    if data_format in convert.RECORD_FORMATS:
         root = tmp_path / data_format
         convert.convert(tmp_path / "folder", root, data_format, workers=1)
     images, labels = epoch(load(parse, root, Mode.EVAL, "--data-format", data_format))

@@ -90,7 +90,7 @@ def test_foreign_folder_is_refused_and_kept(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(
-        f"paddle_resnet.dataset: error: --output {tmp_path} exists and is not the sample data set"
+        f"paddle_resnet.dataset: error: --output {tmp_path}: exists and is not the sample data set"
     )
     assert captured.err.count("\n") == 1
     assert files(tmp_path).keys() == {"mine.txt"}
@@ -122,9 +122,9 @@ def test_bad_command_line_exits_with_2(argv, capsys):
     [
         (["split", "x", "--output", "y", "--val", "1.5"], "1.5 is not between 0 and 1"),
         (["split", "x", "--output", "y", "--val", "some"], "'some' is not a number"),
-        (["split", "x", "--output", "y", "--val", "1"], "1 leaves a split empty: use a fraction between 0 and 1"),
-        (["split", "x", "--output", "y", "--seed", "9" * 400], "is too large: use a whole number from 0 to"),
-        (["speed", "x", "--threads", "2,many"], "'many' is not a whole number: use a whole number from 1 to 1024"),
+        (["split", "x", "--output", "y", "--val", "1"], "1 leaves a split empty; use a fraction between 0 and 1"),
+        (["split", "x", "--output", "y", "--seed", "9" * 400], "is too large; use a whole number from 0 to"),
+        (["speed", "x", "--threads", "2,many"], "'many' is not a whole number; use a whole number from 1 to 1024"),
         (["speed", "x", "--threads", "99999"], "99999 is too large"),
         (["speed", "x", "--loads", "0.5,nan"], "nan is not finite"),
         (["preview", "x", "--output", "y", "--images", "1000000000"], "1000000000 is too large"),
@@ -159,4 +159,4 @@ def test_workers_that_are_killed_are_named(tmp_path, capsys, monkeypatch):
     for argv, says in ((words, "with fewer --workers"), (["verify", str(tmp_path)], "with more free memory")):
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
-        assert "a worker process was killed, perhaps out of memory" in err and says in err
+        assert "a worker process was killed, possibly out of memory" in err and says in err

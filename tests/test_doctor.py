@@ -10,7 +10,8 @@ import paddle
 import pytest
 
 from conftest import ROOT
-from paddle_resnet import doctor, gpus, libraries
+from paddle_resnet import doctor
+from paddle_resnet.machine import gpus, libraries
 
 
 def test_healthy_machine_trains(tmp_path):
@@ -20,20 +21,31 @@ def test_healthy_machine_trains(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told["works"]
-    verdicts = {row["what"]: row["verdict"] for row in told["rows"]}
-    found = {row["what"]: row["found"] for row in told["rows"]}
+    statuses = {row["what"]: row["status"] for row in told["rows"]}
+    found = {row["what"]: row["detail"] for row in told["rows"]}
     expected = ["driver", "Paddle", "DALI", "NVRTC", "kernel cache", "C++ compiler", "cores", "memory", "/dev/shm"]
-    expected += ["ulimits", "disk", "try: image", "try: training step", "try: all-reduce"]
-    assert set(expected) <= set(verdicts)
-    assert "no" not in verdicts.values()
+    expected += ["ulimits", "disk", "test: image", "test: training step", "test: all-reduce"]
+    assert set(expected) <= set(statuses)
+    assert "no" not in statuses.values()
     assert paddle.__version__ in found["Paddle"]
     assert str(tmp_path) in found["disk"]
 
 
 @pytest.fixture
+def facts(once, monkeypatch):
+    """What the libraries say, asked once, for tests of other rows: importing them takes seconds."""
+
+    def make(folder):
+        (folder / "facts.json").write_text(json.dumps(doctor._child(doctor._library_facts)))
+
+    answer = json.loads((once("facts", make) / "facts.json").read_text())
+    monkeypatch.setattr(doctor, "_child", lambda function: answer)
+
+
+@pytest.fixture
 def examine(monkeypatch, tmp_path):
-    """{what: Row} without the long tries."""
-    monkeypatch.setattr(doctor, "_tries", lambda device, lack: iter([doctor.Row("tries", f"{device}, {lack}")]))
+    """{what: Row} without the long tests."""
+    monkeypatch.setattr(doctor, "_tests", lambda device, lack: iter([doctor.Row("tests", f"{device}, {lack}")]))
 
     def examine(output_dir=tmp_path):
         return {row.what: row for row in doctor.examine(output_dir)}
@@ -41,40 +53,40 @@ def examine(monkeypatch, tmp_path):
     return examine
 
 
-def test_table_and_exit_code(examine, capsys, tmp_path):
+def test_table_and_exit_code(examine, facts, capsys, tmp_path):
     assert doctor.main(["--output-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "C++ compiler" in out and "training works on this machine" in out
     (tmp_path / "file").write_text("")
     assert doctor.main(["--output-dir", str(tmp_path / "file/output")]) == 1
     out = capsys.readouterr().out
-    assert "give another --output-dir" in out and "training would fail on this machine" in out
+    assert "choose a different --output-dir" in out and "training would fail on this machine" in out
 
 
 def test_machine_without_compiler_trains_with_paddles_kernels(examine, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "nosuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = examine()
-    assert rows["C++ compiler"].found == "no nosuch" and rows["C++ compiler"].verdict == "note"
-    assert rows["tries"].found == "cpu, no C++ compiler (nosuch)"
+    assert rows["C++ compiler"].detail == "no nosuch" and rows["C++ compiler"].status == "note"
+    assert rows["tests"].detail == "cpu, no C++ compiler (nosuch)"
 
 
 def test_cache_that_cannot_be_written(examine, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert examine()["kernel cache"].verdict == "note"
+    assert examine()["kernel cache"].status == "note"
 
 
-def test_small_machine(examine, monkeypatch):
+def test_small_machine(examine, facts, monkeypatch):
     monkeypatch.setattr(doctor, "_available_memory", lambda: 2**30)
     monkeypatch.setattr(doctor, "LEAST_DISK", 2**60)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
     rows = examine()
-    assert {what for what, row in rows.items() if row.verdict == "note"} >= {"memory", "disk", "ulimits"}
+    assert {what for what, row in rows.items() if row.status == "note"} >= {"memory", "disk", "ulimits"}
     assert rows["ulimits"].remedy == "ulimit -n 4096"
 
 
-def test_container_without_shared_memory(examine, monkeypatch):
+def test_container_without_shared_memory(examine, facts, monkeypatch):
     real = os.statvfs
 
     def statvfs(path):
@@ -95,27 +107,27 @@ def in_children(monkeypatch, tmp_path, code):
 def test_library_that_crashes_is_a_finding(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     rows = examine()
-    assert rows["Paddle"].found == "killed by SIGSEGV" and rows["Paddle"].verdict == "no"
-    assert "tries" not in rows and "disk" in rows
+    assert rows["Paddle"].detail == "killed by SIGSEGV" and rows["Paddle"].status == "no"
+    assert "tests" not in rows and "disk" in rows
 
 
 def test_paddle_that_is_not_installed_is_a_finding(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import sys\nsys.modules['paddle'] = None")
     rows = examine()
-    assert "ModuleNotFoundError: " in rows["Paddle"].found and rows["Paddle"].verdict == "no"
+    assert "ModuleNotFoundError: " in rows["Paddle"].detail and rows["Paddle"].status == "no"
     assert "requirements.txt" in rows["Paddle"].remedy
 
 
 def test_unsupported_paddle_is_a_finding(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import paddle\npaddle.__version__ = '2.4.1'")
     row = examine()["Paddle"]
-    assert row.verdict == "no" and "Paddle 2.4.1 is not supported" in row.found
+    assert row.status == "no" and "Paddle 2.4.1 is not supported" in row.detail
 
 
 def test_hanging_child_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
     done = doctor._run(["-c", "import time; time.sleep(60)"])
-    assert doctor._reason(done.returncode, done.stderr) == "Error: nothing for 1 s"
+    assert doctor._reason(done.returncode, done.stderr) == "Error: not finished after 1 s"
 
 
 def test_the_rank_that_failed_gives_the_reason_of_a_job():
@@ -145,30 +157,30 @@ def gpu_machine(monkeypatch):
 def test_build_that_looks_for_its_libraries_itself(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: None)
     monkeypatch.setattr(libraries, "is_served", lambda: False)
-    assert examine()["NCCL"].found == "this build of Paddle looks for it itself"
+    assert examine()["NCCL"].detail == "found by this build of Paddle itself"
 
 
 def test_gpu_machine(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: None)
     rows = examine()
-    assert rows["driver"].found == "550.54.15"
-    assert rows["GPU 1"].found == "NVIDIA H100, 81559 MiB, compute capability 9.0"
-    assert rows["cuDNN"].found == "/opt/libcudnn.so.8"
-    assert rows["DALI"].found.endswith("with a hardware JPEG decoder")
-    assert rows["try: kernel"].verdict == "ok"
-    assert rows["tries"].found.startswith("gpu, ")
+    assert rows["driver"].detail == "550.54.15"
+    assert rows["GPU 1"].detail == "NVIDIA H100, 81559 MiB, compute capability 9.0"
+    assert rows["cuDNN"].detail == "/opt/libcudnn.so.8"
+    assert rows["DALI"].detail.endswith("with a hardware JPEG decoder")
+    assert rows["test: kernel"].status == "ok"
+    assert rows["tests"].detail.startswith("gpu, ")
 
 
 def test_gpu_that_paddle_cannot_use_has_the_words_of_train(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: f"GPU {index} is too new" if index else None)
     rows = examine()
-    assert rows["try: kernel"].found == "GPU 1 is too new" and rows["try: kernel"].verdict == "no"
-    assert "tries" not in rows
+    assert rows["test: kernel"].detail == "GPU 1 is too new" and rows["test: kernel"].status == "no"
+    assert "tests" not in rows
 
 
 def test_training_that_fails_says_why(monkeypatch):
-    row = doctor._try_training("try", [], ["--epochs", "none"], None)
-    assert row.verdict == "no" and row.found.startswith("train.py: error: ") and "--epochs" in row.found
+    row = doctor._test_training("test", [], ["--epochs", "none"], None)
+    assert row.status == "no" and row.detail.startswith("train.py: error: ") and "--epochs" in row.detail
 
 
 def test_markup_in_a_finding_is_text(capsys):

@@ -172,9 +172,8 @@ def test_fourth_channel_of_zeros_changes_nothing():
     np.testing.assert_allclose(exe.run(three, {"data": images[:, :3]}, [out])[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_unknown_model_is_refused(parse):
-    args = parse("--model-arch-name", "ResNet51")
+def test_unknown_model_is_refused():
     from paddle_resnet.models import build_model
 
     with pytest.raises(UsageError, match="ResNet51.*ResNet50"):
-        build_model(args)
+        build_model("ResNet51", 3, 3, "NCHW")

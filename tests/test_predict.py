@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from conftest import NHWC, phase
-from paddle_resnet import export, inference, predict, preprocessing
+from paddle_resnet import export, predict
 from paddle_resnet.data.records import IMAGE_SUFFIXES
+from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 
 KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
@@ -46,11 +47,14 @@ def probabilities(path, images, **options):
     return np.stack([row for _, row, _ in found])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_numbers_are_those_of_the_evaluation(run_train, tmp_path, model_of, val_images, kind):
-    """With a foreign preprocessing and four channels, which come from the checkpoint."""
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [*((kind, "4,32,32") for kind in KINDS), ("checkpoint", "3,32,48"), ("uint8 export", "4,48,32")],
+)
+def test_the_numbers_are_those_of_the_evaluation(run_train, tmp_path, model_of, val_images, kind, shape):
+    """With a foreign preprocessing, four channels and width and height, which come from the checkpoint."""
     preprocessing = ["--resize-short", "44", "--interp", "cubic", "--normalize-mean", "0.5,0.4,0.3"]
-    code, report = run_train(*preprocessing, *NHWC)
+    code, report = run_train(*preprocessing, *NHWC, "--image-shape", shape)
     expected = phase(report, [0], "val.")
     paths, labels = val_images
     found = probabilities(model_of(kind, tmp_path / "output/Tiny/0"), paths, batch_size=5)
@@ -63,11 +67,11 @@ def test_the_numbers_are_those_of_the_evaluation(run_train, tmp_path, model_of, 
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
-        ("--batch-size", "0", "0 is too small: use a whole number from 1 to 65536"),
+        ("--batch-size", "0", "0 is too small; use a whole number from 1 to 65536"),
         ("--batch-size", "4.5", "'4.5' is not a whole number"),
-        ("--batch-size", "1" * 400, "is too large: use a whole number from 1 to 65536"),
-        ("--dali-num-threads", "100000", "100000 is too large: use a whole number from 1 to 1024"),
-        ("--benchmark-batches", "1,1000000000", "1000000000 is too large: use a whole number from 1 to 65536"),
+        ("--batch-size", "1" * 400, "is too large; use a whole number from 1 to 65536"),
+        ("--dali-num-threads", "100000", "100000 is too large; use a whole number from 1 to 1024"),
+        ("--benchmark-batches", "1,1000000000", "1000000000 is too large; use a whole number from 1 to 65536"),
     ],
 )
 def test_numbers_outside_their_limits_are_errors(tmp_path, capsys, flag, value, says):
@@ -109,7 +113,7 @@ def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_p
     assert predict.main([str(checkpoint), *words, "--batch-size", "4", "--device", "cpu"]) == 1
     out, err = capfd.readouterr()
     assert [line.split(":")[0] for line in out.splitlines()] == [str(folder / f"{i}.jpg") for i in range(9)]
-    unknown = "is not in an image format that DALI knows"
+    unknown = "is not in an image format that DALI supports"
     assert err.splitlines() == [
         f"warning: {folder}: skipped 2 hidden or of the system, 1 .txt (images end in {', '.join(IMAGE_SUFFIXES)})",
         f"{folder / '0text.jpg'} {unknown}",
@@ -119,7 +123,7 @@ def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_p
         f"{gone} cannot be read (No such file or directory)",
         f"{text} is empty",
         "/dev/zero cannot be read (not a regular file)",
-        f"{huge} cannot be read (1099511627776 bytes, where 268435456 are the limit)",
+        f"{huge} cannot be read (1099511627776 bytes, limit 268435456)",
         "a\\x00b.jpg cannot be read (embedded null byte)",
         f"{tmp_path} cannot be read (Is a directory)",
     ]
@@ -224,8 +228,8 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["{root}/nowhere", "{image}"], "nowhere does not exist: name the folder of a checkpoint or of an export"),
-        (["{root}/empty", "{image}"], "empty has neither meta.json nor parameters: choose a checkpoint"),
+        (["{root}/nowhere", "{image}"], "nowhere: does not exist; use the folder of a checkpoint or of an export"),
+        (["{root}/empty", "{image}"], "empty: contains neither meta.json nor parameters; choose a checkpoint"),
         (["{run}/0"], "no images: add files, folders, or -"),
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json and --csv - both write to stdout"),
@@ -233,7 +237,7 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
         (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
         (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),
         (["{run}/0", "{image}", "--csv", "{run}/0/x.csv"], "/0 is for a checkpoint; choose a path outside it"),
-        (["{root}/broken", "{image}"], "model.json: does not describe a network of this program (preprocessing.resize"),
+        (["{root}/broken", "{image}"], "model.json: not a valid description of a network (preprocessing.resize"),
     ],
 )
 def test_mistakes_are_sentences(checkpoint, val_images, tmp_path, capsys, words, says):
@@ -261,11 +265,11 @@ def test_an_interrupt_is_a_sentence(checkpoint, val_images, capsys, monkeypatch)
     ("damage", "says"),
     [
         (lambda folder: (folder / "model.pdmodel").write_bytes(b"no model"), "model.pdmodel has 8 bytes instead of "),
-        (lambda folder: flip_a_bit(folder / "model.pdiparams"), "pdiparams has another sha256 than model.json says"),
-        (lambda folder: (folder / "model.pdiparams").unlink(), "is damaged: model.pdiparams cannot be read"),
-        (lambda folder: change(folder / "model.json", files={}), "model.json: files has no size and sha256 of model.*"),
-        (lambda folder: sink(folder / "model.json", "output", shape=[None, 4]), "output of the network is [1, 3], not"),
-        (lambda folder: sink(folder / "model.json", "input", name="image"), "the network does not fit its description"),
+        (lambda folder: flip_a_bit(folder / "model.pdiparams"), "pdiparams does not match its sha256 in model.json"),
+        (lambda folder: (folder / "model.pdiparams").unlink(), ": damaged (model.pdiparams cannot be read"),
+        (lambda folder: change(folder / "model.json", files={}), "model.json: files lacks the size and sha256 of"),
+        (lambda folder: sink(folder / "model.json", "output", shape=[None, 4]), "output has shape [1, 3] instead of"),
+        (lambda folder: sink(folder / "model.json", "input", name="image"), "network does not match its description"),
         (lambda folder: pipe(folder / "model.json"), "model.json: cannot be read (not a regular file)"),
     ],
     ids=["model", "a bit of the weights", "no weights", "no list", "outputs", "input", "pipe"],
@@ -315,10 +319,22 @@ def test_every_field_of_a_description_is_checked(checkpoint, tmp_path, uint8):
             found = preprocessing.problem(changed)
             is_free = (path == "input.name" and isinstance(value, str)) or (path == "classes" and value == [])
             assert found is None if is_free else found.startswith(path) and len(found) < 300, (path, value)
+    for crop, says in (
+        ([32], "preprocessing.center_crop is [32]"),
+        ([32, 0], "preprocessing.center_crop is [32, 0]"),
+        ([32, 48], f"input.shape is {description['input']['shape']} in "),
+    ):
+        changed = copy.deepcopy(description)
+        changed["preprocessing"]["center_crop"] = crop
+        assert preprocessing.problem(changed).startswith(says)
+    changed = copy.deepcopy(description)
+    changed["preprocessing"] |= {"center_crop": [1, 3], "resize_short": 4000}
+    changed["input"]["shape"] = [None, 1, 3, 3] if uint8 else [None, 3, 1, 3]
+    assert preprocessing.problem(changed) == "preprocessing.resize_short is too large for center_crop [1, 3]"
     for other in ([], None, {"preprocessing": 1}):
         assert preprocessing.problem(other) == "preprocessing.resize_short is missing"
     for text in ("[" * 100000, "{", json.dumps(description | {"classes": ["a"] * 4}), b"\xff"):
-        with pytest.raises(UsageError, match="^model.json: does not describe a network of this program "):
+        with pytest.raises(UsageError, match="^model.json: not a valid description of a network "):
             inference._checked_description(text, "model.json")
 
 
@@ -334,7 +350,7 @@ def test_damaged_onnx_file_is_a_sentence(checkpoint, model_of, val_images, tmp_p
         ),
         (
             exported.replace(b'"dtype": "float32"', b'"dtype": "float64"'),
-            ": does not describe a network of this program",
+            ": not a valid description of a network",
         ),
     ):
         if data:

@@ -1,4 +1,3 @@
-import inspect
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,25 +9,17 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import phase, read_report
+from conftest import frozen, phase, read_report
+from helpers import build, random_batches, variable
 from paddle_resnet import dali, program
+from paddle_resnet.optimizers.schedules import build_lr_scheduler
+from paddle_resnet.settings import durations
 from utils import logger
 from utils.errors import RunError, UsageError
 from utils.meters import AverageMeter, ConfusionMeter
 from utils.mode import Mode
 
 GOLDEN = Path(__file__).parent / "goldens" / "tiny_losses.json"
-
-SIGNATURES = {
-    "create_feeds": "(image_shape)",
-    "create_fetchs": "(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN)",
-    "create_strategy": "(args, is_train=True)",
-    "dist_optimizer": "(args, optimizer)",
-    "build": "(args, main_prog, startup_prog, step_each_epoch, is_train=True)",
-    "compile_prog": "(args, program, loss_name=None, is_train=True)",
-    "run": "(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None)",
-    "log_info": "(step, metrics, mode)",
-}
 
 
 class Batches:
@@ -60,25 +51,6 @@ def tensor(array):
     return t
 
 
-def build(args, is_train=True, steps=10, seed=0):
-    """(compiled program, executor, fetchs, lr_scheduler, program) with fresh parameters."""
-    paddle.seed(seed)
-    main, startup = static.Program(), static.Program()
-    fetchs, lr_scheduler, _, _ = program.build(args, main, startup, steps, is_train=is_train)
-    exe = static.Executor(paddle.CPUPlace())
-    exe.run(startup)
-    compiled = program.compile_prog(args, main, fetchs["loss"][0].name, is_train=is_train)
-    return compiled, exe, fetchs, lr_scheduler, main
-
-
-def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
-    random = np.random.RandomState(0)
-    return [
-        (random.randn(batch, *shape).astype("float32"), random.randint(0, classes, (batch, 1)).astype("int64"))
-        for _ in range(count)
-    ]
-
-
 def losses(args, batches):
     compiled, exe, fetchs, lr_scheduler, _ = build(args)
     result = []
@@ -87,17 +59,6 @@ def losses(args, batches):
         result.append(float(exe.run(compiled, feed, [fetchs["loss"][0]])[0]))
         lr_scheduler.step()
     return result
-
-
-def variable(name):
-    return np.array(static.global_scope().find_var(name).get_tensor())
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name):
-    parameters = inspect.signature(getattr(program, name)).parameters.values()
-    text = ", ".join(str(p).replace(repr(Mode.TRAIN), "Mode.TRAIN") for p in parameters)
-    assert f"({text})" == SIGNATURES[name]
 
 
 def test_golden_losses(parse, four_stages):
@@ -159,7 +120,7 @@ def test_feeds_have_the_default_dtype():
 
 def test_half_precision_images_are_declared_as_such(parse):
     args = parse("--dali-output-fp16")
-    _, _, feeds, _ = program.build(args, static.Program(), static.Program(), 1)
+    _, _, feeds, _ = program.build(frozen(args), static.Program(), static.Program(), 1)
     assert feeds["data"].dtype == paddle.float16
     assert paddle.get_default_dtype() == "float32"
 
@@ -224,7 +185,7 @@ def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse)
     for _ in range(3):
         exe.run(compiled, {"data": images, "label": labels})
     eval_main, unused_startup = static.Program(), static.Program()
-    fetchs, lr_scheduler, _, optimizer = program.build(args, eval_main, unused_startup, 0, is_train=False)
+    fetchs, lr_scheduler, _, optimizer = program.build(frozen(args), eval_main, unused_startup, 0, is_train=False)
     assert lr_scheduler is None
     assert optimizer is None
     assert {p.name for p in eval_main.all_parameters()} == {p.name for p in main.all_parameters()}
@@ -318,6 +279,12 @@ def test_loss_of_an_epoch_is_the_mean_over_its_images(parse):
     assert result["loss"] == pytest.approx(expected, rel=1e-7)
 
 
+# Compiled from nothing, for an Executor that only pretends to run it.
+COMPILED = SimpleNamespace(
+    _program=static.Program(), write_scalars=lambda: None, captured=None, trace=None, accumulating=None
+)
+
+
 class Trace:
     """Stands in for the Executor and its results: records when a step is dispatched and when a metric is read."""
 
@@ -348,7 +315,7 @@ def fake_fetchs():
 
 def test_host_reads_step_n_minus_1_after_dispatching_step_n_and_nothing_else(parse):
     args, trace = parse("--print-interval", "1"), Trace()
-    program.run(args, Batches(random_batches(4)), trace, None, fake_fetchs(), 0)
+    program.run(args, Batches(random_batches(4)), trace, COMPILED, fake_fetchs(), 0)
     reads = {n: [("read", n)] * 3 for n in range(4)}
     expected = [("dispatch", 0)]
     for n in range(1, 4):
@@ -396,7 +363,7 @@ class TimedLoader:
             raise StopIteration
         self.left -= 1
         self.time.now += 0.020
-        return [{"data": None, "label": tensor(np.zeros((4, 1), "int64"))}]
+        return [{"label": tensor(np.zeros((4, 1), "int64"))}]
 
     def write_into(self, targets):
         assert not targets
@@ -427,7 +394,7 @@ def test_benchmark_counts_all_time_for_any_number_of_batches_per_epoch(parse, mo
     logged = []
     monkeypatch.setattr(program, "log_info", lambda step, metrics, mode: logged.append(step))
     loader, exe = TimedLoader(time, batches), TimedExecutor(time)
-    result = program.run(args, loader, exe, None, fake_fetchs(), 0)
+    result = program.run(args, loader, exe, COMPILED, fake_fetchs(), 0)
     assert logged == [(0, step) for step in range(2, 12)]
 
     assert exe.steps == 12
@@ -459,7 +426,7 @@ def test_a_resumed_epoch_averages_all_images_and_times_its_own(parse):
     fetchs = fake_fetchs()
     for _, meter in fetchs.values():
         meter.restore({"value": 2.0, "sum": 32.0, "count": 16})
-    result = program.run(parse(), Rest(random_batches(3)), Trace(), None, fetchs, 0)
+    result = program.run(parse(), Rest(random_batches(3)), Trace(), COMPILED, fetchs, 0)
     assert (result["images"], result["steps"], result["loss"]) == (24, 1, 1.5)
     assert result["ips"] == pytest.approx(8 / result["epoch_time"])
 
@@ -476,7 +443,7 @@ def test_checkpoints_inside_an_epoch_take_none_of_its_time(parse, monkeypatch):
 
     args = parse("--save-interval-steps", "1")
     result = program.run_and_save(
-        args, loader, TimedExecutor(time), None, fake_fetchs(), 5, Mode.TRAIN, lr_scheduler=None, save=save
+        args, loader, TimedExecutor(time), COMPILED, fake_fetchs(), 5, Mode.TRAIN, lr_scheduler=None, save=save
     )
     assert saved == [(5, 1), (5, 2)]
     assert result["epoch_time"] == pytest.approx(3 * 0.020 + 1 + 1 + 0.003)
@@ -537,7 +504,9 @@ def test_time_that_a_run_still_takes(parse, monkeypatch):
     monkeypatch.setattr(program.progress, "show", lambda *line: shown.append(line[:4]))
     loader = TimedLoader(time, 3)
     loader.step = 0
-    program.run(parse("--epochs", "4"), loader, TimedExecutor(time), None, fake_fetchs(), 1)
+    args = parse("--epochs", "4")
+    schedule = build_lr_scheduler(args, durations.uniform(args, 3))
+    program.run(args, loader, TimedExecutor(time), COMPILED, fake_fetchs(), 1, lr_scheduler=schedule)
     assert [line[:2] for line in shown] == [(1, 3), (2, 3), (3, 3)]
     assert [run_left_s / left_s for *_, left_s, run_left_s in shown[:2]] == pytest.approx([(2 + 6) / 2, 1 + 6])
 
@@ -546,11 +515,11 @@ def test_loader_that_ends_early_or_late_is_an_error(parse):
     args = parse()
     batches = Batches(random_batches(3))
     batches.__class__ = type("Short", (Batches,), {"__len__": lambda self: 4})
-    with pytest.raises(RuntimeError, match="ended at step 3 of 4"):
-        program.run(args, batches, Trace(), None, fake_fetchs(), 0)
+    with pytest.raises(RuntimeError, match="ends at step 3 of 4"):
+        program.run(args, batches, Trace(), COMPILED, fake_fetchs(), 0)
     batches.__class__ = type("Long", (Batches,), {"__len__": lambda self: 2})
-    with pytest.raises(RuntimeError, match="more than the 2 batches"):
-        program.run(args, batches, Trace(), None, fake_fetchs(), 0)
+    with pytest.raises(RuntimeError, match="more batches than its length 2"):
+        program.run(args, batches, Trace(), COMPILED, fake_fetchs(), 0)
 
 
 def test_strategy_has_the_fused_operators_on_a_gpu_only(parse):
@@ -584,22 +553,23 @@ NAN, INF = float("nan"), float("inf")
 def test_bad_losses_in_a_row_end_the_run_and_single_ones_do_not(parse):
     args = parse("--max-bad-steps", "3")
     good = [1, NAN, INF, 1, -INF, NAN, 1]
-    program.run(args, Batches(random_batches(7)), Losses(good), None, fake_fetchs(), 0)
+    program.run(args, Batches(random_batches(7)), Losses(good), COMPILED, fake_fetchs(), 0)
     bad = [1, NAN, INF, NAN, 1, 1, 1]
-    with pytest.raises(RunError, match="--max-bad-steps 3: .* 3 steps in a row, up to step 3 of epoch 5"):
-        program.run(args, Batches(random_batches(7)), Losses(bad), None, fake_fetchs(), 5)
+    message = "--max-bad-steps 3: 3 consecutive losses were not finite, up to step 3 of epoch 5"
+    with pytest.raises(RunError, match=message):
+        program.run(args, Batches(random_batches(7)), Losses(bad), COMPILED, fake_fetchs(), 5)
 
 
 def test_bad_losses_are_counted_over_the_end_of_an_epoch(parse):
     args, fetchs = parse("--max-bad-steps", "4"), fake_fetchs()
-    program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), None, fetchs, 0)
+    program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), COMPILED, fetchs, 0)
     with pytest.raises(RunError, match="up to step 1 of epoch 1"):
-        program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), None, fetchs, 1)
+        program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), COMPILED, fetchs, 1)
 
 
 def test_bad_losses_of_an_evaluation_are_its_result(parse):
     args = parse("--max-bad-steps", "1")
-    result = program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), None, fake_fetchs(), 0, Mode.EVAL)
+    result = program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), COMPILED, fake_fetchs(), 0, Mode.EVAL)
     assert np.isnan(result["loss"])
     assert (result["not_finite"], result["images"], result["top1"]) == (16, 16, 0.5)
 
@@ -614,7 +584,7 @@ def test_mean_loss_omits_what_is_not_finite_on_any_process(parse, monkeypatch):
         return np.array([mine, theirs])
 
     monkeypatch.setattr(program.exchange, "all_gather", all_gather)
-    result = program.run(parse(), Batches(random_batches(2)), Losses([1, INF]), None, fake_fetchs(), 0)
+    result = program.run(parse(), Batches(random_batches(2)), Losses([1, INF]), COMPILED, fake_fetchs(), 0)
     assert everyone[0][:8] == [8, 8, 8, 16, 8, 16, 16, 8]
     assert (result["loss"], result["not_finite"], result["images"]) == (3, 8, 32)
 
@@ -627,9 +597,9 @@ def test_skipped_steps_do_not_count_as_bad(parse, scale, ends):
     static.global_scope().var(program.LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
     if ends:
         with pytest.raises(RunError, match="up to step 2 of epoch 0"):
-            program.run(args, Batches(random_batches(6)), Losses([INF] * 6), None, fake_fetchs(), 0)
+            program.run(args, Batches(random_batches(6)), Losses([INF] * 6), COMPILED, fake_fetchs(), 0)
     else:
-        result = program.run(args, Batches(random_batches(6)), Losses([INF] * 6), None, fake_fetchs(), 0)
+        result = program.run(args, Batches(random_batches(6)), Losses([INF] * 6), COMPILED, fake_fetchs(), 0)
         assert result["loss_scale"] == scale
 
 
@@ -653,3 +623,21 @@ def test_fused_operators_that_run_are_counted(parse, monkeypatch):
     images, labels = random_batches(1)[0]
     loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
     assert np.isfinite(loss)
+
+
+def test_a_batch_may_contain_more_than_images_and_labels(parse, monkeypatch):
+    """The loader's names are those of the feeds: here weights of the classes, which the loss takes."""
+    args, [(images, labels)] = parse("--lr", "0"), random_batches(1)
+    expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
+    create_feeds = program.create_feeds
+    monkeypatch.setattr(
+        program, "create_feeds", lambda shape: create_feeds(shape) | {"weights": static.data("weights", [None, 3])}
+    )
+    compiled, exe, fetchs, _, _ = build(args)
+    for k in (0, 1):
+        weights = np.eye(3, dtype="float32")[(labels[:, 0] + k) % 3]
+        batch = [{"data": images, "label": labels, "weights": weights}]
+        found = program.run(args, [batch], exe, compiled, fetchs, 0)["loss"]
+        assert found == pytest.approx(expected[k], rel=1e-5)
+    with pytest.raises(UsageError, match='the loader must yield .*"data": ..., "label": ..., "weights": ...'):
+        program.run(args, [[{"data": images, "label": labels}]], exe, compiled, fetchs, 0)

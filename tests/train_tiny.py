@@ -1,17 +1,11 @@
-"""train.py with the tiny network, as a process of its own or as a worker of a job.
+"""train.py with the tiny network, as a separate process or as a worker of a job.
 
-$PARAMETERS: folder that each rank writes its parameters to at the end, and its whole state at the end of each epoch.
-$SHARES: the synthetic images of a step are the same over all processes together, whatever their number. $OVERFLOW:
-"RANK STEP STEP ...", where those of one rank are infinite. $SCALING: with dynamic loss scaling, in float32. The model
-"Plain" has no batch normalisation. $STAGES: of the network, 2 if not given. $UNFUSED: each gradient has an all-reduce
-of its own. $FATAL_CHANGE: kill -9 before the n-th change to the file system below $FATAL_ROOT. $SLOW_EVALUATION,
-$SLOW_STEP: seconds that each step takes longer, so that a signal can arrive in it. $FAULT: "RANK STEP KIND", what
-happens to a rank before its n-th training step, from FAULTS, and more of them behind commas; $FAULT_AFTER: not before
-this path exists. $DIFFERS: "RANK WORDS", flags of one rank alone, or "RANK version", and more of them behind commas.
-$SHARE_GPU: the ranks share a GPU.
+`train_tiny.py OPTIONS FLAGS`: the options of `parse_options`, the flags of train.py. The network "Plain" has no batch
+normalization. With $SHARE_GPU in the environment, the ranks of a job share a GPU.
 """
 # ruff: noqa: E402, I001
 
+import argparse
 import ctypes
 import gc
 import os
@@ -34,11 +28,34 @@ from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, fleet, processes
 from paddle_resnet.models import layers
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
+from paddle_resnet.passes import averages
 from paddle_resnet.steps import cuda_graph
 from utils import signals
 from utils.mode import Mode
 
 gc.enable()
+
+
+def parse_options():
+    """Take the options of this program from sys.argv, which keeps those of train.py."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add = parser.add_argument
+    add("--parameters", help="folder to which each rank writes its parameters at the end, its state after each epoch")
+    add("--shares", action="store_true", help="the images of a step do not depend on the number of processes")
+    add("--overflow", default="", help="'RANK STEP STEP ...': steps in which --shares has an infinite image")
+    add("--scaling", action="store_true", help="dynamic loss scaling in float32")
+    add("--stages", type=int, default=2, help="of the network")
+    add("--unfused", action="store_true", help="one all-reduce per gradient")
+    add("--fatal-change", type=int, help="kill -9 before the n-th change to the file system below --fatal-root")
+    add("--fatal-root")
+    add("--slow-step", type=float, default=0, help="seconds added to each training step")
+    add("--slow-evaluation", type=float, default=0, help="seconds added to some steps of an evaluation")
+    add("--fault", default="", help="'RANK STEP KIND', comma-separated: what happens to a rank before a step")
+    add("--fault-after", default="/", help="path that must exist before a fault happens")
+    add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: what differs on one rank")
+    options, sys.argv[1:] = parser.parse_known_args()
+    return options
+
 
 if "SHARE_GPU" in os.environ:  # which NCCL allows to ranks of different hosts, joined by sockets
     os.environ |= {"NCCL_HOSTID": str(processes.rank()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -88,7 +105,7 @@ def fail_at(function, step, kind):
 
     def wrapped():
         if next(steps) == step:
-            while not os.path.exists(os.environ.get("FAULT_AFTER", "/")):
+            while not os.path.exists(options.fault_after):
                 time.sleep(0.01)
             FAULTS[kind]()
         return function()
@@ -125,20 +142,23 @@ class Shares(dali.SyntheticIterator):
         images = generator.standard_normal((n * processes.world_size(), *shape))[part]
         images = images.astype(self._host["data"].dtype)
         labels = generator.randint(0, 3, (n * processes.world_size(), 1)).astype("int64")[part]
-        if (
-            os.environ.get("OVERFLOW", "").split()[:1] == [str(rank)]
-            and str(step) in os.environ["OVERFLOW"].split()[1:]
-        ):
+        overflow = options.overflow.split()
+        if overflow[:1] == [str(rank)] and str(step) in overflow[1:]:
             images[0] = np.inf
         return [{"data": self._tensor(images), "label": self._tensor(labels)}]
 
 
-def scale_losses(args, optimizer):
-    """decorate_amp without a float16 operator, which a CPU does not have."""
-    args.use_dynamic_loss_scaling = True
-    operators = {op.type for op in static.default_main_program().global_block().ops}
-    lists = static.amp.AutoMixedPrecisionLists(custom_black_list=operators | {"scale", "sum", "elementwise_mul"})
-    return static.amp.decorate(optimizer, lists, init_loss_scaling=1024.0, use_dynamic_loss_scaling=True)
+def scale_losses(dist_optimizer):
+    """Like --amp without a float16 operator, which a CPU does not have."""
+
+    def wrapped(args, optimizer):
+        vars(args)["use_dynamic_loss_scaling"] = True  # which --amp resolves otherwise; the settings are frozen
+        operators = {op.type for op in static.default_main_program().global_block().ops}
+        lists = static.amp.AutoMixedPrecisionLists(custom_black_list=operators | {"scale", "sum", "elementwise_mul"})
+        scaled = static.amp.decorate(optimizer, lists, init_loss_scaling=1024.0, use_dynamic_loss_scaling=True)
+        return dist_optimizer(args, scaled)
+
+    return wrapped
 
 
 def unfused(init):
@@ -153,53 +173,54 @@ def write_state(save):
     def wrapped(self, epoch, step=None, *args):
         if step is None:
             arrays = {name: array for state in variables.snapshot(self._program) for name, array in state.items()}
-            np.savez(f"{os.environ['PARAMETERS']}/epoch{epoch}_rank{processes.rank()}.npz", **arrays)
+            arrays |= {name: variables.read(name) for name in averages.of(self._program).values()}
+            np.savez(f"{options.parameters}/epoch{epoch}_rank{processes.rank()}.npz", **arrays)
         return save(self, epoch, step, *args)
 
     return wrapped
 
 
 if __name__ == "__main__":
-    stages = int(os.environ.get("STAGES", 2))
-    models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * stages, width=8)
+    options = parse_options()
+    models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * options.stages, width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
     dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
     if "Plain" in sys.argv:
         layers.BatchNorm = paddle.nn.Identity
-    if "SHARES" in os.environ:
+    if options.shares:
         dali.SyntheticIterator = Shares
         dali.SYNTHETIC_SIZE = {Mode.TRAIN: 48, Mode.EVAL: 24}
-    if "SCALING" in os.environ:
-        program.decorate_amp = scale_losses
-    if "UNFUSED" in os.environ:
+    if options.scaling:
+        program.dist_optimizer = scale_losses(program.dist_optimizer)
+    if options.unfused:
         fleet.fleet.init = unfused(fleet.fleet.init)
-    if "PARAMETERS" in os.environ:
+    if options.parameters:
         Saver.save = write_state(Saver.save)
-    if "FATAL_CHANGE" in os.environ:
-        kill_at(os.environ["FATAL_ROOT"], int(os.environ["FATAL_CHANGE"]))
-    exchange.stop_agreed = slow(exchange.stop_agreed, float(os.environ.get("SLOW_STEP", 0)))
-    exchange.stop_asked = slow(exchange.stop_asked, float(os.environ.get("SLOW_EVALUATION", 0)))
-    recordings = []
-    record = cuda_graph.Recorder._record
-    cuda_graph.Recorder._record = lambda self: (recordings.append(self), record(self))
+    if options.fatal_change is not None:
+        kill_at(options.fatal_root, options.fatal_change)
+    exchange.stop_agreed = slow(exchange.stop_agreed, options.slow_step)
+    exchange.stop_asked = slow(exchange.stop_asked, options.slow_evaluation)
+    captures = []
+    capture = cuda_graph.CapturedStep._capture
+    cuda_graph.CapturedStep._capture = lambda self: (captures.append(self), capture(self))
     my_rank = str(processes.rank())
-    for fault in filter(None, os.environ.get("FAULT", "").split(",")):
+    for fault in filter(None, options.fault.split(",")):
         rank, step, kind = fault.split()
         if rank != my_rank:
             continue
         exchange.stop_agreed = fail_at(exchange.stop_agreed, int(step), kind)
-    for difference in filter(None, os.environ.get("DIFFERS", "").split(",")):
+    for difference in filter(None, options.differs.split(",")):
         rank, *words = difference.split()
         if rank == my_rank:
             differ(words)
     code = signals.leaving(train.main())
-    print(f"recordings: {len(recordings)}")
-    if code == 0 and "PARAMETERS" in os.environ and "Plain" not in sys.argv:
-        count = 1 + 4 * stages
+    print(f"captures: {len(captures)}")
+    if code == 0 and options.parameters and "Plain" not in sys.argv:
+        count = 1 + 4 * options.stages
         names = [f"conv2d_{i}.w_0" for i in range(count)] + ["linear_0.w_0", "linear_0.b_0"]
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
-        np.savez(f"{os.environ['PARAMETERS']}/rank{processes.rank()}.npz", **arrays)
+        np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
     if "gpu" in sys.argv:  # a test of test_gpu.py is about the end
         sys.exit(code)
     sys.stdout.flush()

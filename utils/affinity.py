@@ -11,18 +11,18 @@ def bind_to_gpu(local_gpu):
     Args:
         local_gpu: GPU index as Paddle counts, that is within CUDA_VISIBLE_DEVICES.
 
-    If NVML or the operating system cannot tell them, a warning says why and the binding stays as it is: it affects
-    only speed.
+    If NVML or the operating system does not report them, a warning states the reason and the affinity is unchanged: it
+    affects only speed.
     """
     try:
         import pynvml  # in requirements.txt; a machine without a GPU does not need it
     except ImportError:
-        logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed; the binding stays as it is")
+        logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed, so the affinity is unchanged; install it")
         return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as e:
-        logger.warn(f"--enable-cpu-affinity: NVML is not available ({e}); the binding stays as it is")
+        logger.warn(f"--enable-cpu-affinity: NVML is not available ({e}), so the affinity is unchanged")
         return
     try:
         handle = _device_handle(pynvml, local_gpu)
@@ -35,7 +35,7 @@ def bind_to_gpu(local_gpu):
         else:
             logger.warn(f"--enable-cpu-affinity: none of this process's cores is local to GPU {local_gpu}")
     except (pynvml.NVMLError, OSError, IndexError, ValueError) as e:
-        logger.warn(f"--enable-cpu-affinity: GPU {local_gpu} has no core list ({e}); the binding stays as it is")
+        logger.warn(f"--enable-cpu-affinity: GPU {local_gpu} has no core list ({e}), so the affinity is unchanged")
     finally:
         pynvml.nvmlShutdown()
 

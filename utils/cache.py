@@ -1,7 +1,7 @@
-"""The cache folder for what is made once per machine: compiled operators and indexes of containers.
+"""The cache folder, for files created once per machine: compiled operators and indexes of record files.
 
-This program loads what is there as code, so the folder and its files must belong to this user or to root (as in a
-container image), and nobody else may have the right to write to them.
+Its content is loaded as code, so the folder and its files must belong to this user or to root (as in a container
+image) and must not be writable by anyone else.
 """
 
 import atexit
@@ -17,8 +17,8 @@ from utils.errors import UsageError
 
 
 def folder():
-    """$XDG_CACHE_HOME/paddle_resnet, by default ~/.cache/paddle_resnet, made if it does not exist and can be made. If
-    others can write to it: a private folder that lasts as long as this process.
+    """Return $XDG_CACHE_HOME/paddle_resnet, by default ~/.cache/paddle_resnet, created if possible. If others can write
+    to it, return a private folder that lasts as long as this process.
 
     Raises:
         UsageError: XDG_CACHE_HOME is not set and there is no home folder.
@@ -26,8 +26,8 @@ def folder():
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle_resnet"
     except RuntimeError as e:
-        raise UsageError("there is no home folder for the cache: set XDG_CACHE_HOME") from e
-    with contextlib.suppress(OSError):  # whoever writes there will say why it cannot
+        raise UsageError("cache folder: there is no home folder; set XDG_CACHE_HOME") from e
+    with contextlib.suppress(OSError):  # the first write to it reports the reason
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not is_trusted(path):
             return _private_folder(path)
@@ -38,7 +38,7 @@ def is_trusted(path):
     """Whether a file or folder exists, belongs to this user or to root, and only its owner can write to it.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: its owner and mode cannot be read.
     """
     try:
         status = os.stat(path)
@@ -52,7 +52,7 @@ def _private_folder(path):
     private = tempfile.mkdtemp(prefix="paddle_resnet-")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     logger.warn(
-        f"the cache {path} belongs to another user, or others can write to it: this run uses {private} instead; "
-        "make the cache yours (chown, chmod 755) or set XDG_CACHE_HOME"
+        f"cache {path}: belongs to another user or is writable by others, so this run uses {private}; change its owner "
+        "and mode (chown, chmod 755), or set XDG_CACHE_HOME"
     )
     return Path(private)

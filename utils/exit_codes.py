@@ -1,4 +1,4 @@
-"""The exit code of a command, and the one line that says why it failed."""
+"""The exit code of a command, and the error message that states why it failed."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ import sys
 from utils import logger, signals
 from utils.errors import RunError, UsageError, core, printable
 
-# What Paddle, oneDNN, DALI, NumPy and the system call it.
+# Out-of-memory messages of Paddle, oneDNN, DALI, NumPy and the operating system.
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
 _NO_FILE = "Too many open files"
 _NO_MEMORY = (
@@ -19,21 +19,22 @@ _NO_MEMORY = (
 )
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # from Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-# Below it an import or a step fails in one of many ways, some of them a signal without a word. The sample job took 3.2
-# to 3.5 GiB on a CPU.
+# With less, an import or a step fails in one of many ways, some of them a signal without a message. The sample job used
+# 3.2 to 3.5 GiB on a CPU.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 
 def of(program, function, needs_stdout=True):
-    """Call a function and turn how it ends into an exit code.
+    """Call a function and convert its outcome to an exit code.
 
     Args:
-        program: what the error line names.
+        program: name of the command in error messages.
         function: without arguments; returns an exit code, or None for DONE.
-        needs_stdout: whether it is a failure if stdout cannot be written.
+        needs_stdout: whether the command fails if stdout cannot be written.
     Returns:
-        its exit code; FAILURE for a RunError or too little memory, USAGE for a UsageError, PREEMPTED for a run that
-        was asked to stop and has saved all work, INTERRUPTED for a KeyboardInterrupt. Other exceptions pass.
+        the exit code of the function; FAILURE for a RunError or too little memory, USAGE for a UsageError, PREEMPTED
+        for a run that was stopped by a signal and has saved all work, INTERRUPTED for a KeyboardInterrupt. Other
+        exceptions are not caught.
     """
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocks it
@@ -58,7 +59,7 @@ def of(program, function, needs_stdout=True):
         if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
             raise
         logger.write_line(f"{program}: error: {_no_memory(e)}", sys.stderr)
-        if "paddle" not in sys.modules:  # its import may have failed half-way, and the end of the process would hang
+        if "paddle" not in sys.modules:  # after a partial import, a normal exit would hang
             sys.stdout.flush()
             os._exit(FAILURE)
         return FAILURE
@@ -67,16 +68,16 @@ def of(program, function, needs_stdout=True):
 def _check_address_space():
     if _address_space() < LEAST_ADDRESS_SPACE:
         raise RunError(
-            f"ulimit -v allows {_address_space() >> 20:,} MiB of address space, and Paddle and DALI take up to "
-            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job: raise it, for example with ulimit -v unlimited"
+            f"ulimit -v: {_address_space() >> 20:,} MiB of address space, but Paddle and DALI need up to "
+            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job; raise it, for example with ulimit -v unlimited"
         )
 
 
 def _check_working_directory():
     try:
         os.getcwd()
-    except OSError as e:  # with which the import of Paddle would fail
-        raise RunError(f"the working directory cannot be used ({e.strerror}); change to a different one") from e
+    except OSError as e:  # the import of Paddle would fail, too
+        raise RunError(f"working directory: cannot be used ({e.strerror}); change to a different one") from e
 
 
 def _address_space():
@@ -91,9 +92,7 @@ def _no_memory(error):
     reason = f" ({reason})" if reason else ""
     if _NO_FILE in reason:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return (
-            f"ulimit -n allows {limit} open files, which is too few{reason}; raise it, for example with ulimit -n 1024"
-        )
+        return f"ulimit -n: {limit} open files are too few{reason}; raise it, for example with ulimit -n 1024"
     if any(name in reason for name in _NO_THREAD):
-        return f"no more threads can be started{reason}: give more memory, or allow more processes (ulimit -u)"
-    return f"too little memory{reason}: give a smaller --batch-size, or more memory"
+        return f"no more threads can be started{reason}; add memory, or allow more processes (ulimit -u)"
+    return f"too little memory{reason}; use a smaller --batch-size, or add memory"

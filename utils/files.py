@@ -1,26 +1,29 @@
-"""Names, opening and text of files: regular ones up to a size, without waiting for a pipe's writer; valid JSON."""
+"""File operations: names of companion files, opening regular files without waiting for the writer of a pipe, atomic
+writing, and data that is valid JSON."""
 
+import contextlib
 import errno
 import math
 import os
+import platform
+import shutil
 import stat
 from pathlib import Path
 
 _pipes = []  # open until the process ends
 
 
-def beside(path, ending):
-    """The path of a file that belongs to another one: run.json, eval.json -> run.eval.json."""
+def companion(path, ending):
+    """Return the path of a companion file: run.json, eval.json -> run.eval.json."""
     path = Path(path)
     return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
 
 
 def touch(path):
-    """Make the folders above a file, and create the file or leave it as it is, to check whether it can be written; a
-    pipe must have a reader.
+    """Check that a file can be written: create it and its folders if they do not exist. A pipe must have a reader.
 
     Raises:
-        OSError: it cannot.
+        OSError: the file cannot be written.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # open() would wait for a reader
     try:
@@ -35,7 +38,7 @@ def touch(path):
         raise
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(kind):
-        _pipes.append(descriptor)  # its reader would see the end of the file
+        _pipes.append(descriptor)  # closing it would end the file for its reader
         return
     os.close(descriptor)
     if stat.S_ISBLK(kind):
@@ -47,11 +50,11 @@ def open_regular(path, limit_bytes=None):
 
     Args:
         path: of the file.
-        limit_bytes: the largest size to accept; None: any.
+        limit_bytes: the largest size to accept; None accepts any.
     Returns:
         a binary file.
     Raises:
-        OSError: it cannot be opened, is a folder, pipe or device, or is too large; strerror says which.
+        OSError: it cannot be opened, is a folder, pipe or device, or is too large; strerror states the problem.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -61,15 +64,55 @@ def open_regular(path, limit_bytes=None):
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if limit_bytes is not None and status.st_size > limit_bytes:
-            raise OSError(errno.EFBIG, f"{status.st_size} bytes, where {limit_bytes} are the limit", str(path))
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes, limit {limit_bytes}", str(path))
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
+@contextlib.contextmanager
+def written(path, partial=None, sync=False):
+    """Write a file or folder atomically: it gets its name when the block has written it completely.
+
+    Args:
+        path: of the file or folder. An existing file is replaced.
+        partial: path to write to, in the same file system; by default a name in the same folder that no other process
+            uses. It is removed if the block raises an exception.
+        sync: flush everything to the disk before the rename.
+    Yields:
+        partial, a Path. The block creates it.
+    """
+    partial = partial_path(path) if partial is None else Path(partial)
+    try:
+        yield partial
+        if sync:
+            for part in (*partial.rglob("*"), partial):
+                fsync(part)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            (shutil.rmtree if partial.is_dir() else os.unlink)(partial)
+        raise
+
+
+def partial_path(path):
+    """Return the path at which this process writes a file or folder. It contains the host name because nodes and
+    containers that share a folder may have the same process IDs."""
+    return Path(f"{path}.{platform.node()}.{os.getpid()}.partial")
+
+
+def fsync(path):
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def finite(data):
-    """Plain data with None for numbers that are not finite, since JSON has neither Infinity nor NaN."""
+    """Replace non-finite numbers in plain data by None, since JSON has neither Infinity nor NaN."""
     if isinstance(data, dict):
         return {name: finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

@@ -20,8 +20,8 @@ def acquire(path, warn):
     Returns:
         an open file. The lock lasts until this process ends or closes any open file of that path.
     Raises:
-        BlockingIOError: another process holds the lock; strerror names it.
-        OSError: the lock file cannot be opened, is a link, whose target would be overwritten, or not a regular file.
+        BlockingIOError: another process holds the lock; strerror identifies it.
+        OSError: the lock file cannot be opened, is not a regular file, or is a link, whose target would be overwritten.
     """
     path = Path(path)
     while True:
@@ -31,7 +31,7 @@ def acquire(path, warn):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno not in (errno.EACCES, errno.EAGAIN):
-                warn(f"{path}: file system without locks ({e.strerror}); other runs cannot be detected there")
+                warn(f"{path}: the file system has no locks ({e.strerror}); start no second run there")
                 return file
             file.seek(0)
             owner = file.read().strip() or "unknown"
@@ -48,14 +48,14 @@ def acquire(path, warn):
 
 @contextlib.contextmanager
 def held(path, subject, warn):
-    """Hold a lock in a block.
+    """Hold a lock while the block runs.
 
     Args:
-        path, warn: as acquire.
+        path, warn: see acquire.
         subject: what the lock is for, such as a flag with its value.
     Raises:
-        UsageError: another process holds it.
-        OSError: as acquire.
+        UsageError: another process holds the lock.
+        OSError: see acquire.
     """
     try:
         file = acquire(path, warn)
@@ -69,7 +69,7 @@ def held(path, subject, warn):
 
 
 def is_of(file, path):
-    """Whether an open lock file still has its path: others may delete or replace it."""
+    """Whether an open lock file is still at its path: other processes may delete or replace it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def is_of(file, path):
 
 
 def release(file):
-    """Remove a lock file and give its lock back."""
+    """Remove a lock file and release its lock."""
     if is_of(file, file.name):
         with contextlib.suppress(OSError):
             os.unlink(file.name)
@@ -87,11 +87,11 @@ def release(file):
 def _open(path):
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     if path.is_symlink():
-        raise OSError(errno.EEXIST, f"{path} is a link: remove it", str(path))
+        raise OSError(errno.EEXIST, f"{path} is a link; remove it", str(path))
     descriptor = os.open(path, flags, 0o666)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
         return open(path, "r+", encoding="utf-8", opener=lambda *_: descriptor)
     os.close(descriptor)
     what = "a link" if stat.S_ISREG(status.st_mode) else "not a regular file"
-    raise OSError(errno.EEXIST, f"{path} is {what}: remove it", str(path))
+    raise OSError(errno.EEXIST, f"{path} is {what}; remove it", str(path))

@@ -1,6 +1,6 @@
 """The run's log: one readable line on stdout, one JSON line in --report-file.
 
-The report has the form of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
+The report has the format of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
 elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run). Each
 start writes "PARAMETER" first, after all checks have passed. After a resume, the later of two lines for a step counts.
 """
@@ -24,13 +24,13 @@ _start_s = time.time()
 
 
 def setup(report_file=None, rank=0):
-    """Set the report's file, and keep its content. Only rank 0 writes and prints; the calls of other ranks do nothing.
+    """Set the report file without changing it. Only rank 0 writes and prints; the calls of other ranks do nothing.
 
     Args:
         report_file: path, or None for a log that is only printed.
         rank: of this process.
     Raises:
-        UsageError: another run writes the report file.
+        UsageError: another run is writing the report file.
     """
     global _path, _quiet
     close()
@@ -44,15 +44,15 @@ def setup(report_file=None, rank=0):
     _path = path
 
 
-def begin(parameters, goes_on=False):
+def begin(parameters, append=False):
     """Begin the report of this run. Call it after all checks have passed: until then the file keeps an earlier report.
-    A lock keeps other runs from writing the file until close().
+    A lock prevents other runs from writing the file until close().
 
     Args:
         parameters: {flag: value}, the first line.
-        goes_on: append to the file instead of replacing it.
+        append: append to the file instead of replacing it.
     Raises:
-        UsageError: the report file cannot be opened, or another run writes it.
+        UsageError: the report file cannot be opened, or another run is writing it.
         RunError: the first line cannot be written.
     """
     global _report, _lock
@@ -62,7 +62,7 @@ def begin(parameters, goes_on=False):
         files.touch(_path)
         if _path.is_file():
             _lock = locks.acquire(_lock_file(_path), warn)
-            os.truncate(_path, _whole_lines(_path) if goes_on else 0)
+            os.truncate(_path, _size_of_complete_lines(_path) if append else 0)
         # Append mode, in case another run writes to the same file.
         _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
     report("PARAMETER", parameters)
@@ -74,7 +74,7 @@ def _writing(path):
         yield
     except BlockingIOError as e:
         remedy = "wait until it ends, or choose a different file"
-        raise UsageError(f"--report-file {path}: another run ({e.strerror}) writes it; {remedy}") from e
+        raise UsageError(f"--report-file {path}: another run ({e.strerror}) is writing it; {remedy}") from e
     except OSError as e:
         raise UsageError(f"--report-file {path}: cannot be written ({e.strerror}); choose a different file") from e
 
@@ -84,13 +84,13 @@ def _lock_file(path):
     return path.with_name(f".{path.name}.lock")
 
 
-def _whole_lines(path):
-    """Size of the file up to its last complete line; a full disk may have cut the last line off."""
+def _size_of_complete_lines(path):
+    """Size of the file up to its last complete line; a full disk may have truncated the last one."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 def follow(follower):
-    """Hand each entry of the report from now on to follower.add(step, data), and call follower.close() at the end."""
+    """Pass each later entry of the report to follower.add(step, data), and call follower.close() at the end."""
     _followers.append(follower)
 
 
@@ -106,11 +106,11 @@ def close():
 
 
 def write_line(text, stream):
-    """Write a line in one call. print writes the newline separately, and under `python -u`, which the launcher uses,
+    """Write a line in one call. print writes the newline separately, so under `python -u`, which the launcher uses,
     another thread or process with the same log file may write in between.
 
-    If the stream breaks, a pipe into `head` or a full disk, a run loses its lines and nothing else; see
-    result_on_stdout for commands whose result is what they print."""
+    If the stream fails (the reader of a pipe has exited, or the disk is full), a run continues without its output; see
+    result_on_stdout for commands whose output is their result."""
     if progress.write_above(text, stream):
         return
     try:
@@ -119,13 +119,13 @@ def write_line(text, stream):
     except OSError as e:
         _abandon(stream)
         if stream is sys.stdout:
-            warn(f"the output can no longer be written ({e.strerror}): the run goes on without it; see --report-file")
+            warn(f"stdout: can no longer be written ({e.strerror}), so the run continues without it; see --report-file")
 
 
 @contextlib.contextmanager
 def result_on_stdout():
-    """Raise RunError if something that this block prints cannot be written to stdout. Libraries may ignore the OSError,
-    as argparse does for --help."""
+    """Raise RunError if output of this block cannot be written to stdout. Libraries may ignore the OSError, as argparse
+    does for --help."""
     result = _Result(sys.stdout)
     with contextlib.redirect_stdout(result):
         try:
@@ -135,12 +135,12 @@ def result_on_stdout():
             raise
         else:
             result.flush()
-        finally:  # logging keeps the stream that it found in this block
+        finally:  # Python's logging keeps its reference to the stream of this block
             result.write, result.flush = result._stream.write, result._stream.flush
 
 
 class _Result:
-    """A text stream that raises RunError instead of OSError, and does so from the first error on."""
+    """A text stream that raises RunError instead of OSError, for the first error and every later call."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -168,14 +168,14 @@ class _Result:
 
 
 def _abandon(stream):
-    """Send the rest of a stream nowhere. What it still holds would fail again at the end, with exit code 120."""
+    """Discard further output of a stream. Its buffered output would fail again at exit, with exit code 120."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def _prepare(stream):
-    """A standard stream that takes every character, and one that exists where the process was started without it."""
+    """Return a standard stream that accepts every character; a null stream if the process was started without one."""
     if stream is None:
         stream = open(os.devnull, "w")  # noqa: SIM115  as long as the process
     if isinstance(stream, io.TextIOWrapper):
@@ -205,11 +205,11 @@ def warn(message):
 
 
 def log(step, data):
-    """Print and report metrics. Where a live line shows the steps, their lines are not printed.
+    """Print and report metrics. Lines of steps are not printed while a live line shows the steps.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
-        data: {name: number or text}; the report has null for numbers that are not finite.
+        data: {name: number or text}; non-finite numbers become null in the report.
     """
     if _quiet:
         return
@@ -219,7 +219,7 @@ def log(step, data):
 
 
 def report(step, data):
-    """Report metrics without printing them; arguments of log.
+    """Report metrics without printing them. Takes the arguments of log.
 
     Raises:
         RunError: the report file can no longer be written.
@@ -241,14 +241,14 @@ def report(step, data):
             failed, _report = _report, None
             with contextlib.suppress(OSError):  # close() tries to write the same line again
                 failed.close()
-            remedy = "make room, and start a training again with --resume"
-            raise RunError(f"--report-file {failed.name} can no longer be written ({e.strerror}): {remedy}") from e
+            remedy = "make room, and restart a training run with --resume"
+            raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
         for follower in _followers:
             follower.add(step, data)
 
 
 def _line(step, data):
-    """The printed line. A phase that all names share is printed once, so that the line fits a wide terminal."""
+    """The printed line. If all names have the same phase, it is printed once, so that the line fits a wide terminal."""
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)
     if len(phases) == 1:

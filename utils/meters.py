@@ -23,8 +23,8 @@ class AverageMeter:
     Attributes:
         value: mean of the finite values of the last update, NaN if there are none.
         sum: of the finite values.
-        count: number of samples, whose values are finite or not.
-        not_finite: samples whose value, or whose batch's mean, was not finite.
+        count: number of samples, with finite values or not.
+        not_finite: number of samples whose value, or whose batch's mean, was not finite.
         bad_updates: number of consecutive updates, up to the last, that were not finite; reset() keeps it.
     """
 
@@ -54,8 +54,8 @@ class AverageMeter:
         is_finite = np.isfinite(value)
         not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
         value = value[is_finite]
-        # Multiples of 2^-24, finer than float32 near 1, add up to half a billion without rounding. The sum over samples
-        # is therefore the same in any order, for any number of processes and any batch size.
+        # float64 adds multiples of 2^-24, finer than float32 near 1, without rounding up to half a billion. The sum
+        # over samples is therefore the same in any order, for any number of processes and any batch size.
         is_each = is_finite.size == n
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if is_each else float(value.sum()) * n
         if self.is_ratio:
@@ -88,7 +88,7 @@ class AverageMeter:
 class ConfusionMeter:
     """Counts of (label, predicted class) pairs.
 
-    Images without a predicted class, which is then class_num, are omitted.
+    Images without a predicted class (their prediction is class_num) are not counted.
 
     Args:
         class_num: number of classes.
@@ -132,8 +132,8 @@ class TopMeter:
         self._classes, self._probabilities = [], []
 
     def update(self, logits, n):
-        """Add one batch: logits [n, C]. Of equal ones the lower class comes first. C takes the place of a class whose
-        logit is NaN; these come last."""
+        """Add one batch: logits [n, C]. Classes with equal logits are in ascending order. A class whose logit is NaN
+        comes last and is replaced by C."""
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
@@ -145,8 +145,8 @@ class TopMeter:
         self._probabilities.append(np.take_along_axis(probabilities, classes, axis=1))
 
     def rows(self):
-        """float64 [images, 2 k]: k classes, the most probable first, then their probabilities, which are NaN in an
-        image with a logit that is NaN or +inf."""
+        """float64 [images, 2 k]: k classes, the most probable first, then their probabilities, which are NaN for
+        an image with a logit that is NaN or +inf."""
         empty = np.empty((0, self._k))
         return np.hstack([np.concatenate([empty, *part]) for part in (self._classes, self._probabilities)])
 
@@ -182,7 +182,7 @@ class StepClock:
         self._tick = now
 
     def resume(self):
-        """Leave out the time since close_step."""
+        """Exclude the time since close_step."""
         self._tick = perf_counter()
 
     def recent(self):

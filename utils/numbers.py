@@ -1,6 +1,6 @@
-"""Numbers on a command line, within limits: types for argparse, shared by train.py and the tools.
+"""Types of numbers for argparse, with limits, shared by train.py and the tools.
 
-Each raises ArgumentTypeError, whose message becomes that of the flag.
+Each raises ArgumentTypeError, whose message becomes part of the flag's error message.
 """
 
 import argparse
@@ -9,49 +9,56 @@ from fractions import Fraction
 
 
 def integer(least, most=2**31 - 1):
-    """The type of a flag that takes a whole number from least to most."""
+    """Return the type of a flag whose value is a whole number from least to most."""
 
     def parse(text):
         allowed = f"use a whole number from {least} to {most}"
         try:
             value = int(text)
         except ValueError as e:  # also for more than 4,300 digits
-            raise argparse.ArgumentTypeError(f"'{_short(text)}' is not a whole number: {allowed}") from e
+            raise argparse.ArgumentTypeError(f"'{_short(text)}' is not a whole number; {allowed}") from e
         if value < least:
-            raise argparse.ArgumentTypeError(f"{_short(text)} is too small: {allowed}")
+            raise argparse.ArgumentTypeError(f"{_short(text)} is too small; {allowed}")
         if value > most:
-            raise argparse.ArgumentTypeError(f"{_short(text)} is too large: {allowed}")
+            raise argparse.ArgumentTypeError(f"{_short(text)} is too large; {allowed}")
         return value
 
     return parse
 
 
 def number(text):
-    """A finite number, also as a fraction such as 1/255."""
+    """Parse a finite number or a fraction such as 1/255."""
     try:
         value = float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError, OverflowError) as e:
-        message = f"'{_short(text)}' is not a number: use one such as 0.1 or 1/255"
+        message = f"'{_short(text)}' is not a number; use one such as 0.1 or 1/255"
         raise argparse.ArgumentTypeError(message) from e
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not finite: use a number such as 0.1 or 1/255")
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not finite; use a number such as 0.1 or 1/255")
+    return value
+
+
+def positive_number(text):
+    value = number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not positive; use a number above 0")
     return value
 
 
 def ratio(text):
     value = number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{_short(text)} is not between 0 and 1: use a fraction such as 0.5")
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not between 0 and 1; use a fraction such as 0.5")
     return value
 
 
 def list_of(parse):
-    """The type of a flag that takes comma-separated values, each of the type `parse`."""
+    """Return the type of a flag whose values are separated by commas and parsed by `parse`."""
 
     def parse_list(text):
         if len(text.split()) > 1 and "," not in text:
             with_commas = _short(",".join(text.split()))
-            raise argparse.ArgumentTypeError(f"'{_short(text)}' has no commas: use {with_commas}")
+            raise argparse.ArgumentTypeError(f"'{_short(text)}' has no commas; use {with_commas}")
         return [parse(part) for part in text.split(",")]
 
     return parse_list
@@ -66,7 +73,8 @@ not_negative = integer(0)
 seed = integer(0, 2**32 - 1)
 batch_size = integer(1, 2**16)
 num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to here
-threads = integer(1, 1024)  # also processes of a pool; far more abort the process when they start
-side = integer(1, 8192)  # pixels of a crop or a shorter side; DALI fails for far larger ones
-shape = list_of(integer(0, 8192))
+threads = integer(1, 1024)  # also processes of a pool; starting far more aborts the process
+MAX_SIDE = 8192  # pixels of a resized image; DALI fails for far larger ones
+side = integer(1, MAX_SIDE)
+shape = list_of(integer(0, MAX_SIDE))
 number_list = list_of(number)

@@ -17,8 +17,8 @@ _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
     """Check that a command can write its outputs without damage to its inputs, the data set or a checkpoint.
 
-    Links and `..` are resolved. Everything that is created for the check is removed again. A warning names each file
-    of a flag that the command will replace.
+    Links and `..` are resolved. Everything that is created for the check is removed again. Each file of a flag that the
+    command will replace triggers a warning.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
@@ -36,7 +36,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
     taken = {_identity(path): f"{what} {path}, which this command reads" for what, path in inputs}
     for what, path in (outputs | folders).items():
         with writing(what, path):
-            _refuse_place(f"{what} {path}", Path(os.path.realpath(path)), protected, run_folder)
+            _check_place(f"{what} {path}", Path(os.path.realpath(path)), protected, run_folder)
             identity = _identity(path)
             if identity in taken:
                 raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different one")
@@ -49,7 +49,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
 
 @contextlib.contextmanager
 def writing(what, path):
-    """Turn an OSError, or the ValueError for a path that no file can have, into a UsageError."""
+    """Convert an OSError, or the ValueError for an invalid path, to a UsageError."""
     try:
         yield
     except OSError as e:
@@ -57,7 +57,7 @@ def writing(what, path):
     except ValueError as e:
         if isinstance(e, UsageError):
             raise
-        raise UsageError(f"{what} {path!r}: not a path ({e}); choose a different one") from e
+        raise UsageError(f"{what} {path!r}: not a valid path ({e}); choose a different one") from e
 
 
 def _has_content(path):
@@ -73,7 +73,7 @@ def _identity(path):
     return object() if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
 
 
-def _refuse_place(subject, path, protected, run_folder):
+def _check_place(subject, path, protected, run_folder):
     places = [path, *path.parents]
     for what, place in protected:
         if Path(os.path.realpath(place)) in places:
@@ -81,12 +81,12 @@ def _refuse_place(subject, path, protected, run_folder):
     run_folder = run_folder and Path(os.path.realpath(run_folder))
     for place in places:
         is_of_run = place.parent == run_folder or (place.parent / ".lock").is_file()
-        if _holds_checkpoint(place) or (is_of_run and _RESERVED.fullmatch(place.name)):
+        if _is_checkpoint(place) or (is_of_run and _RESERVED.fullmatch(place.name)):
             raise UsageError(f"{subject}: {place} is for a checkpoint; choose a path outside it")
 
 
-def _holds_checkpoint(folder):
-    """Whether a folder has parameters together with what only checkpoints have."""
+def _is_checkpoint(folder):
+    """Whether a folder contains parameters and a file that only checkpoints contain."""
     try:
         names = os.listdir(folder)
     except OSError:

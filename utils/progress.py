@@ -1,7 +1,8 @@
-"""The live line of a run on a terminal: what the run does now and how far it is.
+"""The live line of a run on a terminal: its current phase and progress.
 
-Without a terminal nothing is shown and every call returns at once. A thread of rich draws the line four times a second;
-a step costs one comparison, and four times a second the figures that the host has anyway.
+Without a terminal nothing is shown and every call returns at once. A thread of rich draws the line four times per
+second. The overhead per step is one comparison; four times per second it also formats metrics that are already on the
+host.
 """
 
 import contextlib
@@ -12,15 +13,15 @@ from time import monotonic
 
 PERIOD_S = 0.25
 _live = None
-_phase, _since_s, _figures, _due_s = "the start", 0.0, None, 0.0
+_phase, _since_s, _metrics, _due_s = "the start", 0.0, None, 0.0
 
 
 @contextlib.contextmanager
 def shown():
     """Show the live line while the block runs, if stdout is a terminal.
 
-    A job of several processes has plain lines only: they hold the figures of the whole job, which no rank knows between
-    them. Its launcher redirects stdout to files anyway.
+    A job of several processes prints plain lines only: they contain the metrics of the whole job, which no rank knows
+    between two lines. Its launcher redirects stdout to files anyway.
     """
     global _live
     console = _console()
@@ -49,7 +50,7 @@ def shown():
 
 
 def _console():
-    """A console on stdout, or None if that is no terminal that can redraw a line."""
+    """A console on stdout, or None if stdout is not a terminal that can redraw a line."""
     is_alone = os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1"
     if sys.stdout is None or not sys.stdout.isatty() or not is_alone:
         return None
@@ -64,31 +65,31 @@ def is_shown():
 
 
 def phase(name):
-    """Show what the run does from now on, and for how long."""
-    global _phase, _since_s, _figures, _due_s
-    _phase, _since_s, _figures, _due_s = name, monotonic(), None, 0.0
+    """Show the name of the phase that begins now, and its duration so far."""
+    global _phase, _since_s, _metrics, _due_s
+    _phase, _since_s, _metrics, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
         with contextlib.suppress(OSError):  # the terminal is gone
-            _live.refresh()  # now: what follows may keep Python's lock for seconds
+            _live.refresh()  # at once: the phase may hold the GIL for seconds
 
 
 def is_due():
-    """Whether the live line takes new figures."""
+    """Whether the live line is due for new metrics."""
     return _live is not None and monotonic() >= _due_s
 
 
-def show(step, steps, left_s, run_left_s, figures):
-    """Show the figures of a step; call it when is_due().
+def show(step, steps, left_s, run_left_s, metrics):
+    """Show the metrics of a step; call it if is_due().
 
     Args:
-        step, steps: steps done in this phase, and all of them.
+        step, steps: number of steps done in this phase, and its total.
         left_s: estimated seconds until the end of the phase.
-        run_left_s: of the training steps of the whole run, or None.
-        figures: texts.
+        run_left_s: estimated seconds for the remaining training steps of the whole run, or None.
+        metrics: texts.
     """
-    global _figures, _due_s
+    global _metrics, _due_s
     left = f"{_duration(left_s)} left" + (f" (run {_duration(run_left_s)})" if run_left_s is not None else "")
-    _figures = "  ".join([f"step {step}/{steps}", left, *figures])
+    _metrics = "  ".join([f"step {step}/{steps}", left, *metrics])
     _due_s = monotonic() + PERIOD_S
 
 
@@ -106,8 +107,8 @@ def write_above(line, stream):
 def _line():
     from rich.text import Text
 
-    figures = _figures or f"{monotonic() - _since_s:.0f} s"
-    return Text.assemble((_phase, "bold cyan"), "  ", figures, no_wrap=True, overflow="ellipsis")
+    metrics = _metrics or f"{monotonic() - _since_s:.0f} s"
+    return Text.assemble((_phase, "bold cyan"), "  ", metrics, no_wrap=True, overflow="ellipsis")
 
 
 def _duration(seconds):

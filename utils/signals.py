@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: a run that is asked to stop saves a checkpoint at a step that all processes
-agree on."""
+"""Signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1): it saves a checkpoint at a step that all processes agree
+on."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,13 @@ _received = None
 
 
 class Preempted(Exception):
-    """The run stops because a signal asked it to; train.py exits with code 75."""
+    """The run stops because of a signal; train.py exits with code 75."""
 
 
 @contextlib.contextmanager
 def watched():
-    """Record these signals instead of ending by them. A second SIGINT is a KeyboardInterrupt. Repeats of the others are
-    ignored: Paddle's launcher sends SIGTERM up to three times. SIGHUP stays ignored if it was, as under nohup."""
+    """Record these signals instead of exiting. A second SIGINT raises KeyboardInterrupt. Repeated other signals are
+    ignored: Paddle's launcher sends SIGTERM up to three times. SIGHUP remains ignored if it was, as under nohup."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -39,7 +39,7 @@ def watched():
 
 
 def leaving(exit_code):
-    """Return the exit code, and ignore signals from here on so that they cannot change it during shutdown."""
+    """Return the exit code, and ignore later signals so that they cannot change it during shutdown."""
     for number in NUMBERS:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
@@ -47,8 +47,8 @@ def leaving(exit_code):
 
 
 @contextlib.contextmanager
-def held_back():
-    """Block signals while Paddle is imported: it installs its own SIGTERM handler, which this replaces again."""
+def blocked():
+    """Block signals while Paddle is imported, then replace the SIGTERM handler that Paddle installs."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -58,10 +58,10 @@ def held_back():
 
 
 @contextlib.contextmanager
-def postponed():
-    """Let SIGINT wait until the end of the block: the import of Paddle turns it into a different error. Processes that
-    start in the block never see it. Control-C sends it to all processes of a terminal, and this one stops the others.
-    SIGTERM keeps its handler: Paddle installs one that prints a trace."""
+def deferred():
+    """Defer SIGINT to the end of the block: the import of Paddle would convert it to a different error. Processes that
+    start in the block never receive it. Control-C sends it to all processes of a terminal, and this one stops the
+    others. SIGTERM keeps its handler: Paddle installs one that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -76,13 +76,13 @@ def received():
 
 
 def die_with_parent(parent):
-    """Let the kernel kill this process when its parent ends, in whatever way.
+    """Have the kernel kill this process when its parent ends for any reason.
 
     Args:
         parent: process id of the parent, read before this process was started.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 

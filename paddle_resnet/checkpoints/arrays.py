@@ -1,8 +1,8 @@
-"""Reads files of named arrays without trusting them: the pickles of this project and of Paddle, and NumPy's .npz.
+"""Reading of untrusted files of named arrays: pickles of this project and of Paddle, and NumPy's .npz.
 
-`pickle.load` calls whatever functions a file names. `read_pickle` interprets the opcodes of pickled arrays itself: it
-calls nothing that the file names. Its time and memory are proportional to the size of the file: no opcode copies more
-than the bytes that the file spends on it.
+`pickle.load` calls any function that a file specifies. `read_pickle` interprets the opcodes of pickled arrays itself
+and calls no function that the file specifies. Its time and memory are proportional to the file size: no opcode copies
+more bytes than it occupies in the file.
 """
 
 import os
@@ -16,24 +16,24 @@ from utils import files
 
 _RECONSTRUCT = "numpy.core.multiarray._reconstruct"
 _KNOWN = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
-_NAME_LIMIT = 1000  # characters of an array's name, which each use of it reads
-_TABLE = "StructuredToParameterName@@"  # paddle.save adds the structured names of a Layer's parameters
+_NAME_LIMIT = 1000  # characters of an array's name; each use reads all of them
+_TABLE = "StructuredToParameterName@@"  # paddle.save adds a Layer's structured names under this key
 
 
 class UnreadableError(Exception):
-    """A file that cannot be read as named arrays. The message is a short reason, which may quote the file."""
+    """Raised if a file cannot be read as named arrays. The message is a short reason and may quote the file."""
 
     def __init__(self, reason):
         super().__init__("".join(c if c.isprintable() else "?" for c in reason[:200]))
 
 
 def read_pickle(path):
-    """Read a file of paddle.static.save, of paddle.save with a state_dict, or of this project.
+    """Read a file of this project, of paddle.static.save, or of paddle.save with a state_dict.
 
     Returns:
         {name: read-only array of booleans or numbers}.
     Raises:
-        UnreadableError: the file cannot be opened, is damaged, or holds something else than arrays.
+        UnreadableError: the file cannot be opened, is damaged, or contains anything other than arrays.
     """
     try:
         with files.open_regular(path) as file:
@@ -45,7 +45,7 @@ def read_pickle(path):
     except Exception as e:  # damaged bytes fail in many ways, in pickletools and in NumPy
         raise UnreadableError(f"{type(e).__name__}: {e}") from e
     if not isinstance(state, dict):
-        raise UnreadableError("it holds no table of arrays")
+        raise UnreadableError("not a table of arrays")
     state.pop(_TABLE, None)
     for name, value in state.items():
         if not isinstance(value, _Array) or value.value is None:
@@ -54,15 +54,15 @@ def read_pickle(path):
 
 
 def read_npz(path):
-    """Read a file of numpy.savez: {name: array of booleans or numbers}.
+    """Read a file of numpy.savez and return {name: array of booleans or numbers}.
 
     Raises:
-        UnreadableError: as read_pickle.
+        UnreadableError: as for read_pickle.
     """
     try:
         with files.open_regular(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
-                raise UnreadableError("it is compressed")  # and may become any size
+                raise UnreadableError("compressed files are not supported")  # they may expand to any size
             file.seek(0)
             with np.load(file, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
@@ -75,15 +75,15 @@ def read_npz(path):
 
 
 class _Array:
-    """An array of a pickle: the opcodes make it first, and set its content later."""
+    """An array in a pickle. One opcode creates it, and a later one sets its content."""
 
     value = None
 
 
 def _interpret(file):
-    """The object of a pickle, arrays as _Array. Opcodes that no pickled array has are refused."""
+    """Return the object in a pickle, with arrays as _Array. Raises UnreadableError for opcodes that arrays lack."""
     stack, marks, memo = [], [], {}
-    to_encode = os.fstat(file.fileno()).st_size  # characters; a text of the memo could be encoded again and again
+    to_encode = os.fstat(file.fileno()).st_size  # characters; limits repeated encoding of a memoized text
     for opcode, argument, _ in pickletools.genops(file):
         match opcode.name:
             case "PROTO" | "FRAME":
@@ -124,19 +124,19 @@ def _interpret(file):
                 if isinstance(stack[-1], bytes):
                     to_encode -= len(stack[-1])
                     if to_encode < 0:
-                        raise UnreadableError("it encodes more text than it has")
+                        raise UnreadableError("it encodes more text than it contains")
             case "BUILD":
                 state = stack.pop()
                 _set_content(stack[-1], state)
             case "STOP":
                 return stack.pop()
             case _:
-                raise UnreadableError(f"it has the opcode {opcode.name}, and only arrays are read")
+                raise UnreadableError(f"the opcode {opcode.name} is not supported, only arrays")
 
 
 def _pop(stack, start):
     if not 0 <= start <= len(stack):
-        raise UnreadableError("its stack underflows")
+        raise UnreadableError("stack underflow")
     popped = stack[start:]
     del stack[start:]
     return popped
@@ -144,7 +144,7 @@ def _pop(stack, start):
 
 def _set_items(target, keys, values):
     if not isinstance(target, dict) or not all(map(_is_name, keys)):
-        raise UnreadableError("its keys are not names")
+        raise UnreadableError("its keys are not variable names")
     target.update(zip(keys, values, strict=True))
 
 
@@ -153,18 +153,18 @@ def _is_name(key):
 
 
 class _Known(str):
-    """The name of a function or class that pickled arrays use."""
+    """The name of a function or class that occurs in pickled arrays."""
 
 
 def _known(module, name):
-    found = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 and NumPy 1
-    if found not in _KNOWN:
-        raise UnreadableError(f"it names {found}, and only arrays are read")
-    return _Known(found)
+    full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 and NumPy 1
+    if full_name not in _KNOWN:
+        raise UnreadableError(f"{full_name} is not supported, only arrays")
+    return _Known(full_name)
 
 
 def _call(function, arguments):
-    """What REDUCE stands for in a pickled array."""
+    """Evaluate the REDUCE opcode of a pickled array."""
     if isinstance(function, _Known):
         match function, arguments:
             case "numpy.core.multiarray._reconstruct", _:
@@ -173,11 +173,11 @@ def _call(function, arguments):
                 return np.dtype(code)
             case "_codecs.encode", (str(text), "latin1"):
                 return text.encode("latin1")
-    raise UnreadableError("it has another call than those of an array of numbers")
+    raise UnreadableError("it contains a call that an array of numbers does not need")
 
 
 def _set_content(target, state):
-    """What BUILD stands for in a pickled array."""
+    """Evaluate the BUILD opcode of a pickled array."""
     match target, state:
         case np.dtype(), (int(), "<" | "|" | "=", None, None, None, *_):
             pass
@@ -186,4 +186,4 @@ def _set_content(target, state):
             if target.value.nbytes != len(raw):
                 raise UnreadableError(f"an array has {len(raw)} bytes instead of {target.value.nbytes}")
         case _:
-            raise UnreadableError("it has another state than that of an array of numbers")
+            raise UnreadableError("it contains a state that an array of numbers does not have")

@@ -1,18 +1,18 @@
-"""Checkpoint folders on disk: writing, verifying, listing and deleting them. This module knows nothing of networks.
+"""Checkpoint folders on disk: writing, verifying, listing and deleting. This module does not depend on the network.
 
-A checkpoint is complete or invisible. ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json
-is valid and every file listed there has the listed size and sha256. Hidden entries beside it are work in progress. A
-kill may leave them behind; the next start removes them:
+Checkpoints are written atomically. ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json is
+valid and every file listed there has the listed size and sha256. Hidden entries next to it are work in progress. If a
+run is killed, the next start removes them:
 
     .NAME.partial    being written
-    .NAME.replaced   an older folder of that name while the new one takes its place
-    .lock            held by the run that writes here
+    .NAME.replaced   an older folder of that name, until the new folder has replaced it
+    .lock            locked by the run that writes here
 
-A folder that is being deleted loses its meta.json first and holds a file .unfinished until the end. It lists what to
-delete: files that this program did not write stay, and so do checkpoints of other programs, which have no meta.json.
+Deletion removes meta.json first. Until it is complete, the file .unfinished lists the files to delete. Files that this
+program did not write are kept, and so are checkpoints of other programs, which have no meta.json.
 
-The form "rename" writes a checkpoint under a hidden name and renames it. The form "marker" is for storage whose renames
-are not atomic: it writes NAME/ itself, with NAME/.unfinished first and meta.json last.
+The form "rename" writes a checkpoint under a hidden name and renames it. The form "marker" is for storage without
+atomic renames: it writes to NAME/ directly, with NAME/.unfinished first and meta.json last.
 """
 
 import contextlib
@@ -27,87 +27,88 @@ import shutil
 from pathlib import Path
 
 from paddle_resnet.checkpoints import schema
+from paddle_resnet.settings.values import network_name
 from utils import locks, logger
 from utils.errors import UsageError
-from utils.files import finite, open_regular
+from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # bytes; 1,000 classes and 1,000 processes take 2 MB
+META_LIMIT = 16 << 20  # bytes; a file for 1,000 classes and 1,000 processes has 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
-# The files of a checkpoint if no meta.json and no .unfinished lists them: it is damaged, or of an older version.
-_USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt)")
+# The files of a damaged checkpoint, or of an older version, without meta.json and .unfinished that list them.
+_USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt|pdema)")
 
 
 class DamagedError(Exception):
-    """A folder that is not a complete checkpoint. The message names the file and what is wrong with it."""
+    """Raised for a folder that is not a valid checkpoint. The message contains the file and the problem."""
 
 
 def run_folder(args):
-    """The folder that holds this run's checkpoints."""
-    return Path(args.output_dir) / args.model_arch_name
+    """Return the folder of this run's checkpoints."""
+    return Path(args.output_dir) / network_name(args.model_arch_name)
 
 
-def hold(args):
-    """Lock the run's folder, as lock().
+def hold(root):
+    """Lock the folder of a run like lock().
 
     Raises:
         UsageError: another run holds the lock.
     """
     try:
-        return lock(run_folder(args))
+        return lock(root)
     except BlockingIOError as e:
         raise UsageError(
-            f"--output-dir {args.output_dir}: another run ({e.strerror}) writes its checkpoints to {run_folder(args)}: "
-            "wait until it ends, or name another folder"
+            f"--output-dir {root.parent}: another run ({e.strerror}) writes its checkpoints to {root}; wait until it "
+            "ends, or choose a different folder"
         ) from e
 
 
 def lock(root):
-    """Keep other runs from writing below ROOT.
+    """Prevent other runs from writing below ROOT.
 
     Returns:
         an open file. The lock lasts until this process ends or closes any open file of ROOT/.lock.
     Raises:
-        BlockingIOError: another process holds the lock; strerror names it.
-        OSError: .lock cannot be opened, is a link, whose target would be overwritten, or no regular file.
+        BlockingIOError: another process holds the lock; strerror describes it.
+        OSError: .lock cannot be opened, is a link, whose target would be overwritten, or is not a regular file.
     """
     return locks.acquire(Path(root) / _LOCK, logger.warn)
 
 
 def keep(root, file):
-    """Return a lock of ROOT: the given one, or a new one if .lock has been deleted or replaced meanwhile.
+    """Return a lock of ROOT: the argument, or a new lock if .lock was deleted or replaced.
 
     Raises:
-        BlockingIOError: as lock.
+        BlockingIOError: as for lock.
     """
     if locks.is_of(file, Path(root) / _LOCK):
         return file
-    logger.warn(f"{root}/.lock was deleted or replaced during the run: another run could have written there")
+    logger.warn(f"{root}/.lock: was deleted or replaced during the run; another run may have written to the folder")
     return lock(root)
 
 
-def unwritable(args, error):
-    """The UsageError for an OSError that the run's folder caused at the start."""
-    return UsageError(f"--output-dir {args.output_dir} cannot be written ({error.strerror}): name another folder")
+def unwritable(root, error):
+    """Return the UsageError for an OSError in the folder of a run at startup."""
+    return UsageError(f"--output-dir {root.parent}: cannot be written ({error.strerror}); choose a different folder")
 
 
 def commit(root, name, files, meta, form="rename"):
-    """Write a checkpoint. It counts as one once all of it is on the disk.
+    """Write a checkpoint, which becomes valid when all of it is on disk.
 
     Args:
         root: folder of the run's checkpoints.
-        name: "EPOCH" or "EPOCH_STEP". An existing folder of that name belongs to another run and is replaced.
-        files: {file name: function that writes the file's content to a given binary file}.
-        meta: content of meta.json except format, files and checksum; plain data.
+        name: "EPOCH" or "EPOCH_STEP". An existing folder of that name belongs to a different run and is replaced.
+        files: {file name: function that writes the content to a binary file}.
+        meta: content of meta.json except format, files and checksum; JSON types.
         form: "rename" or "marker".
     Returns:
         the folder.
     Raises:
-        OSError: full disk, read-only folder, ...; no checkpoint has appeared.
+        OSError: for example, the disk is full or the folder is read-only; the checkpoint is not valid.
     """
     folder, partial = Path(root) / name, _hidden(root, name, _PARTIAL)
     if is_foreign(folder):
@@ -120,13 +121,13 @@ def commit(root, name, files, meta, form="rename"):
         (folder / _UNFINISHED).unlink()
         return folder
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_files(partial, files, meta)
-    fsync(partial)
     replaced = _hidden(root, name, _REPLACED)
-    if os.path.lexists(folder):
-        folder.rename(replaced)
-    partial.rename(folder)
+    with written(folder, partial):
+        partial.mkdir(parents=True)
+        _write_files(partial, files, meta)
+        fsync(partial)
+        if os.path.lexists(folder):
+            folder.rename(replaced)
     fsync(root)
     _discard(replaced, folder)
     return folder
@@ -137,7 +138,7 @@ def _set_aside(folder):
     names = (f"{folder.name}.old{n or ''}" for n in itertools.count())
     kept = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
     folder.rename(kept)
-    logger.warn(f"{folder}: has parameters without {META}, which this program did not write; renamed to {kept.name}")
+    logger.warn(f"{folder}: has parameters but no {META}, so this program did not write it; renamed to {kept.name}")
 
 
 def _write_files(folder, files, meta):
@@ -148,7 +149,7 @@ def _write_files(folder, files, meta):
 
 
 def _unmark(folder):
-    """Let a folder be no checkpoint from here on, and one that clean() removes."""
+    """Make a folder invalid as a checkpoint, and mark it for removal by clean()."""
     _write_unfinished(folder, _own_files(folder))
     (folder / META).unlink(missing_ok=True)
 
@@ -158,7 +159,7 @@ def _write_unfinished(folder, names):
 
 
 def _own_files(folder):
-    """Names of the files in a folder that this program wrote, except .unfinished. Some may be missing."""
+    """Return the names of the files in a folder that this program wrote, except .unfinished. Some may be missing."""
     with contextlib.suppress(DamagedError):
         return {META, *read_meta(folder)["files"]}
     present = set(os.listdir(folder))
@@ -172,7 +173,7 @@ def _own_files(folder):
 
 
 def _remove_unmarked(folder):
-    """Delete what this program wrote to an unmarked folder, and the folder, unless it has other files."""
+    """Delete the files that this program wrote to an unmarked folder, and the folder unless it contains other files."""
     own = _own_files(folder)
     for path in folder.iterdir():
         if path.name in own and (path.is_symlink() or not path.is_dir()):
@@ -180,16 +181,16 @@ def _remove_unmarked(folder):
     if others := sorted({path.name for path in folder.iterdir()} - own - {_UNFINISHED}):
         _remove(folder / _UNFINISHED)
         logger.warn(
-            f"{folder}: not deleted, because it has files that this program did not write ({', '.join(others[:3])}"
+            f"{folder}: not deleted, because it contains files that this program did not write ({', '.join(others[:3])}"
             f"{', ...' if len(others) > 3 else ''}); move or delete them"
         )
     elif own.isdisjoint(os.listdir(folder)):
-        _remove(folder / _UNFINISHED)  # goes last: a kill before leaves a folder that clean() knows
+        _remove(folder / _UNFINISHED)  # last, so that clean() detects the folder if the run is killed before
         _remove(folder, Path.rmdir)
 
 
 def _discard(replaced, folder):
-    """Delete the older folder of a checkpoint that has taken its place. Files that this program did not write move to
+    """Delete the older folder of a checkpoint after its replacement. Files that this program did not write are moved to
     the new folder."""
     if replaced.is_symlink():
         replaced.unlink()
@@ -203,10 +204,10 @@ def _discard(replaced, folder):
 
 
 def mark(root, marker, name):
-    """Point the symbolic link ROOT/MARKER to the checkpoint NAME, atomically.
+    """Atomically point the symbolic link ROOT/MARKER to the checkpoint NAME.
 
     Raises:
-        OSError: it cannot be made, or something else has its name.
+        OSError: the link cannot be created, or an entry of its name is not a link.
     """
     if os.path.lexists(target := Path(root) / marker) and not target.is_symlink():
         raise FileExistsError(errno.EEXIST, "not a link", str(target))
@@ -217,24 +218,24 @@ def mark(root, marker, name):
 
 
 def read_meta(folder):
-    """The content of a folder's meta.json.
+    """Return the content of a folder's meta.json.
 
     Raises:
-        DamagedError: it is missing or was changed after it was written.
+        DamagedError: the file is missing or was changed after it was written.
     """
     path = Path(folder) / META
     try:
         with open_regular(path, META_LIMIT) as file:
             meta = json.loads(file.read())
         checksum = meta.pop("checksum")
-        is_whole = checksum == _checksum(meta)
+        is_intact = checksum == _checksum(meta)
     except OSError as e:
         raise DamagedError(f"{META} cannot be read ({e.strerror})") from e
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise DamagedError(f"{META} is damaged") from e
     if meta.get("format") != FORMAT:
-        raise DamagedError(f"{META} has format {reprlib.repr(meta.get('format'))} and this version reads {FORMAT}")
-    if not is_whole:
+        raise DamagedError(f"{META} has format {reprlib.repr(meta.get('format'))}, but this version reads {FORMAT}")
+    if not is_intact:
         raise DamagedError(f"{META} is damaged")
     if problem := schema.problem(meta):
         raise DamagedError(f"{META} is damaged: {problem}")
@@ -242,8 +243,8 @@ def read_meta(folder):
 
 
 def prefix(args, folder):
-    """The path of a checkpoint's two files without .pdparams and .pdopt. meta.json lists them; in a folder without one,
-    the name is foreign_prefix.
+    """Return the path of a checkpoint's two files without .pdparams and .pdopt: the one listed in meta.json, or
+    foreign_prefix if there is no meta.json.
 
     Raises:
         DamagedError: the folder's meta.json is damaged.
@@ -254,9 +255,9 @@ def prefix(args, folder):
 
 
 def foreign_prefix(args, folder):
-    """The name of the two files in a folder of another program: --model-prefix if it is set; otherwise that of NVIDIA's
-    example, that of the network, or the only one there."""
-    if "model_prefix" in args.given:
+    """Return the prefix of the two files in a folder of a different program: --model-prefix if it is set; otherwise the
+    prefix of NVIDIA's example, that of the network, or the only one in the folder."""
+    if args.is_explicit("model_prefix"):
         return args.model_prefix
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
     known = [name for name in (NVIDIAS_PREFIX, args.model_prefix) if name in names]
@@ -264,8 +265,8 @@ def foreign_prefix(args, folder):
 
 
 def is_foreign(folder):
-    """Whether a folder holds parameters that this program did not write, such as a checkpoint of NVIDIA's example: it
-    has neither meta.json nor .unfinished."""
+    """Whether a folder contains parameters that this program did not write, such as a checkpoint of NVIDIA's example,
+    and therefore neither meta.json nor .unfinished."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -274,7 +275,7 @@ def is_foreign(folder):
 
 
 def verify(folder):
-    """Read every byte of a checkpoint and return its meta.json. What meta.json does not list is not part of it.
+    """Read every byte of a checkpoint and return its meta.json. Files that meta.json does not list are ignored.
 
     Raises:
         DamagedError: a file is missing or was changed after it was written.
@@ -289,9 +290,9 @@ def verify_file(path, expected, source):
     """Read every byte of a file.
 
     Args:
-        path: of the file.
-        expected: {"size": bytes, "sha256": hexadecimal}, as write_file returned it.
-        source: name of the file that says so.
+        path: path of the file.
+        expected: result of write_file, {"size": bytes, "sha256": hexadecimal}.
+        source: name of the file that contains `expected`.
     Raises:
         DamagedError: the file is missing or was changed after it was written.
     """
@@ -306,58 +307,58 @@ def verify_file(path, expected, source):
     except OSError as e:
         raise DamagedError(f"{path.name} cannot be read ({e.strerror})") from e
     if digest.hexdigest() != expected["sha256"]:
-        raise DamagedError(f"{path.name} has another sha256 than {source} says")
+        raise DamagedError(f"{path.name} does not match its sha256 in {source}")
 
 
 def position(name):
-    """(epoch, steps done in it, or None at its end) from the name of a folder; None for other names."""
+    """Return (epoch, completed steps, or None at its end) from the name of a folder; None for other names."""
     match = _NAME.fullmatch(name)
     return match and (int(match[1]), match[2] and int(match[2]))
 
 
 def below(root):
-    """The folders below ROOT with the name of a checkpoint, sorted by epoch and step."""
+    """List the folders below ROOT that have the name of a checkpoint, sorted by epoch and step."""
     if not Path(root).is_dir():
         return []
-    found = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: (position(p.name)[0], position(p.name)[1] or float("inf")))
+    matches = [p for p in Path(root).iterdir() if position(p.name) and p.is_dir()]
+    return sorted(matches, key=lambda p: (position(p.name)[0], position(p.name)[1] or float("inf")))
 
 
 def finished(root):
-    """The folders below ROOT that hold a checkpoint, sorted. Damaged ones and those of other programs are among them;
-    what clean() removes and folders with other files are not."""
+    """List the folders below ROOT that contain a checkpoint, sorted. They include damaged ones and those of other
+    programs, but not folders that clean() removes or that contain other files only."""
     return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
 
 def newest_first(root):
-    """The checkpoints below ROOT, the last written first.
+    """List the checkpoints below ROOT, the last written first.
 
     Returns:
-        [(folder, meta)] of those with a valid meta.json, and [(folder, what is wrong)] of the other folders with the
-        name of a checkpoint.
+        [(folder, meta)] of those with a valid meta.json, and [(folder, problem)] of the other folders with the name of
+        a checkpoint.
     """
-    whole, damaged = [], []
+    valid, damaged = [], []
     for folder in below(root):
         try:
-            whole.append((folder, read_meta(folder)))
+            valid.append((folder, read_meta(folder)))
         except DamagedError as e:
             damaged.append((folder, str(e)))
-    return sorted(whole, key=lambda pair: pair[1]["sequence"], reverse=True), damaged
+    return sorted(valid, key=lambda pair: pair[1]["sequence"], reverse=True), damaged
 
 
 def is_checkpoint(folder):
-    """Whether a folder has a checkpoint's meta.json, damaged or not, or is_foreign."""
+    """Whether a folder contains a meta.json, valid or damaged, or is_foreign."""
     return os.path.lexists(Path(folder) / META) or is_foreign(folder)
 
 
 def run_in(path, arch=None):
-    """The folder of a run's checkpoints: PATH, or the one below it, if PATH is an --output-dir.
+    """Return the folder of a run's checkpoints: PATH, or the one below it if PATH is an --output-dir.
 
     Args:
         path: folder.
         arch: name of the network, if it is known.
     Raises:
-        UsageError: PATH has runs of several networks.
+        UsageError: PATH contains runs of several networks.
     """
     path = Path(path)
     if not path.is_dir() or is_checkpoint(path) or finished(path):
@@ -365,25 +366,25 @@ def run_in(path, arch=None):
     runs = runs_below(path)
     runs = [folder for folder in runs if folder.name == arch] or runs
     if len(runs) > 1:
-        raise UsageError(f"{path} has runs of several networks: choose one of {', '.join(map(str, runs))}")
+        raise UsageError(f"{path}: contains runs of several networks; choose one of {', '.join(map(str, runs))}")
     return runs[0] if runs else path
 
 
 def runs_below(path):
-    """The folders in an --output-dir that hold checkpoints, sorted."""
+    """List the folders in an --output-dir that contain checkpoints, sorted."""
     return [folder for folder in sorted(Path(path).iterdir()) if folder.is_dir() and finished(folder)]
 
 
 def resolve(path, arch=None, log=logger.info):
-    """The checkpoint to use for a folder: itself, or that of a run (as run_in): its `best`, or without one its newest,
-    if possible at the end of an epoch.
+    """Return the checkpoint to use for a folder: the folder itself or, for the folder of a run (as for run_in), `best`.
+    Without `best`, it is the newest checkpoint at the end of an epoch, or the newest one.
 
     Args:
         path: folder.
         arch: name of the network, if it is known.
-        log: function that logs which checkpoint it is.
+        log: function that logs the choice.
     Raises:
-        UsageError: as run_in.
+        UsageError: as for run_in.
     """
     root = run_in(path, arch)
     if is_checkpoint(root) or not finished(root):
@@ -399,16 +400,16 @@ def resolve(path, arch=None, log=logger.info):
 
 
 def newest(root):
-    """The checkpoint below ROOT that was written last; if all are of other programs, that of the last epoch; None if
-    there is none. It is not verified."""
-    whole, others = newest_first(root)
+    """Return the checkpoint below ROOT that was written last, unverified; if all are of other programs, that of the
+    last epoch; None if there is no checkpoint."""
+    valid, others = newest_first(root)
     foreign = [folder for folder, _ in others if is_foreign(folder)]
-    return whole[0][0] if whole else next(reversed(foreign), None)
+    return valid[0][0] if valid else next(reversed(foreign), None)
 
 
 def delete(folder):
-    """Delete a checkpoint. Files that this program did not write stay, and so does the folder of a link. A kill in
-    between leaves nothing that counts as a checkpoint; a failure is a warning."""
+    """Delete a checkpoint. Files that this program did not write are kept, and so is the target of a link. If the run
+    is killed meanwhile, the rest is not a valid checkpoint. A failure is a warning."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -416,11 +417,11 @@ def delete(folder):
             _unmark(folder)
             _remove_unmarked(folder)
     except OSError as e:
-        logger.warn(f"{folder} cannot be deleted ({e.strerror}): delete it by hand")
+        logger.warn(f"{folder}: cannot be deleted ({e.strerror}); delete it manually")
 
 
 def clean(root):
-    """Remove what a killed run left unfinished, and put back a checkpoint that was about to be replaced."""
+    """Remove the unfinished work of a killed run, and restore a checkpoint that was being replaced."""
     for path in sorted(Path(root).glob(".*")):
         name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
         if not position(name) and name not in MARKERS:
@@ -430,7 +431,7 @@ def clean(root):
                 _discard(path, path.parent / name)
             else:
                 path.rename(path.parent / name)
-        elif suffix in (_PARTIAL, ".deleted"):  # older versions deleted under that name
+        elif suffix in (_PARTIAL, ".deleted"):  # older versions used .deleted for folders being deleted
             _remove(path)
     for folder in below(root):
         if _is_unfinished(folder) and not folder.is_symlink():
@@ -438,11 +439,11 @@ def clean(root):
 
 
 def remove_all(root):
-    """Delete every checkpoint below ROOT that this program wrote, damaged ones included, and the links to them, and log
-    their names. A link to a folder elsewhere goes, the folder stays. A kill in between leaves valid checkpoints.
+    """Delete all checkpoints below ROOT that this program wrote, including damaged ones and links, and log their names.
+    The targets of links to other folders are kept. If the run is killed meanwhile, the remaining checkpoints are valid.
 
     Raises:
-        OSError: one still counts as a checkpoint.
+        OSError: a checkpoint cannot be deleted and is still valid.
     """
     checkpoints = [folder for folder in finished(root) if folder.is_symlink() or not is_foreign(folder)]
     links = [link for link in (Path(root) / marker for marker in MARKERS) if link.is_symlink()]
@@ -461,16 +462,16 @@ def remove_all(root):
 def _holds_checkpoint(folder):
     try:
         return META in os.listdir(folder) or is_foreign(folder)
-    except OSError:  # it may
+    except OSError:  # an unreadable folder may contain one
         return True
 
 
 def _is_unfinished(folder):
     try:
-        left = os.listdir(folder)
-    except OSError:  # no work of this program
+        names = os.listdir(folder)
+    except OSError:  # an unreadable folder is not unfinished work of this program
         return False
-    return META not in left and (_UNFINISHED in left or not left)
+    return META not in names and (_UNFINISHED in names or not names)
 
 
 def _hidden(root, name, suffix):
@@ -484,7 +485,7 @@ def _remove(path, function=None):
     except FileNotFoundError:
         pass
     except OSError as e:
-        logger.warn(f"{path} cannot be deleted ({e.strerror}): delete it by hand")
+        logger.warn(f"{path}: cannot be deleted ({e.strerror}); delete it manually")
 
 
 def _checksum(meta):
@@ -492,7 +493,7 @@ def _checksum(meta):
 
 
 class _HashingFile:
-    """A file that counts and hashes what is written to it."""
+    """A file wrapper that counts and hashes the bytes written."""
 
     def __init__(self, file):
         self._file = file
@@ -506,19 +507,10 @@ class _HashingFile:
 
 
 def write_file(path, write):
-    """Let write(file) write a file and flush it to the disk; returns {"size": bytes, "sha256": hexadecimal}."""
+    """Write a file with write(file) and flush it to disk. Returns {"size": bytes, "sha256": hexadecimal}."""
     with open(path, "wb") as file:
         hashing = _HashingFile(file)
         write(hashing)
         file.flush()
         os.fsync(file.fileno())
     return {"size": hashing.size, "sha256": hashing.digest.hexdigest()}
-
-
-def fsync(path):
-    """Flush a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

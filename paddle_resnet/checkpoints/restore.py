@@ -1,9 +1,9 @@
-"""Where a run starts: find and verify the checkpoint that the flags name, and restore the run's state from it.
+"""Start of a run: find and verify the checkpoint that the flags specify, and restore the run's state from it.
 
-saver.py has the content of a checkpoint, folders.py the form of its folder; variables.py loads the variables.
+saver.py defines the content of a checkpoint, and folders.py the layout of its folder; variables.py loads the variables.
 """
 
-import argparse
+import dataclasses
 import json
 import os
 import random
@@ -13,62 +13,73 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-import config
 from paddle_resnet.checkpoints import folders, schema, variables
 from paddle_resnet.job import exchange, processes
-from paddle_resnet.models import registered_name
+from paddle_resnet.models import registered_name, user_file
+from paddle_resnet.settings import inheritance, parsing, validation
+from paddle_resnet.settings.declarations import EVALUATED, RESUMED, of_kinds
+from paddle_resnet.settings.values import flag, network_name, text
 from utils import logger
 from utils.errors import UsageError
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """The checkpoint that a run starts from.
 
     Attributes:
         folder: path of the checkpoint.
         epoch: epoch to continue with.
-        step: steps already done in that epoch.
-        meta: content of meta.json, or None for a checkpoint of another program, which has no meta.json.
-        goes_on: whether this run continues the checkpoint's run. If not, it takes the variables and starts with
-            epoch 0. It stays true if the epoch has to start again.
+        step: completed steps of that epoch.
+        meta: content of meta.json, or None for a checkpoint of a different program, which has no meta.json.
+        resumes: whether this run continues the checkpoint's run, even if the epoch has to restart. Otherwise the run
+            uses only the variables and starts at epoch 0.
     """
 
     folder: str
     epoch: int
     step: int = 0
     meta: dict | None = None
-
-    def __post_init__(self):
-        self.goes_on = self.meta is not None and (self.epoch, self.step) != (0, 0)
+    resumes: bool = False
 
     def continues(self, root):
-        """Whether this run continues the newest checkpoint below ROOT: from an older one it would overwrite others."""
+        """Whether this run continues the newest checkpoint below ROOT. From an older one it would overwrite others."""
         newest = folders.newest(root)
         return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
     @property
     def loader_state(self):
-        """State of this process's loader, or None."""
-        if not self.goes_on:
+        """The state of this process's loader, or None."""
+        if not self.resumes:
             return None
         return self.rank_state["loader"]
 
     @property
     def rank_state(self):
-        """What the checkpoint holds of this process, or of the last one if there were fewer."""
+        """The recorded state of this process, or of the last one if the checkpoint has fewer."""
         ranks = self.meta["ranks"]
         return ranks[min(processes.rank(), len(ranks) - 1)]
 
     @property
     def trained(self):
-        """Results of the epoch's training, if only the epoch's evaluation is left to do."""
+        """Results of the training up to this step if its evaluation is pending."""
         return self.meta["trained"] if self.step else None
+
+    @property
+    def is_inside(self):
+        """Whether the run continues in the middle of an epoch."""
+        return bool(self.step) and self.step < self.meta["steps_each_epoch"]
+
+    def is_done(self, args):
+        """Whether all steps of a run with these flags are complete."""
+        if args.iter_unit == "epoch":
+            return self.epoch >= args.epochs
+        return self.meta["lr_scheduler"]["last_epoch"] >= args.num_iter and self.trained is None
 
 
 def find(args):
-    """The checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, asks for. If there is none,
-    --from-pretrained-params becomes the checkpoint to use of a run's folder.
+    """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If there is
+    none and --from-pretrained-params is the folder of a run, set the flag to a checkpoint of that run.
 
     Rank 0 searches and verifies every byte.
 
@@ -79,7 +90,8 @@ def find(args):
     """
     found = exchange.from_rank_0(lambda: _find(args, _search))
     if found is None and args.from_pretrained_params is not None:
-        args.from_pretrained_params = exchange.from_rank_0(lambda: _find(args, _pretrained))
+        folder = exchange.from_rank_0(lambda: _find(args, _pretrained))
+        args.set(args.origin("from_pretrained_params"), from_pretrained_params=folder)
     return found and Found(**found)
 
 
@@ -87,159 +99,176 @@ def _find(args, search):
     try:
         return search(args)
     except OSError as e:
-        raise UsageError(f"{e.filename} cannot be read ({e.strerror}): make it readable, or name another folder") from e
+        raise UsageError(
+            f"{e.filename}: cannot be read ({e.strerror}); make it readable, or choose a different folder"
+        ) from e
 
 
 def _pretrained(args):
-    return str(folders.resolve(args.from_pretrained_params, _arch(args)))
+    return str(folders.resolve(args.from_pretrained_params, _run_name(args)))
 
 
 def _arch(args):
-    return args.model_arch_name if "model_arch_name" in args.given else None
+    """Return --model-arch-name if it is explicit, otherwise None."""
+    return args.model_arch_name if args.is_explicit("model_arch_name") else None
+
+
+def _run_name(args):
+    """Return the folder name for runs of the network, or None if the network is not explicit."""
+    return _arch(args) and network_name(_arch(args))
 
 
 def _search(args):
     if args.resume:
         folder = folders.run_folder(args)
         if folder.is_dir():
-            _clean(args, folder)
+            _clean(folder)
         found = _newest(args, folder, resumes=True)
         if found:
             return found
-        _refuse_default_network(args, folder)
-        logger.info(f"--resume: {folder} holds no checkpoint yet")
+        _check_default_network(args, folder)
+        logger.info(f"--resume: {folder} contains no checkpoint yet")
     if args.from_checkpoint is None:
         return None
     root, wanted = Path(args.from_checkpoint), args.last_epoch_of_checkpoint
     flag = f"--from-checkpoint {root}"
     if not root.is_dir():
-        raise UsageError(f"{flag} does not exist: name a folder that holds a checkpoint")
-    root = folders.resolve(root, _arch(args)) if wanted is None else folders.run_in(root, _arch(args))
+        raise UsageError(f"{flag}: does not exist; choose a folder that contains a checkpoint")
+    root = folders.resolve(root, _run_name(args)) if wanted is None else folders.run_in(root, _run_name(args))
     if wanted is None:
         if not _has_files(args, root):
             prefix = folders.foreign_prefix(args, root)
             raise UsageError(
-                f"{flag} has neither {folders.META} nor {prefix}.pdparams: choose a folder that holds a checkpoint, or "
-                "set its --model-prefix"
+                f"{flag}: contains neither {folders.META} nor {prefix}.pdparams; choose a folder that contains a "
+                "checkpoint, or set its --model-prefix"
             )
-        return {"folder": str(root), "epoch": 0, "meta": _verified(args, root, flag)}
+        return {"folder": str(root), "epoch": 0, "meta": _verified(root, flag)}
     below = [p for p in folders.below(root) if _has_files(args, p)]
     epochs = [int(p.name) for p in below if p.name.isdigit()]
     if wanted == "auto" and below:
         return _newest(args, root)
     if _has_files(args, root) and (wanted == "auto" or wanted == _epoch_of(root)):
-        return _position(args, root, _verified(args, root, flag))
+        return _position(root, _verified(root, flag), args.iter_unit)
     if wanted in epochs:
-        return _position(args, root / str(wanted), _verified(args, root / str(wanted), flag))
+        return _position(root / str(wanted), _verified(root / str(wanted), flag), args.iter_unit)
+    remedy = f"use one of {epochs}" if epochs else "choose a different folder"
     raise UsageError(
-        f"--last-epoch-of-checkpoint {wanted}: {root} holds no such epoch with {folders.META} or "
-        f"{folders.foreign_prefix(args, root)}.pdparams: give one of {epochs or 'another folder'} or another "
-        "--model-prefix"
+        f"--last-epoch-of-checkpoint {wanted}: {root} contains no such checkpoint with {folders.META} or "
+        f"{folders.foreign_prefix(args, root)}.pdparams; {remedy}, or set its --model-prefix"
     )
 
 
-def _refuse_default_network(args, folder):
-    """Raise UsageError if --resume found nothing in the folder of a network that no flag names, next to runs of others:
-    one of these may be meant."""
+def _check_default_network(args, folder):
+    """Raise UsageError if --resume finds no checkpoint of the default network but runs of other networks, because
+    one of these may be intended."""
     has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
-    if has_start or "model_arch_name" in args.given or not folder.parent.is_dir():
+    if has_start or args.is_explicit("model_arch_name") or not folder.parent.is_dir():
         return
     if others := [run.name for run in folders.runs_below(folder.parent)]:
         raise UsageError(
-            f"--resume: {folder} holds no checkpoint, but {folder.parent} has runs of {', '.join(others)}: set "
-            "--model-arch-name to the network to continue or to start"
+            f"--resume: {folder} contains no checkpoint, but {folder.parent} contains runs of {', '.join(others)}; "
+            "set --model-arch-name to the network to train"
         )
 
 
-def _clean(args, folder):
-    """Remove unfinished work under the lock: without it, a running job's work would be removed."""
+def _clean(folder):
+    """Remove unfinished work. The lock protects the work of a running job."""
     try:
-        with folders.hold(args):
+        with folders.hold(folder):
             folders.clean(folder)
     except OSError as e:
-        raise folders.unwritable(args, e) from e
+        raise folders.unwritable(folder, e) from e
 
 
 def _newest(args, root, resumes=False):
-    """The newest intact checkpoint below a folder. Damaged ones are named and passed over.
+    """Return the newest valid checkpoint below a folder. Damaged ones trigger a warning and are skipped.
 
     Args:
         args: flags.
         root: the folder.
-        resumes: for --resume. Otherwise, if all are of another program, the newest of those is taken.
+        resumes: whether the search is for --resume. Otherwise, if all are of a different program, return the newest.
     """
-    whole, others = folders.newest_first(root)
+    valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
-    if not whole and foreign and len(foreign) == len(others):
+    if not valid and foreign and len(foreign) == len(others):
         if not resumes:
-            return _position(args, foreign[-1], None)
+            return _position(foreign[-1], None, args.iter_unit)
         if args.from_checkpoint is not None:
             return None
-        # It may also be a checkpoint of this program that has lost its meta.json.
+        # These may also be checkpoints of this program without their meta.json.
         raise UsageError(
             f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
-            f"{folders.META}: add --from-checkpoint {root} --last-epoch-of-checkpoint auto to continue from one of "
-            "another program"
+            f"{folders.META}; add --from-checkpoint {root} --last-epoch-of-checkpoint auto to continue from one of a "
+            "different program"
         )
     for folder, problem in others:
-        logger.warn(f"{folder} is not a checkpoint: {problem}")
-    for folder, _ in whole:
+        logger.warn(f"{folder}: not a valid checkpoint: {problem}")
+    for folder, _ in valid:
         try:
-            return _position(args, folder, folders.verify(folder))
+            return _position(folder, folders.verify(folder), args.iter_unit)
         except folders.DamagedError as e:
-            logger.warn(f"{folder} is damaged: {e}: trying the checkpoint before it")
-    if whole or others:
-        raise UsageError(f"{root} holds only damaged checkpoints: move them away to start afresh")
+            logger.warn(f"{folder}: damaged: {e}; trying the previous checkpoint")
+    if valid or others:
+        raise UsageError(f"{root}: contains only damaged checkpoints; move them away to start a new run")
     return None
 
 
-def _position(args, folder, meta):
-    """The fields of Found for a checkpoint: where training continues."""
+def _position(folder, meta, iter_unit):
+    """Return the fields of Found for a checkpoint, with the position at which training continues.
+
+    Raises:
+        UsageError: the checkpoint of a different program does not contain its position.
+    """
     if meta is None:
+        if iter_unit == "batch":
+            raise UsageError(
+                f"--iter-unit batch: {folder} has no {folders.META}, so its number of steps is unknown; use "
+                "--iter-unit epoch, or --last-epoch-of-checkpoint None"
+            )
         if (epoch := _epoch_of(folder)) is None:
             raise UsageError(
-                f"{folder} has no {folders.META}, and its name is not an epoch: give --last-epoch-of-checkpoint None"
+                f"{folder}: has no {folders.META}, and its name is not an epoch; use --last-epoch-of-checkpoint None"
             )
         logger.warn(
-            f"{folder} has no {folders.META}: it lacks checksums, the state of the loader and the best result; "
-            f"training continues with epoch {epoch + 1}, its learning rate and the image order of a first epoch"
+            f"{folder}: has no {folders.META}, and therefore no checksums, loader state or best result; training "
+            f"continues with epoch {epoch + 1}, its learning rate, and the image order of the first epoch"
         )
         return {"folder": str(folder), "epoch": epoch + 1}
     epoch, step = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
-    return {"folder": str(folder), "epoch": epoch, "step": step, "meta": meta}
+    return {"folder": str(folder), "epoch": epoch, "step": step, "meta": meta, "resumes": (epoch, step) != (0, 0)}
 
 
-def _verified(args, folder, flag):
-    """The meta.json of a checkpoint requested by name, after verifying it; None if it has no meta.json."""
+def _verified(folder, flag):
+    """Verify a checkpoint that was requested explicitly, and return its meta.json; None if it has none."""
     if not os.path.lexists(folder / folders.META):
         return None
     try:
         return folders.verify(folder)
     except folders.DamagedError as e:
-        raise UsageError(f"{flag}: {folder} is damaged: {e}: name another checkpoint") from e
+        raise UsageError(f"{flag}: {folder} is damaged: {e}; choose a different checkpoint") from e
 
 
 def _is_foreign(args, folder):
-    """Whether a folder holds a checkpoint of NVIDIA's example or of paddle.static.save: two files and no meta.json."""
+    """Whether a folder contains a checkpoint of NVIDIA's example or paddle.static.save: two files and no meta.json."""
     files = [folder / f"{folders.foreign_prefix(args, folder)}.{ending}" for ending in ("pdparams", "pdopt")]
     return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
 
 
 def _has_files(args, folder):
-    """Whether a folder has a checkpoint's meta.json, damaged or not, or the parameters of another program's."""
+    """Whether a folder contains a meta.json, valid or damaged, or the parameters of a different program."""
     foreign = folder / f"{folders.foreign_prefix(args, folder)}.pdparams"
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
 
 def origin(args, found):
-    """The checkpoint that the run takes its first variables from: (folder, its meta.json or None); (None, None) for a
-    run that starts from nothing.
+    """Return the checkpoint from which the run loads its initial variables: (folder, its meta.json or None), or
+    (None, None) without a checkpoint.
 
     Args:
         args: flags.
         found: result of find.
     Raises:
-        UsageError: --from-pretrained-params names no file, or one beside a damaged meta.json.
+        UsageError: the file of --from-pretrained-params does not exist, or the meta.json next to it is damaged.
     """
     if found:
         return found.folder, found.meta
@@ -253,12 +282,14 @@ def _origin_of_pretrained(args):
     try:
         meta = folders.read_meta(path.parent) if os.path.lexists(path.parent / folders.META) else None
     except folders.DamagedError as e:
-        raise UsageError(f"--from-pretrained-params {args.from_pretrained_params} is damaged: {e}: name another") from e
+        raise UsageError(
+            f"--from-pretrained-params {args.from_pretrained_params}: damaged: {e}; choose a different checkpoint"
+        ) from e
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
 
 def log_evaluated(args, found):
-    """Log which checkpoint an evaluation is about; returns its epoch, 0 if it is unknown."""
+    """Log which checkpoint is evaluated, and return its epoch, or 0 if it is unknown."""
     folder, meta = origin(args, found)
     epoch = meta["epoch"] if meta else folder and _epoch_of(Path(folder))
     if epoch is not None:
@@ -267,137 +298,173 @@ def log_evaluated(args, found):
     return epoch or 0
 
 
-def settle_network(args):
-    """Let --model-arch-name, unless it is given, be that of what a run with --resume starts from where there is nothing
-    to continue: it names the folder in which --resume looks. Changes the flags."""
+def resolve_network(args):
+    """Inherit --model-arch-name, unless it is explicit, from the checkpoint from which a run with --resume starts if it
+    cannot resume. --resume searches the folder of that network. Changes the settings."""
     has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
-    if args.resume and has_start and "model_arch_name" not in args.given:
-        first = argparse.Namespace(**vars(args) | {"resume": False})
+    if args.resume and has_start and not args.is_explicit("model_arch_name"):
+        first = args.copy(resume=False)
         folder, meta = origin(first, find(first))
         if meta is not None:
-            args.model_arch_name = recorded_flags(folder, meta).model_arch_name
+            args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
 
 def inherit_flags(args, found):
-    """Take the flags that are not explicit from the meta.json of what the run starts from, and log what is taken and
-    what differs; changes the flags. config.KINDS says which ones an evaluation, fine-tuning and a resumed run inherit.
+    """Inherit the flags that are not explicit from the meta.json of the initial checkpoint. Log the inherited flags and
+    the differences; changes the settings. The kinds of flags in settings/declarations.py determine what a run inherits.
 
     Args:
         args: flags.
         found: result of find.
     Raises:
-        UsageError: the flags, with those of the checkpoint, are impossible or do not fit each other.
+        UsageError: the flags, including those of the checkpoint, are invalid or contradict each other.
     """
     folder, meta = origin(args, found)
     if meta is not None:
-        recorded = recorded_flags(folder, meta)
-        resumes = bool(found and found.goes_on and args.run_scope.trains)
-        taken, differing = config.inherit(args, recorded, _inherited_names(args, found, recorded, resumes))
-        if found is None and args.run_scope.trains and "image_shape" not in args.given:
-            # The first filters have these channels.
-            args.image_shape = [recorded.image_shape[0], *args.image_shape[1:]]
-            args.inherited |= {"image_shape"}
-        if taken:
-            values = ", ".join(f"{name} {config.text(value)}" for name, value in taken.items())
+        recorded = recorded_flags(folder, meta, _arch(args))
+        resumes = bool(found and found.resumes and args.run_scope.trains)
+        names = _inherited_names(args, found, recorded, resumes)
+        inherited, differing = inheritance.inherit(args, recorded, names, folder)
+        if not args.is_explicit("image_shape"):
+            # The filters of the first layer have this number of channels.
+            args.set(f"checkpoint {folder}", image_shape=[recorded.image_shape[0], *args.image_shape[1:]])
+        if inherited:
+            values = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
             logger.info(f"from {folder}/{folders.META}: {values}")
         _log_differences(folder, differing, resumes)
-    elif folder is not None and "image_shape" not in args.given:
-        args.image_shape = [4, *args.image_shape[1:]]  # as NVIDIA's example, whatever is faster here
-        args.inherited |= {"image_shape"}
-    config.check_settings(args)
+    elif folder is not None and not args.is_explicit("image_shape"):
+        # Checkpoints of NVIDIA's example have 4 channels, regardless of the faster choice here.
+        args.set(f"checkpoint {folder}", image_shape=[4, *args.image_shape[1:]])
+    validation.check(args)
 
 
 def _inherited_names(args, found, recorded, resumes):
     if resumes:
-        return config.RESUMED
-    if not args.run_scope.trains:
-        return config.EVALUATED
-    if found is None:  # fine-tuning: the data name the classes
-        return ("model_arch_name", *config.KINDS["preprocessing"])
-    return (*config.EVALUATED, "asp") if recorded.asp else config.EVALUATED
+        return of_kinds(*RESUMED)
+    if found is None and args.run_scope.trains:  # fine-tuning: the data set determines the classes
+        return ("model_arch_name", "image_shape", *of_kinds("preprocessing"))
+    evaluated = of_kinds(*EVALUATED)
+    return (*evaluated, "asp") if args.run_scope.trains and recorded.asp else evaluated
 
 
 def _log_differences(folder, differing, resumes):
     """Log the explicit flags that differ from those of a checkpoint: {flag: (value, recorded value)}."""
-    saving = {config.flag(name) for name in config.KINDS["saving"]} if resumes else set()
-    changes = {name: f"{name} {config.text(now)} (was {config.text(old)})" for name, (now, old) in differing.items()}
-    if harmless := [text for name, text in changes.items() if name in saving]:
+    saving = set(map(flag, of_kinds("saving"))) if resumes else set()
+    changes = {name: f"{name} {text(now)} (was {text(old)})" for name, (now, old) in differing.items()}
+    if harmless := [change for name, change in changes.items() if name in saving]:
         logger.info(f"{folder}: resumed with {', '.join(harmless)}")
-    if others := [text for name, text in changes.items() if name not in saving]:
+    if others := [change for name, change in changes.items() if name not in saving]:
         effect = "; the losses will differ from those of an uninterrupted run" if resumes else ""
         logger.warn(f"{folder}: the flags differ from those of its training: {', '.join(others)}{effect}")
 
 
-def recorded_flags(folder, meta):
-    """The flags of the run that wrote a checkpoint, from the content of its meta.json.
+def recorded_flags(folder, meta, arch):
+    """Return the flags of the run that wrote a checkpoint, from the content of its meta.json.
 
+    Args:
+        folder: folder of the checkpoint.
+        meta: content of its meta.json.
+        arch: --model-arch-name if it is explicit, or None. A checkpoint alone never causes the import of a file.
     Raises:
-        UsageError: they are impossible.
+        UsageError: the flags are invalid, or the network is from a user's file that no flag specifies.
     """
     try:
-        args = config.from_dict(meta["arguments"])
-        args.model_arch_name = registered_name(args.model_arch_name)  # also the name of a folder
-        return args
+        args = parsing.from_dict(meta["arguments"])
+        recorded = args.model_arch_name
+        if user_file.split(recorded) is None:
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # also the name of a folder
     except UsageError as e:
-        raise UsageError(f"{folder} has impossible arguments in its {folders.META}: {e}") from e
+        raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
+    if user_file.split(recorded):
+        if arch is None:
+            raise UsageError(
+                f"{folder}: its network {recorded} is from a file, which is imported only if a flag specifies it; add "
+                f"--model-arch-name {recorded} if you trust this file"
+            )
+        if user_file.split(arch) and network_name(arch) == network_name(recorded):
+            args.resolve("Python", model_arch_name=arch)  # the file may have moved
+            if user_file.sha256(arch) != meta.get("network_sha256"):
+                logger.warn(f"--model-arch-name {arch}: the file differs from the one that {folder} was trained with")
+    return args
 
 
-def classes_of_outputs(args, found):
-    """The class of each output of a network that the run only evaluates, from its checkpoint. None if the checkpoint
-    does not record classes, or if the run trains: the data set then defines them."""
-    _, meta = origin(args, found)
-    return None if meta is None or args.run_scope.trains else meta["classes"] or None
+def recorded_classes(meta):
+    """Return the class of each output of a checkpoint's network, or None if the checkpoint does not record them."""
+    return (meta or {}).get("classes") or None
 
 
-def compare_classes(args, found, loader):
-    """Warn if the classes of what the run starts from and of the data set differ. Fine-tuning to another number of
-    classes is no mistake."""
-    folder, meta = origin(args, found)
-    before, now = list((meta or {}).get("classes", [])), list(loader.classes)
-    if not found and args.run_scope.trains and len(before) != len(now):
+def compare_classes(folder, meta, loader, is_fine_tuning):
+    """Warn if the classes of the initial checkpoint and of the data set differ.
+
+    Args:
+        folder, meta: result of origin.
+        loader: result of dali.build_dataloader.
+        is_fine_tuning: whether a different number of classes is intended.
+    """
+    before, now = recorded_classes(meta) or [], list(loader.classes)
+    if is_fine_tuning and len(before) != len(now):
         return
     if before and now and before != now:
         i = next(i for i in range(max(len(before), len(now))) if before[i : i + 1] != now[i : i + 1])
         logger.warn(
-            f"{folder} was trained on other classes: label {i} was {before[i : i + 1] or 'none'} and is "
+            f"{folder}: trained on different classes: label {i} was {before[i : i + 1] or 'none'} and is "
             f"{now[i : i + 1] or 'none'}"
         )
 
 
 def restore(args, found, lr_scheduler, loader, fetchs, place):
-    """Restore a training run's state other than its variables: position, learning rate, generators. Inside an epoch
-    also its running sums and this process's own BN statistics.
+    """Restore a training run's state except its variables: position, learning rate and random generators; inside an
+    epoch also its running sums and the BN statistics of this process.
 
     Args:
         args: flags.
-        found: result of find. Its step becomes 0 if the loader could not continue inside the epoch.
-        lr_scheduler: its rate depends on the number of the step alone, so it continues like an uninterrupted run on the
-            schedule of this run's flags.
+        found: result of find.
+        lr_scheduler: its rate depends only on the step, so it continues like an uninterrupted run with the schedule
+            of this run's flags.
         loader: training loader, built with found.loader_state.
         fetchs: result of program.build.
         place: where the program runs.
+    Returns:
+        Found, with step 0 if the loader cannot continue inside the epoch.
     """
-    if found.step and not found.trained and loader.step != found.step:
-        found.step = 0
-        logger.warn(f"epoch {found.epoch} starts again at its beginning, with the parameters of {found.folder}")
-    lr_scheduler.step(found.epoch * len(loader) + (len(loader) if found.trained else found.step))
-    if found.goes_on:
+    timeline = lr_scheduler.timeline
+    if args.iter_unit == "batch" and found.resumes:
+        before, now = found.meta["steps_each_epoch"], timeline.batches(found.meta["epoch"])
+        if before != now:
+            raise UsageError(
+                f"--iter-unit batch: {found.folder} has {before} steps per epoch, and this run has {now}, so it would "
+                "not end after --num-iter; use its --batch-size, --accumulate-steps and number of processes"
+            )
+    if found.is_inside and found.step % args.accumulate_steps:
+        raise UsageError(
+            f"--accumulate-steps {args.accumulate_steps}: {found.folder} is after {found.step} batches of an epoch, "
+            "which is not a multiple; use that of the checkpoint, or a checkpoint at the end of an epoch"
+        )
+    if found.is_inside and loader.step != found.step:
+        found = dataclasses.replace(found, step=0)
+        logger.warn(f"epoch {found.epoch} restarts with the parameters of {found.folder}")
+    is_evaluating = bool(found.step) and not found.is_inside  # after all steps of the epoch
+    done = timeline.batches_before(found.epoch) + (timeline.batches(found.epoch) if is_evaluating else found.step)
+    lr_scheduler.step(done // args.accumulate_steps)
+    if found.resumes:
         _log_environment_changes(found.meta)
         random.setstate(schema.as_tuples(json.loads(found.meta["seeds"]["python"])))
         np.random.set_state(schema.as_tuples(json.loads(found.meta["seeds"]["numpy"])))
-    if found.step and not found.trained:
+    if found.is_inside:
         for name, (_, meter) in fetchs.items():
             if name in found.rank_state["meters"]:
                 meter.restore(found.rank_state["meters"][name])
         statistics = f"bn_rank{processes.rank()}.npz"
         if statistics in found.meta["files"]:
-            variables.load_statistics(args, Path(found.folder) / statistics, place)
+            path = Path(found.folder) / statistics
+            variables.load_statistics(path, place, is_averaged=args.ema is not None, is_verbose=args.verbose)
     where = f"epoch {found.epoch}" + (f" step {found.step}" if found.step else "")
-    logger.info(f"loaded {found.folder}: goes on with {where}")
+    logger.info(f"loaded {found.folder}: continues with {where}")
+    return found
 
 
 def _epoch_of(folder):
-    """The epoch of a checkpoint folder: that of meta.json, else that of its name."""
+    """Return the epoch of a checkpoint folder from meta.json, or from its name if meta.json is not valid."""
     try:
         return folders.read_meta(folder)["epoch"]
     except folders.DamagedError:
@@ -408,9 +475,9 @@ def _epoch_of(folder):
 def _log_environment_changes(meta):
     before = meta.get("paddle_version", paddle.__version__)  # missing in older checkpoints
     if before != paddle.__version__:
-        logger.warn(f"the checkpoint is of Paddle {before}, and this is {paddle.__version__}: numbers may differ")
+        logger.warn(f"the checkpoint is from Paddle {before}, but this is {paddle.__version__}; results may differ")
     if processes.world_size() != meta["world_size"]:
         logger.warn(
-            f"the checkpoint was written by {meta['world_size']} processes, and these are {processes.world_size()}: "
-            "the batch of a step and the peak learning rate change in proportion"
+            f"the checkpoint is from a run of {meta['world_size']} processes, but this run has "
+            f"{processes.world_size()}; the global batch size and the peak learning rate change in proportion"
         )

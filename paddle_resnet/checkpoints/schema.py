@@ -1,4 +1,6 @@
-"""The schema of meta.json. saver.py writes it; folders.py reads only what fits it, so that the rest can rely on it."""
+"""The schema of meta.json. saver.py writes the file. folders.py checks it when it reads it, so that other code can rely
+on the schema.
+"""
 
 import base64
 import json
@@ -12,7 +14,7 @@ from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, 
 
 
 def problem(meta):
-    """What is wrong with the content of a meta.json (without its checksum): a few words, or None."""
+    """Describe what is invalid in the content of a meta.json (without its checksum); None if it is valid."""
     for name, is_valid in SCHEMA.items():
         if name not in meta:
             return f"{name} is missing"
@@ -24,14 +26,14 @@ def problem(meta):
     if step is not None and meta["trained"] is None:
         wrong = {rank["loader"]["step"] for rank in meta["ranks"]} - {step}
         if wrong:
-            return f"step is {step}, but {min(wrong)} in the state of a loader"
+            return f"step is {step}, but {min(wrong)} in a loader state"
     if not is_list_of(is_text)(meta.get("class_names", [])):  # missing in older checkpoints
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
     return None
 
 
 def _is_result(value):
-    """Of an epoch's training or evaluation."""
+    """Whether a value is a result of training or evaluation."""
     checks = {"loss": is_none_or(is_number), "top1": is_ratio, "top5": is_ratio, "ips": is_number}
     return is_table(value, **checks) and all(map(is_none_or(is_number), value.values()))
 
@@ -41,7 +43,7 @@ def _is_best(value):
 
 
 def _is_rank(value):
-    """One process's part: the state of its loader and of its meters."""
+    """Whether a value is the state of a process: that of its loader and of its meters."""
     return (
         is_table(value, loader=_is_loader, meters=is_table)
         and all(map(is_text, value["meters"]))
@@ -65,23 +67,24 @@ def _is_meter(value):
 
 
 def _are_seeds(value):
-    """Whether the generators accept their states."""
+    """Whether the random generators accept their recorded states."""
     try:
         random.Random().setstate(as_tuples(json.loads(value["python"])))
         name, keys, position, *rest = json.loads(value["numpy"])
         np.random.RandomState().set_state((name, keys, position, *rest))
-        return 0 <= position <= len(keys)  # which NumPy does not check
-    except Exception:  # each generator has its own errors
+        return 0 <= position <= len(keys)  # NumPy does not check this
+    except Exception:  # each generator raises its own errors
         return False
 
 
 def as_tuples(value):
-    """JSON's lists as tuples, all the way down: random.setstate wants them."""
+    """Convert nested lists of JSON to tuples, which random.setstate requires."""
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 def _are_files(value):
-    """{name: {"size", "sha256"}} with the parameters and the optimizer, below the folder itself."""
+    """Whether a value is {name: {"size", "sha256"}} of files in the checkpoint folder, including parameters and
+    optimizer state."""
     return (
         is_table(value)
         and all(re.fullmatch(r"[^/.\0][^/\0]*", name) for name in value)
@@ -91,7 +94,7 @@ def _are_files(value):
 
 
 def prefix(files):
-    """X, where X.pdparams and X.pdopt are the only files with these endings; None if there is none."""
+    """Return X if X.pdparams and X.pdopt are the only files with these suffixes, otherwise None."""
     [names, others] = (
         [name.removesuffix(end) for name in files if name.endswith(end)] for end in (".pdparams", ".pdopt")
     )
@@ -112,6 +115,7 @@ SCHEMA = {
     "epoch": is_count,
     "step": is_none_or(is_count),
     "steps_each_epoch": is_count,
+    "lr_scheduler": lambda value: is_table(value, last_epoch=is_count),
     "world_size": lambda value: is_count(value) and value > 0,
     "classes": is_list_of(is_text),
     "arguments": is_table,

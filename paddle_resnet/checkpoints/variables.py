@@ -1,5 +1,8 @@
 """A program's variables and their files, PREFIX.pdparams and PREFIX.pdopt: pickled {name: array}, the format of
-`paddle.static.load`. Loading is strict. Parameters are float32 on the disk, whatever the training precision.
+`paddle.static.load`. Loading is strict. Parameters are stored in float32, regardless of the training precision.
+
+With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. Evaluation, prediction, export and
+--from-pretrained-params read it instead of PREFIX.pdparams if it exists.
 """
 
 from pathlib import Path
@@ -10,22 +13,25 @@ from paddle import static
 
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.models import ends
+from paddle_resnet.optimizers.sparsity import MASK
+from paddle_resnet.passes import accumulation, averages
+from paddle_resnet.steps import scalars
 from utils import logger
 from utils.errors import UsageError
 
-LOSS_SCALE = "loss_scaling_0"  # Paddle's name of the variable
-MASTER = "_fp32_master_0"  # what Paddle appends to a float16 parameter's name for its master copy
-MASK = ".asp_mask"  # what ASP appends to a pruned parameter's name for its mask
+LOSS_SCALE = "loss_scaling_0"  # Paddle's variable name
+MASTER = "_fp32_master_0"  # suffix of the master copy of a float16 parameter
+AVERAGED = ".pdema"  # suffix of the file with the averages
 
 
 def load_start(args, found, program, place):
-    """Load what the run starts from: a checkpoint (restore.Found), pretrained parameters, or neither, which keeps the
-    initial values of the start-up program.
+    """Load the variables that the run starts from: those of a checkpoint (restore.Found) or pretrained parameters.
+    Without either, they keep the initial values of the startup program.
 
     Returns:
         whether the weights are already pruned.
     Raises:
-        UsageError: as load and load_pretrained.
+        UsageError: as for load and load_pretrained.
     """
     if found is not None:
         return load(args, found.folder, program, place)
@@ -34,79 +40,135 @@ def load_start(args, found, program, place):
     return False
 
 
-def load(args, folder, program, place):
-    """Set parameters and, in a training program, the optimizer from a checkpoint's folder.
+def load(args, folder, program, place, log=logger.info):
+    """Load the parameters and, for a training program, the optimizer state from a checkpoint folder.
 
     Args:
         args: flags.
-        folder: with PREFIX.pdparams and, for a training program, PREFIX.pdopt; folders.prefix says which.
-        program: training or evaluation Program whose start-up program has run.
+        folder: contains PREFIX.pdparams and, for a training program, PREFIX.pdopt; see folders.prefix.
+        program: training or evaluation Program whose startup program has run.
         place: where the program runs.
+        log: function that logs whether averages are loaded.
     Returns:
         whether the weights are already pruned.
     Raises:
-        UsageError: a file is damaged or of another model.
+        UsageError: a file is damaged or does not match the model.
     """
-    resumed = args.resume and Path(folder).parent == folders.run_folder(args)
-    flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
-    try:
-        prefix = folders.prefix(args, folder)
-    except folders.DamagedError as e:
-        raise UsageError(f"{flag} is damaged: {e}: name another checkpoint") from e
-    state = _read(f"{prefix}.pdparams", flag)
+    flag, prefix = _flag_and_prefix(args, folder)
     parameters, others = variables(program)
-    _refuse_other_classes(args, state, parameters, ends(program).last, flag)
+    state = _read_weights(Path(f"{prefix}.pdparams") if others else _evaluated(prefix), flag, log)
+    _check_number_of_classes(args, state, parameters, ends(program).last, flag)
     _load_parameters(args, program, state, flag, place)
     if others:
-        _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "flags of the optimizer", args.verbose)
+        _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "optimizer flags", args.verbose)
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
-        if before.item() != args.scale_loss:  # a fixed scale is the flag's, not the checkpoint's
-            logger.info(f"the loss scale is that of --scale-loss {args.scale_loss:g} (was {before.item():g})")
+        if before.item() != args.scale_loss:  # the flag determines a fixed scale, not the checkpoint
+            logger.info(f"--scale-loss {args.scale_loss:g}: replaces the checkpoint's loss scale {before.item():g}")
             set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
     return any(name.endswith(MASK) for name in state)
 
 
+def _flag_and_prefix(args, folder):
+    resumed = args.resume and Path(folder).parent == folders.run_folder(args)
+    flag = f"--resume: {folder}" if resumed else f"--from-checkpoint {folder}"
+    try:
+        return flag, folders.prefix(args, folder)
+    except folders.DamagedError as e:
+        raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
+
+
+def _evaluated(prefix):
+    """Return the file with the weights to evaluate: the averages if the checkpoint has them."""
+    path = Path(f"{prefix}{AVERAGED}")
+    return path if path.is_file() else Path(f"{prefix}.pdparams")
+
+
+def _read_weights(path, flag, log=logger.info):
+    if path.suffix == AVERAGED:
+        log(f"{flag}: loads the averages of --ema, {path.name}")
+    return _read(path, flag)
+
+
+def load_averages(args, found, program, place):
+    """Load the averages of a training program (--ema) from a checkpoint that has them.
+
+    Returns:
+        False if the program has averages and the checkpoint does not.
+    Raises:
+        UsageError: the file is damaged or does not match the model.
+    """
+    names = averages.of(program)
+    if not names:
+        return True
+    if found is None:
+        return False
+    flag, prefix = _flag_and_prefix(args, found.folder)
+    path = Path(f"{prefix}{AVERAGED}")
+    if not path.is_file():
+        return False
+    state = _read(path, flag)
+    state = {average: state[name] for name, average in names.items() if name in state}
+    shapes = {name: _shape(_tensor(name).shape()) for name in names.values()}
+    _load_strictly(shapes, state, flag, place, "--model-arch-name", args.verbose)
+    return True
+
+
+def start_averages(found, program, place):
+    """Initialize the averages of a training program (--ema) with its weights and BN statistics."""
+    params, _ = snapshot(program)
+    for name, average in averages.of(program).items():
+        set_variable(average, params[name], place)
+    if found is not None:
+        logger.info(f"--ema: averages initialized with the weights of {found.folder}")
+
+
+def averaged(program, params):
+    """Return the content of PREFIX.pdema: `params` of snapshot with averages instead of weights; None without --ema."""
+    names = averages.of(program)
+    return {**params, **{name: read(average) for name, average in names.items()}} if names else None
+
+
 def load_pretrained(args, program, place):
     """Load the parameters from --from-pretrained-params strictly; the optimizer keeps its initial state. With
-    --pretrained-mismatch skip-classifier, a classifier of another shape keeps its initial values.
+    --pretrained-mismatch skip-classifier, a classifier of a different shape keeps its initial values.
 
     Raises:
-        UsageError: the file is missing, damaged or of another model.
+        UsageError: the file is missing, damaged or does not match the model.
     """
     flag = f"--from-pretrained-params {args.from_pretrained_params}"
-    state = _read(pretrained_file(args), flag)
+    state = _read_weights(pretrained_file(args), flag)
     skipped, (parameters, _) = [], variables(program)
-    others = [name for name in ends(program).last if name not in state or tuple(state[name].shape) != parameters[name]]
+    differing = [n for n in ends(program).last if n not in state or tuple(state[n].shape) != parameters[n]]
     if args.pretrained_mismatch == "error":
-        _refuse_other_classes(args, state, parameters, ends(program).last, flag)
+        _check_number_of_classes(args, state, parameters, ends(program).last, flag)
     else:
-        skipped = others
+        skipped = differing
         state = {name: array for name, array in state.items() if name not in skipped}
-        logger.info(f"--pretrained-mismatch skip-classifier: left out {', '.join(skipped) or 'nothing'}")
+        logger.info(f"--pretrained-mismatch skip-classifier: skipped {', '.join(skipped) or 'nothing'}")
     _load_parameters(args, program, state, flag, place, skipped)
 
 
 def pretrained_file(args):
-    """The file that --from-pretrained-params names.
+    """Return the file that --from-pretrained-params specifies.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the file does not exist, or its checkpoint is damaged.
     """
-    given = Path(args.from_pretrained_params)
-    flag = f"--from-pretrained-params {given}"
+    start = Path(args.from_pretrained_params)
+    flag = f"--from-pretrained-params {start}"
     try:
-        candidates = [given, Path(f"{given}.pdparams"), Path(f"{folders.prefix(args, given)}.pdparams")]
+        candidates = [start, Path(f"{start}.pdparams"), _evaluated(folders.prefix(args, start))]
     except folders.DamagedError as e:
-        raise UsageError(f"{flag} is damaged: {e}: name another checkpoint") from e
+        raise UsageError(f"{flag}: damaged: {e}; choose a different checkpoint") from e
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
-        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists: name such a file or its folder")
+        raise UsageError(f"{flag}: neither {candidates[1]} nor {candidates[2]} exists; choose a file or its folder")
     return path
 
 
-def _refuse_other_classes(args, state, parameters, classifier, flag):
-    """If only the number of classes differs, the remedy depends on what the run does with the checkpoint."""
+def _check_number_of_classes(args, state, parameters, classifier, flag):
+    """Raise UsageError if only the number of classes differs. The remedy depends on how the run uses the checkpoint."""
     differing = {
         name
         for name, shape in parameters.items()
@@ -124,25 +186,31 @@ def _refuse_other_classes(args, state, parameters, classifier, flag):
             remedy = f"add --pretrained-mismatch skip-classifier to train a new last layer, or {remedy}"
         elif not args.resume:
             remedy = (
-                "use --from-pretrained-params and --pretrained-mismatch skip-classifier instead to train a new last "
-                f"layer, or {remedy}"
+                "to train a new last layer, use --from-pretrained-params and --pretrained-mismatch skip-classifier; "
+                f"otherwise {remedy}"
             )
-        raise UsageError(f"{flag} has {classes} classes and this run {own[1]}: {remedy}")
+        raise UsageError(f"{flag}: has {classes} classes, but this run has {own[1]}; {remedy}")
 
 
-def load_statistics(args, path, place):
-    """Set this process's own BN statistics from bn_rankN.npz.
+def load_statistics(path, place, is_averaged, is_verbose):
+    """Load the BN statistics of this process from bn_rankN.npz.
 
+    Args:
+        path: path of the file.
+        place: where the program runs.
+        is_averaged: the program has averages of these statistics. Otherwise averages in the file are ignored.
+        is_verbose: errors list the variables.
     Raises:
-        UsageError: the file is damaged or of another model.
+        UsageError: the file is damaged or does not match the model.
     """
     state = _read(path, "--resume", arrays.read_npz)
+    state = {name: array for name, array in state.items() if is_averaged or not name.endswith(averages.SUFFIX)}
     known = {name: _shape(_tensor(name).shape()) for name in state if static.global_scope().find_var(name) is not None}
-    _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", args.verbose)
+    _load_strictly(known, state, f"--resume: {path}", place, "--model-arch-name", is_verbose)
 
 
 def snapshot(program):
-    """({parameter: float32 array}, {optimizer variable: array}) in host memory."""
+    """Copy ({parameter: float32 array}, {optimizer variable: array}) to host memory."""
     parameters, others = variables(program)
     params = {name: read(name) for name in parameters}
     optimizer = {name: read(name) for name in others}
@@ -159,7 +227,7 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
     is_sparse = any(name.endswith(MASK) for name in state)
     if not any(name.endswith(MASK) for name in parameters):
-        # A dense program takes sparse weights without their masks. Training would change the zeros.
+        # A dense program loads sparse weights without their masks. Training would change the zeros.
         if is_sparse and others:
             _check_masks_may_be_dropped(args, flag)
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
@@ -180,7 +248,7 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
 
 
 def _check_masks_may_be_dropped(args, flag):
-    if "asp" not in args.given:
+    if not args.is_explicit("asp"):
         keep = "--asp" if args.from_pretrained_params is None else "--asp --prune-model"
         raise UsageError(
             f"{flag}: has 2:4 sparse weights, which training without --asp makes dense; use {keep} to keep them "
@@ -202,28 +270,35 @@ def _load_strictly(variables, state, flag, place, remedy, is_verbose):
         for name in sorted(variables)
         if name in state and not _has_type_of(name, state[name])
     ]
-    lists = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another type": retyped}
-    if counts := [f"{len(found)} {what}" for what, found in lists.items() if found]:
-        lines = [f"{what}: {', '.join(found)}" for what, found in lists.items() if found and is_verbose]
-        hint = "" if is_verbose else " (--verbose names the variables)"
-        sentence = f"{flag} is of another model: {', '.join(counts)}: give the {remedy} it was trained with{hint}"
-        raise UsageError(sentence, *lines)
+    lists = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "with a different shape": reshaped,
+        "with a different type": retyped,
+    }
+    if counts := [f"{len(names)} {what}" for what, names in lists.items() if names]:
+        lines = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names and is_verbose]
+        hint = "" if is_verbose else " (--verbose lists the variables)"
+        message = f"{flag}: does not match the model ({', '.join(counts)}); use the {remedy} of its training{hint}"
+        raise UsageError(message, *lines)
     for name in variables:
         set_variable(name, state[name], place)
 
 
 def variables(program):
-    """({parameter: shape}, {optimizer variable: shape}); BN statistics and ASP masks count as parameters."""
+    """Return ({parameter: shape}, {optimizer variable: shape}). Parameters include BN statistics and ASP masks; neither
+    includes averages (--ema)."""
     parameters, others = {}, {}
     for var in program.list_vars():
-        if var.persistable and var.name not in ("feed", "fetch"):
+        is_other = var.name.startswith((scalars.PREFIX, accumulation.PREFIX)) or var.name.endswith(averages.SUFFIX)
+        if var.persistable and var.name not in ("feed", "fetch") and not is_other:
             is_parameter = isinstance(var, paddle.base.framework.Parameter)
             (parameters if is_parameter else others)[var.name] = _shape(_tensor(var.name).shape())
     return parameters, others
 
 
 def _has_type_of(name, array):
-    """Whether an array suits a variable's type: floats of any width suit floats, others need the same type."""
+    """Whether a variable can take an array: floats may differ in width, other types must be equal."""
     tensor = _tensor(name)
     dtype = np.array(tensor).dtype
     is_float = dtype.kind == "f" or tensor._dtype() == paddle.bfloat16
@@ -231,7 +306,7 @@ def _has_type_of(name, array):
 
 
 def _shape(shape):
-    """The learning rate has shape () here; files of Paddle, and older ones of this project, may have (1,)."""
+    """Treat shape () as (1,): the learning rate is () here and may be (1,) in files of Paddle and older versions."""
     return tuple(shape) or (1,)
 
 
@@ -247,13 +322,13 @@ def set_variable(name, array, place):
     tensor = _tensor(name)
     if array.dtype.kind == "f":
         array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
-    # The shape stays the tensor's: ascontiguousarray would give a scalar, the learning rate, one dimension.
+    # Keep the tensor's shape: ascontiguousarray gives a scalar, such as the learning rate, one dimension.
     tensor.set(np.ascontiguousarray(array).reshape(tensor.shape()), place)
 
 
 def _bfloat16(array):
-    """Round floats to the nearest bfloat16, ties to even as on a GPU. Paddle takes them as uint16, the upper half of a
-    float32's bits."""
+    """Round floats to the nearest bfloat16, ties to even as on a GPU. Paddle represents them as uint16, the upper half
+    of a float32."""
     bits = array.astype(np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
@@ -262,4 +337,4 @@ def _read(path, flag, read=arrays.read_pickle):
     try:
         return read(path)
     except arrays.UnreadableError as e:
-        raise UsageError(f"{flag}: {path} cannot be read ({e}): name another checkpoint") from e
+        raise UsageError(f"{flag}: {path} cannot be read ({e}); choose a different checkpoint") from e

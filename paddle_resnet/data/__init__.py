@@ -1,1 +1,1 @@
-"""Data sets: what is stored where, and the iterators that feed it to Paddle."""
+"""Data sets: storage formats, and the iterators that feed them to Paddle."""

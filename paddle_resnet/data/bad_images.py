@@ -10,18 +10,18 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-# How DALI names a record of RecordIO and TFRecord, of WebDataset and of LMDB in source_info.
+# DALI's source_info of a record of RecordIO and TFRecord, of WebDataset, and of LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
-SEARCH_S = 40  # a run that meets a bad image ends within a minute
-MAX_PIXELS = 2**28  # of an image that is decoded; paddle_resnet/__init__.py sets this limit for DALI's OpenCV
-MAX_BYTES = 2**28  # of an image file that is read as a whole
+SEARCH_S = 40  # so that a run ends within a minute after a bad image
+MAX_PIXELS = 2**28  # per decoded image; paddle_resnet/__init__.py sets this limit for DALI's OpenCV
+MAX_BYTES = 2**28  # per image file
 _decoder = None
 
 
 @contextlib.contextmanager
 def decoders_silenced():
-    """Discard what C libraries write to stderr: decoders report damaged images there, without their names and in
-    threads that run ahead. Python's sys.stderr is not affected."""
+    """Discard messages of C libraries on stderr: decoders report damaged images there, without their names and from
+    prefetching threads. Python's sys.stderr is not affected."""
     stderr, descriptor = sys.stderr, os.dup(2)
     stderr.flush()
     try:
@@ -41,7 +41,7 @@ def decoders_silenced():
 def _descriptor(stream):
     try:
         return stream.fileno()
-    except OSError:  # one that tests have replaced
+    except OSError:  # tests replace it
         return None
 
 
@@ -79,7 +79,7 @@ def decode(data):
 
 
 def header_problem(data):
-    """Why the header of an image file shows that it cannot be decoded, or None."""
+    """Return why an image file cannot be decoded according to its header, or None."""
     if not len(data):
         return "is empty"
     try:
@@ -88,14 +88,14 @@ def header_problem(data):
     except RuntimeError:
         width, height = 0, 0
     if not height:
-        return "is not in an image format that DALI knows"
+        return "is not in an image format that DALI supports"
     if width * height > MAX_PIXELS:
         return f"declares {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}"
     return None
 
 
 def reader_problem(message):
-    """What a DALI reader complains about in the text of an error, or None if the error is not one of a reader."""
+    """Return the problem in an error message of a DALI reader, or None if the message is not from a reader."""
     if "nvidia.dali.fn.readers." not in message:
         return None
     reason = message.partition("encountered:")[2].strip().partition("\n")[0]
@@ -103,19 +103,19 @@ def reader_problem(message):
 
 
 def bad_image(message, data_set, image_root):
-    """Find the image that an error of DALI is about.
+    """Find the image that caused a DALI error.
 
-    DALI names a file that it cannot read and most images that it cannot decode. It does not name an image whose header
-    it cannot parse. Then this checks the headers of all images and, if all are right, decodes all images, until one
-    fails or SEARCH_S seconds have passed.
+    DALI's message contains the name of a file that it cannot read, and of most images that it cannot decode, but not of
+    an image whose header it cannot parse. In that case, this checks the headers of all images and, if all are valid,
+    decodes all images, until one fails or SEARCH_S seconds have passed.
 
     Args:
         message: text of DALI's error.
         data_set: readers.DataSet that the loader reads.
         image_root: its folder.
     Returns:
-        Path or CONTAINER@PLACE of the image, image_root included; "an image in IMAGE_ROOT" if the search found none;
-        None if the error is not about an image.
+        Path or FILE@PLACE of the image, image_root included; "an image in IMAGE_ROOT" if the search found none; None if
+        no image caused the error.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:
@@ -133,14 +133,14 @@ def bad_image(message, data_set, image_root):
                     return _whole_name(source, image_root)
                 if monotonic() > deadline:
                     return f"an image in {image_root}"
-        except RuntimeError as e:  # from the reader, which names the file
+        except RuntimeError as e:  # from the reader; the message contains the file name
             return bad_image(str(e), data_set, image_root)
     return None
 
 
 def _whole_name(source, image_root):
-    """DALI's source_info of an image in the form of listing.Image.whole_name. It has the path of a container as it was
-    given, and that of a file relative to image_root."""
+    """Convert DALI's source_info of an image to the form of listing.Image.whole_name. It contains the path of a record
+    file as passed to DALI, and that of an image file relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:

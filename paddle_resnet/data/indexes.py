@@ -1,4 +1,4 @@
-"""Index files of the containers: where they lie, how they are made and how they are checked.
+"""Index files of record files: their location, creation and checks.
 
 DALI needs an index for each TFRecord shard and RecordIO file, and for a tar shard to start without a scan. Index files
 have DALI's formats. TFRecord: a line `offset size` per record. RecordIO: a line `key offset` per record. WebDataset: a
@@ -8,7 +8,6 @@ bytes.
 Imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -19,10 +18,10 @@ import numpy as np
 
 from paddle_resnet.data import records
 from paddle_resnet.data.records import IMAGE_EXTENSIONS
-from utils import cache, logger
+from utils import cache, files, logger
 from utils.errors import UsageError
 
-# Records whose headers are compared with the rows of an index: of a RecordIO file, and of each tar shard.
+# Number of records whose headers are compared with the rows of an index: per RecordIO file, and per tar shard.
 CHECKED_RECORDS = 256
 CHECKED_TAR_HEADERS = 16
 
@@ -47,51 +46,51 @@ class Index:
 
 
 def open_index(shard, kind, skip=frozenset()):
-    """Open the index of a container, and make it first if there is none.
+    """Open the index of a record file, and create it first if it does not exist.
 
-    The index lies beside the shard, or in the user's cache folder if the shard's folder cannot be written.
+    The index is in the folder of the shard, or in the user's cache folder if the shard's folder cannot be written.
 
     Args:
-        shard: path of the container.
+        shard: path of the record file.
         kind: "tfrecord", "recordio" or "webdataset".
-        skip: offsets of images to leave out. The reduced index is written to the cache folder.
+        skip: offsets of images to omit. The reduced index is written to the cache folder.
     Returns:
         Index.
     Raises:
-        UsageError: a damaged shard, an index that does not fit it, no writable place for a new one.
+        UsageError: the shard is damaged, its index does not match, or a new index cannot be written.
     """
     with records.readable(shard):
-        index = _open_whole_index(shard, kind)
+        index = _open_full_index(shard, kind)
         return _reduced_index(index, shard, kind, skip) if skip else index
 
 
-def _open_whole_index(shard, kind):
-    beside, cached = index_path(shard), _cached_index_path(shard)
-    for path in (beside, cached):
+def _open_full_index(shard, kind):
+    adjacent, cached = index_path(shard), _cached_index_path(shard)
+    for path in (adjacent, cached):
         if os.path.exists(path):
             return check_index(shard, path, kind)
     text = scan(shard, kind)
     try:
-        write_file(beside, text)
+        write_file(adjacent, text)
     except OSError as e:
         try:
             write_file(cached, text)
         except OSError as e2:
             raise UsageError(
-                f"{shard} has no index, and neither {beside} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
-                "written: make one of the folders writable"
+                f"{shard}: has no index, and neither {adjacent} ({e.strerror}) nor {cached} ({e2.strerror}) can be "
+                "written; make one of the folders writable"
             ) from e2
-        logger.info(f"index of {shard}: {cached} ({os.path.dirname(beside)} cannot be written)")
+        logger.info(f"index of {shard}: {cached} ({os.path.dirname(adjacent)} cannot be written)")
         return check_index(shard, cached, kind)
-    return check_index(shard, beside, kind)
+    return check_index(shard, adjacent, kind)
 
 
 def _reduced_index(index, shard, kind, skip):
-    """Write the index without the images at some offsets into the cache folder."""
+    """Write the index without the images at some offsets to the cache folder."""
     starts = index.images[:, 0]
     unknown = sorted(skip.difference(starts.tolist()))
     if unknown:
-        raise UsageError(f"{shard} has no record at byte {unknown[0]}: remove {os.path.basename(shard)}@{unknown[0]}")
+        raise UsageError(f"{shard}: no record at byte {unknown[0]}; remove {os.path.basename(shard)}@{unknown[0]}")
     kept = ~np.isin(starts, list(skip))
     if kind == "webdataset":
         with open(index.path, encoding="utf-8") as f:
@@ -107,7 +106,7 @@ def _reduced_index(index, shard, kind, skip):
         write_file(path, "".join(lines).encode())
     except OSError as e:
         raise UsageError(
-            f"{path}, the index for --skip-list, cannot be written ({e.strerror}): make it writable"
+            f"{path}: the index for --skip-list cannot be written ({e.strerror}); make the folder writable"
         ) from e
     return Index(path, index.images[kept], index.labels[kept])
 
@@ -121,7 +120,7 @@ def index_path(shard):
 
 
 def _cached_index_path(shard, skip=frozenset()):
-    # A rewritten shard has another size or time, and therefore another name here.
+    # A rewritten shard has a different size or modification time, and therefore a different name here.
     shard, state = os.path.realpath(shard), os.stat(shard)
     key = f"{shard} {state.st_size} {state.st_mtime_ns} {sorted(skip)}"
     key = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
@@ -129,34 +128,22 @@ def _cached_index_path(shard, skip=frozenset()):
 
 
 def write_file(path, data):
-    """Write bytes to a file that appears under its name only when complete, even if several processes write it.
-
-    Creates the folder if necessary.
-    """
+    """Write bytes to a file atomically, even if several processes write it. Creates the folder if necessary."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    partial = f"{path}.{os.getpid()}.partial"
-    try:
-        with open(partial, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    with files.written(path, sync=True) as partial:
+        partial.write_bytes(data)
 
 
 def scan(shard, kind):
-    """Scan a container and return the bytes of its index file. Of TFRecords it checks all checksums.
+    """Scan a record file and return the bytes of its index file. For TFRecord, all checksums are checked.
 
     Raises:
-        UsageError: a damaged or empty shard, or one that cannot be read.
+        UsageError: the shard is damaged, empty or cannot be read.
     """
     with records.readable(shard):
         lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
     if not lines:
-        raise UsageError(f"{shard} has no records: remove it or write it again")
+        raise UsageError(f"{shard}: contains no records; remove it or write it again")
     if kind == "webdataset":
         lines.insert(0, f"v1.1 {len(lines)}\n")
     return "".join(lines).encode()
@@ -170,7 +157,7 @@ def _scan_tfrecord(shard):
             try:
                 record = records.tfrecord_payload(f, size - offset)
             except ValueError as e:
-                raise UsageError(f"{shard} is damaged at byte {offset} ({e}): write or copy it again") from e
+                raise UsageError(f"{shard}: damaged at byte {offset} ({e}); write or copy it again") from e
             length = len(record) + records.TFRECORD_OVERHEAD
             lines.append(f"{offset} {length}\n")
             offset += length
@@ -186,7 +173,7 @@ def _scan_recordio(shard):
             try:
                 offset = records.recordio_end(f, offset, size)
             except ValueError as e:
-                raise UsageError(f"{shard} is damaged at byte {offset}: write or copy it again") from e
+                raise UsageError(f"{shard}: damaged at byte {offset}; write or copy it again") from e
     return lines
 
 
@@ -202,7 +189,7 @@ def _scan_webdataset(shard):
                     folder, _, name = member.name.rpartition("/")
                     base, _, extension = name.partition(".")
                     if len(extension.split()) != 1:
-                        raise tarfile.ReadError(f"a blank in the extension of {member.name!r}")
+                        raise tarfile.ReadError(f"the extension of {member.name!r} contains a blank")
                     if (folder, base) != last_key:
                         samples.append([])
                         last_key = (folder, base)
@@ -213,7 +200,7 @@ def _scan_webdataset(shard):
             if f.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("its end is missing")
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as e:
-        raise UsageError(f"{shard} is damaged ({e}): write or copy it again") from e
+        raise UsageError(f"{shard}: damaged ({e}); write or copy it again") from e
     return [" ".join(f"{extension} {offset} {size}" for extension, offset, size in sample) + "\n" for sample in samples]
 
 
@@ -227,16 +214,16 @@ def check_index(shard, path, kind):
     """Read an index and check it against its shard.
 
     Every row is checked: no record may be missing, listed twice, out of order or outside the shard. The headers of some
-    records, evenly spread, must agree with their rows.
+    evenly spread records must match their rows.
 
     Args:
-        shard: path of the container.
+        shard: path of the record file.
         path: its index file.
         kind: "tfrecord", "recordio" or "webdataset".
     Returns:
         Index.
     Raises:
-        UsageError: it does not fit the shard, or one of the two cannot be read.
+        UsageError: the index does not match the shard, or one of the two cannot be read.
     """
     read_rows = {"tfrecord": _tfrecord_rows, "recordio": _recordio_rows, "webdataset": _webdataset_rows}[kind]
     try:
@@ -246,7 +233,7 @@ def check_index(shard, path, kind):
         if isinstance(e, UsageError):
             raise
         raise UsageError(
-            f"the index {path} does not fit {shard}: remove it and run `python -m paddle_resnet.dataset index`"
+            f"{path}: the index does not match {shard}; remove it and run `python -m paddle_resnet.dataset index`"
         ) from e
     return Index(path, images, labels)
 
@@ -267,9 +254,9 @@ def _recordio_rows(data, f, shard_size):
     ends = np.append(offsets[1:], shard_size)
     if len(offsets) == 0 or offsets[0] != 0 or (ends <= offsets).any():
         raise ValueError
-    # Where the keys are 0 to n-1, no row is missing, and a look at some headers suffices.
-    is_whole = np.array_equal(np.sort(keys), np.arange(len(keys)))
-    for i in _spread(len(offsets), CHECKED_RECORDS if is_whole else len(offsets)):
+    # If the keys are 0 to n-1, no row is missing, and it suffices to check some headers.
+    is_complete = np.array_equal(np.sort(keys), np.arange(len(keys)))
+    for i in _spread(len(offsets), CHECKED_RECORDS if is_complete else len(offsets)):
         if records.recordio_end(f, int(offsets[i]), shard_size) != ends[i]:
             raise ValueError
     rows = np.stack([offsets, np.zeros_like(offsets)], axis=1)
@@ -280,11 +267,11 @@ def _webdataset_rows(data, f, shard_size):
     head, *lines = data.removesuffix(b"\n").split(b"\n")
     version, count = head.split()
     width = {b"v1.1": 3, b"v1.2": 4}.get(version)
-    words = [line.split() for line in lines]
-    if width is None or count != b"%d" % len(lines) or not lines or any(len(row) % width for row in words):
+    fields = [line.split() for line in lines]
+    if width is None or count != b"%d" % len(lines) or not lines or any(len(row) % width for row in fields):
         raise ValueError
-    row_of = np.repeat(np.arange(len(lines)), [len(row) // width for row in words])
-    flat = list(itertools.chain.from_iterable(words))
+    row_of = np.repeat(np.arange(len(lines)), [len(row) // width for row in fields])
+    flat = list(itertools.chain.from_iterable(fields))
     extensions = flat[::width]
     places = np.stack([_numbers(flat[1::width], shard_size), _numbers(flat[2::width], shard_size)], axis=1)
     _check_tar_places(f, places, shard_size)
@@ -295,11 +282,11 @@ def _webdataset_rows(data, f, shard_size):
         of_part = np.flatnonzero(parts == part)
         rows, first = np.unique(row_of[of_part], return_index=True)
         if len(rows) != len(lines):
-            row = words[int(np.setdiff1d(np.arange(len(lines)), rows)[0])]
-            there = b" and ".join(row[::width]).decode(errors="replace")
+            row = fields[int(np.setdiff1d(np.arange(len(lines)), rows)[0])]
+            extensions = b" and ".join(row[::width]).decode(errors="replace")
             raise UsageError(
-                f"{f.name}: the sample at byte {row[1].decode()} has {there}, not an image "
-                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls: write the shard again without it"
+                f"{f.name}: the sample at byte {row[1].decode()} has {extensions}, not an image "
+                f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls; write the shard again without it"
             )
         found.append(places[of_part[first]])
     return found
@@ -311,7 +298,7 @@ def _part(extension):
 
 
 def _check_tar_places(f, places, shard_size):
-    """Check that all sample files of an archive are there in stored order. Raises ValueError or tarfile.TarError.
+    """Check that an archive contains all sample files in stored order. Raises ValueError or tarfile.TarError.
 
     Args:
         f: the open archive.
@@ -334,7 +321,7 @@ def _check_tar_places(f, places, shard_size):
 
 
 def _check_between(f, position, stop):
-    """Check that there is no sample file from a position in an archive to the next one, or to the archive's end."""
+    """Check that an archive has no sample file from one position to the next, or to its end (stop None)."""
     while position != stop:
         f.seek(position)
         if stop is None and f.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
@@ -354,16 +341,16 @@ def _tar_header(f, position):
     return member
 
 
-def _numbers(words, limit):
-    """Decimal digits as int64 [n]. Raises ValueError for other words and for numbers above a limit, if there is one."""
-    if not all(map(bytes.isdigit, words)) or len(max(words, key=len, default=b"")) > 18:  # 19 may exceed an int64
+def _numbers(texts, limit):
+    """Parse decimal digits to int64 [n]. Raises ValueError for other texts and for numbers above the limit, or None."""
+    if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 may exceed an int64
         raise ValueError
-    numbers = np.array(words, dtype=np.int64)
+    numbers = np.array(texts, dtype=np.int64)
     if limit is not None and (numbers > limit).any():
         raise ValueError
     return numbers
 
 
 def _spread(count, at_most):
-    """Indices of `count` items, or of at most so many that are evenly spread, the first and the last among them."""
+    """Return up to `at_most` evenly spread indices of `count` items, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, at_most)).astype(int)).tolist()

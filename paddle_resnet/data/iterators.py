@@ -2,8 +2,8 @@
 
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts
-the next one. `write_into({name: tensor})` offers tensors for the full batches; only ShardIterator, which
-makes a new batch each step, takes them. adapted() gives any other iterable this interface.
+the next one. `write_into({name: tensor})` provides tensors for the full batches; only ShardIterator, which
+creates a new batch each step, uses them. adapted() gives any other iterable this interface.
 """
 
 import base64
@@ -23,11 +23,11 @@ from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 READER = "Reader"  # name of the reader operator in a pipeline
-UNKNOWN_LENGTH = sys.maxsize  # of a loader that does not know how many batches it has
+UNKNOWN_LENGTH = sys.maxsize  # of a loader without len()
 
 
 class StateError(UsageError):
-    """A loader's state, from a checkpoint, that is damaged."""
+    """The state of a loader in a checkpoint is damaged."""
 
 
 class _Steps:
@@ -87,24 +87,27 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
 
     def write_into(self, targets):
-        """Write the full batches into these tensors from now on; a last shorter batch gets tensors of its own.
+        """Write later full batches to these tensors; a shorter last batch gets its own tensors.
 
         Args:
             targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} for new tensors each step.
         """
         self._targets = targets
 
+    def __iter__(self):
+        """Continue within an epoch; the plugin would start again."""
+        return self if self._left else super().__iter__()
+
     def __next__(self):
         if self._left == 0:
             for _ in range(3):  # padding takes at most two batches; then StopIteration
                 self._next_batch()
-            raise StateError("the state of the loader is damaged (its epoch is too long): use a different checkpoint")
+            raise StateError("state of the loader: damaged (its epoch is too long); use a different checkpoint")
         try:
             batch = self._next_batch()
         except StopIteration:
             raise StateError(
-                f"the state of the loader is damaged (its epoch ends {self._left} images early): use a different "
-                "checkpoint"
+                f"state of the loader: damaged (its epoch ends {self._left} images early); use a different checkpoint"
             ) from None
         if self._left < self.batch_size:
             batch = {name: lod_tensor_clip(tensor, self._left) for name, tensor in batch.items()}
@@ -127,12 +130,12 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 raise
             if path is None:
                 raise DataError(
-                    f"the {self._data_set.data_format} data in {self._image_root} cannot be read (rank "
-                    f"{processes.rank()}: {problem}): run `python -m paddle_resnet.dataset verify {self._image_root}`"
+                    f"{self._image_root}: the {self._data_set.data_format} data cannot be read (rank "
+                    f"{processes.rank()}: {problem}); run `python -m paddle_resnet.dataset verify {self._image_root}`"
                 ) from e
             next_command = "train" if self._data_set.data_format != "lmdb" else "convert the data set"
             raise DataError(
-                f"{path} cannot be decoded (rank {processes.rank()}): repair or remove it, or run "
+                f"{path}: cannot be decoded (rank {processes.rank()}); repair or remove it, or run "
                 f"`python -m paddle_resnet.dataset verify {self._image_root} --fix-list bad.txt` and {next_command} "
                 "with --skip-list bad.txt"
             ) from e
@@ -142,7 +145,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
             return self._decoded_batch()
 
     def _decoded_batch(self):
-        # Like the plugin, which supports neither pipelines without a GPU nor given tensors.
+        # Like the plugin, which supports neither pipelines without a GPU nor preallocated tensors.
         self._ever_consumed = True
         outputs = self._get_outputs()[0]
         gpu = self._pipes[0].device_id
@@ -160,28 +163,34 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return batch
 
 
+def feeds(program):
+    """{name: variable} of the inputs of a program, in the order in which they were declared."""
+    return {v.name: v for v in program.global_block().vars.values() if v.is_data}
+
+
 def adapted(loader, program):
-    """The loader if it is one of this module or has its interface, else an Adapter."""
+    """Return the loader if it has the interface of this module, otherwise an Adapter."""
     return loader if hasattr(loader, "write_into") else Adapter(loader, program)
 
 
 class Adapter:
-    """The interface of this module for any iterable of `[{"data", "label"}]`; each iteration over it is an epoch.
+    """The interface of this module for any iterable of batches; each iteration over it is an epoch.
 
     Args:
-        loader: the iterable. Its tensors may be memory that it uses again once nothing refers to them, such as DALI's.
+        loader: the iterable of `[{name: array or tensor}]`, with the names of feeds(program). Its tensors may be memory
+            that it uses again once nothing refers to them, such as DALI's.
         program: the compiled program that takes the batches.
     Raises:
-        UsageError: while iterating, if there is no batch, or one that does not fit the program.
+        UsageError: while iterating, if there is no batch, or a batch does not match the program.
     """
 
     step = 0
 
     def __init__(self, loader, program):
         self._loader = loader
-        block = program._program.global_block()
-        inputs = {name: block.var(name) for name in ("data", "label")}
-        self._inputs = {name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in inputs.items()}
+        self._inputs = {
+            name: f"{convert_dtype(v.dtype)} {['N', *v.shape[1:]]}" for name, v in feeds(program._program).items()
+        }
 
     def __len__(self):
         return len(self._loader) if hasattr(self._loader, "__len__") else UNKNOWN_LENGTH
@@ -191,7 +200,8 @@ class Adapter:
         in_use = deque(maxlen=3)
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
-                raise UsageError('run: the loader must yield [{"data": images, "label": labels}]')
+                names = ", ".join(f'"{name}": ...' for name in self._inputs)
+                raise UsageError(f"run: the loader must yield [{{{names}}}]")
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:
@@ -204,13 +214,14 @@ class Adapter:
         """Do nothing: the next iteration begins the next epoch."""
 
     def _tensor(self, name, value):
-        """A batch's Paddle tensor, checked. The Executor checks neither the shapes nor the types of captured steps."""
+        """Return a batch's Paddle tensor after checks, since the Executor checks neither shapes nor types of captured
+        steps."""
         if not isinstance(value, paddle.framework.core.LoDTensor):
             array, value = np.ascontiguousarray(value), paddle.framework.core.LoDTensor()
             value.set(array, paddle.CPUPlace())
-        wanted, found = self._inputs[name], f"{convert_dtype(value._dtype())} {['N', *value.shape()[1:]]}"
-        if found != wanted:
-            raise UsageError(f"run: the loader yields {name} in {found}, and the program takes {wanted}; convert it")
+        expected, actual = self._inputs[name], f"{convert_dtype(value._dtype())} {['N', *value.shape()[1:]]}"
+        if actual != expected:
+            raise UsageError(f"run: the loader yields {name} in {actual}, but the program takes {expected}; convert it")
         return value
 
 
@@ -242,13 +253,13 @@ class SyntheticIterator(_Steps):
     """The same random batch every step, in device memory: measures the program without a loader.
 
     Args:
-        args: flags.
+        args: settings of shape, type and number of the images and classes.
         images: images per epoch on this process.
         mode: Mode.TRAIN drops the last partial batch.
-        conditions: as for ShardIterator.
-        state: as for dali.build_dataloader.
+        conditions: see ShardIterator.
+        state: see dali.build_dataloader.
     Raises:
-        UsageError: training with fewer images than the batch size.
+        UsageError: training has fewer images than the batch size.
     """
 
     def __init__(self, args, images, mode, conditions, state=None):
@@ -259,7 +270,7 @@ class SyntheticIterator(_Steps):
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:
             raise UsageError(
-                f"--batch-size {args.batch_size} exceeds the {images} synthetic images per process: lower it"
+                f"--batch-size {args.batch_size}: exceeds the {images} synthetic images per process; reduce it"
             )
         random = np.random.RandomState(args.dali_random_seed + processes.rank())
         channels, height, width = args.image_shape
@@ -267,7 +278,7 @@ class SyntheticIterator(_Steps):
         images = random.standard_normal((args.batch_size, *shape))
         images = images.astype("float16" if args.dali_output_fp16 else "float32")
         labels = random.randint(0, args.num_of_class, (args.batch_size, 1)).astype("int64")
-        self._place = processes.place(args)
+        self._place = processes.place(args.device)
         self._host = {"data": images, "label": labels}
         self._full = {name: self._tensor(array) for name, array in self._host.items()}
         self._conditions = conditions

@@ -1,4 +1,4 @@
-"""Lists what --image-root holds: storage formats, files, classes and images. docs/data.md describes the formats.
+"""Listing of the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
 
 Imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
@@ -34,16 +34,16 @@ SHARD_NAMES = {
 }
 FILE_FORMATS = ("folder", "filelist")  # one file per image
 STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
-# Other names that people give to a split, in lower case, the likeliest first.
+# Common names of a split, in lower case, the most likely first.
 OTHER_NAMES = {
     Mode.TRAIN: ("train", "training"),
     Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
 }
-# Folders that systems and archives leave behind. They are never classes, and neither are hidden folders.
+# Folders that operating systems and archives create. Neither they nor hidden folders are classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
-OUTSIDE = "image outside the class folders"  # a kind of what is left out
+OUTSIDE = "image outside the class folders"  # a kind of ignored files
 _TEXT_LIMIT = 1 << 30  # bytes of a file list, classes.txt or skip list
-# Describes a conversion; tools/convert.py writes it into the output folder.
+# Describes a conversion; tools/convert.py writes it to the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
     "recordio": "{}.rec",
@@ -58,12 +58,12 @@ class Image:
     """One image of a data set.
 
     Attributes:
-        name: name in reports and skip lists. For a file, its path relative to image_root; for a record of a container,
-            SHARD@PLACE, where PLACE is the byte offset that DALI reports for it, or its key in an LMDB.
-        path: the image file, or the container.
-        label: its label, or None if the container stores it: records.read returns it.
-        kind: None for an image file, else the format of the container.
-        place: where records.read finds it: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
+        name: name in reports and skip lists. For an image file, its path relative to image_root; for a record,
+            FILE@PLACE, where PLACE is the byte offset that DALI reports for it, or its key in an LMDB.
+        path: the image file, or the record file.
+        label: its label, or None if a record file stores it: records.read returns it.
+        kind: None for an image file, otherwise the format of the record file.
+        place: position for records.read: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Image:
 
     @property
     def whole_name(self):
-        """For messages: PATH, or CONTAINER@PLACE, not relative to image_root."""
+        """Name in messages: PATH, or FILE@PLACE, not relative to image_root."""
         return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
 
-def check_root(image_root, holds="train/ and val/"):
+def check_root(image_root, content="train/ and val/"):
     """Raise UsageError for an --image-root that is not a folder, or whose name DALI does not accept."""
     if not os.path.isdir(image_root):
-        raise UsageError(f"--image-root {image_root} is not a folder: give the folder that holds {holds}")
+        raise UsageError(f"--image-root {image_root}: not a folder; use the folder that contains {content}")
     if not _is_utf8(os.path.abspath(image_root)):
         raise UsageError(f"--image-root {image_root!a}: the path is not valid UTF-8; rename the folder")
 
@@ -97,9 +97,9 @@ def detect(image_root, mode):
     A file list takes precedence over class folders, because it may list images in them.
 
     Returns:
-        One of STORAGE_FORMATS; "folder" if there is no trace of any.
+        One of STORAGE_FORMATS; "folder" if none is detected.
     Raises:
-        UsageError: image_root is not a folder, or holds the split in several formats.
+        UsageError: image_root is not a folder, or contains the split in several formats.
     """
     check_root(image_root)
     found = [data_format for data_format in SHARD_NAMES if find_shards(image_root, data_format, mode)]
@@ -109,16 +109,16 @@ def detect(image_root, mode):
         found.append("folder")
     if len(found) > 1:
         raise UsageError(
-            f"--image-root {image_root} holds the {mode.value} split as {' and '.join(found)}: choose one with "
+            f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(found)}; choose one with "
             "--data-format"
         )
-    # If nothing was found, listing class folders says what is missing.
+    # If none is detected, listing class folders reports what is missing.
     return found[0] if found else "folder"
 
 
 def occupied(image_root):
-    """The paths of a data set's folders and files below image_root: no output may replace them, be in them, or become a
-    list of the data set."""
+    """Return the paths of a data set's folders and files below image_root. An output may neither replace them nor be
+    in them, nor become a list of the data set."""
     if not os.path.isdir(image_root):
         return []
     own = {MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
@@ -129,15 +129,15 @@ def occupied(image_root):
 
 
 def splits(image_root):
-    """The modes, Mode.TRAIN and Mode.EVAL, whose split exists under image_root.
+    """Return the modes, Mode.TRAIN and Mode.EVAL, whose split exists under image_root.
 
     Raises:
-        UsageError: there is neither, or image_root cannot be used.
+        UsageError: neither exists, or image_root cannot be used.
     """
     check_root(image_root)
     found = [mode for mode in Mode if _has_split(image_root, mode)]
     if not found:
-        raise UsageError(f"{image_root} has neither train/ nor val/ in any format: {_how_to_get_splits(image_root)}")
+        raise UsageError(f"{image_root}: contains neither train/ nor val/ in any format; {_splits_remedy(image_root)}")
     return found
 
 
@@ -146,10 +146,10 @@ def _has_split(image_root, mode):
 
 
 def _missing(image_root, mode):
-    """The UsageError for a split that image_root lacks in every format."""
+    """Return the UsageError for a split that image_root contains in no format."""
     other, scope = (Mode.EVAL, RunScope.EVAL_ONLY) if mode is Mode.TRAIN else (Mode.TRAIN, RunScope.TRAIN_ONLY)
     if not _has_split(image_root, other):
-        return UsageError(f"--image-root {image_root} has no folder {mode.value}/: {_how_to_get_splits(image_root)}")
+        return UsageError(f"--image-root {image_root}: has no folder {mode.value}/; {_splits_remedy(image_root)}")
     examples = {"folder": "{}/", "filelist": "{}.txt", **EXAMPLE_NAMES}
     data_format = detect(image_root, other)
     wanted, there = (examples[data_format].format(split.value) for split in (mode, other))
@@ -162,30 +162,30 @@ def _missing(image_root, mode):
         remedy = "create it"
     wanted = f"folder {wanted}" if data_format == "folder" else wanted
     return UsageError(
-        f"--image-root {image_root} has no {wanted}: {remedy}, or use {there} only with --run-scope {scope.value}"
+        f"--image-root {image_root}: has no {wanted}; {remedy}, or use only {there} with --run-scope {scope.value}"
     )
 
 
-def _how_to_get_splits(image_root):
+def _splits_remedy(image_root):
     similar = {mode: _similar(image_root, mode) for mode in Mode}
     renames = [f"rename {name} to {mode.value}/" for mode, name in similar.items() if name]
     if renames:
         return " and ".join(renames)
     return (
-        "give the folder that holds train/ and val/; if this is a folder of class folders, "
+        "use the folder that contains train/ and val/; if this is a folder of class folders, "
         f"{_split_command(image_root, image_root)}"
     )
 
 
 def _split_command(source, image_root):
-    """The command that creates both splits from a folder of class folders."""
+    """Return the command that creates both splits from a folder of class folders."""
     output = f"{os.path.abspath(image_root)}_split"
-    words = shlex.join(["python", "-m", "paddle_resnet.dataset", "split", str(source), "--output", output])
-    return f"run `{words}` and use --image-root {shlex.quote(output)}"
+    command = shlex.join(["python", "-m", "paddle_resnet.dataset", "split", str(source), "--output", output])
+    return f"run `{command}` and use --image-root {shlex.quote(output)}"
 
 
 def _similar(image_root, mode, data_format="folder"):
-    """The folder, or the list, that may be meant to be a split; None if there is none."""
+    """Return the folder or list with a similar name that may be the split; None if there is none."""
     ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
     if ending is None or not os.path.isdir(image_root):
         return None
@@ -198,11 +198,11 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
     """List all images of a split in stored order, which is the order of an evaluation.
 
     Args:
-        image_root: the folder that holds the split.
+        image_root: the folder that contains the split.
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of STORAGE_FORMATS; None to detect it.
-        allow_outside: whether a file list may name files outside image_root.
-        classes: those of list_folder, for class folders.
+        allow_outside: whether a file list may contain files outside image_root.
+        classes: see list_folder, for class folders.
     Returns:
         (storage format, classes or None, [Image])
     Raises:
@@ -234,21 +234,21 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
     Labels number the sorted class folders of train/, or of val/ if there is no train/. A class without validation
-    images therefore does not shift the labels of the others. One warning counts what is left out because of its name
-    or place.
+    images therefore does not shift the labels of the others. One warning counts files that are ignored because of their
+    name or folder.
 
     Args:
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
         num_of_class: number of outputs of the network, or None for any.
-        skip: names of images that may be unusable, because they will be left out.
-        classes: class of each output of a trained network, which then defines the labels; None: the folders do. Mere
-            numbers, which stand for classes without names, are ignored if they match no folder.
+        skip: names of images that may be unusable, because they will be omitted.
+        classes: class of each output of a trained network, which then defines the labels; None if the folders define
+            them. Numbers, which represent classes without names, are ignored if they match no folder.
     Returns:
         (paths relative to image_root, labels, classes: the names of their folders)
     Raises:
-        UsageError: a missing folder, no class folders, more classes than outputs, a class in val/ only or not in
-            `classes`, an image that is not a regular file.
+        UsageError: a folder is missing, there are no class folders or more classes than outputs, a class is only in
+            val/ or not in `classes`, or an image is not a regular file.
     """
     split = mode.value
     split_dir = os.path.join(image_root, split)
@@ -265,13 +265,13 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         classes = class_folders(label_dir)
         if not classes:
             raise UsageError(
-                f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders: put the images "
+                f"--image-root {image_root}: {os.path.basename(label_dir)}/ has no class folders; put the images "
                 "into one folder per class"
             )
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
-            f"--num-of-class {num_of_class} is less than the {len(classes)} class folders in {image_root}: "
-            f"give --num-of-class {len(classes)}"
+            f"--num-of-class {num_of_class}: less than the {len(classes)} class folders in {image_root}; "
+            f"use --num-of-class {len(classes)}"
         )
     files, labels = [], []
     ignored = [(OUTSIDE, "", name) for name in images_at_the_top(split_dir)]
@@ -280,29 +280,29 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         if name not in label_of:
             raise UsageError(
                 f"--image-root {image_root}: {split}/{name} is not one of the {len(classes)} classes of the checkpoint "
-                f"({_some(classes)}): remove or rename it"
+                f"({_some(classes)}); remove or rename it"
                 if is_trained
-                else f"--image-root {image_root}: val/{name} has no train/{name}: add it, or remove val/{name}"
+                else f"--image-root {image_root}: val/{name} has no train/{name}; add it, or remove val/{name}"
             )
         found, unusable, others = image_files(os.path.join(split_dir, name))
         for file in unusable:
             if f"{split}/{name}/{file}" not in skip:
                 raise UsageError(
-                    f"{os.path.join(split_dir, name, file)} is a link that leads nowhere, or not a regular file: "
-                    "remove it, or leave it out with --skip-list"
+                    f"{os.path.join(split_dir, name, file)}: a broken link, or not a regular file; remove it, or omit "
+                    "it with --skip-list"
                 )
         files += [f"{split}/{name}/{file}" for file in found]
         labels += [label_of[name]] * len(found)
         ignored += [(kind, name, file) for kind, file in others]
     if not _is_utf8("".join(files)):
         name = next(os.fsencode(file) for file in files if not _is_utf8(file))
-        raise UsageError(f"--image-root {image_root}: {name!r} is not valid UTF-8: rename the file")
-    warn_of_left_out(split_dir, ignored)
+        raise UsageError(f"--image-root {image_root}: {name!r} is not valid UTF-8; rename the file")
+    warn_of_ignored(split_dir, ignored)
     return files, labels, classes
 
 
-def left_out(image_root, mode):
-    """Paths below image_root of what listing the class folders of a split leaves out; those that can be listed."""
+def ignored_files(image_root, mode):
+    """Return the paths below image_root that listing the class folders of a split ignores, without unreadable ones."""
     split_dir = os.path.join(image_root, mode.value)
     found = []
     with contextlib.suppress(UsageError):  # listing the split reports it
@@ -314,27 +314,27 @@ def left_out(image_root, mode):
 
 
 def own_classes(image_root, mode):
-    """The class folders of a split, to list its images whatever their labels; None if it has no folder."""
+    """Return the class folders of a split, to list its images regardless of labels; None if it has no folder."""
     folder = os.path.join(image_root, mode.value)
     return class_folders(folder) if os.path.isdir(folder) else None
 
 
 def numbers(count):
-    """The classes of data that do not name them."""
+    """Return the classes of data without class names."""
     return [str(i) for i in range(count or 0)]
 
 
-def warn_of_left_out(folder, left_out):
-    """Log one line that counts, by kind and class, what listing class folders leaves out.
+def warn_of_ignored(folder, ignored):
+    """Log one line that counts, by kind and class, the files that listing class folders ignores.
 
     Args:
-        folder: that holds the class folders.
-        left_out: [(kind, class, name of the file or folder)], as image_files returns kind and name.
+        folder: folder of the class folders.
+        ignored: [(kind, class, name of the file or folder)], with kind and name from image_files.
     """
-    if not left_out:
+    if not ignored:
         return
     kinds = defaultdict(list)
-    for kind, label, name in left_out:
+    for kind, label, name in ignored:
         kinds[kind].append((label, name))
     parts = []
     for kind, places in sorted(kinds.items(), key=lambda item: -len(item[1])):
@@ -342,9 +342,9 @@ def warn_of_left_out(folder, left_out):
         classes = _some([f"{label} {count}" for label, count in counts.most_common()], 3)
         example = os.path.join(*places[0])
         parts.append(f"{len(places)} {kind} ({f'{classes}; ' if classes else ''}for example {example})")
-    _say_once(
+    _log_once(
         printable(
-            f"{folder}: {entries(len(left_out))} left out: {_some(parts, 10)}; images must be in a class "
+            f"{folder}: {entries(len(ignored))} ignored: {_some(parts, 10)}; images must be in a class "
             f"folder and end in {', '.join(IMAGE_SUFFIXES)}"
         ),
         logger.warn,
@@ -359,51 +359,51 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
     """Report classes without images, and training images of a single class.
 
     Args:
-        image_root: the folder that holds the split.
+        image_root: the folder that contains the split.
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of FILE_FORMATS.
         labels: of all images.
         classes: in label order.
-        allow_empty: whether class folders of train/ may be empty; a warning then names them.
+        allow_empty: whether class folders of train/ may be empty; they then trigger a warning.
     Raises:
         UsageError: a class folder of train/ has no images.
     """
     there = set(labels)
     empty = [name for label, name in enumerate(classes) if label not in there]
     if empty:
-        words = (
+        message = (
             f"--image-root {image_root}: {mode.value} has no images of {len(empty)} of {len(classes)} classes "
             f"({_some(empty)})"
         )
         if mode is Mode.TRAIN and data_format == "folder" and not allow_empty:
             raise UsageError(
-                f"{words}: add images ({', '.join(IMAGE_SUFFIXES)}), remove the folders, or use --allow-empty-classes"
+                f"{message}; add images ({', '.join(IMAGE_SUFFIXES)}), remove the folders, or use --allow-empty-classes"
             )
-        _say_once(printable(words), logger.warn)
+        _log_once(printable(message), logger.warn)
     if mode is Mode.TRAIN and len(there) == 1:
-        _say_once(
+        _log_once(
             printable(f"--image-root {image_root}: all images of {mode.value} have one class, {classes[min(there)]}"),
             logger.warn,
         )
 
 
 def _some(names, most=5):
-    """The first names, separated by commas, and the number of the others."""
+    """Return the first names, separated by commas, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def count_classes(image_root, mode, data_format="auto", allow_outside=False):
-    """The number of classes that a data set names: its class folders, the lines of classes.txt, or the labels of its
-    file lists.
+    """Return the number of classes that a data set defines: its class folders, the lines of classes.txt, or the labels
+    of its file lists.
 
     Args:
-        image_root: the folder that holds both splits.
+        image_root: the folder that contains both splits.
         mode: Mode.TRAIN or Mode.EVAL: the split that must exist.
         data_format: one of STORAGE_FORMATS, or "auto".
-        allow_outside: whether a file list may name files outside image_root.
+        allow_outside: whether a file list may contain files outside image_root.
     Returns:
-        the number, or None for containers without classes.txt and for a split that is missing.
+        the number, or None for record files without classes.txt and for a missing split.
     Raises:
         UsageError: the data set cannot be read, or its file lists have fewer images than classes.
     """
@@ -418,8 +418,8 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
         if max(labels) >= len(labels):
             raise UsageError(
-                f"--image-root {image_root}: the file lists have {len(labels)} images and the label {max(labels)}: "
-                "number the classes from 0, or give --num-of-class"
+                f"--image-root {image_root}: the file lists have {len(labels)} images and label {max(labels)}; "
+                "number the classes from 0, or set --num-of-class"
             )
         return max(labels) + 1
     return names and len(names)
@@ -434,16 +434,16 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     """Read a file list, IMAGE_ROOT/train.txt or val.txt: lines `PATH LABEL`, paths relative to image_root.
 
     Args:
-        image_root: the folder that holds the list.
+        image_root: the folder that contains the list.
         mode: Mode.TRAIN reads train.txt, Mode.EVAL val.txt.
         num_of_class: number of outputs of the network, or None for any.
-        allow_outside: whether the list may name files outside image_root. Links in image_root may lead anywhere.
-        trained: that of class_names.
+        allow_outside: whether the list may contain files outside image_root. Links in image_root may point anywhere.
+        trained: see class_names.
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
-        UsageError: a missing or empty list, a malformed line, a path outside image_root or with two labels, a label
-            without an output of the network.
+        UsageError: the list is missing or empty, a line is malformed, a path is outside image_root or has two labels,
+            or a label has no output of the network.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
     classes = class_names(image_root, num_of_class, trained)
@@ -456,39 +456,39 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
                 continue
             name, *label = line.rsplit(maxsplit=1)
             if not label or not re.fullmatch("[0-9]{1,9}", label[0]) or "\0" in name:
-                raise UsageError(f"{path} line {number} is not `PATH LABEL` but `{line.strip()[:200]}`: correct it")
+                raise UsageError(f"{path}: line {number} is not `PATH LABEL` but `{line.strip()[:200]}`; correct it")
             if not allow_outside and _is_outside(name, image_root):
                 raise UsageError(
-                    f"{path} line {number} names {name}, which is outside {image_root}: correct it, or add "
+                    f"{path}: line {number} contains {name}, which is outside {image_root}; correct it, or add "
                     "--allow-outside"
                 )
             files.append(name)
             labels.append(int(label[0]))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}): write or correct it") from e
+        raise UsageError(f"--image-root {image_root}: {path} cannot be read ({reason}); write or correct it") from e
     if not files:
-        raise UsageError(f"--image-root {image_root}: {path} lists no images: add lines `PATH LABEL`")
+        raise UsageError(f"--image-root {image_root}: {path} contains no images; add lines `PATH LABEL`")
     check_labels(path, [max(labels)], num_of_class, classes)
     label_of = {}
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
-            raise UsageError(f"{path} gives {name} the labels {label_of[name]} and {label}: remove one of the lines")
+            raise UsageError(f"{path}: {name} has the labels {label_of[name]} and {label}; remove one of the lines")
     # Training checks all (check_listed); the tools report each image that they cannot read.
     if not os.path.isfile(os.path.join(image_root, files[0])):
-        raise UsageError(f"{path} lists {files[0]}, which is not in {image_root}: give paths relative to that folder")
+        raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
     return files, labels, classes
 
 
 def check_listed(image_root, mode, files):
-    """Check that a file list names regular files: DALI would wait for the writer of a pipe. Each folder is read once,
-    which is faster than asking for each file.
+    """Check that a file list contains only regular files: DALI would wait for the writer of a pipe. Each folder is read
+    once, which is faster than one system call per file.
 
     Args:
-        image_root, mode: of list_filelist.
+        image_root, mode: see list_filelist.
         files: paths relative to image_root.
     Raises:
-        UsageError: a path is missing or leads to something else.
+        UsageError: a path is missing or not a regular file.
     """
     names = defaultdict(set)
     for file in files:
@@ -501,7 +501,7 @@ def check_listed(image_root, mode, files):
             file = os.path.join(folder, name)
             if not os.path.isfile(os.path.join(image_root, file)):  # names may differ in case
                 raise UsageError(
-                    f"{os.path.join(image_root, mode.value)}.txt lists {file}, which is missing or not a regular file: "
+                    f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
                     "remove the line"
                 )
 
@@ -511,7 +511,7 @@ def _is_no_folder(path):
 
 
 def _is_outside(name, image_root):
-    """Whether a path, relative to image_root or absolute, leaves image_root, links aside."""
+    """Whether a path, relative to image_root or absolute, is outside image_root, without resolving links."""
     if ".." not in name and not name.startswith("/"):
         return False
     root = os.path.abspath(image_root)
@@ -519,22 +519,20 @@ def _is_outside(name, image_root):
 
 
 def class_folders(path):
-    """Names of the class folders in a folder, sorted; a line names the others once.
+    """Return the sorted names of the class folders in a folder; the others are logged once.
 
     Raises:
-        UsageError: the folder cannot be listed, or has a link that leads nowhere.
+        UsageError: the folder cannot be listed, or contains a broken link.
     """
     entries = {entry.name: _type(entry) for entry in _listed(path)}
     names = sorted(name for name, found in entries.items() if found == "folder")
     classes = [name for name in names if not is_of_the_system(name)]
     for name, found in entries.items():
         if found == "link" and not is_of_the_system(name):
-            raise UsageError(f"{os.path.join(path, name)} is a link that leads nowhere: repair or remove it")
+            raise UsageError(f"{os.path.join(path, name)}: a broken link; repair or remove it")
     if len(classes) < len(names):
         others = ", ".join(name for name in names if is_of_the_system(name))
-        _say_once(
-            f"{path}: no class is made of {printable(others)}: folders of the system and hidden ones", logger.info
-        )
+        _log_once(f"{path}: {printable(others)} ignored: hidden folders and folders of the system", logger.info)
     return classes
 
 
@@ -544,23 +542,23 @@ def is_of_the_system(name):
 
 
 @functools.cache
-def _say_once(message, say):
-    say(message)
+def _log_once(message, log):
+    log(message)
 
 
 def image_files(path):
-    """Images of a class folder, by their suffixes.
+    """List the images of a class folder by their suffixes.
 
     Returns:
-        (sorted names, sorted names of those that are not regular files: links that lead nowhere, FIFOs, devices,
-        [(kind, name)] of what is left out: the suffix of a file, or "folder"; hidden ones are not counted)
+        (sorted names, sorted names of those that are not regular files: broken links, FIFOs, devices,
+        [(kind, name)] of ignored files, without hidden ones; kind is the suffix of a file, or "folder")
     Raises:
         UsageError: the folder cannot be listed.
     """
     entries = [entry for entry in _listed(path) if not entry.name.startswith(".")]
     found = {entry.name: _type(entry) for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES)}
     names = sorted(name for name, kind in found.items() if kind != "folder")
-    left_out = [
+    ignored = [
         (
             "folder" if _type(entry) == "folder" else os.path.splitext(entry.name)[1].lower() or "without suffix",
             entry.name,
@@ -568,18 +566,18 @@ def image_files(path):
         for entry in entries
         if found.get(entry.name, "folder") == "folder"
     ]
-    return names, [name for name in names if found[name] != "file"], sorted(left_out)
+    return names, [name for name in names if found[name] != "file"], sorted(ignored)
 
 
 def images_at_the_top(path):
-    """Sorted names of the image files next to the class folders."""
+    """Return the sorted names of the image files next to the class folders."""
     entries = _listed(path)
     names = [entry.name for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES) and _type(entry) == "file"]
     return sorted(name for name in names if not name.startswith("."))
 
 
 def _type(entry):
-    """What an os.DirEntry leads to: "file", "folder", "link" (to nothing) or "other"."""
+    """Return what an os.DirEntry refers to: "file", "folder", "link" (a broken one) or "other"."""
     try:
         if entry.is_file():
             return "file"
@@ -595,11 +593,11 @@ def _listed(path):
         with os.scandir(path) as entries:
             return list(entries)
     except OSError as e:
-        raise UsageError(f"{path} cannot be listed ({e.strerror}): make it readable or remove it") from e
+        raise UsageError(f"{path}: cannot be listed ({e.strerror}); make it readable or remove it") from e
 
 
 def find_shards(image_root, data_format, mode):
-    """Sorted paths of the containers of a split; there may be none.
+    """Return the sorted paths of the record files of a split; there may be none.
 
     Args:
         data_format: a key of SHARD_NAMES.
@@ -611,27 +609,27 @@ def find_shards(image_root, data_format, mode):
 
 
 def shards(image_root, mode, data_format):
-    """Sorted paths of all containers of a split.
+    """Return the sorted paths of all record files of a split.
 
     Raises:
-        UsageError: there are none, a shard is missing, or a conversion is unfinished.
+        UsageError: there are none, a shard is missing, or a conversion is incomplete.
     """
     manifest = read_manifest(image_root)
     if manifest is not None and not manifest["complete"]:
         raise UsageError(
-            f"--image-root {image_root} is an interrupted conversion: repeat its "
+            f"--image-root {image_root}: an interrupted conversion; repeat its "
             "`python -m paddle_resnet.dataset convert` command to finish it"
         )
     found = find_shards(image_root, data_format, mode)
     if not found:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
-        raise UsageError(f"--image-root {image_root} has no {example}: give the folder of the {data_format} files")
+        raise UsageError(f"--image-root {image_root}: has no {example}; use the folder of the {data_format} files")
     if data_format == "tfrecord":
         pattern = SHARD_NAMES[data_format][mode]
         total = max(int(pattern.fullmatch(os.path.basename(shard))["total"]) for shard in found)
         if total != len(found):
             raise UsageError(
-                f"--image-root {image_root} has {len(found)} of {total} shards of {mode.value}: add the missing ones"
+                f"--image-root {image_root}: has {len(found)} of {total} {mode.value} shards; add the missing ones"
             )
     check_count(image_root, mode, data_format, len(found), "shards")
     return found
@@ -644,7 +642,7 @@ def read_manifest(image_root):
         {"complete": bool, "format": str, "splits": {split: {"images": int, ...}}, "shards": {split: int}, ...}, or None
         if there is no such file.
     Raises:
-        UsageError: it cannot be read or has another form.
+        UsageError: the file cannot be read or is damaged.
     """
     path = os.path.join(image_root, MANIFEST)
     if not os.path.lexists(path):
@@ -660,33 +658,33 @@ def read_manifest(image_root):
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         if isinstance(e, UsageError):
             raise
-        raise UsageError(f"{path} is damaged: convert the data set again, or remove the file") from e
+        raise UsageError(f"{path}: damaged; convert the data set again, or remove the file") from e
     return manifest
 
 
 def check_count(image_root, mode, data_format, count, what="images"):
-    """Raise UsageError if a split that `convert` wrote has another number of images or shards than it wrote."""
+    """Raise UsageError if the number of images or shards of a split differs from what `convert` has written."""
     manifest = read_manifest(image_root)
     if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
         return
     wanted = manifest["splits"][mode.value]["images"] if what == "images" else manifest["shards"][mode.value]
     if count != wanted:
         raise UsageError(
-            f"--image-root {image_root} has {count} {what} of {mode.value}, but {MANIFEST} says {wanted}: copy the "
-            "folder or convert the data set again"
+            f"--image-root {image_root}: has {count} {mode.value} {what}, but {wanted} according to {MANIFEST}; copy "
+            "the folder or convert the data set again"
         )
 
 
 def class_names(image_root, num_of_class=None, trained=None):
-    """Class names in label order: the lines of IMAGE_ROOT/classes.txt, or None if there is no such file.
+    """Return the class names in label order: the lines of IMAGE_ROOT/classes.txt, or None if there is no such file.
 
     Args:
         image_root: the folder of the file.
         num_of_class: number of outputs of the network, or None for any.
-        trained: class of each output of a trained network, or None. A name may not have a different label there.
+        trained: class of each output of a trained network, or None. A name must have the same label in both.
     Raises:
-        UsageError: more names than outputs of the network, a name with a different label there, or the file cannot be
-            read.
+        UsageError: there are more names than outputs of the network, a name has a different label in the trained
+            network, or the file cannot be read.
     """
     path = os.path.join(image_root, "classes.txt")
     if not os.path.lexists(path):
@@ -696,11 +694,11 @@ def class_names(image_root, num_of_class=None, trained=None):
             text = f.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
         classes = text.split("\n") if text else []
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{path} cannot be read ({e}): write one class name per line, or remove it") from e
+        raise UsageError(f"{path}: cannot be read ({e}); write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
-            f"--num-of-class {num_of_class} is less than the {len(classes)} classes in {path}: "
-            f"give --num-of-class {len(classes)}"
+            f"--num-of-class {num_of_class}: less than the {len(classes)} classes in {path}; "
+            f"use --num-of-class {len(classes)}"
         )
     labels_of = defaultdict(list)
     for label, name in enumerate(trained or []):
@@ -708,14 +706,14 @@ def class_names(image_root, num_of_class=None, trained=None):
     for label, name in enumerate(classes):
         if labels_of[name] and label not in labels_of[name]:
             raise UsageError(
-                f"{path}: {name} is label {label}, and label {labels_of[name][0]} of the checkpoint: number the labels "
+                f"{path}: {name} is label {label}, but label {labels_of[name][0]} of the checkpoint; number the labels "
                 "of the data set as in training"
             )
     return classes
 
 
 def report_names(image_root, data_format, classes):
-    """The names of the classes in reports: for class folders the lines of classes.txt, if there is one; otherwise the
+    """Return the names of the classes in reports: for class folders with a classes.txt, its lines; otherwise the
     classes themselves.
 
     Raises:
@@ -725,22 +723,22 @@ def report_names(image_root, data_format, classes):
     names = class_names(image_root) if data_format == "folder" else None
     if names is not None and len(names) != len(classes):
         raise UsageError(
-            f"{os.path.join(image_root, 'classes.txt')} has {len(names)} lines for {len(classes)} classes: write one "
+            f"{os.path.join(image_root, 'classes.txt')}: has {len(names)} lines for {len(classes)} classes; write one "
             "name per class, in the order of the labels, or remove it"
         )
     if names is not None and names != list(classes) and sorted(names) == sorted(classes):
         raise UsageError(
-            f"{os.path.join(image_root, 'classes.txt')} has the names of the class folders in a different order: write "
-            "them in the order of the labels, or remove it"
+            f"{os.path.join(image_root, 'classes.txt')}: has the names of the class folders in a different order; "
+            "write them in the order of the labels, or remove it"
         )
     return classes if names is None else names
 
 
 def check_labels(path, labels, num_of_class, classes):
-    """Check labels against the class names, or else against the number of outputs.
+    """Check labels against the class names or, without names, against the number of outputs.
 
     Args:
-        path: file that holds the labels, for the message.
+        path: file that contains the labels, for the message.
         labels: numbers.
         num_of_class: number of outputs of the network, or None for any.
         classes: class names, or None.
@@ -753,53 +751,52 @@ def check_labels(path, labels, num_of_class, classes):
             source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
             allowed = "labels are whole numbers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
             raise UsageError(
-                f"{path} has the label {label:g}, but {allowed}: number the classes from 0, or give a larger "
-                "--num-of-class"
+                f"{path}: has label {label:g}, but {allowed}; number the classes from 0, or use a larger --num-of-class"
             )
 
 
 def is_class(label, limit=None):
-    """Whether a number, which may be NaN, is a whole number from 0 and below the limit, by default that of int32."""
+    """Whether a number, which may be NaN, is a whole number from 0 to below the limit (default: that of int32)."""
     return 0 <= label < (limit or 2**31) and label == int(label)
 
 
 def skip_list_line(name):
-    """The line of a --skip-list for an image: its name, or a JSON string if the name contains characters that cannot
-    be printed, begins with a quotation mark or is blank."""
+    """Return the line of a --skip-list for an image: its name, or a JSON string if the name contains unprintable
+    characters, begins with a quotation mark or is blank."""
     is_plain = name.isprintable() and name.strip() and not name.startswith('"')
     return f"{name if is_plain else json.dumps(name)}\n"
 
 
 def read_skip_list(path, image_root, allow_outside=False):
-    """Read a --skip-list: one Image.name per line, as skip_list_line writes it.
+    """Read a --skip-list: one Image.name per line, in the format of skip_list_line.
 
     Args:
         path: the file.
         image_root: the folder that the names are relative to.
-        allow_outside: whether names may lead outside image_root.
+        allow_outside: whether names may be outside image_root.
     Returns:
         frozenset of the names.
     Raises:
-        UsageError: the file cannot be read, or an entry matches no file or leads outside image_root.
+        UsageError: the file cannot be read, or an entry matches no file or is outside image_root.
     """
     try:
         with records.open_regular(path, _TEXT_LIMIT) as f:
             lines = [line.rstrip("\r") for line in f.read().decode("utf-8-sig").split("\n")]
         names = [json.loads(line) if line.startswith('"') else line for line in lines]
     except json.JSONDecodeError as e:
-        raise UsageError(f'--skip-list {path}: a line with " in front is not a JSON string ({e}): correct it') from e
+        raise UsageError(f'--skip-list {path}: a line that begins with " is not a JSON string ({e}); correct it') from e
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UsageError(f"--skip-list {path} cannot be read ({reason}): use a text file with one path per line") from e
+        raise UsageError(f"--skip-list {path}: cannot be read ({reason}); write one path per line") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
         # Opening the shard's index checks that SHARD has a record at PLACE.
         shard = name.rpartition("@")[0]
         if not allow_outside and _is_outside(name, image_root):
             raise UsageError(
-                f"--skip-list {path}: {name} is outside {image_root}: remove the line, or add --allow-outside"
+                f"--skip-list {path}: {name} is outside {image_root}; remove the line, or add --allow-outside"
             )
         is_shard = shard and os.path.exists(os.path.join(image_root, shard))
         if not is_shard and not _is_no_folder(os.path.join(image_root, name)):
-            raise UsageError(f"--skip-list {path}: {name} is not a file in {image_root}: remove the line")
+            raise UsageError(f"--skip-list {path}: {name} is not a file in {image_root}; remove the line")
     return skip

@@ -1,9 +1,9 @@
-"""Walks through an LMDB and checks that every record lies inside its file: `python lmdb_check.py DIR`.
+"""Check that every record of an LMDB is inside its file: `python lmdb_check.py DIR`.
 
-A damaged LMDB ends the process that reads it, by SIGBUS or SIGABRT. This script is therefore a process of its own. It
-imports nothing of this project, so that it starts quickly and runs by its path.
+A damaged LMDB ends the process that reads it with SIGBUS or SIGABRT, so this script runs in its own process. It does
+not import this project, so that it starts quickly and can be run by its path.
 
-Prints the reason and exits with 2 if the LMDB is damaged. Exits with 0 otherwise.
+If the LMDB is damaged, the script prints the reason and exits with 2, otherwise with 0.
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def problem(folder):
-    """Why an LMDB cannot be used, or None."""
+    """Return why an LMDB cannot be used, or None."""
     path = os.path.join(folder, "data.mdb")
     if not os.path.isfile(path):
         return "it has no file data.mdb"
@@ -31,9 +31,9 @@ def problem(folder):
                 key, count = bytes(key), count + 1
                 place = np.frombuffer(value, np.uint8).__array_interface__["data"][0] - start if value else 0
                 if not 0 <= place <= size - len(value):
-                    return f"record {key!r} lies outside the file"
+                    return f"record {key!r} is outside the file"
                 if count > entries or (last is not None and key <= last):
-                    return f"record {key!r} is not in its place"
+                    return f"record {key!r} is out of order"
                 last = key
         if count != entries:
             return f"{count} of {entries} records can be found"
@@ -43,7 +43,7 @@ def problem(folder):
 
 
 def _mapped_at(path):
-    """The address at which this process has mapped a file."""
+    """Return the address at which this process has mapped a file."""
     path = os.path.realpath(path)
     with open("/proc/self/maps") as f:
         addresses = [line.split("-")[0] for line in f if line.rstrip("\n").endswith(f" {path}")]

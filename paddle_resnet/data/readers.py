@@ -6,9 +6,9 @@ each format.
 DALI reads without mmap: a file that is truncated while it is mapped would end the process with SIGBUS. Its LMDB reader
 always uses mmap.
 
-Order. Class folders and file lists are shuffled as a whole before each epoch. Containers are read in stored order
-through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. TFRecord and WebDataset also
-visit their shards in a new random order each epoch, the same on every process.
+Order. Class folders and file lists are fully shuffled before each epoch. Record files are read in stored order through
+a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. The shards of TFRecord and WebDataset
+are also read in a new random order each epoch, the same on every process.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Images per process, about 450 MB for ImageNet. It only has to mix neighbours: `convert` writes in random order.
+# Images per process, about 450 MB for ImageNet. It only needs to mix neighbors: `convert` writes in random order.
 SHUFFLE_BUFFER = 4096
 # Number of labels checked before step 1, evenly spread over the split.
 CHECKED_LABELS = 256
@@ -44,8 +44,8 @@ class DataSet:
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
             every process makes the same number of steps; ShardIterator removes the copies.
-        digest: sha256 in the order of listing. Of image files: names and labels; of containers: names, the places of
-            all records, and the labels that were checked.
+        digest: sha256 in the order of listing. For image files: of names and labels; for record files: of names, the
+            places of all records, and the labels that were checked.
     """
 
     data_format: str
@@ -70,25 +70,25 @@ def open_split(
     allow_empty=False,
     trained=None,
 ):
-    """Open the split that --image-root and --data-format name.
+    """Open the split that --image-root and --data-format specify.
 
     Args:
-        image_root: the folder that holds both splits.
+        image_root: the folder that contains both splits.
         data_format: one of listing.STORAGE_FORMATS, or "auto" to detect and log it.
         mode: Mode.TRAIN or Mode.EVAL.
-        num_of_class: number of outputs of the network, or None for any; then only classes.txt and class folders name
+        num_of_class: number of outputs of the network, or None for any; then only classes.txt and class folders define
             classes.
         seed: seed of the training order.
-        skip: names (listing.Image.name) of images to leave out. A class that becomes empty keeps its label.
-        allow_outside: whether a file list may name files outside image_root.
+        skip: names (listing.Image.name) of images to omit. A class that becomes empty keeps its label.
+        allow_outside: whether a file list may contain files outside image_root.
         allow_empty: whether class folders of train/ may be empty.
-        trained: class of each output of a trained network, which then defines the labels of class folders; None: the
-            data set does.
+        trained: class of each output of a trained network, which then defines the labels of class folders; None if the
+            data set defines them.
     Returns:
         DataSet.
     Raises:
-        UsageError: a missing, partial or damaged file, labels without an output of the network, or an error of
-            list_folder or list_filelist.
+        UsageError: a file is missing, partial or damaged, or a label has no output of the network; also for errors of
+            list_folder and list_filelist.
     """
     image_root = str(image_root)
     if data_format == "auto":
@@ -101,18 +101,18 @@ def open_split(
     if data_format in listing.FILE_FORMATS:
         return _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained)
     listing.check_root(image_root, f"the {data_format} files")
-    return CONTAINER_READERS[data_format](image_root, mode, num_of_class, seed, skip, trained)
+    return RECORD_READERS[data_format](image_root, mode, num_of_class, seed, skip, trained)
 
 
 def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outside, allow_empty, trained):
-    """Class folders and file lists; listing.list_folder and list_filelist describe them."""
+    """Open class folders or file lists; see listing.list_folder and list_filelist."""
     if data_format == "folder":
         files, labels, classes = listing.list_folder(image_root, mode, num_of_class, skip, trained)
     else:
         files, labels, classes = listing.list_filelist(image_root, mode, num_of_class, allow_outside, trained)
     if not files:
         suffixes = ", ".join(records.IMAGE_SUFFIXES)
-        raise UsageError(f"--image-root {image_root}: {mode.value}/ has no images ({suffixes}): add some")
+        raise UsageError(f"--image-root {image_root}: {mode.value}/ contains no images ({suffixes}); add some")
     if classes is None:
         classes = listing.numbers(None if num_of_class is None else max(labels) + 1)
     listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty)
@@ -120,7 +120,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         kept = [i for i, name in enumerate(files) if os.path.normpath(name) not in skip]
         files, labels = [files[i] for i in kept], [labels[i] for i in kept]
         if not files:
-            raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
+            raise UsageError(f"--skip-list: leaves no {mode.value} images in {image_root}; shorten it")
         listing.check_classes(image_root, mode, data_format, labels, classes, allow_empty=True)
     if data_format == "filelist":
         listing.check_listed(image_root, mode, files)
@@ -136,7 +136,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
 
 
 def encoded_images(batches):
-    """Images without labels: an iterator provides each batch, [bytes of an image file, uint8 [size]]."""
+    """Open images without labels: an iterator provides each batch, [bytes of an image file, uint8 [size]]."""
 
     def read(name, shard_id, num_shards, shuffle):
         encoded = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
@@ -177,7 +177,7 @@ def _file_reader(image_root, files, labels):
 def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
     """MXNet RecordIO: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
-    The arguments of all container readers are those of open_split.
+    All record readers take arguments of open_split.
     """
     shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
 
@@ -186,7 +186,7 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
             path=shards,
             index_path=[index.path for index in indexes],
             dont_use_mmap=True,
-            **_container(name, shard_id, num_shards, shuffle, size, seed),
+            **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
         )
         return encoded, _whole(label)
 
@@ -209,7 +209,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
                 records.TFRECORD_LABEL: FixedLenFeature([1], int64, -1),
             },
             dont_use_mmap=True,
-            **_container(name, shard_id, num_shards, shuffle, size, seed),
+            **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
             **_shard_order(shuffle, seed),
         )
         return features[records.TFRECORD_IMAGE], fn.cast(features[records.TFRECORD_LABEL], dtype=types.INT64)
@@ -222,18 +222,20 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
         raise UsageError(
-            f"--skip-list names records of {path}, but DALI's LMDB reader cannot skip records: convert the source "
+            f"--skip-list: contains records of {path}, but DALI's LMDB reader cannot skip records; convert the source "
             "again with `python -m paddle_resnet.dataset convert --skip-list`"
         )
     classes = listing.class_names(image_root, num_of_class, trained)
     size, labels = records.lmdb_labels(path, CHECKED_LABELS)
     if size == 0:
-        raise UsageError(f"{path} has no records: write it again")
+        raise UsageError(f"{path}: contains no records; write it again")
     listing.check_count(image_root, mode, "lmdb", size)
     listing.check_labels(path, labels, num_of_class, classes)
 
     def read(name, shard_id, num_shards, shuffle):
-        encoded, label = fn.readers.caffe(path=path, **_container(name, shard_id, num_shards, shuffle, size, seed))
+        encoded, label = fn.readers.caffe(
+            path=path, **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed)
+        )
         return encoded, fn.cast(label, dtype=types.INT64)
 
     digest = _digest(size, os.path.getsize(os.path.join(path, "data.mdb")), labels)
@@ -243,8 +245,8 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
 def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
     """WebDataset: tar shards IMAGE_ROOT/train-000000.tar ... and val-..., each with an index.
 
-    A sample is an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). File names may have a prefix
-    before `train`, `val` or `validation`.
+    A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). File names may have
+    a prefix before `train`, `val` or `validation`.
     """
     shards, indexes, classes, size, digest = _open_shards(image_root, mode, "webdataset", num_of_class, skip, trained)
 
@@ -256,7 +258,7 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
             case_sensitive_extensions=False,
             missing_component_behavior="error",
             dont_use_mmap=True,
-            **_container(name, shard_id, num_shards, shuffle, size, seed),
+            **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
             **_shard_order(shuffle, seed),
         )
         return encoded, _decimal(digits)
@@ -265,15 +267,15 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
 
 
 def _whole(number):
-    """DALI operators that turn a float label into int64, and one that is not a whole number into -1."""
+    """Add DALI operators that convert a float label to int64; a label that is not a whole number becomes -1."""
     label = fn.cast(number, dtype=types.INT64)
     is_whole = fn.cast(fn.cast(label, dtype=types.FLOAT) == number, dtype=types.INT64)
     return (label + 1) * is_whole - 1
 
 
 def _decimal(text):
-    """DALI operators that parse up to LABEL_DIGITS ASCII digits, and blanks after them, to an int64 [1]; -1 for other
-    texts."""
+    """Add DALI operators that parse up to LABEL_DIGITS ASCII digits, optionally followed by blanks, to an int64 [1]; -1
+    for other texts."""
     places = records.LABEL_DIGITS
     length = text.shape()
     is_digit = fn.cast((text >= ord("0")) & (text <= ord("9")), dtype=types.INT64)
@@ -281,7 +283,7 @@ def _decimal(text):
     count = fn.reductions.sum(is_digit, axes=[0], keep_dims=True)
     blanks = fn.reductions.sum(is_blank, axes=[0], keep_dims=True)
     weights = types.Constant(np.array([10**i for i in reversed(range(places))], dtype=np.int32), device="cpu")
-    weights = fn.slice(weights, places - count, length, axes=[0], out_of_bounds_policy="pad")  # 0 behind the digits
+    weights = fn.slice(weights, places - count, length, axes=[0], out_of_bounds_policy="pad")  # 0 after the digits
     digits = (fn.cast(text, dtype=types.INT64) - ord("0")) * is_digit
     number = fn.reductions.sum(digits * weights, axes=[0], keep_dims=True)
     in_front = fn.reductions.sum(is_digit * fn.cast(weights > 0, dtype=types.INT64), axes=[0], keep_dims=True)
@@ -289,14 +291,14 @@ def _decimal(text):
     return (number + 1) * fn.cast(is_number, dtype=types.INT64) - 1
 
 
-def _container(name, shard_id, num_shards, shuffle, size, seed):
-    """Arguments that all container readers share."""
+def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
+    """Return the arguments that all record readers share."""
     arguments = {"name": name, "shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
     if not shuffle:
         return {**arguments, "stick_to_shard": True}
     return {
         **arguments,
-        # Each epoch DALI moves on to the images of the next shard; the buffer never mixes two epochs.
+        # Each epoch, DALI reads the images of the next shard; the buffer never mixes two epochs.
         "stick_to_shard": False,
         "random_shuffle": True,
         "initial_fill": min(SHUFFLE_BUFFER, -(-size // num_shards)),
@@ -310,20 +312,20 @@ def _shard_order(shuffle, seed):
 
 
 def _skipped(skip, shard):
-    """The places, as text, of the skipped records of a container."""
+    """Return the places, as text, of the skipped records of a record file."""
     named = (name.rpartition("@") for name in skip)
     return [place for name, _, place in named if name == os.path.basename(shard)]
 
 
 def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
-    """Open the containers of a split and check some labels: (paths, Index of each, class names, images, digest)."""
+    """Open the record files of a split and check some labels: (paths, Index of each, class names, images, digest)."""
     classes = listing.class_names(image_root, num_of_class, trained)
     shards, indexes, whole = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
         for place in places:
             if not re.fullmatch("[0-9]{1,18}", place):
-                raise UsageError(f"--skip-list: {os.path.basename(shard)}@{place} has no offset after @: remove it")
+                raise UsageError(f"--skip-list: {os.path.basename(shard)}@{place} has no offset after @; remove it")
         places = frozenset(map(int, places))
         index = open_index(shard, data_format, places)
         whole += len(index) + len(places)
@@ -331,7 +333,7 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
             shards.append(shard)
             indexes.append(index)
     if not shards:
-        raise UsageError(f"--skip-list leaves no images of {mode.value} in {image_root}: shorten it")
+        raise UsageError(f"--skip-list: leaves no {mode.value} images in {image_root}; shorten it")
     listing.check_count(image_root, mode, data_format, whole)
     ends = np.cumsum([len(index) for index in indexes])
     size = int(ends[-1])
@@ -347,4 +349,4 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
     return shards, indexes, classes or listing.numbers(num_of_class), size, digest
 
 
-CONTAINER_READERS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}
+RECORD_READERS = {"recordio": recordio, "tfrecord": tfrecord, "lmdb": lmdb, "webdataset": webdataset}

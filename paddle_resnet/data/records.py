@@ -1,4 +1,4 @@
-"""Single records of the containers, for the checks before step 1 and for the data-set tools; in training DALI reads.
+"""Reading of single records, for the checks before step 1 and for the data-set tools. In training, DALI reads them.
 
 Imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
@@ -19,19 +19,19 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".w
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
 RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
-TFRECORD_OVERHEAD = 16  # bytes of a record beside its payload: length and two checksums
-LABEL_DIGITS = 9  # of a label in a tar file; the pipeline parses as many
+TFRECORD_OVERHEAD = 16  # bytes per record in addition to its payload: length and two checksums
+LABEL_DIGITS = 9  # maximum length of a label in a tar file, also in the pipeline
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 
 
 @contextlib.contextmanager
 def readable(path):
-    """Turn an OSError into a UsageError that names its file, or else the path."""
+    """Convert an OSError to a UsageError with its file name, or with the path if it has none."""
     try:
         yield
     except OSError as e:
         name = os.fsdecode(e.filename or path)
-        raise UsageError(f"{name} cannot be read ({e.strerror or e}): make it readable, or remove it") from e
+        raise UsageError(f"{name}: cannot be read ({e.strerror or e}); make it readable, or remove it") from e
 
 
 def read(image):
@@ -59,7 +59,7 @@ def read(image):
 
 
 def read_label(shard, kind, offset, size):
-    """Read the label of one record of a container. Errors as for `read`."""
+    """Read the label of one record of a record file. Raises the errors of `read`."""
     with open_regular(shard) as f:
         if kind == "webdataset":
             return _read_digits(f, offset, size)
@@ -91,11 +91,12 @@ def _read_record(f, kind, offset, size):
 
 def _no_label(shard, offset, reason):
     reason = " ".join(str(reason).split())
-    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}): write it again")
+    return UsageError(f"{shard}: the record at byte {offset} is not an image with a label ({reason}); write it again")
 
 
 def recordio_end(f, offset, size):
-    """Find the end of a record: one part (flag 0), or a first (1), any number of middle (2) and a last part (3).
+    """Find the end of a record, which has one part (flag 0), or a first (1), any number of middle (2) and a last part
+    (3).
 
     Args:
         f: the open RecordIO file.
@@ -104,7 +105,7 @@ def recordio_end(f, offset, size):
     Returns:
         End of the record in bytes, padding included.
     Raises:
-        ValueError: no complete record starts there.
+        ValueError: no complete record starts at the offset.
     """
     while True:
         f.seek(offset)
@@ -119,7 +120,7 @@ def recordio_end(f, offset, size):
 
 
 def _read_recordio(f):
-    """Read the payload of a record and join its parts; recordio_end describes them."""
+    """Read the payload of a record and join its parts; see recordio_end."""
     parts = []
     while True:
         magic, length = struct.unpack("<II", f.read(8))
@@ -139,7 +140,7 @@ def tfrecord_payload(f, size):
         f: the open file.
         size: largest length of the record in bytes, TFRECORD_OVERHEAD included.
     Raises:
-        ValueError: no complete record starts there, or a checksum is wrong.
+        ValueError: no complete record starts at the position, or a checksum is wrong.
     """
     import crc32c
 
@@ -176,7 +177,7 @@ def _read_example(example):
 
 @functools.cache
 def datum_class():
-    """The protobuf message class of a Caffe LMDB, with those fields of caffe.proto that an encoded image uses."""
+    """Return the protobuf message class of a Caffe LMDB, with the fields of caffe.proto that an encoded image uses."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -199,7 +200,7 @@ def _lmdb_transaction(folder):
         with _lmdb_environment(os.path.realpath(folder)).begin() as transaction:
             yield transaction
     except (lmdb.Error, DecodeError) as e:
-        raise UsageError(f"{folder} is not a Caffe LMDB, or is damaged ({e}): write or copy it again") from e
+        raise UsageError(f"{folder}: not a Caffe LMDB, or damaged ({e}); write or copy it again") from e
 
 
 @functools.cache
@@ -207,19 +208,19 @@ def _lmdb_environment(folder):
     import lmdb
 
     _check_lmdb(folder)
-    return lmdb.open(folder, readonly=True, lock=False)  # cached, because a process must not open an LMDB twice
+    return lmdb.open(folder, readonly=True, lock=False)  # a process must not open an LMDB twice
 
 
 def _check_lmdb(folder):
-    """Raise UsageError if an LMDB is damaged. Checks it in a process of its own, which the damage may end."""
-    words = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    """Raise UsageError if an LMDB is damaged. A separate process checks it, because the damage may end that process."""
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
-        reason = done.stdout.strip() or f"reading it ends with {_how_it_ended(done.returncode)}"
-        raise UsageError(f"{folder} is not a Caffe LMDB, or is damaged ({reason}): write or copy it again")
+        reason = done.stdout.strip() or f"reading it ends with {_outcome(done.returncode)}"
+        raise UsageError(f"{folder}: not a Caffe LMDB, or damaged ({reason}); write or copy it again")
 
 
-def _how_it_ended(code):
+def _outcome(code):
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -250,7 +251,7 @@ def _read_datum(folder, key):
         record = datum_class().FromString(transaction.get(key) or b"")
         if not (record.encoded and record.HasField("label")):
             raise UsageError(
-                f"{folder}: record {key.decode(errors='replace')} is not an encoded image with a label: "
-                "write the images encoded"
+                f"{folder}: record {key.decode(errors='replace')} is not an encoded image with a label; "
+                "write encoded images"
             )
         return record.data, record.label

@@ -1,4 +1,4 @@
-"""What must be the same on all processes of a job, compared before step 1."""
+"""Comparison of flags, versions, sources, data and network between the processes of a job, before step 1."""
 
 import hashlib
 import json
@@ -7,9 +7,12 @@ from pathlib import Path
 import nvidia.dali
 import paddle
 
-import config
+import utils
 from paddle_resnet.job import exchange
 from paddle_resnet.job.position import ranks
+from paddle_resnet.models import user_file
+from paddle_resnet.settings.declarations import RESUMED, of_kinds
+from paddle_resnet.settings.values import flag
 from utils.errors import UsageError
 
 # Flags that may differ between machines: paths, and the speed of the loader.
@@ -23,64 +26,65 @@ def check_start(args):
     """Compare flags, versions and sources.
 
     Raises:
-        UsageError: on every rank; names what differs and on which ranks.
+        UsageError: on every rank; lists the differences and their ranks.
     """
-    facts = {config.flag(name): v for name, v in config.as_dict(args).items() if name not in LOCAL_FLAGS}
-    for name in map(config.flag, {*config.RESUMED} - args.given):
+    facts = {flag(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
+    for name in map(flag, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
         facts[name] = f"{facts[name]} (default)"  # which a checkpoint may replace
-    facts["the version of Paddle"] = paddle.__version__
-    facts["the version of DALI"] = nvidia.dali.__version__
-    facts["this program (hash of its sources)"] = _hash(_sources())
+    facts["file of --model-arch-name (hash)"] = _hash(user_file.sha256(args.model_arch_name))
+    facts["Paddle version"] = paddle.__version__
+    facts["DALI version"] = nvidia.dali.__version__
+    facts["source code of this program (hash)"] = _hash(_sources())
     _compare(facts)
 
 
-def check_work(args, train_loader, eval_loader, program):
+def check_work(kernels, train_loader, eval_loader, program):
     """Compare kernels, data sets and network, like check_start.
 
     Args:
-        args: flags, with resolved --kernels.
+        kernels: "native" or "paddle".
         train_loader, eval_loader: results of dali.build_dataloader, or None.
         program: training program, or evaluation program if nothing is trained.
     """
-    # One machine may have a compiler and another none.
-    facts = {"--kernels (auto follows the machine, paddle runs on all)": args.kernels}
+    # Not every machine has a compiler.
+    facts = {"--kernels (auto depends on the machine, paddle runs on all)": kernels}
     if train_loader is not None:
-        facts["the number of steps per epoch"] = len(train_loader)
+        facts["number of steps per epoch"] = len(train_loader)
     for name, loader in (("training", train_loader), ("validation", eval_loader)):
         if loader is not None:
-            facts[f"the number of {name} images"] = loader.data_set_size
-            facts[f"the list of {name} images and labels (hash)"] = loader.digest and loader.digest[:8]
-            facts[f"the list of classes of the {name} images (hash)"] = _hash(list(loader.classes))
+            facts[f"number of {name} images"] = loader.data_set_size
+            facts[f"list of {name} images and labels (hash)"] = loader.digest and loader.digest[:8]
+            facts[f"list of {name} classes (hash)"] = _hash(list(loader.classes))
     shapes = {p.name: [*p.shape, str(p.dtype)] for p in program.global_block().all_parameters()}
-    facts["the number of parameters"] = len(shapes)
-    facts["the shapes of the parameters (hash)"] = _hash(shapes)
+    facts["number of parameters"] = len(shapes)
+    facts["shapes of the parameters (hash)"] = _hash(shapes)
     _compare(facts)
 
 
 def _compare(facts):
-    everyone = exchange.gather(json.dumps(facts).encode())
-    exchange.from_rank_0(lambda: _refuse_differences([json.loads(data) for data in everyone]))
+    all_ranks = exchange.gather(json.dumps(facts).encode())
+    exchange.from_rank_0(lambda: _check_equal([json.loads(data) for data in all_ranks]))
 
 
-def _refuse_differences(everyone):
-    """Raise UsageError if a fact differs between ranks; everyone: [{name: value} of each rank]."""
+def _check_equal(all_ranks):
+    """Raise UsageError if a fact differs between ranks; all_ranks: [{name: value} of each rank]."""
     differences = []
-    for name in dict.fromkeys(name for facts in everyone for name in facts):
+    for name in dict.fromkeys(name for facts in all_ranks for name in facts):
         values = {}
-        for rank, facts in enumerate(everyone):
+        for rank, facts in enumerate(all_ranks):
             values.setdefault(str(facts.get(name)), []).append(rank)
         if len(values) > 1:
             differences.append(f"{name} is " + " and ".join(f"{v} on {ranks(who)}" for v, who in values.items()))
     if differences:
         raise UsageError(
-            f"the processes of the job do not agree: {'; '.join(differences)}: start each with the same command, "
-            "program and data"
+            f"job: the processes differ: {', '.join(differences)}; start all of them with the same command, program "
+            "and data"
         )
 
 
 def _sources():
-    root = Path(config.__file__).parent
-    paths = [root / "config.py", root / "train.py", *root.glob("utils/*.py")]  # in site-packages, there are others
+    root = Path(utils.__file__).parent.parent
+    paths = [root / "config.py", root / "train.py", *root.glob("utils/*.py")]  # site-packages has other files
     paths += [path for end in ("py", "cc", "h", "cu", "cuh") for path in root.glob(f"paddle_resnet/**/*.{end}")]
     return {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
 

@@ -1,13 +1,13 @@
-"""Connections between the watches of a job: lines of JSON, after both ends have proved that they belong to the job.
+"""Connections between the monitors of a job: lines of JSON, after both ends have proved that they belong to the job.
 
 Each rank draws a key pair (Diffie-Hellman) and publishes the public half in Paddle's TCP store. From its own private
-half and the other's public half, rank 0 and each rank derive a common key. It stays inside the two ranks and reaches
-their watches through a socket pair. Over TCP, both ends prove that they have it (HMAC of random challenges).
+half and the other's public half, rank 0 and each rank derive a common key. The key never leaves the two ranks and is
+passed to their monitors through a socket pair. Over TCP, both ends prove that they have it (HMAC of random challenges).
 
-Protected: reading the store, the process list or the network, or connecting to the port, lets nobody speak for a rank.
-Not protected: whoever can write to the store, which Paddle leaves open, can replace public keys. Whoever can alter
-packets can alter messages, which are neither encrypted nor signed. Both can end a job without the watch, too. Run jobs
-in a network that you trust.
+Protected: a client that reads the store, the process list or the network, or connects to the port, cannot impersonate
+a rank. Not protected: a client that can write to the store, which Paddle leaves open, can replace public keys. A client
+that can alter packets can alter messages, which are neither encrypted nor signed. Both can also end a job without the
+monitors. Run jobs in a trusted network.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ import secrets
 import socket
 import time
 
-# Longest line that is read. It bounds the memory of a connection.
+# Maximum length of a line. It limits the memory of a connection.
 LINE_BYTES = 1 << 16
-# How long a connection may take to prove that it belongs to the job, and how many may be at it at once.
-PROOF_S, MAX_STRANGERS = 10, 64
-# How long connect tries, and how long TCP takes to give up a silent machine.
+# Time limit for a connection to prove that it belongs to the job, and maximum number of connections that have not.
+PROOF_S, MAX_UNAUTHENTICATED = 10, 64
+# Time limit of connect, and time after which TCP closes the connection to an unresponsive machine.
 CONNECT_S, SILENCE_S = 30, 30
 # RFC 3526, 2048-bit group; its generator is 2.
 _PRIME = int(
@@ -37,26 +37,25 @@ _PRIME = int(
 
 
 def key_pair():
-    """(private, public) numbers."""
+    """Draw a key pair: (private, public) numbers."""
     private = secrets.randbits(256)
     return private, pow(2, private, _PRIME)
 
 
 def common_key(private, public):
-    """The key, as text, of this end's private number and the other end's public one."""
+    """Derive the key, as text, from this end's private number and the other end's public one."""
     if not 1 < public < _PRIME - 1:
         raise ValueError("not a public key")
     return hashlib.sha256(str(pow(public, private, _PRIME)).encode()).hexdigest()
 
 
 def encode(message):
-    """A message as a line."""
+    """Encode a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
 async def receive(reader):
-    """The next message, a dict that is not empty; None at the end of the connection, if it breaks or carries anything
-    else."""
+    """Return the next message, a non-empty dict; None if the connection ends or breaks, or for anything else."""
     try:
         message = json.loads(await reader.readline())
     except (OSError, ValueError, RecursionError):  # asyncio raises ValueError for a line that is too long
@@ -65,24 +64,24 @@ async def receive(reader):
 
 
 def end(writer):
-    """Send no more. The other end closes the connection when it has read all."""
+    """Send nothing more. The other end closes the connection when it has read everything."""
     with contextlib.suppress(OSError):
         writer.write_eof()
 
 
 async def connect(host, port, key, rank):
-    """Connect to the judge of the job.
+    """Connect to the coordinator of the job.
 
     Returns:
         reader, writer.
     Raises:
-        OSError: nobody answers, or whoever does has not proved that it belongs to the job.
+        OSError: there is no answer, or the other end has not proved that it belongs to the job.
     """
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:
             return await asyncio.wait_for(_prove(host, port, key, rank), PROOF_S)
-        except (OSError, asyncio.TimeoutError) as e:  # strangers may keep the judge busy
+        except (OSError, asyncio.TimeoutError) as e:  # unauthenticated clients may keep the coordinator busy
             if time.monotonic() > deadline:
                 raise ConnectionError(str(e) or "no answer") from e
         await asyncio.sleep(0.5)
@@ -94,7 +93,7 @@ async def _prove(host, port, key, rank):
         _keep_alive(writer)
         theirs, mine = (await receive(reader) or {}).get("challenge"), secrets.token_hex()
         writer.write(encode({"rank": rank, "challenge": mine, "proof": _proof(key, rank, theirs, mine)}))
-        if not _is_proof(await receive(reader), key, "judge", theirs, mine):
+        if not _is_proof(await receive(reader), key, "coordinator", theirs, mine):
             raise ConnectionError("the other end does not belong to this job")
     except BaseException:
         writer.close()
@@ -103,26 +102,26 @@ async def _prove(host, port, key, rank):
 
 
 async def serve(listener, keys, welcome):
-    """Accept connections. Where too many have not proved who they are, the oldest of those is closed.
+    """Accept connections. If too many are unauthenticated, the oldest of those is closed.
 
     Args:
         listener: listening socket.
         keys: [(rank, key)].
-        welcome: coroutine function of (rank, reader, writer), called for each that has proved which rank it is. The
-            connection ends when that does.
+        welcome: coroutine function of (rank, reader, writer), called for each authenticated rank. The connection is
+            closed when it returns.
     """
-    strangers, meetings = [], set()
+    unauthenticated, meetings = [], set()
 
     async def meet(reader, writer):
-        strangers.append(writer)
-        if len(strangers) > MAX_STRANGERS:
-            strangers.pop(0).close()
+        unauthenticated.append(writer)
+        if len(unauthenticated) > MAX_UNAUTHENTICATED:
+            unauthenticated.pop(0).close()
         try:
             rank = await asyncio.wait_for(_verify(reader, writer, keys), PROOF_S)
         except (OSError, asyncio.TimeoutError):
             rank = None
-        if writer in strangers:
-            strangers.remove(writer)
+        if writer in unauthenticated:
+            unauthenticated.remove(writer)
         if rank is not None:
             await welcome(rank, reader, writer)
         writer.close()
@@ -131,11 +130,11 @@ async def serve(listener, keys, welcome):
         meetings.add(task := asyncio.create_task(meet(reader, writer)))
         task.add_done_callback(meetings.discard)
 
-    await asyncio.start_server(accept, sock=listener, limit=LINE_BYTES, backlog=len(keys) + MAX_STRANGERS)
+    await asyncio.start_server(accept, sock=listener, limit=LINE_BYTES, backlog=len(keys) + MAX_UNAUTHENTICATED)
 
 
 async def _verify(reader, writer, keys):
-    """The rank that has connected; None for a stranger."""
+    """Return the rank that has connected; None for an unauthenticated client."""
     _keep_alive(writer)
     mine = secrets.token_hex()
     writer.write(encode({"challenge": mine}))
@@ -143,23 +142,23 @@ async def _verify(reader, writer, keys):
     theirs = answer.get("challenge")
     for rank, key in keys:
         if answer.get("rank") == rank and _is_proof(answer, key, rank, mine, theirs):
-            writer.write(encode({"proof": _proof(key, "judge", mine, theirs)}))
+            writer.write(encode({"proof": _proof(key, "coordinator", mine, theirs)}))
             return rank
     return None
 
 
 def _proof(key, prover, *challenges):
-    """Names the prover, so that neither end can send the other's proof back."""
+    """Return a proof. It includes the prover's name, so that neither end can send the other's proof back."""
     return hmac.new(key.encode(), json.dumps([prover, *challenges]).encode(), "sha256").hexdigest()
 
 
 def _is_proof(message, key, *facts):
-    given = str((message or {}).get("proof")).encode(errors="replace")
-    return hmac.compare_digest(given, _proof(key, *facts).encode())
+    proof = str((message or {}).get("proof")).encode(errors="replace")
+    return hmac.compare_digest(proof, _proof(key, *facts).encode())
 
 
 def _keep_alive(writer):
-    """Let TCP notice a machine that is gone."""
+    """Make TCP detect a machine that is down."""
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2),

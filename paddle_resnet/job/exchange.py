@@ -1,4 +1,4 @@
-"""Host numbers exchanged between the ranks of a job, through Paddle's TCP store: exact, the same bytes on every rank,
+"""Exchange of host numbers between the ranks of a job through Paddle's TCP store: exact, the same bytes on every rank,
 without a device. Fleet reduces the gradients."""
 
 import contextlib
@@ -42,7 +42,7 @@ def gather(data):
     """Collect bytes of every rank on rank 0.
 
     The store never frees memory, not even when a shorter value replaces a longer one. So each rank always uses the same
-    key, and writes it again once rank 0 has read it.
+    key, and overwrites it once rank 0 has read it.
 
     Returns:
         [bytes of each rank] on rank 0, None elsewhere.
@@ -57,28 +57,28 @@ def gather(data):
         _store().set(f"paddle_resnet/gathered/{processes.rank()}", data.hex())
         _store().set(f"{_last_gather}/{processes.rank()}", "")
         return None
-    everyone = [data]
+    of_all_ranks = [data]
     for r in range(1, processes.world_size()):
         _get(f"{_last_gather}/{r}")
-        everyone.append(_get(f"paddle_resnet/gathered/{r}"))
+        of_all_ranks.append(_get(f"paddle_resnet/gathered/{r}"))
     _store().set(f"{_last_gather}/taken", "")
-    return everyone
+    return of_all_ranks
 
 
 class Stream:
-    """Collects items of every rank on rank 0 without making a rank wait for another before the end.
+    """Collects items of every rank on rank 0; no rank waits for another one before the end.
 
-    Items travel in batches, under one key a rank, which rank 0 reads once all ranks have written it. A rank writes its
-    next batch once rank 0 has read the last one. All ranks must create and finish a stream in the same order.
+    Items are sent in batches, under one key per rank, which rank 0 reads once all ranks have written it. A rank writes
+    its next batch once rank 0 has read the previous one. All ranks must create and finish streams in the same order.
     """
 
     def __init__(self):
         self._name, self._items, self._batch, self._number = _next_exchange(), [], 0, 1
 
     def add(self, item):
-        """Send an item, JSON data. Returns [[items of a rank that are new here], by rank], [] elsewhere than on rank 0.
+        """Send an item of JSON data. Returns the new items of each rank, [[item]], on rank 0, and [] on other ranks.
 
-        The last batch may come a second time with finish.
+        finish may return the last batch a second time.
         """
         self._items.append(item)
         store, others = _store(), processes.world_size() - 1
@@ -100,20 +100,20 @@ class Stream:
         return []
 
     def finish(self):
-        """Send what is left. As add, but rank 0 waits for all ranks."""
+        """Send the remaining items. Like add, but rank 0 waits for all ranks."""
         batches = gather(json.dumps(self._items).encode())
         return [json.loads(batch) for batch in batches] if processes.rank() == 0 else []
 
 
 def from_rank_0(function):
-    """Call a function on rank 0 alone, for instance one that looks at files.
+    """Call a function on rank 0 alone, for instance one that reads files.
 
     Args:
-        function: without arguments; returns plain data, such as JSON holds.
+        function: without arguments; returns JSON data.
     Returns:
-        its result, on every rank.
+        the result of the function, on every rank.
     Raises:
-        UsageError: on every rank, if it raised one.
+        UsageError: on every rank, if the function raised one.
     """
     if processes.world_size() == 1:
         return function()
@@ -133,16 +133,16 @@ def from_rank_0(function):
 
 
 @contextlib.contextmanager
-def leaving_together():
-    """Let no process of the job end before all have done what is inside, or have been stopped in it. Rank 0 ends last:
-    the others still talk to its store. An error ends the whole job."""
+def exit_barrier():
+    """Wait at the end of the block until all processes of the job have completed it or were stopped in it. Rank 0
+    leaves last, because the others still use its store. An error ends the whole job."""
     try:
         yield
     except signals.Preempted:
         _wait_for_all()
         raise
     except BaseException as e:
-        watchdog.announce(e)
+        watchdog.report_failure(e)
         raise
     _wait_for_all()
 
@@ -154,7 +154,7 @@ def _wait_for_all():
     all_gather([0])
     key = _next_exchange()
     if processes.rank() != 0:
-        watchdog.stop()  # before rank 0 may leave
+        watchdog.stop()  # before rank 0 leaves
         _store().set(f"{key}/{processes.rank()}", "00")
     else:
         for r in range(1, processes.world_size()):
@@ -163,12 +163,12 @@ def _wait_for_all():
 
 
 def stop_agreed():
-    """Whether all ranks stop now, before the training step that each of them is about to run; each asks once a step.
+    """Whether all ranks stop now, before the training step that each of them is about to run. Call this once per step.
 
-    A rank that has been asked to stop publishes a step a little ahead, and each rank reads the store every
-    STOP_POLL_STEPS steps. No rank is more than three steps ahead of another: before step n it has read the metrics of
-    step n-2, which follow the all-reduces of step n-3. So all ranks see the published step before they reach it, and
-    none waits for another.
+    A rank that has received a signal publishes a step slightly ahead, and each rank reads the store every
+    STOP_POLL_STEPS steps. No rank is more than three steps ahead of another one: before step n it has read the metrics
+    of step n-2, which follow the all-reduces of step n-3. So all ranks see the published step before they reach it,
+    without waiting for each other.
     """
     global _polls
     _polls += 1
@@ -181,14 +181,15 @@ def stop_agreed():
 
 
 def stop_asked():
-    """Whether any rank has been asked to stop. Ranks may see it at different steps: they must agree afterwards."""
+    """Whether any rank has received a signal to stop. Ranks may see it at different steps: they must agree on a step
+    afterwards."""
     if processes.world_size() == 1:
         return signals.received() is not None
     return _stop_step(0) is not None
 
 
 def _stop_step(proposal):
-    """Number of the poll at which the job stops; None if no rank has been asked to. The first proposal wins."""
+    """Number of the poll at which the job stops; None if no rank has received a signal. The first proposal counts."""
     global _stop_at, _has_proposed
     if _stop_at is None:
         store = _store()
@@ -213,7 +214,7 @@ def _store():
 
 
 def _wait_for_server(host, port):
-    """Paddle's client would wait in C code with Python's lock: the watch could only kill it."""
+    """Wait in Python: Paddle's client would wait in C code and hold the GIL, so that the monitor could only kill it."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
             return
@@ -221,9 +222,9 @@ def _wait_for_server(host, port):
 
 
 def _send_at_once(port):
-    """Turn off Nagle's algorithm for connections to a port, of which Paddle does not tell the file descriptor.
+    """Turn off Nagle's algorithm for connections to a port, whose file descriptor Paddle does not expose.
 
-    Paddle's client writes a request in pieces: each request would wait 44 ms for a delayed acknowledgement.
+    Paddle's client writes a request in pieces, so each request would wait 44 ms for a delayed acknowledgement.
     """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
@@ -235,12 +236,12 @@ def _send_at_once(port):
 
 
 def _next_exchange():
-    """A key for the next exchange. It is the same on all ranks, since all take part in all exchanges."""
+    """Return a key for the next exchange. It is the same on all ranks, since all take part in all exchanges."""
     global _exchanges
     _exchanges += 1
     return f"paddle_resnet/{_exchanges}"
 
 
 def _get(key):
-    """Wait for a key and read its bytes, which are hexadecimal since the store holds text."""
+    """Wait for a key and return its bytes, which are stored as hexadecimal text."""
     return bytes.fromhex(_store().get(key).decode())

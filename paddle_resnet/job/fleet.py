@@ -10,13 +10,14 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_optimizers.common import CollectiveHelper
 from paddle.distributed.fleet.utils.log_util import set_log_level
 
-from paddle_resnet import compat
 from paddle_resnet.job import exchange, processes, watchdog
+from paddle_resnet.machine import compat
 from utils import signals
 from utils.errors import RunError
 
-# Paddle's defaults suit small GPUs. Here: enough workspace (MB) for every convolution algorithm, one-pass BN, and
-# gradients that meet at a residual addition summed in place. The last takes effect when the backward pass is built.
+# Paddle's defaults are for small GPUs. These flags provide enough workspace (MB) for every convolution algorithm,
+# one-pass BN, and in-place sums of the gradients at a residual addition. The last takes effect when the backward pass
+# is built.
 GPU_FLAGS = {
     "FLAGS_conv_workspace_size_limit": 4096,
     "FLAGS_cudnn_batchnorm_spatial_persistent": True,
@@ -26,62 +27,74 @@ GPU_FLAGS = {
 # differed by noise only. With 32, most bytes overlap with the backward pass, and few all-reduces follow it. Within a
 # host, one all-reduce at the end is faster still: measured for ResNet-50 with O2 on two H200s
 # (benchmarks/log/multi_gpu_h200_2026-11-22.md).
-_GRADIENTS_AN_ALL_REDUCE = 32
+_GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
+_started_with = None  # settings
 
 
-def connect(args):
-    """Let the processes of a job exchange host numbers, and start the watch: before Fleet, which may wait for a dead
-    process while it sets up communication."""
+def connect(timeout_s):
+    """Connect the processes of a job to exchange host numbers, and start the monitor. This precedes Fleet, which may
+    wait for a dead process while it sets up communication.
+
+    Args:
+        timeout_s: seconds without progress after which the monitor ends the job.
+    """
     if processes.world_size() > 1:
         rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
-        watchdog.start(rank, world_size, args.comm_timeout_s, master, exchange.gather, exchange.from_rank_0)
+        watchdog.start(rank, world_size, timeout_s, master, exchange.gather, exchange.from_rank_0)
 
 
 def start(args):
-    """Set Paddle's flags, seed the host's random generators and initialize Fleet. A job of one process uses Fleet, too.
-    Call this once all flags are resolved, before a program is built."""
+    """Set Paddle's flags, seed the host's random generators and initialize Fleet, also for a job of one process. Call
+    this once all flags are resolved, before a program is built."""
+    global _started_with
+    _started_with = args
     random.seed(args.seed)
     np.random.seed(args.seed)
     if args.device == "gpu":
         paddle.set_flags(GPU_FLAGS)
     # Serial: the main thread runs all operators. Paddle's profiler loses events or crashes if two threads of the
     # executor record their first events at once (HostEventRecorder's list of threads has no lock). On a CPU, such
-    # threads crashed once in many runs and gain no speed. A CUDA graph records the operators of one thread.
+    # threads occasionally crashed and gain no speed. A CUDA graph captures the operators of one thread.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
     set_log_level("ERROR")  # before the strategy, which logs its creation
     strategy = fleet.DistributedStrategy()
     # On a CPU with NCHW, oneDNN writes gradients into its own memory, not into the buffer of a fused all-reduce.
     strategy.fuse_all_reduce_ops = args.device == "gpu" or args.data_layout == "NHWC"
-    strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(args) else _GRADIENTS_AN_ALL_REDUCE
+    strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(args.device) else _GRADIENTS_PER_ALL_REDUCE
     if args.kernels == "native":
         build_strategy = strategy.build_strategy
-        build_strategy.fuse_bn_add_act_ops = False  # else Fleet fuses what fusion.py should
+        build_strategy.fuse_bn_add_act_ops = False  # otherwise Fleet fuses operators before fusion.py does
         strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
     if processes.world_size() > 1 and args.device == "cpu":
         # Fleet adds the set-up of NCCL to the start-up program even if there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         compat.start_gloo(_prepare_for_gloo)
-    args.is_started = True
 
 
-def reduces_at_the_end(args):
+def is_started(args):
+    """Whether the last call of start was with these settings."""
+    return _started_with is args
+
+
+def reduces_at_the_end(device):
     """Whether one all-reduce per data type follows the backward pass, on the computation's stream. Otherwise buckets of
     gradients overlap with the backward pass."""
-    return args.device == "gpu" and processes.is_one_host()
+    return device == "gpu" and processes.is_one_host()
 
 
 def _prepare_for_gloo():
-    """Let the processes that Paddle forks die with this one, and hold the port of Paddle's Gloo server.
+    """Make the processes that Paddle forks exit with this one, and reserve the port of Paddle's Gloo server.
 
-    The launcher chose the port some time ago. If another program has taken it since, Paddle waits for ever.
+    The launcher chose the port earlier. If another program has taken it since, Paddle would wait indefinitely.
 
     Returns:
-        a socket on the port, on rank 0: nobody else gets the port, and Paddle's server does, since it does not listen.
+        a socket bound to the port, on rank 0. Since it does not listen, Paddle's server can bind to the port, too, but
+        no other program can.
     Raises:
-        RunError: the port is taken.
+        RunError: the port is in use.
     """
     parent = None
 
@@ -91,14 +104,15 @@ def _prepare_for_gloo():
 
     os.register_at_fork(before=remember_parent, after_in_child=lambda: signals.die_with_parent(parent))
     if processes.rank() == 0:
-        return _hold(int(os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")[2]))
+        return _reserve(int(os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")[2]))
 
 
-def _hold(port):
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Paddle's server, else the two exclude each other
+def _reserve(port):
+    reserved = socket.socket()
+    # Paddle's server sets it, too; otherwise only one of the two could bind.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind(("", port))
+        reserved.bind(("", port))
     except OSError as e:
-        raise RunError(f"port {port} of PADDLE_TRAINER_ENDPOINTS is taken ({e.strerror}): start the job again") from e
-    return held
+        raise RunError(f"PADDLE_TRAINER_ENDPOINTS: port {port} is in use ({e.strerror}); start the job again") from e
+    return reserved

@@ -1,15 +1,15 @@
-"""Where the ranks of a job are: noted without a lock, and put into words."""
+"""Positions of the ranks of a job: stored without a lock, and described in messages."""
 
 import mmap
 import os
 
 
 class Position:
-    """Where a rank is: a page of memory that the rank writes and its watch reads, without a lock.
+    """Position of a rank: a page of memory that the rank writes and its monitor reads, without a lock.
 
-    One aligned number holds the phase (upper 24 bits) and the place in it (lower 40), so that no reader sees half of a
-    change. Place 0 is before the first step, 2 n + 1 while step n waits for images, 2 n + 2 later in step n. Two slots
-    hold the names of phases in turn, so that the name of the current phase does not change.
+    One aligned number contains the phase (upper 24 bits) and the place in it (lower 40), so that no reader sees a
+    partial change. Place 0 is before the first step, 2 n + 1 while step n waits for images, 2 n + 2 later in step n.
+    Two slots contain the names of phases alternately, so that the name of the current phase does not change.
     """
 
     def __init__(self, descriptor=None):
@@ -27,7 +27,7 @@ class Position:
         self._number[0] = self._number[0] >> 40 << 40 | 2 * number + 2 - waits
 
     def read(self):
-        """[phase, place, name of the phase]."""
+        """Return [phase, place, name of the phase]."""
         while True:
             phase, place = divmod(self._number[0], 1 << 40)
             name = self._page[self._slot(phase)].decode(errors="replace").rstrip("\0 ") or "the start"
@@ -38,12 +38,12 @@ class Position:
         return slice(1024 + phase % 2 * 256, 1280 + phase % 2 * 256)
 
 
-def standstill(positions, stopped=()):
-    """Name the ranks that block the job.
+def describe_stall(positions, stopped=()):
+    """Describe which ranks block the job.
 
     Args:
         positions: {rank: [phase, place, name of the phase]}.
-        stopped: ranks that a signal has stopped. They are the cause, wherever the others are.
+        stopped: ranks stopped by a signal. They are the cause, regardless of the positions of the others.
     """
     if stopped:
         return f"{ranks(stopped)} stopped by SIGSTOP or a debugger in {where_is(positions[stopped[0]])}"
@@ -53,17 +53,17 @@ def standstill(positions, stopped=()):
     if first == last:
         return f"all ranks are in {where}"
     ahead = next(p for p in positions.values() if p[:2] == last)
-    return f"{ranks(behind)} last seen in {where}, others wait in {where_is(ahead)}"
+    return f"{ranks(behind)} {'is' if len(behind) == 1 else 'are'} in {where}, others wait in {where_is(ahead)}"
 
 
 def ranks(numbers):
-    """A few ranks in words."""
+    """Return a list of ranks as text, shortened if it is long."""
     text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
 
 
 def where_is(position):
-    """A position in words."""
+    """Return a position as text."""
     _, place, name = position
     if place == 0:
         return name

@@ -1,4 +1,4 @@
-"""Log lines of single steps with the figures of all processes."""
+"""Log lines of single steps with the metrics of all processes."""
 
 import math
 
@@ -7,9 +7,9 @@ from utils.meters import mean
 
 
 class StepLog:
-    """Log lines of single steps with the figures of all processes.
+    """Logs single steps with the metrics of all processes.
 
-    Rank 0 logs a step some steps later, when it has the figures of all ranks. No rank waits before the end of the
+    Rank 0 logs a step some steps later, when it has the metrics of all ranks. No rank waits before the end of the
     epoch.
 
     Args:
@@ -19,14 +19,16 @@ class StepLog:
     def __init__(self, log):
         self._log = log
         self._stream = exchange.Stream() if processes.world_size() > 1 else None
-        self._figures, self._last = {}, -1  # {step: {rank: figures}}, last step logged
+        self._metrics, self._last = {}, -1  # {step: {rank: metrics}}, last step logged
 
     def add(self, step, images, metrics, common):
-        """Args:
-        step: number.
-        images: of this process.
-        metrics: {name: value} of this process; means over its images, except for ips and times.
-        common: {name: value} that is the same on all processes.
+        """Add the metrics of a step.
+
+        Args:
+            step: number of the step.
+            images: number of images of this process.
+            metrics: {name: value} of this process; means over its images, except for ips and times.
+            common: {name: value} that is the same on all processes.
         """
         if self._stream is None:
             self._log(step, {**metrics, **common})
@@ -34,28 +36,28 @@ class StepLog:
             self._take(self._stream.add((step, images, metrics, common)))
 
     def finish(self):
-        """Log what is left. Every rank must call this."""
+        """Log the remaining steps. Every rank must call this."""
         if self._stream is not None:
             self._take(self._stream.finish(), is_over=True)
 
     def _take(self, batches, is_over=False):
         for rank, batch in enumerate(batches):
-            for step, *figures in batch:
-                if step > self._last:  # the last batch may come twice
-                    self._figures.setdefault(step, {})[rank] = figures
-        for step, by_rank in sorted(self._figures.items()):
+            for step, *metrics in batch:
+                if step > self._last:  # the last batch may be delivered twice
+                    self._metrics.setdefault(step, {})[rank] = metrics
+        for step, by_rank in sorted(self._metrics.items()):
             if is_over or len(by_rank) == processes.world_size():
                 self._log(step, over_all([by_rank[rank] for rank in sorted(by_rank)]))
-                del self._figures[step]
+                del self._metrics[step]
                 self._last = step
 
 
-def over_all(everyone):
-    """Figures of a step over several processes, [(images, {name: value}, {name: common value})] of each."""
-    counts = [images for images, _, _ in everyone]
+def over_all(all_ranks):
+    """Combine the metrics of a step over processes; all_ranks: [(images, {name: value}, {name: common value})]."""
+    counts = [images for images, _, _ in all_ranks]
     result = {}
-    for name in everyone[0][1]:
-        values = [metrics[name] for _, metrics, _ in everyone]
+    for name in all_ranks[0][1]:
+        values = [metrics[name] for _, metrics, _ in all_ranks]
         if name == "ips":
             result[name] = sum(values)
         elif name.endswith("_time"):
@@ -63,4 +65,4 @@ def over_all(everyone):
         else:
             finite = [(value * n, n) for value, n in zip(values, counts, strict=True) if math.isfinite(value)]
             result[name] = mean(sum(total for total, _ in finite), sum(n for _, n in finite))
-    return {**result, **everyone[0][2]}
+    return {**result, **all_ranks[0][2]}

@@ -1,12 +1,13 @@
-"""The model registry: --model-arch-name to constructor, and what the rest of the program knows of a network.
+"""The model registry: constructors for --model-arch-name, and the interface of a network to the other modules.
 
-Importing it does not import Paddle, so that an unknown name is reported at once.
+Importing this package does not import Paddle, so an unknown name is reported immediately.
 """
 
 import importlib
 from dataclasses import dataclass
 from functools import partial
 
+from paddle_resnet.models import user_file
 from utils.errors import UsageError
 
 # The constructors in each module of this package.
@@ -30,43 +31,100 @@ class Ends:
     Attributes:
         first: filters of the convolution that reads the images.
         last: bias and weight of the classifier.
+        file_sha256: sha256 of the user's file that defines the network; None for a network of this package.
     """
 
     first: str
     last: tuple
+    file_sha256: str | None = None
 
 
-def build_model(args):
-    """The network that the flags ask for, built into the current program. ends(program) has its first and last layer,
-    which a network declares as its properties `first`, a Conv2D, and `last`, a Linear.
+def build_model(arch, num_classes, channels, data_format):
+    """Build a network in the current program and return it.
 
+    A network declares its first and last layer as attributes: `first`, a Conv2D, and `last`, a Linear. ends(program)
+    returns the names of their parameters.
+
+    Args:
+        arch: --model-arch-name.
+        num_classes: number of outputs.
+        channels: number of channels of the images.
+        data_format: "NCHW" or "NHWC".
     Raises:
-        UsageError: --model-arch-name is not in the registry.
+        UsageError: --model-arch-name is not in the registry, the user's file fails, or its network lacks these
+            attributes.
     """
     from paddle import static
 
-    model = MODELS[registered_name(args.model_arch_name)](
-        num_classes=args.num_of_class,
-        in_channels=args.image_shape[0],
-        data_format=args.data_layout,
-    )
-    last = (model.last.bias.name, model.last.weight.name)
-    static.default_main_program().network_ends = Ends(model.first.weight.name, last)
+    arch, sha256 = registered_name(arch), None
+    if user_file.split(arch):
+        constructor, sha256 = user_file.load(arch)
+    else:
+        constructor = MODELS[arch]
+    with user_file.errors(arch):
+        model = constructor(num_classes=num_classes, in_channels=channels, data_format=data_format)
+    first, last = _declared_ends(arch, model, channels)
+    names = first.weight.name, (last.bias.name, last.weight.name)
+    static.default_main_program().network_ends = Ends(*names, sha256)
     return model
 
 
+def _declared_ends(arch, model, channels):
+    from paddle import nn
+
+    flag = f"--model-arch-name {arch}"
+    if not isinstance(model, nn.Layer):
+        raise UsageError(f"{flag}: returns {type(model).__name__}; return a paddle.nn.Layer")
+    with user_file.errors(arch):
+        first, last = getattr(model, "first", None), getattr(model, "last", None)
+    if not isinstance(first, nn.Conv2D) or first.weight.shape[1] != channels:
+        raise UsageError(
+            f"{flag}: the network has no attribute first that is a Conv2D with {channels} input channels; set it to "
+            "the convolution that reads the images"
+        )
+    if not isinstance(last, nn.Linear) or last.bias is None:
+        raise UsageError(
+            f"{flag}: the network has no attribute last that is a Linear with bias; set it to the classifier"
+        )
+    return first, last
+
+
+def logits(model, images, arch, num_classes):
+    """Return the logits [N, num_classes] of a network for images in the current program.
+
+    Args:
+        model: result of build_model.
+        images: input variable.
+        arch, num_classes: as for build_model.
+    Raises:
+        UsageError: the user's file raises an exception, or the output has a different shape.
+    """
+    with user_file.errors(arch):
+        out = model(images)
+    shape = list(getattr(out, "shape", []))
+    if shape[1:] != [num_classes]:
+        raise UsageError(
+            f"--model-arch-name {arch}: the output of the network has the shape {shape}; return logits "
+            f"[N, {num_classes}]"
+        )
+    return out
+
+
 def ends(program):
-    """The Ends of the network that build_model has built into a program."""
+    """Return the Ends of the network that build_model has built in a program."""
     return program.network_ends
 
 
 def registered_name(arch):
-    """The registry's spelling of --model-arch-name, which may be written in any case.
+    """Return the registered name for --model-arch-name, which is case-insensitive; FILE.py:NAME unchanged.
 
     Raises:
-        UsageError: no such network.
+        UsageError: the network is unknown, or user_file.check fails.
     """
+    if user_file.split(arch):
+        user_file.check(arch)
+        return arch
     names = {name.lower(): name for name in MODELS}
     if arch.lower() not in names:
-        raise UsageError(f"--model-arch-name {arch}: unknown network; use one of {', '.join(MODELS)}")
+        raise UsageError(f"--model-arch-name {arch}: unknown network; use one of {', '.join(MODELS)}, or FILE.py:NAME")
     return names[arch.lower()]

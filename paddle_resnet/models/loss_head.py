@@ -1,12 +1,11 @@
-"""The end of every network: loss, accuracies and predictions from the logits.
+"""The loss head of every network: loss, accuracies and predictions computed from the logits.
 
-This is the one place that knows these operators, Paddle's and the project's own. They stand in a name scope, by which
-mixed precision finds them: half precision would round the loss and the accuracies to 11 bits or 8.
+Only this module appends these operators, either those of Paddle or the custom one. Their name scope identifies them for
+mixed precision, which keeps them in float32: half precision would round the loss and the accuracies to 8 or 11 bits.
 
-All accuracies, confusion counts and predictions follow one rule. Classes rank by their logits: of equal logits the
-lower class comes first, and NaN comes last. An image whose label has the logit NaN is never correct. An image whose
-logits are all NaN has no predicted class. A NaN or +inf among the logits, of any class, makes the loss of that image
-NaN.
+All accuracies, confusion counts and predictions follow one rule. Classes are ranked by their logits; ties are won by
+the lower class, and NaN ranks last. An image whose label has a NaN logit is never correct. An image whose logits are
+all NaN has no predicted class. If any logit of an image is NaN or +inf, the loss of that image is NaN.
 """
 
 import paddle
@@ -18,48 +17,52 @@ SCOPE = "loss_head"
 
 
 def scope():
-    """Operators that are made inside belong to the loss head."""
+    """Return a context manager that assigns the operators created in it to the loss head."""
     return static.name_scope(SCOPE)
 
 
 def contains(op):
-    """Whether an operator belongs to the loss head."""
+    """Return whether an operator belongs to the loss head."""
     return op.attr("op_namescope").startswith(f"/{SCOPE}")
 
 
 def use_native(program):
-    """Mark a program: add() writes the custom operator into it."""
+    """Mark a program, so that add() uses the custom operator in it."""
     program.has_native_loss_head = True
 
 
-def add(logits, label, class_num, label_smoothing, is_train):
-    """Add the loss head to the current program: add_native after use_native, else add_paddle."""
+def add(logits, targets, class_num, label_smoothing, is_train):
+    """Add the loss head to the current program: with add_native after use_native, otherwise with add_paddle."""
     is_native = getattr(static.default_main_program(), "has_native_loss_head", False)
-    return (add_native if is_native else add_paddle)(logits, label, class_num, label_smoothing, is_train)
+    return (add_native if is_native else add_paddle)(logits, targets, class_num, label_smoothing, is_train)
 
 
-def add_paddle(logits, label, class_num, label_smoothing, is_train):
-    """Add the loss head to the current program, by Paddle's operators.
+def add_paddle(logits, targets, class_num, label_smoothing, is_train):
+    """Add the loss head to the current program, with Paddle's operators.
 
     Args:
         logits: [N, class_num].
-        label: [N, 1] int64.
+        targets: {"label": [N, 1] int64}. Optional "weights" [N, class_num] in float32, each row with the sum 1, replace
+            the label in the loss, but not in the accuracies.
         class_num: number of classes.
-        label_smoothing: share of each label spread evenly over all classes, in training only.
-        is_train: the loss is the mean over the batch []; else that of each image [N, 1], and there is "confusion".
+        label_smoothing: fraction of each label spread evenly over all classes, in training only.
+        is_train: return the mean loss of the batch []; otherwise the loss of each image [N, 1] and "confusion".
     Returns:
-        {"loss", "top1" [], "top5" [] (top-C where there are C < 5 classes), in float32; "confusion": label and
-        predicted class [N, 2] int64, which is class_num if there is none}.
+        {"loss", "top1" [], "top5" [] (top-C for C < 5 classes), in float32; "confusion": label and predicted class
+        [N, 2] int64, with class_num for no predicted class}.
     """
+    label, weights = targets["label"], targets.get("weights")
     with scope():
         finite = _nan_rows(logits)
-        if not is_train:
-            loss = F.cross_entropy(finite, label, reduction="none")
-        elif label_smoothing:
-            soft_label = F.label_smooth(F.one_hot(paddle.reshape(label, [-1]), class_num), epsilon=label_smoothing)
-            loss = F.cross_entropy(finite, soft_label, soft_label=True)
+        if label_smoothing and is_train:
+            if weights is None:
+                weights = F.one_hot(paddle.reshape(label, [-1]), class_num)
+            weights = F.label_smooth(weights, epsilon=label_smoothing)
+        reduction = "mean" if is_train else "none"
+        if weights is None:
+            loss = F.cross_entropy(finite, label, reduction=reduction)
         else:
-            loss = F.cross_entropy(finite, label)
+            loss = F.cross_entropy(finite, weights, soft_label=True, reduction=reduction)
         order = _op("cumsum", {"X": _full([1, class_num], 1, "int64")}, axis=1, reverse=True)  # C, C - 1, ..., 1
         head = {"loss": loss} | _accuracies(logits, label, order, {"top1": 1, "top5": min(5, class_num)})
         if not is_train:
@@ -68,8 +71,8 @@ def add_paddle(logits, label, class_num, label_smoothing, is_train):
 
 
 def _nan_rows(logits):
-    """The logits, with all logits of an image replaced by NaN if one is NaN or +inf: Paddle's cross entropy on the CPU
-    computes a finite loss from some of them."""
+    """Return the logits, with all logits of an image set to NaN if one is NaN or +inf: on the CPU, the cross entropy of
+    Paddle is finite for some such images."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN
@@ -77,7 +80,7 @@ def _nan_rows(logits):
 
 
 def _accuracies(logits, label, order, sizes):
-    """{name: share of the images whose label is among the first k classes, for name, k in sizes}."""
+    """Return {name: fraction of the images whose label is among the first k classes}, given sizes {name: k}."""
     own = _op("index_sample", {"X": logits, "Index": label})
     class_num = logits.shape[1]
     is_lower = _op("greater_than", {"X": order, "Y": paddle.scale(label, -1, class_num)}, "bool")
@@ -87,16 +90,16 @@ def _accuracies(logits, label, order, sizes):
     is_ahead = _op("logical_or", {"X": is_larger, "Y": is_lower_tie}, "bool")
     ahead = _op("reduce_sum", {"X": _cast(is_ahead, "float32")}, dim=[1], keep_dim=True)
     is_number = _op("equal", {"X": own, "Y": own}, "bool")
-    found = {}
+    accuracies = {}
     for name, k in sizes.items():
         is_among = _op("less_than", {"X": ahead, "Y": _full([1], k, "float32")}, "bool")
         is_hit = _op("logical_and", {"X": is_among, "Y": is_number}, "bool")
-        found[name] = _op("reduce_mean", {"X": _cast(is_hit, "float32")}, reduce_all=True)
-    return found
+        accuracies[name] = _op("reduce_mean", {"X": _cast(is_hit, "float32")}, reduce_all=True)
+    return accuracies
 
 
 def _first_class(logits, order):
-    """The class with the largest logit [N, 1] int64; class_num if all are NaN."""
+    """Return the class with the largest logit [N, 1] int64; class_num if all logits are NaN."""
     is_number = _op("equal", {"X": logits, "Y": logits}, "bool")
     lowest = _op("fill_any_like", {"X": logits}, value=float("-inf"))
     numbers = _op("where", {"Condition": is_number, "X": logits, "Y": lowest})
@@ -108,7 +111,7 @@ def _first_class(logits, order):
 
 
 def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
-    """Append an operator with one output. Many of Paddle 3's functions reject the variables of legacy programs."""
+    """Append an operator with one output. Many functions of Paddle 3 reject variables of legacy programs."""
     block = static.default_main_program().global_block()
     name = unique_name.generate(f"{SCOPE}.{op_type}")
     out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)
@@ -127,14 +130,14 @@ def _full(shape, value, dtype):
 
 
 def add_logits(logits):
-    """Return the logits [N, class_num] in float32, for the host: a softmax there needs no operator that a CUDA graph
-    would have to repeat."""
+    """Return the logits [N, class_num] in float32; the host computes the softmax, so a CUDA graph needs no operator for
+    it."""
     with scope():
         return paddle.scale(logits, 1.0)
 
 
-def add_native(logits, label, class_num, label_smoothing, is_train):
-    """As add_paddle, by one operator of native/."""
+def add_native(logits, targets, class_num, label_smoothing, is_train):
+    """Like add_paddle, but with one custom operator."""
     block = static.default_main_program().global_block()
     made = {
         name: block.create_var(name=f"{logits.name}.{name}", dtype=dtype, stop_gradient=name != "Loss")
@@ -142,7 +145,10 @@ def add_native(logits, label, class_num, label_smoothing, is_train):
     }
     made["Pairs"] = block.create_var(name=f"{logits.name}.Pairs", dtype="int64", stop_gradient=True)
     attrs = {"smoothing": float(label_smoothing if is_train else 0), "k": min(5, class_num), "mean": is_train}
+    inputs = {"Logits": logits, "Labels": targets["label"]}
+    if "weights" in targets:
+        inputs["Weights@OPTIONAL"] = targets["weights"]
     with scope():
-        block.append_op(type="native_loss", inputs={"Logits": logits, "Labels": label}, outputs=made, attrs=attrs)
+        block.append_op(type="native_loss", inputs=inputs, outputs=made, attrs=attrs)
     head = {"loss": made["Loss"], "top1": made["Top1"], "top5": made["TopK"]}
     return head if is_train else head | {"confusion": made["Pairs"]}

@@ -1,5 +1,5 @@
 """MobileNetV2: Sandler et al., "MobileNetV2: Inverted Residuals and Linear Bottlenecks", arXiv:1801.04381.
-Initialization and batch normalization are those of the authors' code (TF-slim), without dropout at the classifier.
+Initialization and batch normalization follow the authors' code (TF-slim); dropout before the classifier is omitted.
 """
 
 import paddle
@@ -9,7 +9,7 @@ from paddle.nn.initializer import TruncatedNormal
 
 from paddle_resnet.models.layers import ConvBN
 
-# Of the stages: expansion of the channels inside a block, channels, blocks, stride of the first block.
+# Per stage: expansion of the channels inside a block, output channels, number of blocks, stride of the first block.
 STAGES = (
     *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
     *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
@@ -17,8 +17,8 @@ STAGES = (
 
 
 class InvertedResidual(nn.Layer):
-    """1x1 convolution to more channels, depthwise 3x3 convolution, 1x1 convolution to few channels without activation;
-    plus the input where the shape stays."""
+    """A 1x1 convolution to more channels, a depthwise 3x3 convolution, and a 1x1 projection without activation;
+    the input is added if the shape is unchanged."""
 
     def __init__(self, in_channels, channels, stride, expansion, **common):
         super().__init__()
@@ -35,7 +35,7 @@ class InvertedResidual(nn.Layer):
 
 
 class MobileNetV2(nn.Layer):
-    """Image classifier; arguments, input and output as those of resnet.ResNet, for the width 1.0."""
+    """Image classifier of width 1.0, with the arguments, input and output of resnet.ResNet."""
 
     def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):
         super().__init__()

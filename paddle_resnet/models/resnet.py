@@ -1,5 +1,5 @@
 """ResNet v1.5: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, with the stride of a
-bottleneck in its 3x3 convolution instead of its first 1x1, which costs 5 % of speed and gains 0.5 points of top1.
+bottleneck in its 3x3 convolution instead of the first 1x1, which is 5 % slower and gains 0.5 percentage points of top1.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from paddle_resnet.models.layers import ConvBN
 
 
 class Block(nn.Layer):
-    """A residual unit: relu(branch(x) + shortcut(x)), the shortcut projected where the shape changes."""
+    """A residual unit: relu(branch(x) + shortcut(x)), with a projection as shortcut if the shape changes."""
 
     def __init__(self, branch, shortcut):
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Layer):
         y = x
         for conv_bn in self.branch[:-1]:
             y = F.relu(conv_bn(y))
-        # Written as relu(a + b): Paddle's fused BN + add + ReLU kernel is found by this form.
+        # The fusion of BN, addition and ReLU matches exactly this form, relu(a + b).
         return F.relu(self.branch[-1](y) + (x if self.shortcut is None else self.shortcut(x)))
 
 
@@ -39,7 +39,7 @@ class BasicBlock(Block):
 
 
 class BottleneckBlock(Block):
-    """1x1, 3x3 (with the stride) and 1x1 convolution to four times the width (ResNet-50 and deeper)."""
+    """A 1x1, a 3x3 (with the stride) and a 1x1 convolution to four times the width (ResNet-50 and deeper)."""
 
     expansion = 4
 
@@ -54,7 +54,7 @@ class BottleneckBlock(Block):
 
 
 def _projection(in_channels, out_channels, stride, **kwargs):
-    """Built after the branch, so that parameters have the order and names of NVIDIA's RN50v1.5 example."""
+    """Build the shortcut; call it after the branch, for the parameter names of NVIDIA's RN50v1.5 example."""
     if stride == 1 and in_channels == out_channels:
         return None
     return ConvBN(in_channels, out_channels, 1, stride, **kwargs)
@@ -66,11 +66,11 @@ class ResNet(nn.Layer):
     Args:
         block: BasicBlock or BottleneckBlock.
         depths: number of blocks in each of the four stages.
-        num_classes: width of the logits.
-        in_channels: 3, or 4 when the loader pads RGB with a zero channel for faster half-precision convolutions.
-        data_format: "NCHW" or "NHWC", the layout of the input and of every activation.
+        num_classes: number of logits.
+        in_channels: 3, or 4 if the loader pads RGB with a zero channel for faster half-precision convolutions.
+        data_format: "NCHW" or "NHWC", layout of the input and of all activations.
         width: channels of the stem and of the first stage.
-    Input [N, C, H, W] or [N, H, W, C]; output logits [N, num_classes].
+    The input is [N, C, H, W] or [N, H, W, C]; the output is logits [N, num_classes].
     """
 
     def __init__(self, block, depths, num_classes=1000, in_channels=3, data_format="NCHW", width=64):

@@ -1,1 +1,1 @@
-"""The project's own Paddle operators in C++ and CUDA."""
+"""Custom Paddle operators in C++ and CUDA."""

@@ -1,5 +1,5 @@
-// The activations that the kernels fuse behind BN, and their gradients, in float32. passes/fusion.py has the same names.
-// A struct A has A::value(v), and A::gradient(g, v), which is g times the derivative at v. NaN passes.
+// The activations that the kernels fuse with BN, and their gradients, in float32. passes/fusion.py uses the same names.
+// A::value(v) is the activation, and A::gradient(g, v) is g times its derivative at v. Values propagate NaN.
 
 #pragma once
 
@@ -43,5 +43,5 @@ struct silu {
 
 }  // namespace activation
 
-// For each activation, its name and what follows in the names of kernels.
+// The activations, whose names are suffixes of kernel names.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu)

@@ -1,19 +1,19 @@
-// Kernels of batch normalisation of [rows, channels] = [N * H * W, C], fused with an activation, or with the residual
+// Kernels of batch normalization of [rows, channels] = [N * H * W, C], fused with an activation, or with the residual
 // addition and a ReLU.
 //
-// The forward pass reads the input twice: once for the sums over the rows, once to apply them. The backward pass does
-// the same with input and gradient. The second reading goes through the rows in reverse, because the rows that the
-// first one read last are still in the L2 cache. The order of summation is fixed, so that runs repeat bit for bit.
+// The forward pass reads the input twice: once for the sums over the rows, once to normalize. The backward pass
+// likewise reads input and gradient twice. The second read processes the rows in reverse order, because the rows read
+// last are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
 //
-// Block (lanes, height): a thread keeps one vector of channels, threadIdx.x, and walks over rows. Grid (channel groups,
-// row groups).
+// Block (lanes, height): a thread processes one vector of channels, threadIdx.x, and iterates over rows. Grid (channel
+// groups, row groups).
 
 #include "activations.h"
 #include "vector.cuh"
 
-constexpr int kBranch = 16;  // blocks whose sums one block adds up
+constexpr int kBranch = 16;  // number of blocks whose sums one block adds
 
-// A thread's channels and rows. A tile is the kUnroll rows that a thread loads at a time, as many as registers allow.
+// The channels and rows of a thread. In a tile, each thread loads kUnroll rows at a time, limited by its registers.
 template <class T, int kUnroll = 1>
 struct Position {
   static constexpr int V = T::kLanes;
@@ -25,12 +25,13 @@ struct Position {
   __device__ int tiles(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
   __device__ int row(int tile, int step) const { return tile * tile_rows + step * blockDim.y + threadIdx.y; }
   __device__ size_t at(int row) const { return static_cast<size_t>(row) * vectors + vector; }
-  // Loads of rows past the end read the last row, which needs no branch between the loads; callers drop the values.
+  // Loads past the end read the last row, which avoids branches between the loads; callers discard these values.
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 
-// Adds up `count` vectors of `sums` floats, `stride` vectors apart, into shared memory. The threads form groups. Each
-// group adds every n-th vector, four sums per thread. Then one thread per sum adds the groups' results.
+// Adds `count` vectors of `sums` floats, `stride` vectors apart, and stores the result in shared memory. Each of n
+// groups of threads adds every n-th vector, with four sums per thread. Then one thread per sum adds the results of the
+// groups.
 __device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int fours = sums / 4, groups = max(1, threads / fours);
@@ -54,8 +55,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
   __syncthreads();
 }
 
-// Whether this block is the last of `count` to arrive. The last one sees what the others wrote before they arrived, and
-// the counter is 0 again.
+// Returns whether this block is the last of `count` to arrive. Writes of the other blocks before their arrival are then
+// visible, and the counter is 0 again.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();
@@ -66,9 +67,9 @@ __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   return is_last;
 }
 
-// Sums `values` over all threads of a channel in the grid. Returns true in one block per channel group, the last to
-// finish: there `total`, in shared memory, holds the sums [2 V, lanes]. The sum is a tree of two levels, because one
-// block takes microseconds to read the sums of hundreds of blocks.
+// Sums `values` over all threads of a channel in the grid. Returns true only in the last block of each channel group to
+// finish, where `total`, in shared memory, contains the sums [2 V, lanes]. The reduction is a tree of two levels,
+// because a single block would take microseconds to read the sums of hundreds of blocks.
 template <class T>
 __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *partial, unsigned *arrivals, float *&total) {
   constexpr int kValues = 2 * T::kLanes;
@@ -98,8 +99,9 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
   return true;
 }
 
-// The origin of a channel: the variance sums differences to it, so that a channel far from zero keeps its digits. It is
-// the mean of kRows rows, since a single row may be an outlier. Every thread of a channel gets the same origin.
+// Computes the origin of a channel, which is subtracted before summation, so that channels far from zero do not lose
+// precision. It is the mean of kRows rows, because a single row may be an outlier. All threads of a channel compute the
+// same origin.
 template <class T>
 __device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
   constexpr int V = T::kLanes, kRows = 8;
@@ -158,22 +160,22 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
     for (int j = 0; j < V; ++j) offset = j == element ? origins[j] : offset;
     const float shifted = total[element * lanes + lane] / rows;
     float variance = total[(V + element) * lanes + lane] / rows - shifted * shifted;
-    variance = variance < 0.f ? 0.f : variance;  // negative by rounding; NaN stays
+    variance = variance < 0.f ? 0.f : variance;  // rounding can make it negative; NaN is kept
     const float mean = offset + shifted, inverse = 1.f / sqrtf(variance + epsilon), a = scale[channel] * inverse;
     coefficients[channel] = a;
     coefficients[channels + channel] = bias[channel] - mean * a;
     coefficients[2 * channels + channel] = mean;
     coefficients[3 * channels + channel] = inverse;
     const float unbiased = rows > 1 ? variance * (static_cast<float>(rows) / (rows - 1)) : variance;
-    // Values that are not finite would stay in the running statistics. The comparison is false for NaN.
+    // Non-finite values would remain in the running statistics. The comparison is false for NaN.
     if (!(fabsf(mean) <= kLargestFloat && unbiased <= kLargestFloat)) continue;
     running_mean[channel] = momentum * running_mean[channel] + (1 - momentum) * mean;
     running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * unbiased;
   }
 }
 
-// y = A(a x + b [+ z]) with the activation A. `mask` may be null; it gets one byte per vector, whose bit i says that element i passed
-// the ReLU.
+// Computes y = A(a x + b [+ z]) with the activation A. Unless `mask` is null, it receives one byte per vector; bit i is
+// set if element i is positive before the ReLU.
 template <class T, bool kAdd, class A>
 __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)[T::kLanes],
                       const float (&b)[T::kLanes], uint4 *y, unsigned char *mask) {
@@ -236,9 +238,9 @@ __device__ void apply_inference(const uint4 *x, const uint4 *z, int rows, const 
   apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
-// Computes the gradients of scale and bias, and `applied` [2, C], which are c and d of dx = a g + c x + d. g is the
-// gradient before the activation A. kSummands > 0 means that the residual addition followed BN: g is then the masked sum of one
-// or two gradients, and the kernel writes it to dz, the gradient of the shortcut.
+// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. g is
+// the gradient before the activation A. kSummands > 0 means that a residual addition follows BN: g is then the masked
+// sum of one or two gradients, and the kernel also writes it to dz, the gradient of the shortcut.
 template <class T, int kSummands, class A>
 __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows,
                                  const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied,
@@ -278,7 +280,7 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
         for (int i = 0; i < V; ++i) g[i] = bits[step] >> i & 1 ? g[i] : 0.f;
         const uint4 rounded = pack16<T>(g);
         if (row < rows) dz[at.at(row)] = rounded;
-        unpack16<T>(rounded, g);  // sum the rounded values, which the second pass reads
+        unpack16<T>(rounded, g);  // the sums must use the rounded values that the second pass reads
       }
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -305,7 +307,7 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
   }
 }
 
-// dx = a g + c x + d, where g is the gradient before the activation A.
+// Computes dx = a g + c x + d, where g is the gradient before the activation A.
 template <class T, class A>
 __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const float *coefficients,
                                 const float *applied, uint4 *dx) {
@@ -357,8 +359,8 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
   KERNEL bn_reduce##NAME##_##T(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows, \
                                const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied, \
                                float *partial, unsigned *arrivals) { \
-    reduce_gradients<T, SUMMANDS, activation::A>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, partial, \
-                                        arrivals); \
+    reduce_gradients<T, SUMMANDS, activation::A>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, \
+                                                 partial, arrivals); \
   }
 
 #define GRADIENT(T, NAME, A) \

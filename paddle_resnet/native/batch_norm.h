@@ -1,6 +1,6 @@
-// Operators of batch normalisation, fused with the activation and the residual addition behind it. They check and allocate,
-// then launch the kernels of batch_norm.cu, or call the reference on the CPU. That kernel file describes the method,
-// reference/batch_norm.h the layouts of coefficients and mask.
+// Operators of batch normalization, fused with the next activation or the residual addition. They check arguments and
+// allocate results, then launch the kernels of batch_norm.cu, or call the reference on the CPU. For the method, see
+// batch_norm.cu; for the layouts of coefficients and mask, see reference/batch_norm.h.
 
 #pragma once
 
@@ -15,14 +15,14 @@
 
 namespace {
 
-// The part of a kernel's name that says what is fused behind BN: an activation, or the residual addition with a ReLU; in
-// the backward pass with one or two gradients to add up.
+// The part of a kernel name for the fused operators: an activation, or the residual addition with a ReLU and, in the
+// backward pass, one or two gradients to add.
 std::string fused(int summands, const std::string &activation) {
   if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
   return activation.empty() ? "" : "_" + activation;
 }
 
-// Calls a function with the activation of this name; "" is none.
+// Calls a function with the activation of this name; "" means no activation.
 template <class Function>
 void with_activation(const std::string &name, Function call) {
   if (name.empty()) return call(activation::linear());
@@ -30,10 +30,10 @@ void with_activation(const std::string &name, Function call) {
   if (name == #A) return call(activation::A());
   FOR_EACH_ACTIVATION(CALL)
 #undef CALL
-  PD_THROW("unknown activation: ", name);
+  PD_THROW("unknown activation ", name);
 }
 
-// A grid that fills the GPU: each block has a group of channels and walks over rows.
+// A grid that fills the GPU: each block processes a group of channels and iterates over rows.
 struct RowGrid {
   std::vector<unsigned> grid, block;
   RowGrid(const Tensor &x, const Shape &shape) {
@@ -41,7 +41,7 @@ struct RowGrid {
     int lanes = std::min(vectors, kMaxLanes);
     while (vectors % lanes != 0) --lanes;
     const int groups = vectors / lanes, height = kMaxThreads / lanes;
-    if (groups > kMaxChannelGroups) PD_THROW("too many channels for the fused operators: ", shape.channels);
+    if (groups > kMaxChannelGroups) PD_THROW("custom operators do not support ", shape.channels, " channels");
     const int row_groups = std::max(1, Gpu::get().blocks() / groups);
     block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height)};
     grid = {static_cast<unsigned>(groups),
@@ -49,8 +49,8 @@ struct RowGrid {
   }
 };
 
-// A training step's y = BN(x) [+ z], then the activation, a ReLU with z. Updates the running `mean` and `variance` in place. Allocates
-// `coefficients`, and `mask` where it is not null.
+// Returns y = A(BN(x) [+ z]) of a training step, with the activation A, which is a ReLU if z is added. Updates the
+// running `mean` and `variance` in place. Allocates `coefficients` and, unless it is null, `mask`.
 Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
                 Tensor &variance, float momentum, float epsilon, const std::string &activation, Tensor &coefficients,
                 Tensor *mask) {
@@ -99,17 +99,18 @@ std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &sc
   return {y, coefficients, mask};
 }
 
-// Returns dx. `gradients`: one, or two to add up. `mask` and `dz` are given with the residual addition, null without
-// it. Allocates `dz`. Writes the gradients of scale and bias to `dscale` and `dbias`, which the caller allocates.
+// Returns dx. `gradients`: one gradient, or two to add. `mask` and `dz` are null without the residual addition.
+// Allocates `dz`. Writes the gradients of scale and bias to `dscale` and `dbias`, which the caller allocates.
 Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
                    const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);
   Tensor dx = empty_as(x);
   if (dz) *dz = empty_as(x);
   if (gradients.empty() || gradients.size() > (dz ? 2 : 1))
-    PD_THROW("a fused gradient takes one gradient, or two to add");
+    PD_THROW("custom BN gradient: expected one gradient, or two to add after a residual addition");
   for (const Tensor &gradient : gradients) require_like(x, gradient, "gradient");
-  if (mask && mask->numel() != x.numel() / vector_lanes(x)) PD_THROW("a fused gradient's mask is of another size");
+  if (mask && mask->numel() != x.numel() / vector_lanes(x))
+    PD_THROW("custom BN gradient: the size of the mask does not match");
   float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias);
   const bool has_two = gradients.size() > 1;
   if (x.is_gpu()) {
@@ -136,7 +137,7 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   return dx;
 }
 
-// The tensors for the gradients of scale and bias: `into`, if given, which lie in a buffer that one all-reduce sums.
+// Sets the tensors for the gradients of scale and bias: to `into`, in the buffer of a fused all-reduce, or to new ones.
 void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coefficients, Tensor &dscale,
                       Tensor &dbias) {
   const int64_t channels = coefficients.shape().back();
@@ -160,12 +161,12 @@ std::vector<Tensor> BnAddReluBackward(const Tensor &x, const Tensors &dy, const 
   return {dx, dz, dscale, dbias};
 }
 
-// y = BN(x) [+ z], then the activation, a ReLU with z, with the running statistics.
+// Returns y = A(BN(x) [+ z]) with the running statistics and the activation A, which is a ReLU if z is added.
 std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
                                 const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon,
                                 const std::string &activation) {
   const Shape shape(x);
-  if (z && activation != "relu") PD_THROW("the residual addition is fused with a ReLU behind it only");
+  if (z && activation != "relu") PD_THROW("custom BN: the residual addition requires a ReLU");
   if (z) require_like(x, *z, "addend");
   Tensor y = empty_as(x);
   float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);

@@ -1,4 +1,4 @@
-// What host code and kernels share: launch constants and the structs that kernels take as arguments.
+// Definitions shared by host code and kernels: launch constants, and structs that are kernel arguments.
 
 #pragma once
 
@@ -6,30 +6,43 @@
 #include <cmath>
 #endif
 
-constexpr int kVectorBytes = 16;                           // what a thread loads or stores at once
+constexpr int kVectorBytes = 16;                           // per load or store of a thread
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
+constexpr int kDropoutThreads = 256;
+// Depthwise convolutions: launch bounds, and 16-byte vectors of channels per block.
+constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseLanes = 16;
+constexpr int kDepthwisePixels = 4;                       // per thread, adjacent in a row
+constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the kernel that adds partial sums
 constexpr float kLargestFloat = 3.402823466e38f;
 
-// Geometry of a pooling, in pixels. `vectors`: 16-byte vectors that hold the channels of one pixel.
+// Geometry of a pooling or a depthwise convolution, in pixels. `vectors`: 16-byte vectors of channels per pixel.
 struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };
 
-// The tensors that one launch updates, with kStates tensors of the optimizer's state each: as many as fit into the 4 KB
-// of a kernel's arguments. `size` counts elements.
+// The tensors that one launch updates, each with kStates tensors of optimizer state. kTensors is limited by the 4 KB of
+// kernel arguments. `size` is the number of elements.
 template <int kStates>
 struct Updates {
   static constexpr int kTensors = 3840 / ((3 + kStates) * sizeof(void *) + sizeof(int) + sizeof(float));
-  void *gradient[kTensors], *parameter[kTensors];  // of the kernel's type
+  void *gradient[kTensors], *parameter[kTensors];  // in the type of the kernel
   float *master[kTensors], *state[kStates][kTensors];
   int size[kTensors];
   float decay[kTensors];
   int count;
 };
 using MomentumUpdates = Updates<1>;  // state: velocity
-using AdamUpdates = Updates<4>;      // state: both moments, and of one element the powers of beta1 and beta2
+using AdamUpdates = Updates<4>;      // state: both moments, and the powers of beta1 and beta2, with one element
+
+// The tensors whose moving averages one launch updates.
+struct Averages {
+  static constexpr int kTensors = 3840 / (2 * sizeof(void *) + sizeof(int));
+  float *average[kTensors], *value[kTensors];
+  int size[kTensors];
+  int count;
+};
 
 #ifdef __CUDACC_RTC__
 #define ON_BOTH __device__
@@ -37,8 +50,34 @@ using AdamUpdates = Updates<4>;      // state: both moments, and of one element 
 #define ON_BOTH
 #endif
 
-// The direction of AdamW and LAMB: Kingma and Ba, arXiv:1412.6980, algorithm 1. `correction1` and `correction2` are
-// 1 - beta1^t and 1 - beta2^t in step t.
+// Returns word `at` of the stream `key` of Philox 4x32-10: Salmon et al., SC 2011.
+ON_BOTH inline unsigned philox(unsigned key, unsigned at) {
+  unsigned words[4] = {at / 4, 0, 0, 0}, keys[2] = {key, 0};
+  for (int round = 0; round < 10; ++round) {
+    const unsigned long long first = 0xd2511f53ull * words[0], second = 0xcd9e8d57ull * words[2];
+    words[0] = static_cast<unsigned>(second >> 32) ^ words[1] ^ keys[0];
+    words[2] = static_cast<unsigned>(first >> 32) ^ words[3] ^ keys[1];
+    words[1] = static_cast<unsigned>(second);
+    words[3] = static_cast<unsigned>(first);
+    keys[0] += 0x9e3779b9u;
+    keys[1] += 0xbb67ae85u;
+  }
+  return words[at % 4];
+}
+
+// Dropout: Srivastava et al., JMLR 15 (2014). Elements whose random word is below `threshold` become 0, others
+// are multiplied by `factor`.
+struct Dropout {
+  unsigned threshold;
+  float factor;
+
+  ON_BOTH float apply(float x, int seed, int at) const {
+    return philox(static_cast<unsigned>(seed), static_cast<unsigned>(at)) < threshold ? 0.f : x * factor;
+  }
+};
+
+// The moments and the update direction of AdamW and LAMB: Kingma and Ba, arXiv:1412.6980, algorithm 1. `correction1`
+// and `correction2` are 1 - beta1^t and 1 - beta2^t in step t.
 struct Adam {
   float beta1, beta2, epsilon;
 
@@ -50,6 +89,13 @@ struct Adam {
     return m / correction1 / (sqrtf(v / correction2) + epsilon);
   }
 };
+
+// Returns the factor that unscales gradients and limits their norm to max_norm, given the unscaled norm: Pascanu et
+// al., arXiv:1211.5063, algorithm 1. It is 0 in a step to skip, otherwise NaN if the norm is not finite.
+ON_BOTH inline float clipped(float norm, float unscale, float max_norm) {
+  if (unscale == 0.f) return 0.f;
+  return unscale * (norm <= max_norm ? 1.f : max_norm / norm + 0.f * norm);
+}
 
 // Dynamic loss scaling with the rule of Paddle's update_loss_scaling.
 struct LossScaling {

@@ -1,5 +1,5 @@
-// The GPU behind the operators: the CUDA driver, the kernels' module, and the scratch memory of their reductions. The
-// driver is loaded with dlopen at the first launch, so that building needs neither CUDA's headers nor its compiler.
+// GPU access of the operators: the CUDA driver, the module of the kernels, and the scratch memory of reductions. The
+// driver is loaded with dlopen at the first launch, so the build needs neither the headers nor the compiler of CUDA.
 
 #pragma once
 
@@ -17,24 +17,24 @@ using paddle::Tensor;
 
 namespace {
 
-// Limits of a BN launch: 16-byte vectors of channels in a block, channel groups in a grid.
+// Limits of a BN launch: 16-byte vectors of channels per block, channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
-// paddle::Tensor::stream() const by its mangled name: Paddle declares it only in builds against CUDA's headers. The
-// symbol is weak, since Paddle's CPU build lacks it.
+// paddle::Tensor::stream() const, by its mangled name, because Paddle declares it only in builds with the headers of
+// CUDA. The symbol is weak, because the CPU build of Paddle lacks it.
 struct CUstream_st;
 extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
 
-// A function of the CUDA driver. Throws if the driver is missing or lacks it.
+// Returns a function of the CUDA driver. Throws if the driver or the function is missing.
 template <class Function>
 Function driver(const char *name) {
   static void *library = dlopen("libcuda.so.1", RTLD_NOW);
   void *symbol = library ? dlsym(library, name) : nullptr;
-  if (symbol == nullptr) PD_THROW("the CUDA driver (libcuda.so.1) has no ", name);
+  if (symbol == nullptr) PD_THROW("the CUDA driver (libcuda.so.1) lacks ", name);
   return reinterpret_cast<Function>(symbol);
 }
 
-// Throws the driver's message for an error code, led by `what`.
+// Throws the driver's message for an error code, preceded by `what`.
 void check(int result, const std::string &what) {
   if (result == 0) return;
   const char *text = nullptr;
@@ -42,11 +42,11 @@ void check(int result, const std::string &what) {
   PD_THROW(what, ": ", text ? text : "unknown CUDA error");
 }
 
-// The process's GPU: its kernels and their scratch memory. All launches must come from one thread and go to one stream,
-// as the Executor's do, because concurrent kernels would share the scratch memory.
+// The GPU of the process: the kernels and their scratch memory. All launches must come from one thread and use one
+// stream, as in the Executor, because concurrent kernels would share the scratch memory.
 class Gpu {
  public:
-  // The cubin with all kernels; set it before the first get().
+  // The cubin with all kernels; set it before the first call of get().
   static std::vector<char> &image() {
     static std::vector<char> bytes;
     return bytes;
@@ -56,34 +56,35 @@ class Gpu {
     return gpu;
   }
 
-  void *partial() { return partial_; }    // float sums of BN's blocks
-  void *arrivals() { return arrivals_; }  // unsigned counters of finished blocks; 0 between launches
-  void *overflow() { return overflow_; }  // an int; 0 between optimizer steps
-  int blocks() const { return blocks_; }  // that fill the GPU at kBlocksPerProcessor
+  void *partial() { return partial_; }    // float sums, per block
+  void *arrivals() { return arrivals_; }  // counters of finished blocks (unsigned); 0 between launches
+  void *overflow() { return overflow_; }  // int; 0 between optimizer steps
+  int blocks() const { return blocks_; }  // number that fills the GPU at kBlocksPerProcessor
 
-  // Launches on the stream of tensor `on`. `grid` and `block`: {x, y}. `arguments`: the address of each argument.
+  // Launches a kernel on the stream of tensor `on`. `grid` and `block`: {x, y}. `arguments`: the arguments' addresses.
   void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
               std::vector<void *> arguments) {
     using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
                            void **, void **);
     static const auto launch = driver<Launch>("cuLaunchKernel");
-    auto found = functions_.find(name);
-    if (found == functions_.end()) {
+    auto entry = functions_.find(name);
+    if (entry == functions_.end()) {
       void *function = nullptr;
       check(driver<int (*)(void **, void *, const char *)>("cuModuleGetFunction")(&function, module_, name.c_str()),
             name);
-      found = functions_.emplace(name, function).first;
+      entry = functions_.emplace(name, function).first;
     }
-    check(launch(found->second, grid[0], grid[1], 1, block[0], block[1], 1, 0, tensor_stream(&on), arguments.data(),
+    check(launch(entry->second, grid[0], grid[1], 1, block[0], block[1], 1, 0, tensor_stream(&on), arguments.data(),
                  nullptr),
           name);
   }
 
  private:
   Gpu() {
-    if (image().empty()) PD_THROW("no kernels: paddle_resnet.native.load has not been given a GPU");
+    if (image().empty())
+      PD_THROW("the kernels are not loaded; call paddle_resnet.native.build.load with the capability of the GPU");
     check(driver<int (*)(void **, const void *)>("cuModuleLoadData")(&module_, image().data()),
-          "the driver refuses this project's kernels; --kernels paddle does without them");
+          "the CUDA driver cannot load the custom kernels; use --kernels paddle");
     int device, processors;
     check(driver<int (*)(int *)>("cuCtxGetDevice")(&device), "cuCtxGetDevice");
     constexpr int kMultiprocessorCount = 16;
@@ -98,7 +99,7 @@ class Gpu {
   void allocate(void **memory, size_t bytes) {
     check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
     check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
-    // Paddle's stream does not wait for the null stream.
+    // The stream of Paddle does not wait for the null stream.
     check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");
   }
 

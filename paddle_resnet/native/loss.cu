@@ -1,5 +1,5 @@
 // Kernels of the loss: softmax cross entropy with label smoothing, top-1 and top-k hits, the predicted class, and the
-// gradient. Logits are float32 [rows, classes], labels 64-bit integers. One block handles one row; the order of
+// gradient. Logits are float32 [rows, classes], labels 64-bit integers. One block processes one row; the order of
 // summation is fixed.
 
 #include "common.h"
@@ -9,7 +9,7 @@ struct Largest {
   int at;
 };
 
-// Among equal values the first wins. `a` is never NaN; a NaN in `b` loses against all values.
+// Returns the larger value, and the first of equal values. `a` is never NaN; a NaN in `b` is ignored.
 struct FirstLargest {
   __device__ Largest operator()(const Largest &a, const Largest &b) const {
     return b.value > a.value || (b.value == a.value && b.at < a.at) ? b : a;
@@ -17,29 +17,30 @@ struct FirstLargest {
 };
 
 struct RowSums {
-  float exponentials, differences;
-  int ahead;  // classes that rank before the label's
+  float exponentials, differences, weighted;
+  int ahead;  // number of classes that rank above the label
 };
 
 struct AddRowSums {
   __device__ RowSums operator()(const RowSums &a, const RowSums &b) const {
-    return {a.exponentials + b.exponentials, a.differences + b.differences, a.ahead + b.ahead};
+    return {a.exponentials + b.exponentials, a.differences + b.differences, a.weighted + b.weighted,
+            a.ahead + b.ahead};
   }
 };
 
 struct BatchSums {
   float loss;
-  int first, among, strangers;  // images: top-1 hits, top-k hits, labels out of range
+  int first, among, out_of_range;  // number of top-1 hits, top-k hits, labels out of range
 };
 
 struct AddBatchSums {
   __device__ BatchSums operator()(const BatchSums &a, const BatchSums &b) const {
-    return {a.loss + b.loss, a.first + b.first, a.among + b.among, a.strangers + b.strangers};
+    return {a.loss + b.loss, a.first + b.first, a.among + b.among, a.out_of_range + b.out_of_range};
   }
 };
 
-// Reduces the values of all kLossThreads threads with `join`; every thread gets the result. `shared`: kLossThreads
-// values, which no other call uses.
+// Reduces the values of all kLossThreads threads with `join` and returns the result in all threads. `shared`: memory
+// for kLossThreads values, used by one call only.
 template <class Value, class Join>
 __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   const int thread = threadIdx.x;
@@ -52,16 +53,16 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   return shared[0];
 }
 
-// For each row, with the row's logits x:
+// For each row, with logits x:
 // losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), NaN if a logit is NaN or the label is
-// out of range.
+// out of range. `weights` [rows, classes], unless null, replace the labels: sum(weights x) instead of x[label].
 // of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, hence softmax(x) = exp(x - largest - log(sum)).
-// hits[row]: bit 0 if the label's class ranks first, bit 1 if it is among the first k, bit 2 if the label is out of
+// hits[row]: bit 0 is set if the label ranks first, bit 1 if it ranks among the first k, bit 2 if it is out of
 // range. pairs[row] = {label, class that ranks first, or `classes` if there is none}. For the order of classes with
 // equal logits and NaN, see models/loss_head.py.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
-    loss_rows(const float *logits, const long long *labels, int classes, float smoothing, int k, float *losses,
-              float *of_softmax, unsigned char *hits, long long *pairs) {
+    loss_rows(const float *logits, const long long *labels, const float *weights, int classes, float smoothing, int k,
+              float *losses, float *of_softmax, unsigned char *hits, long long *pairs) {
   __shared__ Largest largest_of[kLossThreads];
   __shared__ RowSums sums_of[kLossThreads];
   const int row = blockIdx.x;
@@ -73,19 +74,24 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
 
   const bool is_class = label >= 0 && label < classes;
   const float own = is_class ? x[label] : __uint_as_float(0x7fc00000u);
-  RowSums sums = {0, 0, 0};
+  RowSums sums = {0, 0, 0, 0};
   for (int i = threadIdx.x; i < classes; i += kLossThreads) {
     const float difference = x[i] - largest.value;
     sums.exponentials += expf(difference);
     sums.differences += difference;
+    if (weights != nullptr) {
+      const float weight = weights[static_cast<size_t>(row) * classes + i];
+      if (weight != 0) sums.weighted += weight * difference;  // avoids 0 times infinity
+    }
     sums.ahead += x[i] > own || (x[i] == own && i < label);
   }
   sums = join_all(sums, sums_of, AddRowSums());
   if (threadIdx.x != 0) return;
 
   const float log_sum = logf(sums.exponentials);
-  float loss = log_sum - (1 - smoothing) * (own - largest.value);
-  // Without smoothing, a logit of -inf would make this 0 times infinity.
+  const float target = weights != nullptr && is_class ? sums.weighted : own - largest.value;
+  float loss = log_sum - (1 - smoothing) * target;
+  // Without smoothing, a logit of -inf would result in 0 times infinity.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
   losses[row] = loss;
   of_softmax[2 * row] = largest.value;
@@ -95,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   pairs[2 * row + 1] = largest.at;
 }
 
-// One block reduces the batch: the mean loss, unless `loss` is null, and the shares of top-1 and top-k hits. top1 is -1
-// if a label is out of range.
+// One block reduces the batch to the mean loss, unless `loss` is null, and the fractions of top-1 and top-k hits. top1
+// is -1 if a label is out of range.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_means(const float *losses, const unsigned char *hits, int rows, float *loss, float *top1, float *topk) {
   __shared__ BatchSums sums_of[kLossThreads];
@@ -107,14 +113,14 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   sums = join_all(sums, sums_of, AddBatchSums());
   if (threadIdx.x != 0) return;
   if (loss != nullptr) *loss = sums.loss / rows;
-  *top1 = sums.strangers ? -1 : static_cast<float>(sums.first) / rows;
+  *top1 = sums.out_of_range ? -1 : static_cast<float>(sums.first) / rows;
   *topk = static_cast<float>(sums.among) / rows;
 }
 
-// Gradient of the mean loss, whose own gradient is *dloss. A row whose label is out of range gets NaN, as in its loss.
+// Computes the gradient of the mean loss times *dloss. Rows whose label is out of range are NaN, like their loss.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
-    loss_gradient(const float *logits, const long long *labels, const float *of_softmax, const float *dloss,
-                  int classes, float smoothing, float *dlogits) {
+    loss_gradient(const float *logits, const long long *labels, const float *weights, const float *of_softmax,
+                  const float *dloss, int classes, float smoothing, float *dlogits) {
   const int row = blockIdx.x;
   const size_t start = static_cast<size_t>(row) * classes;
   const long long label = labels[row];
@@ -122,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   const float factor = is_class ? *dloss / gridDim.x : __uint_as_float(0x7fc00000u);
   const float largest = of_softmax[2 * row], log_sum = of_softmax[2 * row + 1];
   for (int i = threadIdx.x; i < classes; i += kLossThreads) {
-    const float target = smoothing / classes + (i == label ? 1 - smoothing : 0);
+    const float weight = weights != nullptr ? weights[start + i] : static_cast<float>(i == label);
+    const float target = smoothing / classes + (1 - smoothing) * weight;
     dlogits[start + i] = (expf(logits[start + i] - largest - log_sum) - target) * factor;
   }
 }

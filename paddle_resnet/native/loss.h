@@ -1,5 +1,5 @@
 // Operators of the loss: cross entropy and accuracies of a batch of logits, and the gradient of the mean loss. They
-// check and allocate, then launch the kernels of loss.cu, or call the reference on the CPU.
+// check arguments and allocate results, then launch the kernels of loss.cu, or call the reference on the CPU.
 
 #pragma once
 
@@ -15,14 +15,21 @@ namespace {
 struct LogitsShape {
   int rows, classes;
   LogitsShape(const Tensor &logits, const Tensor &labels) {
-    if (logits.dtype() != DataType::FLOAT32) PD_THROW("the fused loss takes logits of float32");
+    if (logits.dtype() != DataType::FLOAT32) PD_THROW("custom loss requires float32 logits");
     if (logits.shape().size() != 2 || labels.dtype() != DataType::INT64 || labels.numel() != logits.shape()[0])
-      PD_THROW("the fused loss takes logits [N, C] and N labels of int64");
-    if (logits.is_gpu() != labels.is_gpu()) PD_THROW("the fused loss takes logits and labels of one place");
+      PD_THROW("custom loss requires logits [N, C] and N int64 labels");
+    if (logits.is_gpu() != labels.is_gpu()) PD_THROW("custom loss requires logits and labels on one device");
     if (logits.shape()[0] > INT32_MAX / 2 || logits.shape()[1] > INT32_MAX / 2)
-      PD_THROW("the fused loss takes less than 2^30 images and classes");
+      PD_THROW("custom loss requires less than 2^30 images and classes");
     rows = static_cast<int>(logits.shape()[0]);
     classes = static_cast<int>(logits.shape()[1]);
+  }
+  // Returns the address of optional weights [rows, classes], or null.
+  float *weights(const paddle::optional<Tensor> &weights) const {
+    if (!weights) return nullptr;
+    if (weights->dtype() != DataType::FLOAT32 || weights->numel() != static_cast<int64_t>(rows) * classes)
+      PD_THROW("custom loss requires float32 weights [N, C]");
+    return data<float>(*weights);
   }
   std::vector<unsigned> grid() const { return {static_cast<unsigned>(rows), 1}; }
 };
@@ -30,13 +37,15 @@ struct LogitsShape {
 const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 
 // Returns {
-//   loss: the mean [], or with mean=false each image's [N, 1];
-//   top1 []: share of the batch, -1 if a label is out of range;
-//   topk []: share of the batch;
+//   loss: mean [], or with mean=false per image [N, 1];
+//   top1 []: fraction of the batch, -1 if a label is out of range;
+//   topk []: fraction of the batch;
 //   of_softmax [N, 2]: largest logit, log(sum(exp(logit - largest)));
 //   pairs [N, 2]: label, predicted class, C if all logits are NaN
 // }.
-std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, float smoothing, int k, bool mean) {
+// Optional class weights [N, C] replace the labels in the loss.
+std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddle::optional<Tensor> &given_weights,
+                         float smoothing, int k, bool mean) {
   LogitsShape shape(logits, labels);
   const int rows = shape.rows;
   const auto place = logits.place();
@@ -45,36 +54,38 @@ std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, float smoot
   Tensor top1 = empty_floats({}, logits), topk = empty_floats({}, logits);
   Tensor pairs = paddle::empty({rows, 2}, DataType::INT64, place);
   float *each = data<float>(losses), *norms = data<float>(of_softmax), *whole = mean ? data<float>(loss) : nullptr;
-  float *first = data<float>(top1), *among = data<float>(topk);
+  float *first = data<float>(top1), *among = data<float>(topk), *weights = shape.weights(given_weights);
   int64_t *pair = data<int64_t>(pairs);
   if (logits.is_gpu()) {
     Tensor hits = paddle::empty({rows}, DataType::UINT8, place);
     void *in = raw(logits), *given = raw(labels), *bits = raw(hits);
     Gpu::get().launch("loss_rows", logits, shape.grid(), kLossBlock,
-                      {&in, &given, &shape.classes, &smoothing, &k, &each, &norms, &bits, &pair});
+                      {&in, &given, &weights, &shape.classes, &smoothing, &k, &each, &norms, &bits, &pair});
     Gpu::get().launch("loss_means", logits, {1, 1}, kLossBlock, {&each, &bits, &shape.rows, &whole, &first, &among});
   } else {
-    reference::loss(data<float>(logits), data<int64_t>(labels), rows, shape.classes, smoothing, k, each, norms, pair,
-                    whole, first, among);
+    reference::loss(data<float>(logits), data<int64_t>(labels), weights, rows, shape.classes, smoothing, k, each,
+                    norms, pair, whole, first, among);
   }
   return {loss, top1, topk, of_softmax, pairs};
 }
 
-// Returns the gradient [N, C] of the mean loss, whose own gradient is `dloss` (one element).
-std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels, const Tensor &of_softmax,
+// Returns the gradient [N, C] of the mean loss times `dloss` (one element).
+std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
+                                 const paddle::optional<Tensor> &given_weights, const Tensor &of_softmax,
                                  const Tensor &dloss, float smoothing, int, bool mean) {
   LogitsShape shape(logits, labels);
   if (!mean || of_softmax.numel() != 2 * shape.rows || dloss.numel() != 1)
-    PD_THROW("the fused loss has a gradient only where it is a mean");
+    PD_THROW("custom loss has a gradient only for mean=true");
   Tensor dlogits = empty_as(logits);
   float *norms = data<float>(of_softmax), *above = data<float>(dloss), *out = data<float>(dlogits);
+  float *weights = shape.weights(given_weights);
   if (logits.is_gpu()) {
     void *in = raw(logits), *given = raw(labels);
     Gpu::get().launch("loss_gradient", logits, shape.grid(), kLossBlock,
-                      {&in, &given, &norms, &above, &shape.classes, &smoothing, &out});
+                      {&in, &given, &weights, &norms, &above, &shape.classes, &smoothing, &out});
   } else {
-    reference::loss_gradient(data<float>(logits), data<int64_t>(labels), norms, *above, shape.rows, shape.classes,
-                             smoothing, out);
+    reference::loss_gradient(data<float>(logits), data<int64_t>(labels), weights, norms, *above, shape.rows,
+                             shape.classes, smoothing, out);
   }
   return {dlogits};
 }

@@ -1,10 +1,10 @@
-// Kernels of max pooling of [N, H, W, C]. The forward pass stores each output's position in its window as one byte; of
-// equal values the first counts. The backward pass then reads neither input nor output. One thread handles one 16-byte
-// vector.
+// Kernels of max pooling of [N, H, W, C]. The forward pass stores the position of each output in its window as one
+// byte; of equal values, the first is the maximum. The backward pass therefore reads neither input nor output. Each
+// thread processes one 16-byte vector.
 
 #include "vector.cuh"
 
-// Where vector `index` of a [N, H, W, vectors] array lies.
+// The coordinates of vector `index` in an array [N, H, W, vectors].
 struct Pixel {
   int vector, column, row, image;
   __device__ Pixel(unsigned index, int vectors, int height, int width) {
@@ -21,7 +21,7 @@ __device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, u
   if (index >= outputs) return;
   const Pixel out(index, w.vectors, w.out_height, w.out_width);
   float best[V];
-  unsigned found[V];
+  unsigned position[V];
   bool is_first = true;
   for (int i = 0; i < w.kernel; ++i) {
     const int row = out.row * w.stride - w.padding + i;
@@ -33,9 +33,9 @@ __device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, u
       unpack16<T>(x[((out.image * w.height + row) * w.width + column) * w.vectors + out.vector], values);
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        if (is_first || values[k] > best[k] || values[k] != values[k]) {  // NaN wins
+        if (is_first || values[k] > best[k] || values[k] != values[k]) {  // NaN is the maximum
           best[k] = values[k];
-          found[k] = i * w.kernel + j;
+          position[k] = i * w.kernel + j;
         }
       }
       is_first = false;
@@ -44,11 +44,13 @@ __device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, u
   y[index] = pack16<T>(best);
 #pragma unroll
   for (int k = 0; k < V; k += 4) {
-    positions[index * (V / 4) + k / 4] = found[k] | found[k + 1] << 8 | found[k + 2] << 16 | found[k + 3] << 24;
+    positions[index * (V / 4) + k / 4] =
+        position[k] | position[k + 1] << 8 | position[k + 2] << 16 | position[k + 3] << 24;
   }
 }
 
-// Each input vector sums the gradients of the windows that chose it. `dy2` may be null; otherwise it is added to dy.
+// Sums, for each input vector, the gradients of the windows whose maximum it is. `dy2` may be null; otherwise it is
+// added to dy.
 template <class T>
 __device__ void max_pool_gradient(const uint4 *dy, const uint4 *dy2, const unsigned *positions, unsigned inputs,
                                   Window w, uint4 *dx) {

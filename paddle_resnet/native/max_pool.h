@@ -1,5 +1,5 @@
-// Operators of max pooling and its gradient. They check and allocate, then launch the kernels of max_pool.cu, or call
-// the reference on the CPU.
+// Operators of max pooling and its gradient. They check arguments and allocate results, then launch the kernels of
+// max_pool.cu, or call the reference on the CPU.
 
 #pragma once
 
@@ -17,29 +17,30 @@ Window window_of(int height, int width, int kernel, int stride, int padding, int
   return {height, width, positions(height), positions(width), kernel, stride, padding, vectors};
 }
 
-// The number of threads for a tensor of so many elements: one for each 16-byte vector.
+// Returns the number of threads for a tensor: one per 16-byte vector.
 unsigned pool_threads(const Tensor &x) {
   const int64_t vectors = x.numel() / vector_lanes(x);
-  if (vectors > INT32_MAX) PD_THROW("the fused max pooling takes less than 2^31 vectors of 16 bytes");
+  if (vectors > INT32_MAX) PD_THROW("custom max pooling requires less than 2^31 vectors of 16 bytes");
   return static_cast<unsigned>(vectors);
 }
 
 std::vector<unsigned> pool_grid(unsigned threads) { return {(threads + kPoolThreads - 1) / kPoolThreads, 1}; }
 const std::vector<unsigned> kPoolBlock = {kPoolThreads, 1};
 
-// Returns y and positions [N, H, W, C]: in which position of its window each output lay, one byte each.
+// Returns y and positions [N, H, W, C], the position of each output in its window, as one byte.
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const int batch = x.shape()[0], channels = Shape(x).channels, vectors = channels / vector_lanes(x);
   Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, vectors);
-  if (padding >= kernel) PD_THROW("the fused max pooling's padding, ", padding, ", leaves windows without an element");
+  if (padding >= kernel)
+    PD_THROW("custom max pooling: padding ", padding, " leaves windows without elements; use less than ", kernel);
   const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
   Tensor y = paddle::empty(shape, x.dtype(), x.place()), positions = paddle::empty(shape, DataType::UINT8, x.place());
   if (x.is_gpu()) {
     pool_threads(x);
     unsigned outputs = pool_threads(y);
-    void *in = raw(x), *out = raw(y), *found = raw(positions);
+    void *in = raw(x), *out = raw(y), *bytes = raw(positions);
     Gpu::get().launch("max_pool" + suffix(x), x, pool_grid(outputs), kPoolBlock,
-                      {&in, &outputs, &window, &out, &found});
+                      {&in, &outputs, &window, &out, &bytes});
     return {y, positions};
   }
   require_float32(x);
@@ -47,21 +48,22 @@ std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding
   return {y, positions};
 }
 
-// Returns dx [N, height, width, C]. `dy`: one gradient, or two to add up.
+// Returns dx [N, height, width, C]. `dy`: one gradient, or two to add.
 std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, int kernel, int stride, int padding,
                                     int height, int width) {
   const int batch = dy[0].shape()[0], channels = Shape(dy[0]).channels, vectors = channels / vector_lanes(dy[0]);
   Window window = window_of(height, width, kernel, stride, padding, vectors);
   Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
-  if (dy.size() > 2) PD_THROW("a fused gradient takes one gradient, or two to add");
+  if (dy.size() > 2) PD_THROW("custom max pooling gradient: expected one gradient, or two to add");
   const bool has_two = dy.size() > 1;
   if (has_two) require_like(dy[0], dy[1], "second gradient");
-  if (positions.numel() != dy[0].numel()) PD_THROW("a fused gradient's positions are of another size");
+  if (positions.numel() != dy[0].numel())
+    PD_THROW("custom max pooling gradient: the size of the positions does not match");
   if (dx.is_gpu()) {
     unsigned inputs = pool_threads(dx);
-    void *first = raw(dy[0]), *second = has_two ? raw(dy[1]) : nullptr, *found = raw(positions), *out = raw(dx);
+    void *first = raw(dy[0]), *second = has_two ? raw(dy[1]) : nullptr, *bytes = raw(positions), *out = raw(dx);
     Gpu::get().launch("max_pool_gradient" + suffix(dx), dx, pool_grid(inputs), kPoolBlock,
-                      {&first, &second, &found, &inputs, &window, &out});
+                      {&first, &second, &bytes, &inputs, &window, &out});
     return {dx};
   }
   require_float32(dx);

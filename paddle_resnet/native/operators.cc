@@ -1,38 +1,41 @@
-// The library of Paddle operators, a table of contents: the functions that Python calls, and every operator's inputs,
-// outputs, attributes, shapes and types. The operators themselves are in the headers, one for each .cu file: they check
-// and allocate, then launch a kernel on Paddle's stream, or call a float32 loop of reference/ on the CPU.
+// The library of Paddle operators: the functions that Python calls, and the inputs, outputs, attributes, shapes and
+// types of all operators. The headers implement the operators, one for each .cu file: they check arguments and allocate
+// results, then launch a kernel on Paddle's stream, or run a float32 loop of reference/ on the CPU.
 
 #include <cstdint>
 #include <vector>
 
+#include "async_copy.h"
 #include "batch_norm.h"
+#include "depthwise_conv.h"
+#include "dropout.h"
 #include "gpu.h"
 #include "loss.h"
 #include "max_pool.h"
 #include "paddle/phi/api/all.h"
-#include "posts.h"
 #include "tensors.h"
 #include "update.h"
 
-// Called through ctypes.
+// Functions called through ctypes.
 
-// Takes the kernels: the bytes of a cubin for this process's GPU.
+// Sets the kernels: the bytes of a cubin for the GPU of this process.
 extern "C" void paddle_resnet_set_image(const char *bytes, size_t size) { Gpu::image().assign(bytes, bytes + size); }
 
-extern "C" uint64_t paddle_resnet_posts() { return Posts::get().count(); }
+extern "C" uint64_t paddle_resnet_async_copies() { return AsyncCopies::get().count(); }
 extern "C" int paddle_resnet_wait(uint64_t number, int i, const char **memory, size_t *bytes) {
-  return Posts::get().wait(number, i, memory, bytes);
+  return AsyncCopies::get().wait(number, i, memory, bytes);
 }
 
-// Operators, each after its shapes and types as Paddle infers them while it builds a program.
+// Operators, each preceded by the functions with which Paddle infers its shapes and types.
 
 using Dims = std::vector<int64_t>;
 using Shapes = std::vector<Dims>;
 using Types = std::vector<DataType>;
 
-// Batch normalisation, batch_norm.h
+// Batch normalization, batch_norm.h
 
-Shapes BnActShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, float, float, const std::string &) {
+Shapes BnActShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, float, float,
+                  const std::string &) {
   return {x, {4, x.back()}};
 }
 Types BnActType(DataType x, DataType, DataType, DataType, DataType) { return {x, DataType::FLOAT32}; }
@@ -45,7 +48,8 @@ PD_BUILD_OP(native_bn_act)
     .SetInferShapeFn(PD_INFER_SHAPE(BnActShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnActType));
 
-Shapes BnActBackwardShape(const Dims &x, const Dims &, const Dims &, const paddle::optional<Shapes> &, const std::string &) {
+Shapes BnActBackwardShape(const Dims &x, const Dims &, const Dims &, const paddle::optional<Shapes> &,
+                          const std::string &) {
   return {x, {x.back()}, {x.back()}};
 }
 Types BnActBackwardType(DataType x, DataType, DataType, const paddle::optional<Types> &) {
@@ -59,7 +63,7 @@ PD_BUILD_OP(native_bn_act_backward)
     .SetInferShapeFn(PD_INFER_SHAPE(BnActBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnActBackwardType));
 
-// The mask's width depends on the type, which Paddle does not pass here. Nothing reads the mask's static shape.
+// The mask's width depends on the type, which Paddle does not pass to this function. Its static shape is unused.
 Shapes BnAddReluShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float,
                       float) {
   return {x, {4, x.back()}, x};
@@ -133,15 +137,59 @@ PD_BUILD_OP(native_max_pool_backward)
     .SetInferShapeFn(PD_INFER_SHAPE(MaxPoolBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(MaxPoolBackwardType));
 
+// Depthwise convolution, depthwise_conv.h
+
+Shapes DepthwiseConvShape(const Dims &x, const Dims &filter, int stride, int padding) {
+  const Window window = window_of(x[1], x[2], filter[2], stride, padding, 0);
+  return {{x[0], window.out_height, window.out_width, x[3]}};
+}
+Types DepthwiseConvType(DataType x, DataType) { return {x}; }
+PD_BUILD_OP(native_depthwise_conv)
+    .Inputs({"X", "Filter"})
+    .Outputs({"Y"})
+    .Attrs({"stride: int", "padding: int"})
+    .SetKernelFn(PD_KERNEL(DepthwiseConv))
+    .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvType));
+
+Shapes DepthwiseConvBackwardShape(const Dims &x, const Dims &filter, const Dims &, const paddle::optional<Shapes> &,
+                                  int, int) {
+  return {x, filter};
+}
+Types DepthwiseConvBackwardType(DataType x, DataType filter, DataType, const paddle::optional<Types> &) {
+  return {x, filter};
+}
+PD_BUILD_OP(native_depthwise_conv_backward)
+    .Inputs({"X", "Filter", "DY", paddle::Optional(paddle::Vec("Into"))})
+    .Outputs({"DX", "DFilter"})
+    .Attrs({"stride: int", "padding: int"})
+    .SetKernelFn(PD_KERNEL(DepthwiseConvBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvBackwardShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvBackwardType));
+
+// Dropout, dropout.h
+
+Shapes DropOutShape(const Dims &x, const Dims &, float) { return {x}; }
+Types DropOutType(DataType x, DataType) { return {x}; }
+PD_BUILD_OP(native_dropout)
+    .Inputs({"X", "Seed"})
+    .Outputs({"Y"})
+    .Attrs({"rate: float"})
+    .SetKernelFn(PD_KERNEL(DropOut))
+    .SetInferShapeFn(PD_INFER_SHAPE(DropOutShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(DropOutType));
+
 // Loss and accuracies, loss.h
 
-Shapes LossShape(const Dims &logits, const Dims &, float, int, bool mean) {
+Shapes LossShape(const Dims &logits, const Dims &, const paddle::optional<Dims> &, float, int, bool mean) {
   const int64_t rows = logits[0];
   return {mean ? Dims{} : Dims{rows, 1}, {}, {}, {rows, 2}, {rows, 2}};
 }
-Types LossType(DataType logits, DataType labels) { return {logits, logits, logits, logits, labels}; }
+Types LossType(DataType logits, DataType labels, const paddle::optional<DataType> &) {
+  return {logits, logits, logits, logits, labels};
+}
 PD_BUILD_OP(native_loss)
-    .Inputs({"Logits", "Labels"})
+    .Inputs({"Logits", "Labels", paddle::Optional("Weights")})
     .Outputs({"Loss", "Top1", "TopK", "OfSoftmax", "Pairs"})
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(Loss))
@@ -149,18 +197,18 @@ PD_BUILD_OP(native_loss)
     .SetInferDtypeFn(PD_INFER_DTYPE(LossType));
 
 PD_BUILD_GRAD_OP(native_loss)
-    .Inputs({"Logits", "Labels", "OfSoftmax", paddle::Grad("Loss")})
+    .Inputs({"Logits", "Labels", paddle::Optional("Weights"), "OfSoftmax", paddle::Grad("Loss")})
     .Outputs({paddle::Grad("Logits")})
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(LossGradient));
 
-// Loss scale and optimizers, update.h. An operator that has only in-place outputs needs no shapes.
+// Loss scale and optimizers, update.h. Operators with only in-place outputs need no shapes.
 
 Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
   return {{1}};
 }
 Types CheckFiniteType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
-// Paddle 3 takes an operator with "_grad" in its name for a gradient and looks for its forward operator.
+// The name must not contain "_grad": Paddle 3 would treat the operator as a gradient and search its forward operator.
 PD_BUILD_OP(native_check_finite)
     .Inputs({paddle::Vec("Gradients"), "Scale", "GoodSteps", "BadSteps"})
     .Outputs({"Unscale", "ScaleOut", "GoodStepsOut", "BadStepsOut"})
@@ -169,6 +217,16 @@ PD_BUILD_OP(native_check_finite)
     .SetKernelFn(PD_KERNEL(CheckFinite))
     .SetInferShapeFn(PD_INFER_SHAPE(CheckFiniteShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(CheckFiniteType));
+
+Shapes ClipFactorShape(const Shapes &, const paddle::optional<Dims> &, float) { return {{1}}; }
+Types ClipFactorType(const Types &, const paddle::optional<DataType> &) { return {DataType::FLOAT32}; }
+PD_BUILD_OP(native_clip_factor)
+    .Inputs({paddle::Vec("Gradients"), paddle::Optional("Unscale")})
+    .Outputs({"Factor"})
+    .Attrs({"max_norm: float"})
+    .SetKernelFn(PD_KERNEL(ClipFactor))
+    .SetInferShapeFn(PD_INFER_SHAPE(ClipFactorShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(ClipFactorType));
 
 PD_BUILD_OP(native_momentum)
     .Inputs({paddle::Vec("Parameters"), paddle::Vec("Gradients"), paddle::Vec("Velocities"), "Rate",
@@ -214,13 +272,19 @@ PD_BUILD_OP(native_momentum_masters)
 ADAM_OPERATORS(adamw, false)
 ADAM_OPERATORS(lamb, true)
 
-// Metrics to the host, posts.h
+PD_BUILD_OP(native_ema)
+    .Inputs({paddle::Vec("Averages"), paddle::Vec("Values"), "Weight", paddle::Optional("Unscale")})
+    .Outputs({paddle::Vec("AveragesOut")})
+    .SetInplaceMap({{paddle::Vec("Averages"), paddle::Vec("AveragesOut")}})
+    .SetKernelFn(PD_KERNEL(Ema));
 
-Shapes PostShape(const Shapes &) { return {{1}}; }
-Types PostType(const Types &) { return {DataType::INT32}; }
-PD_BUILD_OP(native_post)
+// Copies of metrics to the host, async_copy.h
+
+Shapes AsyncCopyShape(const Shapes &) { return {{1}}; }
+Types AsyncCopyType(const Types &) { return {DataType::INT32}; }
+PD_BUILD_OP(native_async_copy)
     .Inputs({paddle::Vec("X")})
     .Outputs({"Out"})
-    .SetKernelFn(PD_KERNEL(Post))
-    .SetInferShapeFn(PD_INFER_SHAPE(PostShape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(PostType));
+    .SetKernelFn(PD_KERNEL(AsyncCopy))
+    .SetInferShapeFn(PD_INFER_SHAPE(AsyncCopyShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(AsyncCopyType));

@@ -1,11 +1,11 @@
-// Kernels that follow the backward pass, over many parameters per launch: the check of the gradients, the loss scale,
-// and the optimizers.
+// Kernels after the backward pass, for many parameters per launch: the check of the gradients, the loss scale, gradient
+// clipping, the optimizers and moving averages.
 
 #include "vector.cuh"
 
-constexpr int kBlocksApart = 41;  // between the first blocks of consecutive tensors
+constexpr int kBlocksApart = 41;  // distance of the first blocks of consecutive tensors
 
-// `count` elements from element i on: a whole vector, or the end of an array.
+// Loads or stores `count` elements from element i on: a full vector, or the end of an array.
 template <class T>
 __device__ __forceinline__ void load(const void *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return unpack16<T>(static_cast<const uint4 *>(from)[i / T::kLanes], values);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store(const float (&values)[T::kLanes], void *to
   for (int k = 0; k < count; ++k) store_one(T(), values[k], to, i + k);
 }
 
-// The same for a float32 array that goes with an array of T.
+// The same for a float32 array that belongs to an array of T.
 template <class T>
 __device__ __forceinline__ void load_some(const float *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return load_floats<T>(from + i, values);
@@ -32,11 +32,11 @@ __device__ __forceinline__ void store_some(const float (&values)[T::kLanes], flo
   for (int k = 0; k < count; ++k) to[i + k] = values[k];
 }
 
-// The number of this block among those that share tensor t. Most tensors are small and occupy a few blocks only; the
-// shift gives each tensor different ones.
+// Returns the index of this block among those that share tensor t. Most tensors are small and occupy few blocks; the
+// shift distributes the tensors over different blocks.
 __device__ __forceinline__ int block_of(int t) { return (blockIdx.x + t * kBlocksApart) % gridDim.x; }
 
-// Calls each(i, count) for this thread's vectors of tensor t: `count` elements from element i on.
+// Calls each(i, count) for the vectors of tensor t that this thread processes: `count` elements from element i on.
 template <class T, class Each>
 __device__ __forceinline__ void for_each_vector_of(int t, int size, const Each &each) {
   const int step = gridDim.x * kMaxThreads * T::kLanes;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void for_each_vector_of(int t, int size, const Each &
   }
 }
 
-// Calls each(t, i, count) for this thread's vectors of all tensors.
+// Calls each(t, i, count) for the vectors of all tensors that this thread processes.
 template <class T, class Table, class Each>
 __device__ __forceinline__ void for_each_vector(const Table &updates, const Each &each) {
   for (int t = 0; t < updates.count; ++t) {
@@ -53,13 +53,13 @@ __device__ __forceinline__ void for_each_vector(const Table &updates, const Each
   }
 }
 
-// The float32 parameter: the master, or the parameter itself.
+// Returns the float32 parameter: the master, or the parameter itself.
 template <bool kHasMasters, class Table>
 __device__ __forceinline__ float *exact(const Table &updates, int t) {
   return kHasMasters ? updates.master[t] : static_cast<float *>(updates.parameter[t]);
 }
 
-// Sets *overflow to 1 if an element is not finite, and leaves it otherwise.
+// Sets *overflow to 1 if an element is not finite; otherwise leaves it unchanged.
 template <class T>
 __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
   constexpr unsigned kExponent = 0x7f800000u;
@@ -73,8 +73,8 @@ __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
   if (!is_finite) *overflow = 1;
 }
 
-// v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. `unscale` may be
-// null, which means 1; 0 skips the step. With masters, p is the float32 master, and the parameter becomes its rounded
+// Momentum: v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. A
+// null `unscale` means 1; 0 skips the step. With masters, p is the float32 master, and the parameter is its rounded
 // copy.
 template <class T, bool kHasMasters>
 __device__ void momentum(const MomentumUpdates &updates, const float *rate, const float *unscale, float mu,
@@ -99,7 +99,7 @@ __device__ void momentum(const MomentumUpdates &updates, const float *rate, cons
 }
 
 // AdamW: Loshchilov and Hutter, arXiv:1711.05101. p -= rate (u + decay p), where u is Adam's direction for unscale *
-// gradient. advance_powers follows it.
+// gradient. Launch advance_powers after it.
 template <class T, bool kHasMasters>
 __device__ void adamw(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale) {
   const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
@@ -123,14 +123,14 @@ __device__ void adamw(const AdamUpdates &updates, Adam rule, const float *rate, 
   });
 }
 
-// The number of blocks that share a tensor.
+// Returns the number of blocks that share a tensor.
 template <class T>
 __device__ __forceinline__ int blocks_of(int size) {
   constexpr int kElements = kMaxThreads * T::kLanes;
   return min(static_cast<int>(gridDim.x), (size + kElements - 1) / kElements);
 }
 
-// The sums of two values over the threads of a block, in a fixed order. All its threads must call it.
+// Sums two values over the threads of a block in a fixed order. All threads of the block must call it.
 __device__ void sum_over_block(float &a, float &b) {
   constexpr int kGroups = 32;
   __shared__ float of_threads[2][kMaxThreads], of_groups[2][kGroups];
@@ -147,9 +147,24 @@ __device__ void sum_over_block(float &a, float &b) {
   for (int k = 0; k < kGroups; ++k) a += of_groups[0][k], b += of_groups[1][k];
 }
 
-// LAMB: You et al., arXiv:1904.00962, algorithm 2. p -= rate ratio (u + decay p), where u is Adam's direction and ratio is
-// |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. This first part updates the moments and sums the
-// squares: `partial` gets those of p and of u + decay p for each tensor and block that shares it.
+// Sums the squares of all unscaled gradients per block: the first launch sets `partial`, later launches add to it.
+template <class T>
+__device__ void sum_squares(const MomentumUpdates &updates, const float *unscale, float *partial, bool is_first) {
+  const float factor = unscale != nullptr ? *unscale : 1.f;
+  float sum = 0, none = 0;
+  for_each_vector<T>(updates, [&](int t, int i, int count) {
+    float gradient[T::kLanes] = {};
+    load<T>(updates.gradient[t], i, count, gradient);
+#pragma unroll
+    for (int k = 0; k < T::kLanes; ++k) sum += gradient[k] * factor * (gradient[k] * factor);
+  });
+  sum_over_block(sum, none);
+  if (threadIdx.x == 0) partial[blockIdx.x] = is_first ? sum : partial[blockIdx.x] + sum;
+}
+
+// LAMB: You et al., arXiv:1904.00962, algorithm 2. p -= rate ratio (u + decay p), where u is Adam's direction and ratio
+// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments and sums
+// the squares of p and of u + decay p in `partial`, for each tensor and block that shares it.
 template <class T, bool kHasMasters>
 __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float *unscale, float *partial) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
@@ -182,7 +197,7 @@ __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float 
   }
 }
 
-// The second part, with the same grid: updates the parameters. advance_powers follows it.
+// The second kernel, with the same grid, updates the parameters. Launch advance_powers after it.
 template <class T, bool kHasMasters>
 __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale,
                      const float *partial) {
@@ -217,7 +232,7 @@ __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, c
   }
 }
 
-// Multiplies the powers of the betas for the next step, one thread per tensor, unless the step is skipped.
+// Updates the powers of the betas for the next step, unless the step is skipped, with one thread per tensor.
 extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const float *unscale) {
   if ((unscale != nullptr && *unscale == 0.f) || threadIdx.x >= updates.count) return;
   *updates.state[2][threadIdx.x] *= rule.beta1;
@@ -242,6 +257,9 @@ extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const 
   }
 #define UPDATE_KERNELS(T) \
   UPDATE_KERNEL(check_gradients, T)(MomentumUpdates updates, int *overflow) { check_gradients<T>(updates, overflow); } \
+  UPDATE_KERNEL(sum_squares, T)(MomentumUpdates updates, const float *unscale, float *partial, bool is_first) { \
+    sum_squares<T>(updates, unscale, partial, is_first); \
+  } \
   UPDATE_KERNELS_OF(T, , false) \
   UPDATE_KERNELS_OF(T, _masters, true)
 
@@ -249,10 +267,34 @@ UPDATE_KERNELS(f32)
 UPDATE_KERNELS(f16)
 UPDATE_KERNELS(bf16)
 
-// One thread, launched after the checks, updates the loss scale and its counters, and clears *overflow.
+// Computes average += weight (value - average), unless the step is skipped.
+extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
+    follow_averages(Averages averages, const float *weight, const float *unscale) {
+  if (unscale != nullptr && *unscale == 0.f) return;
+  const float w = *weight;
+  for_each_vector<f32>(averages, [&](int t, int i, int count) {
+    float average[f32::kLanes], value[f32::kLanes];
+    load_some<f32>(averages.average[t], i, count, average);
+    load_some<f32>(averages.value[t], i, count, value);
+#pragma unroll
+    for (int k = 0; k < f32::kLanes; ++k) average[k] += w * (value[k] - average[k]);
+    store_some<f32>(average, averages.average[t], i, count);
+  });
+}
+
+// Updates the loss scale and its counters, and clears *overflow. Launch one thread after the checks.
 extern "C" __global__ void follow_loss_scale(int *overflow, LossScaling rule, float *scale, int *good, int *bad,
                                              float *unscale) {
   *unscale = *overflow ? 0.f : 1.f / *scale;
   rule.follow(*overflow != 0, scale, good, bad);
   *overflow = 0;
+}
+
+// Adds the sums of all blocks of sum_squares and computes the clipping factor. Launch one block after sum_squares.
+extern "C" __global__ void clip_factor(const float *partial, int sums, const float *unscale, float max_norm,
+                                       float *factor) {
+  float squares = 0, none = 0;
+  for (int i = threadIdx.x; i < sums; i += kMaxThreads) squares += partial[i];
+  sum_over_block(squares, none);
+  if (threadIdx.x == 0) *factor = clipped(sqrtf(squares), unscale != nullptr ? *unscale : 1.f, max_norm);
 }

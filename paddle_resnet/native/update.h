@@ -1,6 +1,6 @@
-// Operators that follow the backward pass: the check of all gradients with the loss scale, and the optimizers. They take
-// the tensors of all parameters at once, launch the kernels of update.cu for a table of them at a time, or call the
-// reference on the CPU.
+// Operators after the backward pass: the check of all gradients with the loss scale, gradient clipping, the optimizers
+// and moving averages. They process the tensors of all parameters: they launch the kernels of update.cu once per table
+// of tensors, or call the reference on the CPU.
 
 #pragma once
 
@@ -15,11 +15,27 @@
 
 namespace {
 
-// The arguments of one kernel's launches: tensors of one data type, divided into tables.
+// Returns the address of a GPU tensor of `size` elements.
+void *address(const Tensor &tensor, int64_t size) {
+  void *data = const_cast<void *>(tensor.data());
+  if (!tensor.is_gpu()) PD_THROW("custom update: a tensor is not on the GPU");
+  if (tensor.numel() != size) PD_THROW("custom update: the sizes of the tensors differ");
+  if (size >= 1 << 30) PD_THROW("custom update requires parameters with less than 2^30 elements");
+  if (reinterpret_cast<uintptr_t>(data) % kVectorBytes)
+    PD_THROW("custom update: the address of a tensor is not a multiple of 16 bytes");
+  return data;
+}
+
+float *floats(const Tensor &tensor, int64_t size) {
+  if (tensor.dtype() != DataType::FLOAT32) PD_THROW("custom update requires float32 state, masters and averages");
+  return static_cast<float *>(address(tensor, size));
+}
+
+// The arguments of the launches of one kernel: tensors of one data type, divided into tables.
 template <class Table>
 class Tables {
  public:
-  // `state`: the tensors of Table::state. The first two are as large as the parameter, the others have one element.
+  // `state`: the tensors of Table::state. The first two have the size of the parameter, the others one element.
   void add(const Tensor &gradient, const Tensor *parameter, const Tensor *master, std::vector<const Tensor *> state,
            float decay) {
     if (tables_.empty() || tables_.back().count == Table::kTensors) tables_.emplace_back();
@@ -33,40 +49,27 @@ class Tables {
     table.decay[t] = decay;
   }
 
-  // Calls launch(updates) for each table.
+  // Calls launch(table) for each table.
   template <class Launch>
   void launch(const Launch &launch) {
     for (Table &table : tables_) launch(table);
   }
 
  private:
-  static void *address(const Tensor &tensor, int64_t size) {
-    void *data = const_cast<void *>(tensor.data());
-    if (!tensor.is_gpu()) PD_THROW("an update's tensor is not on the GPU");
-    if (tensor.numel() != size) PD_THROW("an update's tensors differ in size");
-    if (size >= 1 << 30) PD_THROW("the fused update takes parameters of less than 2^30 elements");
-    if (reinterpret_cast<uintptr_t>(data) % kVectorBytes)
-      PD_THROW("an update's tensor begins inside a vector of memory");
-    return data;
-  }
-
-  static float *floats(const Tensor &tensor, int64_t size) {
-    if (tensor.dtype() != DataType::FLOAT32) PD_THROW("an update's state or master is not of float32");
-    return static_cast<float *>(address(tensor, size));
-  }
-
   std::vector<Table> tables_;
 };
 
-// The tables of all parameters by the end of their kernel's name, "_f16" for example.
+// Returns the tables of all parameters by the suffix of the kernel name, such as "_f16".
 template <class Table>
 std::map<std::string, Tables<Table>> tables_by_type(const Tensors &parameters, const Tensors &gradients,
                                                     const Tensors *masters, std::vector<const Tensors *> state,
                                                     const std::vector<float> &decays) {
   std::map<std::string, Tables<Table>> by_type;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (gradients[i].dtype() != parameters[i].dtype()) PD_THROW("a gradient is not of its parameter's type");
-    if (!masters && parameters[i].dtype() != DataType::FLOAT32) PD_THROW("a parameter lacks its float32 master");
+    if (gradients[i].dtype() != parameters[i].dtype())
+      PD_THROW("custom update: the types of a gradient and its parameter differ");
+    if (!masters && parameters[i].dtype() != DataType::FLOAT32)
+      PD_THROW("custom update: a parameter in half precision has no float32 master");
     std::vector<const Tensor *> of_parameter;
     for (const Tensors *tensors : state) of_parameter.push_back(&tensors->at(i));
     by_type[suffix(parameters[i])].add(gradients[i], &parameters[i], masters ? &masters->at(i) : nullptr, of_parameter,
@@ -80,14 +83,14 @@ void require_one_each(const Tensors &parameters, std::vector<const Tensors *> ot
   if (masters) others.push_back(masters);
   bool matches = decays.size() == parameters.size();
   for (const Tensors *tensors : others) matches &= tensors->size() == parameters.size();
-  if (!matches) PD_THROW("an update needs a gradient, its state and a decay for each parameter");
+  if (!matches) PD_THROW("custom update requires a gradient, state and decay for each parameter");
 }
 
 std::vector<unsigned> update_grid() { return {static_cast<unsigned>(Gpu::get().blocks()), 1}; }
 std::vector<unsigned> update_block() { return {kMaxThreads, 1}; }
 
-// Checks that all gradients are finite, then updates the loss scale and its counters in place. Returns [1]: 1 / the
-// scale that these gradients have, 0 if some are not finite.
+// Checks that all gradients are finite, then updates the loss scale and its counters in place. Returns [1]: 1 /
+// (scale of these gradients), or 0 if a gradient is not finite.
 std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
                                 int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
   LossScaling rule = {raise_after_steps, lower_after_steps, raise_by, lower_by};
@@ -117,8 +120,66 @@ std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor 
   return {unscale};
 }
 
-// Momentum, in place. `masters`: the float32 parameters, of which `parameters` are copies
-// in a narrower type; null where the parameters themselves are float32. `unscale` is what CheckFinite returned.
+// Returns [1]: the factor that unscales the gradients and limits their global norm, unscale * min(1, max_norm /
+// |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 in a step to skip, otherwise NaN if the
+// norm is not finite.
+std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<Tensor> &unscale, float max_norm) {
+  Tensor factor = paddle::empty({1}, DataType::FLOAT32, gradients.at(0).place());
+  const float *u = unscale ? unscale->data<float>() : nullptr;
+  float *result = factor.data<float>();
+  if (factor.is_gpu()) {
+    std::map<std::string, Tables<MomentumUpdates>> by_type;
+    for (const Tensor &gradient : gradients) by_type[suffix(gradient)].add(gradient, nullptr, nullptr, {}, 0);
+    void *partial = Gpu::get().partial();  // one sum per block
+    bool is_first = true;
+    for (auto &[type, tables] : by_type) {
+      const std::string name = "sum_squares" + type;
+      tables.launch([&](MomentumUpdates &updates) {
+        Gpu::get().launch(name, factor, update_grid(), update_block(), {&updates, &u, &partial, &is_first});
+        is_first = false;
+      });
+    }
+    int sums = Gpu::get().blocks();
+    Gpu::get().launch("clip_factor", factor, {1, 1}, update_block(), {&partial, &sums, &u, &max_norm, &result});
+    return {factor};
+  }
+  double squares = 0;
+  for (const Tensor &gradient : gradients) {
+    require_float32(gradient);
+    squares += reference::sum_squares(data<float>(gradient), gradient.numel(), u ? *u : 1);
+  }
+  *result = clipped(static_cast<float>(std::sqrt(squares)), u ? *u : 1, max_norm);
+  return {factor};
+}
+
+// Updates exponential moving averages in place: average += weight (value - average). `unscale` is the result of
+// CheckFinite or ClipFactor; 0 skips the step.
+void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const paddle::optional<Tensor> &unscale) {
+  if (values.size() != averages.size()) PD_THROW("custom average requires a value for each average");
+  const float *w = weight.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
+  if (weight.is_gpu()) {
+    for (size_t begin = 0; begin < averages.size(); begin += Averages::kTensors) {
+      Averages table = {};
+      for (size_t i = begin; i < averages.size() && table.count < Averages::kTensors; ++i) {
+        const int t = table.count++;
+        table.size[t] = static_cast<int>(averages[i].numel());
+        table.average[t] = floats(averages[i], averages[i].numel());
+        table.value[t] = floats(values[i], averages[i].numel());
+      }
+      Gpu::get().launch("follow_averages", weight, update_grid(), update_block(), {&table, &w, &factor});
+    }
+    return;
+  }
+  if (factor && *factor == 0) return;
+  for (size_t i = 0; i < averages.size(); ++i) {
+    require_float32(values[i]);
+    require_like(averages[i], values[i], "value");
+    reference::follow_average(data<float>(values[i]), averages[i].numel(), *w, averages[i].data<float>());
+  }
+}
+
+// Updates parameters with momentum in place. `masters`: float32 masters of parameters in half precision; null for
+// float32 parameters. `unscale` is the result of CheckFinite or ClipFactor.
 void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
               const paddle::optional<Tensor> &unscale, float mu, bool nesterov, const std::vector<float> &decays) {
   require_one_each(parameters, {&gradients, &velocities}, masters, decays);
@@ -135,8 +196,8 @@ void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
     require_float32(gradients[i]);
-    reference::momentum(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, mu, nesterov, decays[i],
-                        velocities[i].data<float>(), parameters[i].data<float>(),
+    reference::momentum(data<float>(gradients[i]), parameters[i].numel(), *lr, factor ? *factor : 1, mu, nesterov,
+                        decays[i], velocities[i].data<float>(), parameters[i].data<float>(),
                         masters ? masters->at(i).data<float>() : nullptr);
   }
 }
@@ -152,14 +213,15 @@ void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &vel
   momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, nesterov, decays);
 }
 
-// AdamW or LAMB, in place; arguments as those of momentum, and the powers of the betas, one element per parameter.
+// Updates parameters with AdamW or LAMB in place. The powers of the betas have one element per parameter; for the other
+// arguments, see momentum.
 void adam(bool is_lamb, Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2,
           Tensors &powers1, Tensors &powers2, Tensors *masters, const Tensor &rate,
           const paddle::optional<Tensor> &unscale, Adam rule, const std::vector<float> &decays) {
   require_one_each(parameters, {&gradients, &moments1, &moments2, &powers1, &powers2}, masters, decays);
   const float *lr = rate.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
   if (rate.is_gpu()) {
-    void *partial = Gpu::get().partial();  // which has kMaxLanes * kVectorBytes floats per block
+    void *partial = Gpu::get().partial();  // kMaxLanes * kVectorBytes floats per block
     static_assert(2 * AdamUpdates::kTensors <= kMaxLanes * kVectorBytes, "LAMB's sums exceed the scratch memory");
     for (auto &[type, tables] : tables_by_type<AdamUpdates>(
              parameters, gradients, masters, {&moments1, &moments2, &powers1, &powers2}, decays)) {

@@ -1,9 +1,9 @@
-// Loads and stores of 16-byte vectors of consecutive channels, the unit in which every kernel accesses memory; in
-// registers they are float32. The kernels include no header of CUDA, so that NVRTC needs nothing but this folder.
+// Loads and stores of 16-byte vectors of consecutive channels, with which all kernels access memory. Values in
+// registers are float32. The kernels include no CUDA headers, so NVRTC needs only the files of this folder.
 
 #include "common.h"
 
-// Data types; kLanes is the number of elements of a vector.
+// Data types; kLanes is the number of elements per vector.
 struct f32 {
   static constexpr int kLanes = kVectorBytes / 4;
 };
@@ -14,7 +14,7 @@ struct bf16 {
   static constexpr int kLanes = kVectorBytes / 2;
 };
 
-// Between a 32-bit word and its elements: one f32, or two of 16 bits, the first in the lower half.
+// Conversion between a 32-bit word and its elements: one of 32 bits, or two of 16 bits, the first in the lower half.
 __device__ __forceinline__ void unpack(f32, unsigned bits, float *values) { values[0] = __uint_as_float(bits); }
 __device__ __forceinline__ unsigned pack(f32, const float *values) { return __float_as_uint(values[0]); }
 
@@ -38,13 +38,13 @@ __device__ __forceinline__ void unpack(bf16, unsigned bits, float *values) {
 __device__ __forceinline__ unsigned round_to_bf16(float value) {
   unsigned bits = __float_as_uint(value);
   if (value != value) return 0x7fffu;
-  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // rounds to nearest, ties to even
 }
 __device__ __forceinline__ unsigned pack(bf16, const float *values) {
   return round_to_bf16(values[0]) | round_to_bf16(values[1]) << 16;
 }
 
-// Between 16 bytes and T::kLanes floats.
+// Conversion between 16 bytes and T::kLanes floats.
 template <class T>
 __device__ __forceinline__ void unpack16(uint4 raw, float (&values)[T::kLanes]) {
   constexpr int kWord = T::kLanes / 4;
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint4 pack16(const float (&values)[T::kLanes]) {
                     pack(T(), values + 3 * kWord));
 }
 
-// T::kLanes floats of a float32 array; the address must be a multiple of 16 bytes.
+// Loads or stores T::kLanes floats of a float32 array; the address must be a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ void load_floats(const float *source, float (&values)[T::kLanes]) {
 #pragma unroll
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_floats(const float (&values)[T::kLanes], f
   }
 }
 
-// Element i alone, for the end of an array that is not a whole vector.
+// Loads or stores only element i, for the end of an array that does not fill a vector.
 __device__ __forceinline__ float load_one(f32, const void *from, int i) { return static_cast<const float *>(from)[i]; }
 __device__ __forceinline__ void store_one(f32, float value, void *to, int i) { static_cast<float *>(to)[i] = value; }
 template <class T>

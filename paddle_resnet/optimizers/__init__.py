@@ -1,1 +1,1 @@
-"""Learning-rate schedules."""
+"""Optimizers, learning-rate schedules, mixed precision and sparsity."""

@@ -1,133 +1,155 @@
-"""Learning-rate schedules: functions of the step, with a linear warm-up before them. --lr-scheduler names them.
+"""Learning-rate schedules of --lr-scheduler: functions of the step, after a linear warm-up.
 
-Another schedule is a function here, an entry of SCHEDULES, and its formula in tests/optimizers/test_schedules.py.
+To add a schedule, write a function here, an entry of SCHEDULES, and a test with its formula in
+tests/optimizers/test_schedules.py.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import paddle
 
 from paddle_resnet.job import processes
+from paddle_resnet.settings import durations
 from utils import logger
 from utils.errors import UsageError
 
-ONE_CYCLE_START = 1 / 25  # of the peak, in the first step: fastai's default
+ONE_CYCLE_START = 1 / 25  # fraction of the peak in the first step; fastai's default
 
 
 @dataclass(frozen=True)
 class Span:
-    """The steps after the warm-up and the rates between which a schedule moves.
+    """The steps after the warm-up and the range of learning rates of a schedule.
 
     Attributes:
         steps: number of steps, at least 1.
-        peak, low: learning rates.
-        first_epoch: epochs before the span, which may be a fraction.
-        steps_each_epoch: training steps per epoch.
-        args: flags.
+        peak, low: highest and final learning rate.
+        first_step: number of steps before the span.
+        steps_of: function that converts a duration in the unit of --lr-decay-epochs to steps.
     """
 
     steps: int
     peak: float
     low: float
-    first_epoch: int
-    steps_each_epoch: int
-    args: object
+    first_step: int
+    steps_of: Callable
 
     def fall(self, step, begin=0):
-        """The cosine from the peak at step `begin` to the low rate after the last step."""
+        """Return the rate on a cosine from the peak at step `begin` to the low rate after the last step."""
         progress = min(1.0, (step - begin) / max(1, self.steps - begin))
         return self.low + (self.peak - self.low) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def cosine(span, step):
-    """A cosine from the peak to --min-lr: Loshchilov and Hutter, arXiv:1608.03983, without restarts."""
+    """Return a cosine from the peak to --min-lr: Loshchilov and Hutter, arXiv:1608.03983, without restarts."""
     return span.fall(step)
 
 
-def piecewise(span, step):
-    """The peak times --lr-decay-factor for each of --lr-decay-epochs that has begun."""
-    epoch = span.first_epoch + step / span.steps_each_epoch
-    return span.peak * span.args.lr_decay_factor ** sum(epoch >= begin for begin in span.args.lr_decay_epochs)
+def piecewise(span, begins, factor, step):
+    """Return the peak, multiplied by --lr-decay-factor at each of --lr-decay-epochs."""
+    return span.peak * factor ** sum(span.first_step + step >= span.steps_of(begin) for begin in begins)
 
 
-def polynomial(span, step):
-    """(1 - progress) to the power of --lr-power, from the peak to --min-lr."""
+def polynomial(span, power, step):
+    """Return a polynomial of degree --lr-power from the peak to --min-lr."""
     left = max(0.0, 1 - step / span.steps)
-    return span.low + (span.peak - span.low) * left**span.args.lr_power
+    return span.low + (span.peak - span.low) * left**power
 
 
-def one_cycle(span, step):
-    """A cosine up to the peak during --lr-rise of the steps, then a cosine down to --min-lr: Smith and Topin,
-    arXiv:1708.07120, with the cosines of fastai."""
-    rise = round(span.args.lr_rise * span.steps)
+def one_cycle(span, rise, step):
+    """Return a cosine up to the peak in the fraction --lr-rise of the steps, then a cosine down to --min-lr: Smith and
+    Topin, arXiv:1708.07120, with the cosines of fastai."""
+    rise = round(rise * span.steps)
     if step >= rise:
         return span.fall(step, begin=rise)
     start = span.peak * ONE_CYCLE_START
     return span.peak + (start - span.peak) * (1 + math.cos(math.pi * step / rise)) / 2
 
 
-def flat_cosine(span, step):
-    """The peak during --lr-flat of the steps, then a cosine down to --min-lr: fastai's fit_flat_cos."""
-    return span.fall(max(step, flat := round(span.args.lr_flat * span.steps)), begin=flat)
+def flat_cosine(span, flat, step):
+    """Return the peak in the fraction --lr-flat of the steps, then a cosine down to --min-lr: fastai's fit_flat_cos."""
+    return span.fall(max(step, flat := round(flat * span.steps)), begin=flat)
 
 
-SCHEDULES = {
-    "Cosine": cosine,
-    "Piecewise": piecewise,
-    "Poly": polynomial,
-    "OneCycle": one_cycle,
-    "FlatCosine": flat_cosine,
+SCHEDULES = {  # the function, and the flags that are its arguments between span and step
+    "Cosine": (cosine, ()),
+    "Piecewise": (piecewise, ("lr_decay_epochs", "lr_decay_factor")),
+    "Poly": (polynomial, ("lr_power",)),
+    "OneCycle": (one_cycle, ("lr_rise",)),
+    "FlatCosine": (flat_cosine, ("lr_flat",)),
 }
 
 
 class Schedule(paddle.optimizer.lr.LRScheduler):
-    """A schedule after a linear warm-up, advanced once per step. Its rate depends on the number of the step alone.
+    """A schedule after a linear warm-up, advanced once per step. The rate depends only on the step. It is multiplied by
+    the factor of the stage to which the step belongs.
 
     Args:
-        rate: function from the step after the warm-up to the learning rate.
-        warmup_steps: steps of the warm-up, which ends at rate(0).
-        warmup_start: learning rate of step 0 if there is a warm-up.
+        rate: function that returns the learning rate, given the number of steps since the warm-up.
+        timeline: durations.Timeline.
+        warmup_steps: length of the warm-up, which ends at rate(0).
+        warmup_start: learning rate of step 0 if warmup_steps is positive.
+
+    Attributes:
+        timeline: the argument.
+        batch: index of the next batch within its step.
     """
 
-    def __init__(self, rate, warmup_steps=0, warmup_start=0.0):
+    def __init__(self, rate, timeline, warmup_steps=0, warmup_start=0.0):
+        self.batch, self.timeline = 0, timeline
         self._rate, self._warmup_steps, self._warmup_start = rate, warmup_steps, warmup_start
         super().__init__(rate(0))
 
+    @property
+    def done(self):
+        """The number of completed steps."""
+        return self.last_epoch  # Paddle's name of the step count
+
+    @property
+    def batches(self):
+        """The number of completed batches."""
+        return self.done * self.timeline.accumulate_steps + self.batch
+
     def get_lr(self):
-        step = self.last_epoch - self._warmup_steps  # Paddle counts steps under this name
+        return self._of_schedule() * self.timeline.lr_factor(self.done)
+
+    def _of_schedule(self):
+        step = self.done - self._warmup_steps
         if step >= 0:
             return self._rate(step)
-        return self._warmup_start + (self._rate(0) - self._warmup_start) * self.last_epoch / self._warmup_steps
+        return self._warmup_start + (self._rate(0) - self._warmup_start) * self.done / self._warmup_steps
 
 
-def build_lr_scheduler(args, steps_each_epoch):
-    """The schedule of --lr-scheduler after a linear warm-up.
+def build_lr_scheduler(args, timeline):
+    """Build the schedule of --lr-scheduler with a linear warm-up.
 
-    The peak is --lr times the number of processes, and so is --min-lr: Goyal et al., arXiv:1706.02677.
+    --lr and --min-lr are multiplied by the number of processes and --accumulate-steps: Goyal et al., arXiv:1706.02677.
 
     Args:
-        args: flags.
-        steps_each_epoch: training steps per epoch.
+        args: settings with the flags of the schedule, the warm-up and the length of the run.
+        timeline: durations.Timeline.
     Returns:
         Schedule, to be advanced after each step.
     Raises:
-        UsageError: the warm-up does not start below the rate at which it ends.
+        UsageError: the warm-up does not increase the learning rate.
     """
-    peak, low = (rate * processes.world_size() for rate in (args.lr, args.min_lr))
-    warmup_epochs = args.warmup_epochs
-    if warmup_epochs > args.epochs:
-        logger.warn(f"--warmup-epochs {warmup_epochs} exceeds --epochs: the warm-up takes all {args.epochs} epochs")
-        warmup_epochs = args.epochs
-    warmup_steps = warmup_epochs * steps_each_epoch
-    # At least 1: a run that is all warm-up never reaches the schedule.
-    steps = max(1, args.epochs * steps_each_epoch - warmup_steps)
-    span = Span(steps, peak, low, warmup_epochs, steps_each_epoch, args)
-    schedule = SCHEDULES[args.lr_scheduler]
-    if warmup_steps and args.warmup_start_lr >= schedule(span, 0):
+    factor = processes.world_size() * args.accumulate_steps
+    peak, low = (rate * factor for rate in (args.lr, args.min_lr))
+    steps_of = functools.partial(durations.steps_of, args, timeline)
+    total, warmup_steps = durations.total_steps(args, timeline), steps_of(args.warmup_epochs)
+    if warmup_steps > total:
+        logger.warn(f"--warmup-epochs {args.warmup_epochs}: longer than the run, which consists of warm-up only")
+        warmup_steps = total
+    # At least 1, for a run that consists of warm-up only and never reaches the schedule.
+    span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)
+    function, flags = SCHEDULES[args.lr_scheduler]
+    rate = functools.partial(function, span, *(getattr(args, flag) for flag in flags))
+    if warmup_steps and args.warmup_start_lr >= rate(0):
         raise UsageError(
-            f"--warmup-start-lr {args.warmup_start_lr:g} is not below the {schedule(span, 0):g} at which the warm-up "
-            f"ends, with --lr {args.lr:g} times {processes.world_size()} processes; use a lower one, or "
+            f"--warmup-start-lr {args.warmup_start_lr:g}: not below {rate(0):g}, the learning rate after the warm-up "
+            f"(--lr {args.lr:g} times {factor} for processes and --accumulate-steps); use a lower value, or "
             "--warmup-epochs 0"
         )
-    return Schedule(lambda step: schedule(span, step), warmup_steps, args.warmup_start_lr)
+    return Schedule(rate, timeline, warmup_steps, args.warmup_start_lr)

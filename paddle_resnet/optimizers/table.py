@@ -1,7 +1,7 @@
-"""The optimizers that --optimizer names: how Paddle's is built, and the custom operator that replaces its operators.
+"""The optimizers of --optimizer: constructors of Paddle's optimizers, and custom operators that replace their updates.
 
-Another optimizer is an entry of OPTIMIZERS, its name and flags in config.py, an operator in native/update.h, and its
-formula in tests/native/test_native.py.
+To add an optimizer, write an entry of OPTIMIZERS, its name and flags in settings/declarations.py, an operator in
+native/update.h, and a test with its formula in tests/native/test_native.py.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ class Rule:
     """An optimizer.
 
     Attributes:
-        build: function of the flags, the learning rate (Schedule) and the parameters that have weight decay (a set of
-            names) that returns Paddle's optimizer of the current program.
-        decays_biases: weight decay acts on biases.
-        op: type of the operator with which Paddle updates a parameter.
-        native: the custom operator that updates all parameters. With "_masters" after its name, it updates float32
+        build: function that returns Paddle's optimizer for the current program; its arguments are the settings, the
+            learning rate (Schedule), and the set of names of the parameters with weight decay.
+        decays_biases: apply weight decay to biases.
+        op: type of Paddle's operator that updates a parameter.
+        native: custom operator that updates all parameters. Its variant with the suffix "_masters" updates float32
             masters and their copies in half precision.
-        state: {tensors of the custom operator: tensor of Paddle's}, one per parameter; Paddle's also has the output
-            "...Out".
-        attrs: {attribute of the custom operator: of Paddle's}, the same for all parameters.
-        decay: function of Paddle's operator that returns the weight decay of its parameter.
+        state: {tensor list of the custom operator: tensor of Paddle's operator}, one tensor per parameter; Paddle's
+            operator also has the output "...Out".
+        attrs: {attribute of the custom operator: attribute of Paddle's operator}, the same for all parameters.
+        decay: function that returns the weight decay of a parameter, given Paddle's operator.
     """
 
     build: Callable
@@ -42,7 +42,7 @@ class Rule:
 def _momentum(args, rate, decayed, nesterov):
     for parameter in static.default_main_program().all_parameters():
         if parameter.name not in decayed:
-            parameter.regularizer = L2Decay(0.0)  # replaces the optimizer's
+            parameter.regularizer = L2Decay(0.0)  # overrides the optimizer's
     return paddle.optimizer.Momentum(
         rate, args.momentum, use_nesterov=nesterov, weight_decay=L2Decay(args.weight_decay)
     )
@@ -112,12 +112,12 @@ BY_OPERATOR = {rule.op: rule for rule in OPTIMIZERS.values()}
 
 
 def build_optimizer(args, lr_scheduler):
-    """The optimizer of --optimizer for the network in the current program.
+    """Build the optimizer of --optimizer for the network in the current program.
 
-    Weight decay acts on scale and shift of batch normalization only with --bn-weight-decay.
+    Weight decay applies to scale and shift of batch normalization only with --bn-weight-decay.
 
     Args:
-        args: flags.
+        args: settings with the flags of the optimizer and of weight decay.
         lr_scheduler: schedules.Schedule.
     """
     rule, program = OPTIMIZERS[args.optimizer], static.default_main_program()
@@ -135,5 +135,5 @@ def build_optimizer(args, lr_scheduler):
 
 
 def updates(program):
-    """Paddle's operators that update the parameters of a training program."""
+    """Return Paddle's operators that update the parameters of a training program."""
     return [op for op in program.global_block().ops if {"Param", "Grad"} <= set(op.input_names)]

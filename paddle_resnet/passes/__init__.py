@@ -1,1 +1,1 @@
-"""Programs rewritten."""
+"""Passes that rewrite programs."""

@@ -1,29 +1,27 @@
-"""Batch normalisation folded into the convolutions before it, for evaluation on a GPU.
+"""Batch normalization folded into the preceding convolutions, for evaluation on a GPU.
 
-With fixed statistics BN is a scale and a shift of each channel. The scale goes into the filters, the shift remains. In
+With fixed statistics, BN scales and shifts each channel. The scale is folded into the filters; the shift remains. In
 half precision, evaluation spends more time on BN than on convolutions: benchmarks/log/step_h200_2026-11-21.md.
 """
 
 import paddle
 from paddle import static
 
-from paddle_resnet import compat
+from paddle_resnet.machine import compat
 
 
-def fold_batch_norms(args, program, exe):
-    """Rewrite an evaluation program in half precision in place. Float32 programs stay: they are the exact reference.
+def fold_batch_norms(program, exe, channel_axis):
+    """Rewrite an evaluation program in half precision in place.
 
     Args:
-        args: flags.
-        program: evaluation Program after cast_evaluation_program, its parameters in the scope.
+        program: evaluation Program after cast_evaluation_program, with its parameters in the scope.
         exe: static.Executor.
+        channel_axis: channel axis of the images, 1 or -1.
     Returns:
-        function without arguments that recomputes the folded filters from the parameters; call it before each
+        a function without arguments that recomputes the folded filters from the parameters; call it before each
         evaluation.
     """
-    if not args.amp or args.kernels == "native":
-        return lambda: None
-    fold_prog = _fold(program, 1 if args.data_layout == "NCHW" else -1)
+    fold_prog = _fold(program, channel_axis)
 
     def refold():
         exe.run(fold_prog)
@@ -33,16 +31,16 @@ def fold_batch_norms(args, program, exe):
 
 
 def _fold(program, channel_axis):
-    """Rewrite the program; returns another one that computes the folded filters and shifts."""
+    """Rewrite the program and return a second one that computes the folded filters and shifts."""
     block, fold_prog = program.global_block(), static.Program()
-    makers = {name: op for op in block.ops for name in op.output_arg_names}
+    producers = {name: op for op in block.ops for name in op.output_arg_names}
     for bn in [op for op in block.ops if op.type == "batch_norm"]:
         out = bn.input("X")[0]
-        conv = makers[out]
+        conv = producers[out]
         if conv.type not in ("conv2d", "depthwise_conv2d"):
             continue
         used = block.var(conv.input("Filter")[0])
-        cast = makers.get(used.name)  # of level O1
+        cast = producers.get(used.name)  # exists at level O1
         filters = block.var(cast.input("X")[0]) if cast is not None else used
         shift_of = block.var(bn.input("Bias")[0])
         folded = _persistable(block, f"{filters.name}.folded", filters.shape, used.dtype)

@@ -1,8 +1,9 @@
-"""Programs rewritten to custom operators (native/): in NHWC BN with the activation after it, or with the residual
-addition and a ReLU, and max pooling; the update of all parameters, with the check of gradients and the loss scale.
+"""Fusion of Paddle's operators to custom operators (native/). In NHWC: BN with the next activation, or with the
+residual addition and a ReLU; max pooling; depthwise convolutions. In all layouts: the update of all parameters, with
+the check of gradients and the loss scale.
 
-This pass runs after all that Paddle writes into a program (precision, gradients, all-reduces). So parameters,
-checkpoints and communication are the same with and without it.
+This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
+checkpoints and communication.
 """
 
 from collections import namedtuple
@@ -10,12 +11,12 @@ from collections import namedtuple
 import paddle
 
 from paddle_resnet.optimizers import table
+from paddle_resnet.passes import averages, updates
 
-VECTOR_BYTES = 16  # what a thread of the kernels reads at once
+VECTOR_BYTES = 16  # per load of a kernel's thread
 TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
 
-# Paddle's activations that the kernels fuse: operator, with the attributes that it must have, and name in
-# native/activations.h.
+# Activations that the kernels fuse: Paddle's operator, its required attributes, and the name in native/activations.h.
 ACTIVATIONS = {
     "relu": ({}, "relu"),
     "relu6": ({"threshold": 6.0}, "relu6"),
@@ -24,18 +25,19 @@ ACTIVATIONS = {
     "swish": ({"beta": 1.0}, "silu"),
 }
 
-# The operators from a BN to the tensor that the rest of the program reads: the activation, the addition of `addend`.
+# The operators between a BN and the tensor `out` that the program reads: an activation, or an addition and a ReLU.
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program):
-    """Rewrite a program in place. Paddle's operators stay where the kernels do not apply: layouts other than NHWC,
-    channels that are not whole vectors of 16 bytes, gradients through fixed statistics, pooling without a fixed size.
+    """Rewrite a program in place. Paddle's operators remain if the kernels do not support them: layouts other than
+    NHWC, channels that do not fill vectors of 16 bytes, gradients through fixed statistics, pooling and depthwise
+    convolutions without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
     Returns:
-        number of Paddle's operators that were replaced.
+        the number of replaced operators.
     """
     graph = _Graph(program.global_block())
     for op in list(graph.block.ops):
@@ -46,18 +48,22 @@ def fuse(program):
                 _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.has_whole_vectors(op):
             _fuse_max_pool(graph, op)
+        elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
+            _fuse_depthwise_conv(graph, op)
+        elif op.type == "dropout" and op.input("Seed") and not op.attr("is_test"):
+            _fuse_dropout(graph, op)
     _fuse_updates(graph)
     return graph.finish()
 
 
 class _Graph:
-    """The producer and the readers of each variable of a block, and the replacements to make in it."""
+    """The producer and the readers of each variable of a block, and the operators to replace."""
 
     def __init__(self, block):
         self.block = block
-        self.makers, self.readers = {}, {}
+        self.producers, self.readers = {}, {}
         for op in block.ops:
-            self.makers.update(dict.fromkeys(op.output_arg_names, op))
+            self.producers.update(dict.fromkeys(op.output_arg_names, op))
             for name in set(op.input_arg_names):
                 self.readers.setdefault(name, []).append(op)
         fused_buffers = [op for op in block.ops if op.type == "coalesce_tensor"]
@@ -65,42 +71,42 @@ class _Graph:
         self.replaced = []
 
     def variables(self, op, *names):
-        """{name: variable} of inputs or outputs of an operator."""
+        """Return {name: variable} of inputs or outputs of an operator."""
         inputs = set(op.input_names)
         return {name: self.block.var((op.input if name in inputs else op.output)(name)[0]) for name in names}
 
-    def has_whole_vectors(self, op):
-        x = self.variables(op, "X")["X"]
+    def has_whole_vectors(self, op, name="X"):
+        x = self.variables(op, name)[name]
         return x.dtype in TYPE_BYTES and x.shape[-1] * TYPE_BYTES[x.dtype] % VECTOR_BYTES == 0
 
     def only_reader(self, name, op_types):
-        """The only forward operator that reads a variable, if it is of one of these types; else None."""
+        """Return the only forward operator that reads a variable, if it has one of these types; otherwise None."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
     def gradient(self, op):
-        """The operator that computes all gradients of another one; None if some are not needed."""
-        out = op.output("Y" if op.type == "batch_norm" else "Out")[0]
-        found = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
-        return found[0] if found and all(found[0].output(name) for name in found[0].output_names) else None
+        """Return the operator that computes all gradients of an operator; None if it does not compute all."""
+        out = op.output({"batch_norm": "Y", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
+        grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
+        return grads[0] if grads and all(grads[0].output(name) for name in grads[0].output_names) else None
 
     def has_gradient(self, ops):
-        """Whether the backward pass goes through one of the operators."""
+        """Return whether the backward pass includes one of the operators."""
         return any(f"{name}@GRAD" in self.readers for op in ops for name in op.output_arg_names)
 
     def is_before(self, first, second):
         return self.block.ops.index(first) < self.block.ops.index(second)
 
     def summands(self, name):
-        """The one or two variables that add up to a gradient, and the operators that add them."""
-        maker = self.makers[name]
-        summands = maker.input_arg_names
-        adds = maker.type in ("sum", "grad_add") and len(summands) == 2 and len(self.readers[name]) == 1
-        names, ops = (summands, [maker]) if adds else ([name], [])
+        """Return the one or two variables whose sum is a gradient, and the operators that add them."""
+        producer = self.producers[name]
+        summands = producer.input_arg_names
+        adds = producer.type in ("sum", "grad_add") and len(summands) == 2 and len(self.readers[name]) == 1
+        names, ops = (summands, [producer]) if adds else ([name], [])
         return [self.block.var(name) for name in names], ops
 
     def replace(self, ops, at, op_type, inputs, outputs, attrs):
-        """Insert an operator before `at`; finish() removes `ops`."""
+        """Insert an operator before the operator `at`; finish() removes `ops`."""
         attrs |= {name: at.attr(name) for name in ("op_role", "op_role_var") if at.has_attr(name)}
         place = self.block.ops.index(at)
         self.block._insert_op_without_sync(place, type=op_type, inputs=inputs, outputs=outputs, attrs=attrs)
@@ -122,7 +128,7 @@ def _tail(graph, bn):
             return Tail([op], op.output("Out")[0], name, None)
     add = graph.only_reader(y, ["elementwise_add"])
     relu = add and graph.only_reader(add.output("Out")[0], ["relu"])
-    # Where both summands come from a BN, the first one takes the addition.
+    # If both summands come from a BN, the addition is fused with the first one.
     if relu and add.input("X")[0] == y:
         addend, normalized = graph.variables(add, "Y")["Y"], graph.block.var(y)
         if addend.name != y and addend.shape == normalized.shape and addend.dtype == normalized.dtype:
@@ -135,36 +141,36 @@ def _fuse_training(graph, bn):
     ops = [bn, *tail.ops]
     gradients = [graph.gradient(op) for op in reversed(ops)]
     if None in gradients:
-        return  # frozen, in part or as a whole
+        return  # partly or completely frozen
     buffer = graph.coalesced.get(gradients[-1].output("Scale@GRAD")[0])
     if buffer is not None and not graph.is_before(buffer, gradients[0]):
-        return  # the buffer of the gradients would be created after the fused operator
+        return  # the fused operator would run before the gradient buffer exists
     coefficients = block.create_var(name=f"{tail.out}.coefficients", dtype=paddle.float32, stop_gradient=True)
     parameters = graph.variables(bn, "X", "Scale", "Bias", "Mean", "Variance")
-    made = {"Y": block.var(tail.out), "Coefficients": coefficients} | graph.variables(bn, "MeanOut", "VarianceOut")
+    outputs = {"Y": block.var(tail.out), "Coefficients": coefficients} | graph.variables(bn, "MeanOut", "VarianceOut")
     attrs = {name: bn.attr(name) for name in ("momentum", "epsilon")}
 
     by_name = graph.variables(gradients[-1], "X@GRAD", "Scale@GRAD", "Bias@GRAD")
     dx, dscale, dbias = by_name.values()
-    known = {"X": parameters["X"], "Coefficients": coefficients}
+    backward_inputs = {"X": parameters["X"], "Coefficients": coefficients}
     if buffer is not None:
-        known["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # memory in the buffer of a fused all-reduce
-    wanted = {"DX": dx, "DScale": dscale, "DBias": dbias}
+        backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # in the buffer of a fused all-reduce
+    gradient_outputs = {"DX": dx, "DScale": dscale, "DBias": dbias}
     out_gradient = f"{tail.out}@GRAD"
     if tail.addend is None:
-        inputs = known | {"DY": block.var(out_gradient)}
-        graph.replace(ops, ops[-1], "native_bn_act", parameters, made, attrs | {"activation": tail.activation})
+        inputs = backward_inputs | {"DY": block.var(out_gradient)}
+        graph.replace(ops, ops[-1], "native_bn_act", parameters, outputs, attrs | {"activation": tail.activation})
         graph.replace(
-            gradients, gradients[0], "native_bn_act_backward", inputs, wanted, {"activation": tail.activation}
+            gradients, gradients[0], "native_bn_act_backward", inputs, gradient_outputs, {"activation": tail.activation}
         )
         return
     mask = block.create_var(name=f"{tail.out}.mask", dtype=paddle.uint8, stop_gradient=True)
     summands, sums = graph.summands(out_gradient)
     add_gradient = gradients[1]
-    inputs = known | {"DY@VECTOR": summands, "Mask": mask}
-    wanted |= {"DZ": graph.variables(add_gradient, "Y@GRAD")["Y@GRAD"]}
-    graph.replace(ops, ops[-1], "native_bn_add_relu", parameters | {"Z": tail.addend}, made | {"Mask": mask}, attrs)
-    graph.replace([*sums, *gradients], gradients[0], "native_bn_add_relu_backward", inputs, wanted, {})
+    inputs = backward_inputs | {"DY@VECTOR": summands, "Mask": mask}
+    gradient_outputs |= {"DZ": graph.variables(add_gradient, "Y@GRAD")["Y@GRAD"]}
+    graph.replace(ops, ops[-1], "native_bn_add_relu", parameters | {"Z": tail.addend}, outputs | {"Mask": mask}, attrs)
+    graph.replace([*sums, *gradients], gradients[0], "native_bn_add_relu_backward", inputs, gradient_outputs, {})
 
 
 def _fuse_inference(graph, bn):
@@ -186,9 +192,9 @@ def _is_plain_max_pool(graph, op):
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive", "ceil_mode"))
     fits_a_byte = max(kernel) <= 15  # a position in the window
-    sees_the_image = max(padding) < min(kernel)  # every window does
+    overlaps_the_image = max(padding) < min(kernel)  # true for every window
     has_fixed_size = min(graph.variables(op, "X")["X"].shape[1:]) > 0
-    is_known = is_square and is_plain and fits_a_byte and sees_the_image and has_fixed_size
+    is_known = is_square and is_plain and fits_a_byte and overlaps_the_image and has_fixed_size
     return is_known and op.attr("padding_algorithm") == "EXPLICIT"
 
 
@@ -207,49 +213,101 @@ def _fuse_max_pool(graph, pool):
         graph.replace([*sums, gradient], gradient, "native_max_pool_backward", inputs, {"DX": dx}, attrs | sizes)
 
 
-def _fuse_updates(graph):
-    """One operator for all of Paddle's updates of a kind, and one that checks the gradients and updates the loss scale.
+def _has_depthwise_kernel(graph, op):
+    x, filters = graph.variables(op, "Input", "Filter").values()
+    stride, padding = op.attr("strides"), op.attr("paddings")
+    is_square = len(set(stride)) == len(set(padding)) == 1 and op.attr("dilations") == [1, 1]
+    is_plain = is_square and op.attr("padding_algorithm") == "EXPLICIT" and op.attr("data_format") == "NHWC"
+    has_filter = filters.shape in [(x.shape[-1], 1, size, size) for size in (3, 5)] and filters.dtype == x.dtype
+    has_fixed_size = min(x.shape[1:]) > 0
+    return is_plain and stride[0] in (1, 2) and has_filter and has_fixed_size and graph.has_whole_vectors(op, "Input")
 
-    Gradients keep the loss scale until the update reads them in float32. Paddle divides by it in float16, where small
-    gradients are lost. A skipped step changes neither parameters nor the optimizer's state; BN statistics include its
+
+def _fuse_depthwise_conv(graph, op):
+    x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
+    inputs, attrs = {"X": x, "Filter": filters}, {"stride": op.attr("strides")[0], "padding": op.attr("paddings")[0]}
+    graph.replace([op], op, "native_depthwise_conv", inputs, {"Y": out}, dict(attrs))
+    gradient = graph.gradient(op)
+    if gradient is None:
+        return
+    dy, dx, dfilter = graph.variables(gradient, "Output@GRAD", "Input@GRAD", "Filter@GRAD").values()
+    inputs["DY"] = dy
+    if dfilter.name in graph.coalesced:
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # memory in the buffer of a fused all-reduce
+    outputs = {"DX": dx, "DFilter": dfilter}
+    graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
+
+
+def _fuse_dropout(graph, op):
+    """Replace dropout and its gradient, which needs no mask because it draws the same random numbers."""
+    variables, attrs = graph.variables(op, "X", "Seed", "Out"), {"rate": op.attr("dropout_prob")}
+    out = variables.pop("Out")
+    graph.replace([op], op, "native_dropout", variables, {"Y": out}, dict(attrs))
+    gradient = graph.gradient(op)
+    if gradient is not None:
+        dx, dout = graph.variables(gradient, "X@GRAD", "Out@GRAD").values()
+        inputs = {"X": dout, "Seed": variables["Seed"]}
+        graph.replace([gradient], gradient, "native_dropout", inputs, {"Y": dx}, attrs)
+
+
+def _fuse_updates(graph):
+    """Replace all updates by one operator per precision, and add one that checks the gradients and updates the loss
+    scale.
+
+    Gradients remain scaled until the update reads them in float32. Paddle unscales them in float16, where small
+    gradients underflow. A skipped step changes neither parameters nor the optimizer's state; BN statistics include its
     batch.
     """
     block = graph.block
-    updates = table.updates(block.program)
-    if not updates or any(op.type not in table.BY_OPERATOR for op in updates):
+    paddles = table.updates(block.program)
+    if not paddles or any(op.type not in table.BY_OPERATOR for op in paddles):
         return  # Paddle's operators would miss the loss scaling
-    unscale = _fuse_loss_scaling(graph)
-    # table.build_optimizer makes all of them alike.
-    [(op_type, rate)] = {(op.type, op.input("LearningRate")[0]) for op in updates}
+    unscale = _fuse_clipping(graph, _fuse_loss_scaling(graph))
+    # table.build_optimizer creates only operators of one type with one learning rate.
+    [(op_type, rate)] = {(op.type, op.input("LearningRate")[0]) for op in paddles}
     rule = table.BY_OPERATOR[op_type]
     for has_masters in (False, True):
-        ops = [op for op in updates if bool(op.input("MasterParam")) == has_masters]
+        ops = [op for op in paddles if bool(op.input("MasterParam")) == has_masters]
         if not ops:
             continue
         tensors = {"Parameters": "Param", **rule.state} | ({"Masters": "MasterParam"} if has_masters else {})
-        tensors = {ours: [block.var(op.input(name)[0]) for op in ops] for ours, name in tensors.items()}
+        tensors = {kind: [block.var(op.input(name)[0]) for op in ops] for kind, name in tensors.items()}
         inputs = {f"{name}@VECTOR": variables for name, variables in tensors.items()}
         inputs["Gradients@VECTOR"] = [block.var(op.input("Grad")[0]) for op in ops]
         inputs["Rate"] = block.var(rate)
         if unscale is not None:
             inputs["Unscale@OPTIONAL"] = unscale
         outputs = {f"{name}Out@VECTOR": variables for name, variables in tensors.items()}
-        attrs = {ours: ops[0].attr(name) for ours, name in rule.attrs.items()}
+        attrs = {attr: ops[0].attr(name) for attr, name in rule.attrs.items()}
         attrs["decays"] = [rule.decay(op) for op in ops]
         graph.replace(ops, ops[0], rule.native + ("_masters" if has_masters else ""), inputs, outputs, attrs)
+    _fuse_averages(graph, unscale)
+
+
+def _fuse_averages(graph, unscale):
+    """Replace all averages of --ema by one operator."""
+    ops = [op for op in graph.block.ops if op.type == "lerp" and averages.contains(op)]
+    if not ops:
+        return
+    averaged, values = ([graph.block.var(op.input(name)[0]) for op in ops] for name in "XY")
+    inputs = {"Averages@VECTOR": averaged, "Values@VECTOR": values, **graph.variables(ops[0], "Weight")}
+    if unscale is not None:
+        inputs["Unscale@OPTIONAL"] = unscale
+    graph.replace(ops, ops[0], "native_ema", inputs, {"AveragesOut@VECTOR": averaged}, {})
 
 
 def _fuse_loss_scaling(graph):
-    """Returns the factor for the gradients as a variable, 0 in a step to skip; None without loss scaling."""
+    """Replace the operators of loss scaling and return the factor of the gradients, a variable that is 0 in a step to
+    skip; None without loss scaling."""
     block = graph.block
     checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
     if not checks:
         return None
     unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
-    found = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # operators that join the answers for float32 and for the other type, and copy the result
-        if op.type in ("concat", "reduce_any", "memcpy") and found.issuperset(op.input_arg_names):
-            found.update(op.output_arg_names)
+    overflows = {op.output("FoundInfinite")[0] for op in checks}
+    for op in block.ops:  # operators that combine the results of both data types and copy the combined result
+        if op.type in ("concat", "reduce_any", "memcpy") and overflows.issuperset(op.input_arg_names):
+            overflows.update(op.output_arg_names)
             checks.append(op)
     scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
     if not scalings:
@@ -258,11 +316,26 @@ def _fuse_loss_scaling(graph):
         )
         return unscale
     state = {"PrevLossScaling": "Scale", "InGoodSteps": "GoodSteps", "InBadSteps": "BadSteps"}
-    state = {ours: block.var(scalings[0].input(name)[0]) for name, ours in state.items()}
+    state = {kind: block.var(scalings[0].input(name)[0]) for name, kind in state.items()}
     inputs = state | {"Gradients@VECTOR": [block.var(name) for op in scalings for name in op.input("X")]}
     outputs = {f"{name}Out": variable for name, variable in state.items()} | {"Unscale": unscale}
     rule = {"raise_after_steps": "incr_every_n_steps", "lower_after_steps": "decr_every_n_nan_or_inf"}
     rule |= {"raise_by": "incr_ratio", "lower_by": "decr_ratio"}
-    attrs = {ours: scalings[0].attr(name) for ours, name in rule.items()}
+    attrs = {attr: scalings[0].attr(name) for attr, name in rule.items()}
     graph.replace([*checks, *scalings], scalings[0], "native_check_finite", inputs, outputs, attrs)
     return unscale
+
+
+def _fuse_clipping(graph, unscale):
+    """Replace the operators of gradient clipping by one and return the factor that the update applies to the gradients,
+    which includes `unscale`. Without clipping, return `unscale`."""
+    block = graph.block
+    ops = [op for op in block.ops if op.attr("op_namescope").startswith(f"/{updates.CLIPPING}")]
+    if not ops:
+        return unscale
+    gradients = [block.var(op.input("X")[0]) for op in ops if op.type == "elementwise_mul"]
+    inputs = {"Gradients@VECTOR": gradients} | ({} if unscale is None else {"Unscale@OPTIONAL": unscale})
+    factor = block.create_var(name="clip_factor", shape=[1], dtype=paddle.float32, stop_gradient=True)
+    [maximum] = [op.attr("scale") for op in ops if op.type == "scale"]
+    graph.replace(ops, ops[0], "native_clip_factor", inputs, {"Factor": factor}, {"max_norm": maximum})
+    return factor

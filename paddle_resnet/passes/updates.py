@@ -1,8 +1,10 @@
-"""Paddle's operators that update the parameters, corrected where their result is wrong."""
+"""Gradient clipping, and corrections of Paddle's operators that update parameters and BN statistics."""
 
 import itertools
 
+import numpy as np
 import paddle
+from paddle import static
 from paddle.utils import unique_name
 
 from paddle_resnet.optimizers import table
@@ -10,31 +12,70 @@ from paddle_resnet.optimizers import table
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
-def mend_updates(args, main_prog):
-    """Correct the update operators of a training program in place, where fusion.fuse does not replace them."""
-    if args.kernels == "native":
-        return
-    if args.amp and args.amp_dtype == "bfloat16":
+CLIPPING = "clip_grad_norm"  # name scope of the operators of clip_gradients
+
+
+def clip_gradients(main_prog, maximum):
+    """Limit the global norm of the gradients to a maximum, in place: Pascanu et al., arXiv:1211.5063.
+
+    The operators are inserted before the updates, where the gradients are all-reduced and unscaled. Squares are summed
+    in float32; paddle.nn.ClipGradByGlobalNorm would sum squares of float16 gradients in float16.
+    """
+    block, updates = main_prog.global_block(), table.updates(main_prog)
+    at = itertools.count(block.ops.index(updates[0]))
+
+    def insert(op_type, inputs, shape=(1,), dtype=paddle.float32, **attrs):
+        out = block.create_var(name=unique_name.generate(f"{CLIPPING}.{op_type}"), shape=shape, dtype=dtype)
+        _insert_update(block, next(at), op_type, {"X": inputs}, out, attrs)
+        return out
+
+    gradients = [block.var(op.input("Grad")[0]) for op in updates]
+    with static.name_scope(CLIPPING):
+        wide = [
+            g if g.dtype == paddle.float32 else insert("cast", g, g.shape, in_dtype=g.dtype, out_dtype=paddle.float32)
+            for g in gradients
+        ]
+        norm = insert("sqrt", insert("sum", [insert("squared_l2_norm", g) for g in wide]))
+        larger = insert("clip", norm, min=maximum, max=float(np.finfo(np.float32).max))
+        factor = insert("scale", insert("reciprocal", larger), scale=maximum)
+        for dtype in {g.dtype for g in gradients}:
+            cast_factor = factor
+            if dtype != paddle.float32:
+                cast_factor = insert("cast", factor, dtype=dtype, in_dtype=paddle.float32, out_dtype=dtype)
+            for g in (g for g in gradients if g.dtype == dtype):
+                _insert_update(block, next(at), "elementwise_mul", {"X": g, "Y": cast_factor}, g, {"axis": -1})
+    block._sync_with_cpp()
+
+
+def fix_updates(main_prog, is_bfloat16, is_dynamic):
+    """Correct the update operators of a training program in place. Not needed if fusion.fuse replaces them.
+
+    Args:
+        main_prog: training Program after minimize.
+        is_bfloat16: AMP uses bfloat16.
+        is_dynamic: dynamic loss scaling skips steps.
+    """
+    if is_bfloat16:
         _update_masters_in_float32(main_prog)
-    if args.use_dynamic_loss_scaling:
+    if is_dynamic:
         _keep_parameters_on_overflow(main_prog)
 
 
-def place_state(args, startup_prog):
-    """Make the start-up program create the optimizer's state where the program runs, in place.
+def place_state(startup_prog):
+    """Make the startup program create the optimizer's state on the device of the program, in place, for a custom
+    operator.
 
-    Paddle creates the powers of Adam's betas on the CPU, and its operators change them there. A custom operator keeps
-    them on the GPU, so a captured step needs no value from the host.
+    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operator keeps them on the GPU, so a
+    captured step needs no value from the host.
     """
-    if args.kernels == "native":
-        for op in startup_prog.global_block().ops:
-            if op.attr("op_device") == "cpu":
-                op._set_attr("op_device", "")
+    for op in startup_prog.global_block().ops:
+        if op.attr("op_device") == "cpu":
+            op._set_attr("op_device", "")
 
 
 def _update_masters_in_float32(program):
-    """Make the optimizer update the float32 master of each bfloat16 parameter, then cast it to the parameter. Paddle
-    lacks a momentum kernel for bfloat16, with and without masters."""
+    """Make the optimizer update the float32 master of each bfloat16 parameter, then cast it to the parameter, because
+    Paddle has no momentum kernel for bfloat16."""
     block = program.global_block()
     for op in reversed(table.updates(program)):
         i = block.ops.index(op)
@@ -56,11 +97,10 @@ def _update_masters_in_float32(program):
 
 
 def _keep_parameters_on_overflow(program):
-    """Make the learning rate 0 in a step that dynamic loss scaling skips, where Paddle's operator cannot skip it.
+    """Set the learning rate to 0 in a step that dynamic loss scaling skips, for update operators that cannot skip it.
 
-    Paddle then sets the gradients to 0, so momentum and weight decay would still move the parameters. One
-    effect stays: momentum decays as for a gradient of 0, in one of thousands of steps. To avoid it would take one more
-    operator for each parameter in every step.
+    Paddle only sets the gradients to 0, so momentum and weight decay would still change the parameters. The velocity
+    still decays in a skipped step, one of thousands; preventing that would require another operator per parameter.
     """
     block = program.global_block()
     scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
@@ -83,11 +123,11 @@ def _keep_parameters_on_overflow(program):
 
 
 def keep_statistics_finite(program):
-    """Let channels whose mean or variance of a batch is not finite keep their running statistics, in place.
+    """Keep the running statistics of channels whose batch mean or variance is not finite, in place.
 
-    Paddle's batch_norm would make the running statistics infinite or NaN for the rest of the run, although the output
-    may be finite, and dynamic loss scaling does not skip the statistics of a step. The added operators work on all
-    layers at once. Custom kernels have this check inside.
+    Otherwise, Paddle's batch_norm would make the running statistics infinite or NaN for the rest of the run, even if
+    the output is finite, and dynamic loss scaling does not skip updates of statistics. The added operators process all
+    layers together. Custom kernels include this check.
     """
     block = program.global_block()
     layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]

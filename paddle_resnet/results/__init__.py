@@ -1,1 +1,1 @@
-"""What a user takes away from a run: TensorBoard events, predictions, the HTML page, the comparison of runs."""
+"""Outputs of a run for users: TensorBoard events, predictions, the HTML page, and comparisons of runs."""

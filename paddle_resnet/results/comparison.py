@@ -1,4 +1,4 @@
-"""`python -m paddle_resnet.report RUN...`: runs side by side, from their reports."""
+"""`python -m paddle_resnet.report RUN...`: comparison of runs, from their reports."""
 
 import argparse
 
@@ -13,7 +13,7 @@ from utils import exit_codes, files, outputs
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
-# Flags that say where a run writes, not what it does.
+# Flags that determine the outputs of a run, not its computation.
 PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
 
 
@@ -21,11 +21,11 @@ def main(argv=None):
     """Compare runs and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m paddle_resnet.report",
-        description="Compare runs: figures, curves, flags that differ, and the first step at which the losses differ.",
+        description="Compare runs: metrics, curves, flags that differ, and the first step at which the losses differ.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a report, or a folder with report.json")
-    parser.add_argument("--html", metavar="FILE", help="also write a page; that of a single run has all its details")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page, for a single run with all details")
     return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_args(argv))))
 
 
@@ -33,26 +33,27 @@ def _compare(runs, html):
     places = runs
     runs = dict(zip(_names(places), map(reading.read, places), strict=True))
     _claim_page(html, runs.values())
-    tables = [("figures", figures(runs)), ("flags that differ", flags(runs))]
-    partings = [(name, parting(next(iter(runs.values())), run)) for name, run in list(runs.items())[1:]]
+    tables = [("metrics", metrics(runs)), ("flags that differ", flags(runs))]
+    first = next(iter(runs.values()))
+    differences = [(name, first_difference(first, run)) for name, run in list(runs.items())[1:]]
     console = Console()
     for title, rows in tables:
         if rows:
             _print(console, title, runs, rows)
     _print_curves(console, runs)
-    for name, text in partings:
+    for name, text in differences:
         console.print(Text(f"{name}: {text}"), soft_wrap=True)
     if html is not None and len(runs) == 1:
         page.write(html, *(run.path for run in runs.values()))
     elif html is not None:
         charts = [(title, chart(_series(runs, name))) for name, title in CURVES.items()]
-        page.save(html, "comparison.html.j2", runs=list(runs), tables=tables, charts=charts, partings=partings)
+        page.save(html, "comparison.html.j2", runs=list(runs), tables=tables, charts=charts, differences=differences)
 
 
 def _claim_page(html, runs):
-    """Check the page; it must not replace a file that it is made from."""
+    """Check the path of the page, which must not replace one of its sources."""
     read = [("RUN", run.path) for run in runs]
-    read += [("RUN's table", files.beside(run.path, kind)) for run in runs for kind in reading.COLUMNS]
+    read += [("RUN's table", files.companion(run.path, kind)) for run in runs for kind in reading.COLUMNS]
     read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]
     roots = {run.parameters.get("image_root") or "" for run in runs}
     shown = [("the data set's", path) for root in sorted(roots) for path in listing.occupied(root)]
@@ -60,7 +61,7 @@ def _claim_page(html, runs):
 
 
 def _names(places):
-    """A name for each run: its place, without what all places begin with, and with a number if it came before."""
+    """Return a name for each run: its path without the common prefix of all, numbered if it occurs more than once."""
     parts = [place.rstrip("/").removesuffix("/report.json").split("/") for place in places]
     while len(places) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
         parts = [p[1:] for p in parts]
@@ -68,36 +69,36 @@ def _names(places):
     return [name if names.index(name) == i else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
-def figures(runs):
-    """[(what, [text of each run])]."""
+def metrics(runs):
+    """Return [(name, [text of each run])]."""
 
     def of(run):
         best = run.best()
         numbers = {name: run.last(name) for name in ("val.top1", "val.loss", "train.loss", "train.ips")}
         text = {name: "" if value is None else f"{value:.4f}" for name, value in numbers.items()}
         return {
-            "epochs": str(len(run.epochs)) + ("" if run.summary else ", not ended"),
+            "epochs": str(len(run.epochs)) + ("" if run.summary else ", not finished"),
             "best top1": "" if best is None else f"{best[1]:.4f} (epoch {best[0]})",
             "last top1": text["val.top1"],
             "last validation loss": text["val.loss"],
             "last training loss": text["train.loss"],
             "images/s, last epoch": "" if numbers["train.ips"] is None else f"{numbers['train.ips']:,.0f}",
-            "seconds in all": f"{run.total_s:,.0f}",
+            "total seconds": f"{run.total_s:,.0f}",
         }
 
-    found = [of(run) for run in runs.values()]
-    return [(what, [column[what] for column in found]) for what in found[0]]
+    columns = [of(run) for run in runs.values()]
+    return [(what, [column[what] for column in columns]) for what in columns[0]]
 
 
 def flags(runs):
-    """[(flag, [value of each run])] where they differ; a report of another version may lack a flag."""
+    """Return [(flag, [value of each run])] of the flags that differ; a different version's report may lack a flag."""
     names = dict.fromkeys(name for run in runs.values() for name in run.parameters if name not in PLACES)
     rows = [(name, [str(run.parameters.get(name, "-")) for run in runs.values()]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def parting(first, other):
-    """Where the training losses of two runs differ for the first time, in words."""
+def first_difference(first, other):
+    """Describe the first step at which the training losses of two runs differ."""
     steps = [
         (step, a["train.loss"], other.steps[step]["train.loss"])
         for step, a in sorted(first.steps.items())
@@ -105,11 +106,9 @@ def parting(first, other):
     ]
     for i, ((epoch, step), a, b) in enumerate(steps):
         if repr(a) != repr(b):  # None if the loss is not finite
-            before = f"; equal in all steps logged before ({i})" if i else ", the first logged step"
-            return f"parts from the first run at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
-    return (
-        f"has the first run's losses in all {len(steps)} common steps" if steps else "shares no step with the first run"
-    )
+            before = f"; equal in the {i} logged steps before" if i else ", the first logged step"
+            return f"first differs at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
+    return f"same losses in all {len(steps)} common steps" if steps else "no step in common with the first run"
 
 
 def _print(console, title, runs, rows):
@@ -122,7 +121,7 @@ def _print(console, title, runs, rows):
 
 
 def _print_curves(console, runs):
-    """A row of bars for each run and figure, on one scale for all runs."""
+    """Print a row of bars for each run and metric, with the same scale for all runs."""
     for name, title in CURVES.items():
         curves = {run: [y for _, y in points] for run, _, points in _series(runs, name)}
         values = [y for curve in curves.values() for y in curve]

@@ -1,4 +1,4 @@
-"""Line charts as SVG, coloured by the style of the page that they stand in."""
+"""Line charts as SVG, colored by the style sheet of the page."""
 
 import math
 
@@ -14,9 +14,9 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False):
 
     Args:
         series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
-        xlabel: of the x axis.
+        xlabel: label of the x axis.
         mark: (x, y) of a point to mark, or None.
-        from_zero: the y axis begins at 0. Otherwise it is logarithmic where positive values span a factor of 30.
+        from_zero: begin the y axis at 0. Otherwise it is logarithmic if positive values span a factor of 30.
     Returns:
         Markup of an <svg>, or "" without points.
     """
@@ -35,8 +35,8 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False):
         return LEFT + (x - xs[0]) / (right - xs[0]) * (WIDTH - LEFT - RIGHT)
 
     def py(y):
-        share = (scale(y) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        fraction = (scale(y) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
+        return HEIGHT - BOTTOM - fraction * (HEIGHT - TOP - BOTTOM)
 
     names = ", ".join(name for name, _, line in series if line)
     svg = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(names)}">']
@@ -63,7 +63,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False):
 
 
 def ticks(low, high):
-    """Round numbers, about five, from at most low to at least high."""
+    """Return about five round numbers from at most low to at least high."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     rough = (high - low) / 4
@@ -74,11 +74,11 @@ def ticks(low, high):
 
 
 def decades(low, high):
-    """1, 2 and 5 times powers of ten, or the powers alone, from at most low to at least high."""
+    """Return 1, 2 and 5 times powers of ten, or the powers alone, from at most low to at least high."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
-    first = max(i for i, y in enumerate(found) if y <= low)
-    return found[first : 1 + min(i for i, y in enumerate(found) if y >= high)]
+    values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
+    first = max(i for i, y in enumerate(values) if y <= low)
+    return values[first : 1 + min(i for i, y in enumerate(values) if y >= high)]
 
 
 def label(value):

@@ -1,4 +1,4 @@
-"""The page about a run (--report-html): one HTML file without other files, made from the report and its tables."""
+"""The page of a run (--report-html): one self-contained HTML file, created from the report and its tables."""
 
 import base64
 import functools
@@ -18,18 +18,18 @@ from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
 WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 144  # classes, images of each, pixels
-MATRIX = 24  # classes of the confusion matrix at most
+MATRIX = 24  # maximum number of classes in the confusion matrix
 
 
 def write(path, report_file, environment=None):
     """Write the page of a run.
 
     Args:
-        path: of the page.
-        report_file: a report; the CSV files beside it are those of its last evaluation.
+        path: path of the page.
+        report_file: a report; the CSV files next to it are from its last evaluation.
         environment: {name: value} to show, or None.
     Raises:
-        UsageError: report_file or a table next to it does not fit the schema.
+        UsageError: report_file or a table next to it does not match the schema.
         RunError: the page cannot be written.
     """
     run = reading.read(report_file)
@@ -41,9 +41,9 @@ def write(path, report_file, environment=None):
         "run.html.j2",
         run=run,
         best=run.best(),
-        figures=_figures(run),
+        metrics=_metrics(run),
         charts=_charts(run),
-        shares=_time(run),
+        times=_times(run),
         worst=_worst(run, classes, confusion, rows),
         matrix=_matrix(classes, confusion),
         changed=run.changed_flags(),
@@ -59,7 +59,7 @@ def save(path, template, **content):
         text = _templates().get_template(template).render(content)
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")  # names may have lone surrogates
     except OSError as e:
-        raise RunError(f"{path} cannot be written ({e.strerror}): make room or name another file") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); make room or choose a different file") from e
 
 
 @functools.cache
@@ -70,10 +70,10 @@ def _templates():
     return environment
 
 
-def _figures(run):
-    """[(value, what it is)], the most important first."""
+def _metrics(run):
+    """Return [(value, description)], the most important first."""
     best, is_trained = run.best(), bool(run.curve("train.loss"))
-    found = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
+    metrics = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
     ips = ("train.ips", ",.0f", "images/s in training") if is_trained else ("val.ips", ",.0f", "images/s")
     last = (
         ("val.top1", ".2%", "top1 at the end"),
@@ -81,8 +81,8 @@ def _figures(run):
         ("val.loss", ".4g", "validation loss"),
         ips,
     )
-    found += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]
-    return [*found, (_duration(run.total_s), "in all")]
+    metrics += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]
+    return [*metrics, (_duration(run.total_s), "total time")]
 
 
 def _duration(seconds):
@@ -90,7 +90,7 @@ def _duration(seconds):
 
 
 def _charts(run):
-    """[(title, [(name, CSS class)], SVG)] of what the report has curves of."""
+    """Return [(title, [(name, CSS class)], SVG)] of the curves in the report."""
     if not run.curve("train.loss"):
         return []
 
@@ -110,24 +110,24 @@ def _charts(run):
     return [(title, [line[:2] for line in series], svg) for title, series, svg in charts if svg]
 
 
-def _time(run):
-    """[(what, seconds, share)] of the time from the starts of the run to its last entry."""
+def _times(run):
+    """Return [(description, seconds, fraction)] of the time from the starts of the run to its last entry."""
     waiting, training = run.spent_s["waiting"], run.spent_s["train"]
     parts = {"start": run.start_s, "waiting for images": waiting, "training steps": max(0.0, training - waiting)}
     parts["evaluation"] = run.spent_s["val"]
-    parts["checkpoints and the rest"] = max(0.0, run.total_s - sum(parts.values()))
-    whole = sum(parts.values()) or 1
-    return [(what, seconds, seconds / whole) for what, seconds in parts.items() if seconds > 0]
+    parts["checkpoints and other"] = max(0.0, run.total_s - sum(parts.values()))
+    total = sum(parts.values()) or 1
+    return [(what, seconds, seconds / total) for what, seconds in parts.items() if seconds > 0]
 
 
 def _worst(run, classes, confusion, rows):
-    """The classes with the lowest accuracy: [{class, top1, images, taken_for, thumbnails}]."""
+    """Return the classes with the lowest accuracy: [{class, top1, images, mistaken_for, thumbnails}]."""
     worst = [row for row in classes if row["top1"] and float(row["top1"]) < 1]
     worst = sorted(worst, key=lambda row: float(row["top1"]))[:WORST_CLASSES]
     images = _images(run) if rows else {}
     for row in worst:
-        taken = [p for p in confusion if p["label"] == row["label"] != p["predicted"]]
-        row["taken_for"] = [(pair["predicted_class"], pair["images"]) for pair in taken[:3]]
+        pairs = [p for p in confusion if p["label"] == row["label"] != p["predicted"]]
+        row["mistaken_for"] = [(pair["predicted_class"], pair["images"]) for pair in pairs[:3]]
         wrong = [p for p in rows if p["label"] == row["label"] != p["prediction"]]
         wrong.sort(key=lambda p: -float(p["probability_1"] or 0))
         row["thumbnails"] = [
@@ -139,20 +139,22 @@ def _worst(run, classes, confusion, rows):
 
 
 def _images(run):
-    """{name: listing.Image} of the validation split; empty if it is no longer there."""
+    """Return {name: listing.Image} of the validation split; empty if it no longer exists."""
     image_root, data_format = (run.parameters.get(name) for name in ("image_root", "data_format"))
     if image_root is None or data_format not in ("auto", *listing.STORAGE_FORMATS):
         return {}
     try:
         own = listing.own_classes(image_root, Mode.EVAL)
-        found = listing.images(image_root, Mode.EVAL, None if data_format == "auto" else data_format, classes=own)
+        _, _, images = listing.images(
+            image_root, Mode.EVAL, None if data_format == "auto" else data_format, classes=own
+        )
     except (UsageError, OSError, ValueError):  # ValueError: a name with a NUL
         return {}
-    return {image.name: image for image in found[2]}
+    return {image.name: image for image in images}
 
 
 def _thumbnail(image):
-    """A data: address of a small JPEG, or None for an image that Pillow cannot read."""
+    """Return a data URL of a small JPEG, or None for an image that Pillow cannot read."""
     if image is None:
         return None
     try:
@@ -167,7 +169,8 @@ def _thumbnail(image):
 
 
 def _matrix(classes, confusion):
-    """What the template draws: names, cells (column, row, row of confusion.csv, share), number of all classes."""
+    """Return the matrix for the template: names, cells (column, row, row of confusion.csv, fraction), number of all
+    classes."""
     of_label = {row["label"]: row for row in classes if int(row["images"])}
     errors = {label: int(row["images"]) - int(row["correct"]) for label, row in of_label.items()}
     shown = sorted(sorted(errors, key=lambda label: -errors[label])[:MATRIX], key=int)

@@ -1,11 +1,12 @@
-"""What an evaluation predicted for each image (--predictions), as a CSV file.
+"""The CSV file of an evaluation's predictions (--predictions).
 
-A row for each image, in the order of the data set: image (listing.Image.name), label, prediction, class and
+It contains a row per image, in the order of the data set: image (listing.Image.name), label, prediction, class and
 predicted_class (their names), then label_1, class_1, probability_1 and so on for the five most probable classes.
 `python -m paddle_resnet.predict --csv` writes the same columns without label and class.
-A class whose logit is NaN and a probability that is not finite leave their fields empty.
+The fields of a class whose logit is NaN and of a non-finite probability are empty.
 """
 
+import contextlib
 import csv
 import math
 import os
@@ -17,55 +18,54 @@ from utils.mode import Mode
 
 
 def write(path, args, predictions, names):
-    """Write the file, which appears under its name when it is complete.
+    """Write the file atomically.
 
     Args:
-        path: of the file.
-        args: flags.
-        predictions: of program.run.
-        names: of all outputs of the network.
+        path: path of the file.
+        args: settings of the data set, to list its images.
+        predictions: result of program.run.
+        names: class names of all outputs of the network.
     Raises:
         RunError: the data set has changed since the start, or the file cannot be written.
     """
     images = _images(args)
     if len(images) != len(predictions):
         raise RunError(
-            f"--image-root {args.image_root} had {len(predictions)} validation images at the start and has "
-            f"{len(images)} now: evaluate again"
+            f"--image-root {args.image_root}: had {len(predictions)} validation images at the start and has "
+            f"{len(images)} now; evaluate again"
         )
     k = predictions.shape[1] // 2
     header = ["image", "label", "prediction", "class", "predicted_class"]
     header += top_columns(k)
     path = os.path.realpath(path)
     is_special = os.path.exists(path) and not os.path.isfile(path)  # /dev/null, a pipe
-    partial = path if is_special else f"{path}.partial"
+    place = contextlib.nullcontext(path) if is_special else files.written(path, f"{path}.partial")
     try:
-        files.touch(partial)
-        with open(partial, "w", encoding="utf-8", newline="") as f:
-            writer = csv.writer(f)
-            writer.writerow(header)
-            for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
-                named = [(int(c), names[int(c)]) if c < len(names) else ("", "") for c in row[:k]]
-                top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
-                writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
-        if not is_special:
-            os.replace(partial, path)
+        with place as partial:
+            files.touch(partial)
+            with open(partial, "w", encoding="utf-8", newline="") as f:
+                writer = csv.writer(f)
+                writer.writerow(header)
+                for image, (label, *row) in zip(images, predictions.tolist(), strict=True):
+                    named = [(int(c), names[int(c)]) if c < len(names) else ("", "") for c in row[:k]]
+                    top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
+                    writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
     except OSError as e:
-        raise RunError(f"{path} cannot be written ({e.strerror}): make room") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); make room") from e
 
 
 def top_columns(k):
-    """Names of the columns of the k most probable classes."""
+    """Return the names of the columns of the k most probable classes."""
     return [f"{name}_{i}" for i in range(1, k + 1) for name in ("label", "class", "probability")]
 
 
 def top_cells(top):
-    """The cells of these columns for [(label, class name, probability)]."""
+    """Return the cells of these columns for [(label, class name, probability)]."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 
 def _images(args):
-    """The validation images in the order in which the loader reads them."""
+    """List the validation images in the order in which the loader reads them."""
     skip = (
         listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
         if args.skip_list is not None

@@ -1,6 +1,6 @@
-"""Reads what a run has left: the report and the tables next to it, which must fit the schema below.
+"""Reading of a run's report and the tables next to it, which must match the schema below.
 
-docs/reports.md describes the files.
+See docs/reports.md for the files.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import config
+from paddle_resnet.settings import parsing
+from paddle_resnet.settings.values import network_name
 from utils import files
 from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
@@ -24,7 +25,7 @@ LIMIT_S = 1e10  # of a run
 
 
 def _is_loss(value):
-    return is_number(value) and abs(value) < 1e39  # float32 ends before
+    return is_number(value) and abs(value) < 1e39  # beyond the range of float32
 
 
 def _is_size(value):
@@ -47,10 +48,10 @@ def _is_flag(value):
 METRICS = {
     **dict.fromkeys(("top1", "top5"), is_ratio),
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
-    **dict.fromkeys(("images", "steps", "not_finite"), is_count),
+    **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),
     **dict.fromkeys(("epoch_time", "data_time", "compute_time", "batch_time"), _is_duration),
 }
-# Columns that must be there: those of numbers with their type, check, and whether a cell may be empty; those of texts.
+# Required columns: columns of numbers with their type, check, and whether a cell may be empty; columns of texts (None).
 COLUMNS = {
     "classes.csv": {
         **dict.fromkeys(("label", "images", "correct"), (int, is_count, False)),
@@ -69,26 +70,26 @@ PATHS = ("image_root", "data_format", "predictions")  # parameters that are used
 
 
 class _Misfit(ValueError):
-    """What does not fit the schema: a field and its value."""
+    """A field and its value that do not match the schema."""
 
 
 @dataclass
 class Run:
-    """A report. Of several entries for a step, the last counts.
+    """A report. If a step has several entries, the last counts.
 
     Attributes:
-        path: of the report.
+        path: path of the report.
         parameters: {flag: value} of the last start.
         steps: {(epoch, step): {"train.loss": ...}}; None for values that are not finite.
         epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; likewise.
-        summary: {name: value}; empty if the run has not ended.
+        summary: {name: value}; empty if the run has not finished.
         start_s: seconds from each start to its first entry, added up.
         total_s: seconds from each start to its last entry, added up.
-        when: of the first entry.
-        before_s: total_s of the starts before the last.
-        spent_s: seconds in "train" and "val", epochs without an end included, and of "train" those spent "waiting" for
+        when: date and time of the first entry.
+        before_s: total_s of all starts except the last.
+        spent_s: seconds in "train" and "val", including incomplete epochs, and the part of "train" spent "waiting" for
             images.
-        open_s: the same of the epoch whose end has not been read yet.
+        open_s: the same for the epoch whose end has not been read yet.
         epoch_s: total_s at the end of the last complete epoch, or at the start if that is later.
     """
 
@@ -106,41 +107,41 @@ class Run:
     epoch_s: float = 0.0
 
     def curve(self, name):
-        """[(epochs done, value)] of a metric of epochs."""
+        """Return [(epochs done, value)] of a metric of epochs."""
         points = [(epoch + 1, data.get(name)) for epoch, data in sorted(self.epochs.items())]
         return [(x, y) for x, y in points if y is not None]
 
     def step_curve(self, name):
-        """[(epochs done, value)] of a metric of steps."""
+        """Return [(epochs done, value)] of a metric of steps."""
         per_epoch = max((step for _, step in self.steps), default=0) + 1
         per_epoch = max(per_epoch, *(data.get("train.steps") or 0 for data in self.epochs.values()), 0)
         points = [(epoch + step / per_epoch, data.get(name)) for (epoch, step), data in sorted(self.steps.items())]
         return [(x, y) for x, y in points if y is not None]
 
     def best(self):
-        """(epoch, top1) of the best evaluation, or None."""
-        found = [(top1, -epochs_done) for epochs_done, top1 in self.curve("val.top1")]
-        return (-max(found)[1] - 1, max(found)[0]) if found else None
+        """Return (epoch, top1) of the best evaluation, or None."""
+        results = [(top1, -epochs_done) for epochs_done, top1 in self.curve("val.top1")]
+        return (-max(results)[1] - 1, max(results)[0]) if results else None
 
     def last(self, name):
-        """The last value of a metric of epochs, or that of the summary; None if there is none, or it is not finite."""
-        found = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
-        return found[-1] if found else self.summary.get(name)
+        """Return the last value of a metric of epochs, or that of the summary; None if there is no finite value."""
+        values = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
+        return values[-1] if values else self.summary.get(name)
 
     def rows(self, kind, path=None):
-        """Rows of a CSV file, by default the one next to the report, as dicts; none if it is missing.
+        """Return the rows of a CSV file as dicts; [] if it is missing.
 
         Args:
             kind: a key of COLUMNS.
-            path: of the file.
+            path: path of the file; None for the one next to the report.
         Raises:
-            UsageError: the file cannot be read or does not fit COLUMNS.
+            UsageError: the file cannot be read or does not match COLUMNS.
         """
-        return _rows(path or files.beside(self.path, kind), COLUMNS[kind])
+        return _rows(path or files.companion(self.path, kind), COLUMNS[kind])
 
     def changed_flags(self):
-        """{flag: value} of the parameters that are not the defaults."""
-        return config.changed(self.parameters)
+        """Return {flag: value} of the parameters that differ from the defaults."""
+        return parsing.changed(self.parameters)
 
 
 def _rows(path, columns):
@@ -163,7 +164,7 @@ def _check_row(row, line, columns):
     for name, numeric in columns.items():
         text = row.get(name)
         if text is None:
-            raise _Misfit(f"there is no column {name}")
+            raise _Misfit(f"column {name} is missing")
         if numeric is None or (text == "" and numeric[2]):
             continue
         parse, check, _ = numeric
@@ -183,61 +184,61 @@ def read(place):
     Returns:
         Run.
     Raises:
-        UsageError: the file cannot be read or does not fit the schema.
+        UsageError: the file cannot be read or does not match the schema.
     """
     path = Path(place) / "report.json" if Path(place).is_dir() else Path(place)
     run = Run(path)
     try:
         with files.open_regular(path, LIMIT_BYTES) as f:
-            lines = f.read().decode().split("\n")[:-1]  # a line without its end is torn
+            lines = f.read().decode().split("\n")[:-1]  # a line without a line end is incomplete
         for number, line in enumerate(lines, 1):
             _add_line(run, number, line)
     except OSError as e:
-        raise UsageError(f"{path} cannot be read ({e.strerror}); use a report or the folder of a report.json") from e
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); use a report or the folder of a report.json") from e
     except ValueError as e:
         reason = e if isinstance(e, _Misfit) else "not UTF-8"
         raise UsageError(f"{path}: not a report of train.py ({reason}); use the file of a --report-file") from e
     if not run.parameters:
-        raise UsageError(f"{path} has no entries; use the report of a run that has started")
+        raise UsageError(f"{path}: contains no entries; use the report of a run that has started")
     _close_epoch(run)
     return run
 
 
 def kind(path):
-    """What a report is of: "training", "evaluation" or "benchmark"; "" if it has no more than the flags of its starts.
+    """Return the kind of a report: "training", "evaluation" or "benchmark"; "" if it contains only flags of starts;
     None for a file that is not a report.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    found = ""
+    result = ""
     with files.open_regular(path) as f:
         while (line := f.readline(LINE_BYTES)).endswith(b"\n"):
             try:
                 entry = json.loads(line.removeprefix(b"DLLL "))
                 step, data = entry["step"], entry["data"]
                 if step != "PARAMETER":
-                    return found or "training"
-                found = "evaluation" if data.get("run_scope") == "eval_only" else "training"
-                found = "benchmark" if data.get("benchmark") else found
+                    return result or "training"
+                result = "evaluation" if data.get("run_scope") == "eval_only" else "training"
+                result = "benchmark" if data.get("benchmark") else result
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return None
-        return "" if b"DLLL ".startswith(line[:5]) else None  # a torn line
+        return "" if b"DLLL ".startswith(line[:5]) else None  # an incomplete line
 
 
 def run_folders(path):
-    """The folders of the runs that started in a report: paths as their flags had them.
+    """Return the folders of the runs that started in a report, with the paths of their flags.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    found = set()
+    folders = set()
     with files.open_regular(path) as f:
         while line := f.readline(LINE_BYTES):
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 if b'"PARAMETER"' in line and (entry := json.loads(line.removeprefix(b"DLLL ")))["step"] == "PARAMETER":
-                    found.add(Path(entry["data"]["output_dir"], entry["data"]["model_arch_name"]))
-    return found
+                    folders.add(Path(entry["data"]["output_dir"], network_name(entry["data"]["model_arch_name"])))
+    return folders
 
 
 def _add_line(run, number, line):
@@ -304,7 +305,7 @@ def _check_parameters(data):
 
 
 def _metric(name, value, is_summary):
-    """A value of an entry; None if it is not finite: reports of earlier versions have Infinity and NaN."""
+    """Return a value of an entry; None if it is not finite: reports of earlier versions contain Infinity and NaN."""
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:
@@ -317,7 +318,7 @@ def _metric(name, value, is_summary):
 
 
 def _spend(run, data):
-    """Book the time since the end of the last epoch, of which no more may be known if the run is interrupted."""
+    """Add the time since the end of the last epoch, which may be the only information if the run is interrupted."""
     phase = "val" if any(name.startswith("val.") for name in data) else "train"
     batch_times = run.open_s["batch_times"] + (data.get("train.batch_time") or 0)
     data_times = run.open_s["data_times"] + (data.get("train.data_time") or 0)
@@ -327,7 +328,7 @@ def _spend(run, data):
 
 
 def _spend_epoch(run, data):
-    """Book the time of an epoch in place of that of its steps."""
+    """Add the time of an epoch, which replaces the time of its steps."""
     run.epoch_s, run.open_s = run.total_s, Counter()
     for phase in ("train", "val"):
         run.spent_s[phase] += data.get(f"{phase}.epoch_time") or 0

@@ -1,7 +1,7 @@
-"""A run for TensorBoard (--tensorboard-dir): the report's scalars, the first augmented batch, the configuration.
+"""TensorBoard events of a run (--tensorboard-dir): the report's scalars, the first augmented batch, the configuration.
 
-A step's figures are at the number of training steps before it, in "train/"; those of an epoch at its last step, in
-"train_epoch/" and "val/". A run that continues hides the events after its start that an earlier part left.
+The metrics of a step are at the number of training steps before it, in "train/"; those of an epoch at its last step, in
+"train_epoch/" and "val/". A resumed run hides earlier events after the step at which it starts.
 """
 
 import math
@@ -20,15 +20,16 @@ from utils.errors import UsageError
 PICTURES = 64
 
 
-def follow(args, loader, found):
-    """Write events from now on, on rank 0; logger.close() ends them.
+def follow(args, loader, timeline, found):
+    """Start writing events, on rank 0; logger.close() ends it.
 
     Args:
-        args: flags.
-        loader: of training.
+        args: --tensorboard-dir, --device and the settings of the preprocessing.
+        loader: training loader.
+        timeline: durations.Timeline.
         found: restore.Found or None.
     Returns:
-        the loader to train with, which shows its first batch.
+        the loader to train with, which writes its first batch as an event.
     Raises:
         UsageError: the folder cannot be written.
     """
@@ -36,17 +37,17 @@ def follow(args, loader, found):
         return loader
     first_step = 0
     if found is not None:
-        first_step = found.epoch * len(loader) + (loader.step if found.trained is None else found.step)
+        first_step = timeline.batches_before(found.epoch) + (loader.step if found.trained is None else found.step)
     if first_step == 0 and any(Path(args.tensorboard_dir).glob("events.out.tfevents.*")):
         logger.warn(
-            f"--tensorboard-dir {args.tensorboard_dir}: TensorBoard hides the events of earlier runs there; choose a "
-            "folder for each run to see them all"
+            f"--tensorboard-dir {args.tensorboard_dir}: contains events of an earlier run, which TensorBoard hides; "
+            "use a different folder for each run to see all of them"
         )
     try:
-        board = _Board(args.tensorboard_dir, len(loader), first_step)
+        board = _Board(args.tensorboard_dir, timeline, first_step)
     except OSError as e:
         raise UsageError(
-            f"--tensorboard-dir {args.tensorboard_dir} cannot be written ({e.strerror}): name another folder"
+            f"--tensorboard-dir {args.tensorboard_dir}: cannot be written ({e.strerror}); choose a different folder"
         ) from e
     logger.follow(board)
     return _Shown(loader, lambda batch: board.show(args, batch))
@@ -55,9 +56,9 @@ def follow(args, loader, found):
 class _Board:
     """A follower of the log that writes TensorBoard events."""
 
-    def __init__(self, folder, steps_each_epoch, first_step):
-        self._steps_each_epoch, self._first_step = steps_each_epoch, first_step
-        # tensorboardX names a file by the second: two parts of a run must not share one.
+    def __init__(self, folder, timeline, first_step):
+        self._timeline, self._first_step = timeline, first_step
+        # tensorboardX's file names have a resolution of seconds: a run and its resumption must not share a file.
         suffix = f".{time.time_ns()}"
         self._writer = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=suffix)
 
@@ -66,21 +67,25 @@ class _Board:
             text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None)
             self._writer.add_text("configuration", f"```yaml\n{text}```", self._first_step)
         elif len(step) == 1:
-            self._add(data, {"train": "train_epoch", "val": "val"}, (step[0] + 1) * self._steps_each_epoch - 1)
+            done = data.get("train.step", data.get("val.step", self._timeline.batches(step[0])))
+            before = self._timeline.batches_before(step[0])
+            self._add(data, {"train": "train_epoch", "val": "val"}, before + done - 1)
             self._writer.flush()
-        elif len(step) == 2:  # an evaluation's own steps have no place among those of training
-            self._add(data, {"train": "train"}, step[0] * self._steps_each_epoch + step[1])
+        elif len(step) == 2:  # steps of an evaluation do not correspond to training steps
+            self._add(data, {"train": "train"}, self._timeline.batches_before(step[0]) + step[1])
 
     def _add(self, data, tags, step):
         for name, value in data.items():
             phase, _, metric = name.partition(".")
-            if phase in tags and math.isfinite(value):  # TensorBoard shows nothing, the report null
+            if phase in tags and math.isfinite(value):  # null in the report
                 self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
     def show(self, args, batch):
         if args.device == "gpu":
-            paddle.device.cuda.synchronize()  # the loader copies on another stream
-        images = pixels.pictures(args, batch["data"])[:PICTURES]
+            paddle.device.cuda.synchronize()  # the loader copies on a different stream
+        images = pixels.pictures(
+            batch["data"], args.data_layout, args.normalize_scale, args.normalize_mean, args.normalize_std
+        )[:PICTURES]
         self._writer.add_images("first_batch", images, self._first_step, dataformats="NHWC")
 
     def close(self):

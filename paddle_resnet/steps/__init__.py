@@ -1,1 +1,1 @@
-"""How one step runs."""
+"""Execution of a step."""

@@ -1,201 +1,263 @@
-"""A step recorded once as a CUDA graph: from then on the host launches it by one call instead of a thousand.
+"""A step captured once as a CUDA graph, which the host replays with one call instead of a thousand kernel launches.
 
-The kernels of a graph read and write the addresses at which they were recorded. So the batch and the metrics are copied
-into tensors that stay. What changes from step to step comes from outside: the learning rate before the graph, the copy
-of the metrics to the host after it (host_metrics.py).
+The kernels of a graph read and write the addresses of the capture, so the batch and the metrics are copied to tensors
+with fixed addresses. Values that change with the step are handled outside the graph: host scalars are written before it
+(scalars.py), and metrics are copied to the host after it (host_metrics.py).
 
-Paddle's operators for the finite check and the loss scale cannot be repeated: they copy tables from host memory that no
-longer exists. Hence --kernels native only.
+This requires --kernels native: Paddle's operators for the finite check and the loss scale cannot be replayed, because
+they copy tables from host memory that is freed after the step.
 """
 
 import contextlib
-import functools
 import gc
 import itertools
 import warnings
-import weakref
 
 import numpy as np
 import paddle
 from paddle import static
 from paddle.device.cuda.graphs import CUDAGraph
 
-from paddle_resnet import compat
-from paddle_resnet.job import exchange, processes
+from paddle_resnet.data import iterators
+from paddle_resnet.job import exchange
+from paddle_resnet.machine import compat
+from paddle_resnet.steps import host_metrics
 from utils import logger
 from utils.errors import RunError, UsageError, core
 
-# The first steps choose algorithms and create cuDNN's state: they run operator by operator.
+# The first steps are not captured, because they choose algorithms and create the state of cuDNN.
 STEPS_BEFORE = 2
-# The executor requires the second with the first.
+# The Executor requires the second flag with the first.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
-# Paddle's operators that were tested to repeat in a graph; the project's own (native_...) all do. Steps with others are
-# not captured: one that draws random numbers, for example, may draw the same ones in each step. After a capture of
-# depthwise_conv2d in NHWC (Paddle 2.6.2), launches ended with CUDA error 700.
-REPEATABLE = {
+# Paddle's operators that are tested in CUDA graphs; all custom operators (native_...) are. If a program contains other
+# operators, its first captured step is compared with an uncaptured one.
+TESTED = {
     *("assign", "cast", "fill_constant", "scale", "reciprocal"),
     *("conv2d", "conv2d_grad", "pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
     *("batch_norm", "batch_norm_grad", "relu", "relu_grad", "relu6", "relu6_grad", "sum", "grad_add"),
     *("elementwise_add", "elementwise_add_grad", "elementwise_mul", "elementwise_mul_grad"),
-    *("flatten_contiguous_range", "flatten_contiguous_range_grad"),
+    *("flatten_contiguous_range", "flatten_contiguous_range_grad", "flip", "one_hot_v2", "reshape2"),
     *(compat.ALL_REDUCE, "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
 }
+# Operators without an attribute `seed` that draw random numbers, and operators that access host memory.
+RANDOM = {
+    *("bernoulli", "multinomial", "poisson", "exponential", "dirichlet", "standard_gamma"),
+    *("rrelu", "gumbel_softmax"),
+}
+ON_HOST = {
+    *("check_finite_and_unscale", "update_loss_scaling", "assign_value", "memcpy", "memcpy_d2h", "memcpy_h2d"),
+    *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
+}
+# Tolerance for two results of a step, relative to the largest change. The order of summation, and thus the rounding, is
+# fixed only in deterministic kernels.
+TOLERANCE = 0.02
 _numbers = itertools.count()
-_recorders = weakref.WeakKeyDictionary()  # {compiled program: its Recorder}: one recording serves all epochs
+_workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
 
 
-def resolve(args, program):
-    """Let steps run operator by operator if a program has an operator that is not in REPEATABLE; changes the flags.
-
-    Args:
-        args: flags.
-        program: rewritten for --kernels native.
-    Raises:
-        UsageError: --cuda-graph true is explicit.
-    """
-    types = {op.type for op in program.global_block().ops}
-    others = sorted(name for name in types - REPEATABLE if not name.startswith("native_"))
-    if not args.cuda_graph or not others:
-        return
-    problem = f"operator {', '.join(others)} cannot be repeated in a CUDA graph, or is untested there"
-    if "cuda_graph" in args.given:
-        raise UsageError(f"--cuda-graph true: {problem}; use --cuda-graph false")
-    logger.info(f"--cuda-graph false: {problem}")
-    args.cuda_graph = False
-
-
-def recorder(args, exe, program, variables, post):
-    """How to run a step of a compiled program.
+def untested_operators(program, is_wanted, is_explicit):
+    """Decide whether the steps of a program are captured.
 
     Args:
-        args: flags.
-        exe: static.Executor, for batches of another size.
-        program: result of program.compile_prog.
-        variables: the metrics that the program posts.
-        post: host_metrics.post.
+        program: Program for --kernels native.
+        is_wanted, is_explicit: value of --cuda-graph, and whether it is explicit.
     Returns:
-        function of `feed`.
+        sorted list of the operators that are untested in CUDA graphs; None if steps are not captured.
+    Raises:
+        UsageError: --cuda-graph true is explicit, and an operator cannot be captured.
     """
-    if program not in _recorders:
-        _recorders[program] = Recorder(args, program, variables, post)
-    _recorders[program].check()
-    return functools.partial(_recorders[program], functools.partial(exe.run, program, fetch_list=[]))
+    if not is_wanted:
+        return None
+    ops = program.global_block().ops
+    for op in ops:
+        reason = _obstacle(op)
+        if reason is None:
+            continue
+        problem = f"operator {op.type} {reason}, so steps cannot be captured as a CUDA graph"
+        if is_explicit:
+            raise UsageError(f"--cuda-graph true: {problem}; use --cuda-graph false")
+        logger.info(f"--cuda-graph false: {problem}")
+        return None
+    untested = sorted({op.type for op in ops if not op.type.startswith("native_")} - TESTED)
+    if untested:
+        logger.info(
+            f"operator {', '.join(untested)} is untested in a CUDA graph: the first captured step is compared with an "
+            "uncaptured one"
+        )
+    return untested
 
 
-def inputs(args, program):
-    """The tensors that a recorded step reads, {name: tensor}; a loader that writes there saves a copy.
+def _obstacle(op):
+    """Return the reason why an operator cannot be captured, or None."""
+    is_idle = op.has_attr("is_test") and op.attr("is_test")
+    if (op.type in RANDOM or op.has_attr("seed")) and not is_idle:
+        return "draws random numbers from Paddle's generator"
+    if op.type in ON_HOST:
+        return "accesses host memory"
+    # After a capture of these operators in Paddle 2.6.2, replays fail with CUDA error 700. fusion.py replaces most of
+    # them.
+    if op.type.startswith("depthwise_conv2d") and op.attr("data_format") == "NHWC":
+        return "in NHWC has no custom kernel for this size and fails when a graph is replayed"
+    return None
 
-    Empty if steps are not recorded or the loader is on another device: writing would move a tensor there.
-    """
-    is_there = args.dali_device == args.device and program in _recorders
-    return _recorders[program].inputs if is_there else {}
 
+class CapturedStep:
+    """Runs the steps of a program: the first steps uncaptured, then one that is captured, then replays of it.
 
-class Recorder:
-    """Runs the steps of a program: the first ones operator by operator, then one that it records, then launches of it.
-
-    A batch of another size than the first, such as the last of an evaluation, runs operator by operator.
+    Batches of a different size than the first, such as the last batch of an evaluation, run uncaptured.
 
     Args:
-        args: flags.
-        program: result of program.compile_prog.
-        variables: the metrics that the program posts.
-        post: host_metrics.post.
+        program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).
+        place: device of the program.
+        untested: result of untested_operators.
+        is_explicit: whether --cuda-graph true is explicit; then a captured step with a different result is an error.
     """
 
-    def __init__(self, args, program, variables, post):
-        self._place = processes.place(args)
-        # An Executor forgets programs that it has not run for long, and frees their memory. This one has only two.
-        self._exe = static.Executor(self._place)
-        self.inputs, self._posting, self._program = _split(program, variables, post)
-        self._lr_scheduler = getattr(program._program, "lr_scheduler", None)
-        self._shape, self._steps = None, 0
-        self._graph, self._recorded_at, self._workspaces = None, None, None
+    def __init__(self, program, place, untested=(), is_explicit=False):
+        self._place, self._untested, self._is_explicit = place, untested, is_explicit
+        # An Executor evicts programs that it has not run recently and frees their memory. This one has only two
+        # programs.
+        self._exe = static.Executor(place)
+        self.inputs, self._copy_program, self._program = _split(program)
+        self._shapes, self._steps = None, 0
+        self._graph = self._captured_at = None
 
     def __call__(self, run_with_feed, feed):
-        """Run a step; a batch of another size goes to run_with_feed."""
-        shape = feed["data"].shape()
-        self._shape = self._shape or shape
-        if shape != self._shape:
+        """Run a step; run_with_feed handles a batch of a different size."""
+        shapes = {name: value.shape() for name, value in feed.items()}
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
             run_with_feed(feed=feed)
             return
         for name, value in feed.items():
-            if value is not self.inputs[name]:  # unless the loader wrote it there
+            if value is not self.inputs[name]:  # otherwise the loader has written it there
                 self.inputs[name]._copy_from(value, self._place)
         if self._graph is None and self._steps >= STEPS_BEFORE:
-            self._record()
+            (self._compare if self._untested else self._capture)()
         if self._graph is None:
-            self._exe.run(self._program, fetch_list=[])
+            self._run()
         else:
-            self._set_learning_rate()
             self._graph.replay()
         self._steps += 1
-        self._exe.run(self._posting, fetch_list=[])
+        self._exe.run(self._copy_program, fetch_list=[])
 
     def check(self):
-        """Drop the recording if another program has moved a tensor since.
+        """Discard the captured step if a different program has moved a tensor since the capture.
 
-        All processes drop it or none: NCCL requires that all record an all-reduce, or none.
+        Either all processes discard it or none, because NCCL requires that all processes or none capture an all-reduce.
         """
-        has_moved = self._graph is not None and self._addresses() != self._recorded_at
+        has_moved = self._graph is not None and self._addresses() != self._captured_at
         if exchange.all_gather([has_moved]).any():
-            if self._graph is not None:
-                self._graph.reset()
-            self._graph, self._workspaces, self._steps = None, None, 0
+            self._discard()
+            self._steps = 0
 
-    def _set_learning_rate(self):
-        if self._lr_scheduler is None:
-            return
-        lr = paddle.base.core.LoDTensor()
-        lr.set(np.array([self._lr_scheduler()], "float32"), paddle.CPUPlace())
-        static.global_scope().find_var(self._lr_scheduler._var_name).get_tensor()._copy_from(lr, self._place)
+    def _run(self):
+        self._exe.run(self._program, fetch_list=[])
 
-    def _record(self):
+    def _discard(self):
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = None
+
+    def _compare(self):
+        """Capture the step and compare it with an uncaptured one. If the results differ, no step of this program is
+        captured. Afterwards, the variables have their values from before the step."""
+        before = self._values()
+        self._run()
+        expected = self._values()
+        self._set(before)
+        self._capture()
+        self._graph.replay()
+        tolerance = 0 if _is_deterministic(self._place) else TOLERANCE
+        differing = _differing(self._values(), expected, before, tolerance)
+        self._set(before)
+        if exchange.all_gather([bool(differing)]).any():
+            self._discard()
+            self._steps = -np.inf
+            names = ", ".join(differing[:3]) or "in a different process"
+            problem = (
+                f"a captured step has different results than an uncaptured one ({names}); one of the operators "
+                f"{', '.join(self._untested)} cannot be captured"
+            )
+            if self._is_explicit:
+                raise RunError(f"--cuda-graph true: {problem}; use --cuda-graph false")
+            logger.warn(f"--cuda-graph false: {problem}")
+        self._untested = ()
+
+    def _values(self):
+        return {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in self._addresses()}
+
+    def _set(self, values):
+        for name, array in values.items():
+            value = paddle.base.core.LoDTensor()
+            value.set(array, paddle.CPUPlace())
+            static.global_scope().find_var(name).get_tensor()._copy_from(value, self._place)
+        if isinstance(self._place, paddle.CUDAPlace):
+            paddle.device.cuda.synchronize(self._place)
+
+    def _capture(self):
         paddle.device.cuda.synchronize(self._place)
-        paddle.device.cuda.empty_cache()  # the memory of the first steps: the graph has its own
+        paddle.device.cuda.empty_cache()  # frees the memory of the first steps, because the graph has its own
         graph = CUDAGraph(self._place)
+        _workspaces.clear()  # captured steps can share workspaces, because they never run concurrently
         try:
-            with _recording():
+            with _capturing():
                 graph.capture_begin()
                 try:
-                    self._exe.run(self._program, fetch_list=[])
+                    self._run()
                 except BaseException:
-                    with contextlib.suppress(Exception):  # the first error is the one to report
+                    with contextlib.suppress(Exception):  # report the first error
                         graph.capture_end()
                     raise
                 graph.capture_end()
         except Exception as e:
-            raise RunError(f"the step cannot be recorded as a CUDA graph ({core(e)}): give --cuda-graph false") from e
-        self._graph, self._recorded_at = graph, self._addresses()
-        self._workspaces = _take_free_memory(self._place)
+            raise RunError(f"the step cannot be captured as a CUDA graph ({core(e)}); use --cuda-graph false") from e
+        finally:
+            _workspaces.extend(_take_free_memory(self._place))
+        self._graph, self._captured_at = graph, self._addresses()
 
     def _addresses(self):
-        """{name: address} of the tensors that outlive a step."""
+        """Return {name: address} of the tensors that persist after a step."""
         scope = static.global_scope()
         names = [variable.name for variable in self._program._program.list_vars() if variable.persistable]
-        found = [scope.find_var(name) for name in names]
+        variables = [scope.find_var(name) for name in names]
         return {
             name: variable.get_tensor()._ptr()
-            for name, variable in zip(names, found, strict=True)
+            for name, variable in zip(names, variables, strict=True)
             if variable is not None and variable.get_tensor()._is_initialized()
         }
 
 
-def _take_free_memory(place):
-    """Tensors in all memory that Paddle's ordinary pool has and does not use.
+def _is_deterministic(place):
+    flag = "FLAGS_cudnn_deterministic"
+    return not isinstance(place, paddle.CUDAPlace) or paddle.get_flags(flag)[flag]
 
-    While it records, too, Paddle takes the workspaces of cuDNN from this pool and gives them back. The launches of the
-    graph write there: nothing else may be in this memory, and it must stay mapped.
+
+def _differing(actual, expected, before, tolerance):
+    """Return the names of the arrays that differ by more than `tolerance` times their largest change, or in NaN."""
+    names = []
+    for name, array in expected.items():
+        scale = np.abs(array.astype(np.float64) - before[name]).max(initial=0)
+        if not np.allclose(actual[name], array, rtol=0, atol=tolerance * scale, equal_nan=True):
+            names.append(name)
+    return names
+
+
+def _take_free_memory(place):
+    """Return tensors that occupy all free memory of Paddle's regular pool.
+
+    Even during a capture, Paddle takes the workspaces of cuDNN from this pool and returns them. Replays of the graph
+    write to these workspaces, so the memory must stay allocated and must not be used otherwise.
     """
     taken, grown = [], []
-    # From 1 MiB, so that the pool grows by little, to 256 bytes, its smallest block.
+    # Sizes from 1 MiB, so that the pool grows little, down to 256 bytes, its smallest block.
     for size in (2**n for n in range(20, 7, -1)):
         while True:
             reserved = paddle.device.cuda.memory_reserved(place)
             tensor = paddle.framework.core.LoDTensor()
             tensor._set_dims([size])
             tensor._mutable_data(place, paddle.base.core.VarDesc.VarType.UINT8)
-            if paddle.device.cuda.memory_reserved(place) > reserved:  # the pool had no block of this size left
+            if paddle.device.cuda.memory_reserved(place) > reserved:  # the pool had no free block of this size
                 grown.append(tensor)
                 break
             taken.append(tensor)
@@ -203,8 +265,8 @@ def _take_free_memory(place):
 
 
 @contextlib.contextmanager
-def _recording():
-    """Set Paddle's flags for recording, without garbage collection: freeing GPU memory ends a recording."""
+def _capturing():
+    """Set Paddle's flags for a capture and disable garbage collection, because freeing GPU memory aborts a capture."""
     before = paddle.get_flags(list(CAPTURE_FLAGS))
     collects = gc.isenabled()
     gc.collect()
@@ -212,7 +274,7 @@ def _recording():
     paddle.set_flags(CAPTURE_FLAGS)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Paddle warns that the learning rate is not recorded
+            warnings.simplefilter("ignore")  # Paddle warns that the learning rate is not captured
             yield
     finally:
         paddle.set_flags(before)
@@ -220,31 +282,34 @@ def _recording():
             gc.enable()
 
 
-def _split(program, variables, post):
-    """Divide a compiled program into what a graph records and what stays outside.
+def _split(program):
+    """Split a compiled program into a part to capture and a part that copies the metrics to the host.
 
     Returns:
-        (input tensors that stay; a program that posts the metrics; the compiled rest, which reads these inputs and
-        copies the metrics into variables that the Executor keeps).
+        (persistent input tensors; the program with the async copy; the compiled program to capture, which reads these
+        inputs and copies the metrics to persistent variables).
     """
     copy = program._program.clone()
     block = copy.global_block()
-    block._remove_op(next(i for i, op in enumerate(block.ops) if op.type == "native_post"))
-    # Persistable variables of one name are one tensor in all programs. These must be this program's own.
+    at, async_copy = next((i, op) for i, op in enumerate(block.ops) if op.type == host_metrics.OPERATOR)
+    metrics = [block.var(name) for name in async_copy.input_arg_names]
+    feeds = list(iterators.feeds(copy))
+    block._remove_op(at)
+    # Persistable variables with the same name share a tensor in all programs. These must belong to this program only.
     number = next(_numbers)
-    names = {name: f"{name}@recorded_{number}" for name in ("data", "label", *(v.name for v in variables))}
-    for name in ("data", "label"):
+    names = {name: f"{name}@captured_{number}" for name in (*feeds, *(v.name for v in metrics))}
+    for name in feeds:
         block._rename_var(name, names[name])
         block.var(names[name]).persistable = True
-    posts = static.Program()
-    for v in variables:
-        # Custom operators allocate their results. Memory that a recording allocates is the graph's, and must not
-        # outlive it in a persistable variable. Paddle's copy writes where the variable already is.
-        for target in (block, posts.global_block()):
+    copy_program = static.Program()
+    for v in metrics:
+        # Custom operators allocate their results. Memory allocated in a capture belongs to the graph, and a
+        # persistable variable would outlive it. Paddle's assign writes to the existing memory of the variable.
+        for target in (block, copy_program.global_block()):
             target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
         block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})
-    with static.program_guard(posts):
-        post(posts.global_block().var(names[v.name]) for v in variables)
+    with static.program_guard(copy_program):
+        host_metrics.add_copy(copy_program.global_block().var(names[v.name]) for v in metrics)
     scope = static.global_scope()
-    inputs = {name: scope.var(names[name]).get_tensor() for name in ("data", "label")}
-    return inputs, posts, static.CompiledProgram(copy, build_strategy=program._build_strategy)
+    inputs = {name: scope.var(names[name]).get_tensor() for name in feeds}
+    return inputs, copy_program, static.CompiledProgram(copy, build_strategy=program._build_strategy)

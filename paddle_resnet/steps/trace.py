@@ -1,6 +1,5 @@
-"""A trace of chosen steps (--profile-steps), for the Chrome trace viewer (chrome://tracing) or Perfetto."""
+"""A trace of selected steps (--profile-steps) for the Chrome trace viewer (chrome://tracing) or Perfetto."""
 
-import contextlib
 from pathlib import Path
 
 from paddle.profiler import Profiler, ProfilerTarget
@@ -8,101 +7,85 @@ from paddle.profiler import Profiler, ProfilerTarget
 from paddle_resnet.job import processes
 from utils import logger
 from utils.errors import UsageError
-from utils.mode import Mode
-
-_traced = None  # flags of the run that has begun its first pass
-_recording = None  # the Profiler that is recording
 
 
-def path(args):
-    """Where a process writes its trace, or None without --profile-steps."""
-    if args.profile_steps is None:
+def path(steps, output_dir):
+    """Return the path of this process's trace; None without --profile-steps."""
+    if steps is None:
         return None
-    begin, end = args.profile_steps
-    return Path(args.output_dir) / "profile" / f"steps_{begin}_{end}_rank{processes.rank()}.json"
+    return Path(output_dir) / "profile" / f"steps_{steps[0]}_{steps[1]}_rank{processes.rank()}.json"
 
 
-def check(args, loader):
-    """Refuse --profile-steps that reach beyond the run's first pass over this loader.
+def check(steps, last_step):
+    """Check that --profile-steps are within the run's first pass, which ends before `last_step`.
 
     Raises:
-        UsageError: they do.
+        UsageError: a traced step is outside the first pass.
     """
-    last_step = args.benchmark_warmup_steps + args.benchmark_steps if args.benchmark else len(loader)
-    if args.profile_steps is not None and args.profile_steps[1] > last_step:
-        raise _outside(args, 0, last_step)
+    if steps is not None and steps[1] > last_step:
+        raise _outside(steps, 0, last_step)
 
 
-def start(args, mode, first_step, last_step):
-    """The trace of a run's first pass over its training images, or of its evaluation if it does not train. None without
-    --profile-steps, for every other pass, and where --resume continues after the first of these steps.
+def start(program, first_step, last_step, is_resume):
+    """Return the trace of a program for its first pass, and remove it from the program.
 
     Args:
-        args: flags.
-        mode: of the pass.
-        first_step, last_step: the pass has the steps from first_step to last_step - 1.
+        program: result of program.compile_prog.
+        first_step, last_step: range of the pass, from first_step to last_step - 1.
+        is_resume: the run has --resume.
+    Returns:
+        Trace; None in later passes, or if --resume continues after the first traced step.
     Raises:
-        UsageError: the pass lacks some of the steps.
+        UsageError: a traced step is outside the pass.
     """
-    global _traced
-    is_evaluation_between = mode is Mode.EVAL and args.run_scope.trains
-    if args.profile_steps is None or _traced is args or is_evaluation_between:
+    trace, program.trace = program.trace, None
+    if trace is None:
         return None
-    _traced = args
-    begin, end = args.profile_steps
-    if args.resume and begin < first_step:  # a repeated command must not fail for it
-        logger.warn(f"--profile-steps {begin}:{end}: no trace: --resume continues at step {first_step}")
+    begin, end = trace.steps
+    if is_resume and begin < first_step:  # repeating the command must not fail
+        logger.warn(f"--profile-steps {begin}:{end}: no trace, because --resume continues at step {first_step}")
         return None
     if begin < first_step or end > last_step:
-        raise _outside(args, first_step, last_step)
-    return Trace(args, begin, end)
+        raise _outside(trace.steps, first_step, last_step)
+    return trace
 
 
-def _outside(args, first_step, last_step):
-    begin, end = args.profile_steps
+def _outside(steps, first_step, last_step):
     return UsageError(
-        f"--profile-steps {begin}:{end} is not within this run's first steps {first_step}:{last_step}: give a part of "
-        "them"
+        f"--profile-steps {steps[0]}:{steps[1]}: outside the first steps of this run, {first_step}:{last_step}; use a "
+        "range within them"
     )
 
 
-@contextlib.contextmanager
-def dropped():
-    """Stop recording if the pass ends inside the traced steps. Paddle would continue to record and crash later in the
-    process: its recorder is not thread-safe."""
-    global _recording
-    try:
-        yield
-    finally:
-        if _recording is not None:
-            _recording.stop()
-            _recording = None
-
-
 class Trace:
-    """Records the steps from `begin` to `end - 1` of this process: operators on the host, and kernels and copies on a
-    GPU.
+    """Records the steps of --profile-steps in this process: operators on the host, and kernels and copies on a GPU.
 
-    Recording starts and ends with an empty queue. All other steps only compare numbers. Paddle prepares a program in
-    its first step and names no operators there. A run that stops inside these steps writes no trace.
+    Before recording starts and ends, all dispatched steps are completed. In other steps, the overhead is a comparison
+    of numbers. The trace of a program's first step lacks operator names, because Paddle prepares the program in it. A
+    run that stops within the traced steps writes no trace.
+
+    Args:
+        steps: (first step, step after the last one).
+        path: path of the trace file.
+        device: "cpu" or "gpu".
     """
 
-    def __init__(self, args, begin, end):
-        self._begin, self._end = begin, end
-        self._path = path(args)
-        targets = [ProfilerTarget.CPU, *([ProfilerTarget.GPU] if args.device == "gpu" else [])]
+    def __init__(self, steps, path, device):
+        self.steps = self._begin, self._end = steps
+        self._is_recording = False
+        self._path = path
+        targets = [ProfilerTarget.CPU, *([ProfilerTarget.GPU] if device == "gpu" else [])]
         self._profiler = Profiler(targets=targets, on_trace_ready=lambda _: None)
-        self._profiler.step_num = begin  # what the trace calls its first step
+        self._profiler.step_num = self._begin  # number of the first step in the trace
 
     def before(self, step, drain, clock):
-        """Call this before each step, and after the last one with the number that would come next.
+        """Start, continue or write the trace. Call it before each step, and once after the last step.
 
         Args:
-            step: its number.
-            drain: waits until the steps before are done.
-            clock: meters.StepClock; it leaves out the time to start and to write the trace.
+            step: number of the next step.
+            drain: function that waits for all previous steps.
+            clock: meters.StepClock; it excludes the time to start and to write the trace.
         """
-        global _recording
         if self._begin < step < self._end:
             self._profiler.step()
         if step not in (self._begin, self._end):
@@ -111,11 +94,17 @@ class Trace:
         clock.close_step()
         if step == self._begin:
             self._profiler.start()
-            _recording = self._profiler
+            self._is_recording = True
         else:
-            _recording = None
-            self._profiler.stop()
+            self.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export(str(self._path), "json")
-            logger.info(f"trace of the steps {self._begin} to {self._end - 1}: {self._path}")
+            logger.info(f"trace of steps {self._begin} to {self._end - 1}: {self._path}")
         clock.resume()
+
+    def stop(self):
+        """Stop recording. Otherwise, after a pass that ends within the traced steps, Paddle would continue to record
+        and crash later, because its recorder is not thread-safe."""
+        if self._is_recording:
+            self._is_recording = False
+            self._profiler.stop()

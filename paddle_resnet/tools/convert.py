@@ -1,11 +1,11 @@
-"""`python -m paddle_resnet.dataset convert|index`: write container formats, and indexes of existing containers.
+"""`python -m paddle_resnet.dataset convert|index`: write record files, and indexes of existing ones.
 
 Separate from dataset.py because worker processes import this module, which imports neither DALI nor Paddle.
 
-The same command resumes an interrupted conversion. For TFRecord and WebDataset each worker writes whole shards, which
-get their names when complete; complete shards are kept. For RecordIO and LMDB, one file per split, workers prepare the
-images and one process writes them in order; images already written are kept. If a file of the source has a different
-size or time of modification than when the conversion began, all images are written again.
+The same command resumes an interrupted conversion. For TFRecord and WebDataset, each worker writes entire shards
+atomically; complete shards are kept. For RecordIO and LMDB, one file per split, workers prepare the images and one
+process writes them in order; images already written are kept. If the size or modification time of a source file has
+changed since the conversion began, all images are written again.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ import numpy as np
 
 from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools.writers import SHARDED, SINGLE_FILE
-from utils import locks, logger, outputs, signals
+from utils import files, locks, logger, outputs, signals
 from utils.errors import UsageError
 from utils.mode import Mode
 
-CONTAINER_FORMATS = (*SHARDED, *SINGLE_FILE)
+RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
-# Training images are written in a random order, the same in every conversion. A buffer then suffices for shuffling.
+# Training images are written in a random order, the same in every conversion, so that a buffer suffices for shuffling.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # First bytes of the formats other than JPEG.
@@ -53,15 +53,15 @@ def convert(
     allow_outside=False,
     check=None,
 ):
-    """Write a data set in a container format, with all its splits.
+    """Write a data set in a record format, with all its splits.
 
-    The labels are those of training; the class names go to output/classes.txt. Training images are written in a random
-    order, validation images in stored order.
+    The labels are those of training; the class names are written to output/classes.txt. Training images are written in
+    a random order, validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
         output: folder to create; usable as --image-root.
-        to: one of CONTAINER_FORMATS.
+        to: one of RECORD_FORMATS.
         shards: number of training shards; default: one per IMAGES_PER_SHARD images. Validation shards have the same
             size.
         resize_short: shrink images to a shorter side of this many pixels, and store them upright as RGB JPEG. Smaller
@@ -69,23 +69,23 @@ def convert(
         quality: JPEG quality of the shrunk images, 1 to 100.
         workers: number of processes; default: the number of cores.
         progress: called with (images done, total images).
-        skip_list: file with the images to leave out (--skip-list).
-        allow_outside: whether file lists and skip_list may name files outside source.
-        check: called like progress while every image is decoded, before anything is written; None: no such check. A
-            conversion that is continued is not checked again.
+        skip_list: file with the images to omit (--skip-list).
+        allow_outside: whether file lists and skip_list may contain files outside source.
+        check: called like progress while every image is decoded, before anything is written; None skips this check. A
+            resumed conversion is not checked again.
     Returns:
         {split: number of images}.
     Raises:
-        UsageError: an unusable source or image, an output folder with other content, an impossible number of shards.
+        UsageError: a source or image is unusable, the output folder has other content, or there are too many shards.
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(source, skip_list, allow_outside)
     if to in SINGLE_FILE and shards is not None:
-        raise UsageError(f"--shards {shards}: {to} has one file per split: drop --shards")
+        raise UsageError(f"--shards {shards}: {to} has one file per split; remove --shards")
     counts = {split: len(images) for split, images in splits.items()}
     largest = counts.get("train", counts.get("val"))
     if shards is not None and shards > largest:
-        raise UsageError(f"--shards {shards} exceeds the {largest} images of {source}: lower it")
+        raise UsageError(f"--shards {shards}: {source} has only {largest} images; use a smaller number")
 
     def shard_count(count):
         if to in SINGLE_FILE:
@@ -107,14 +107,14 @@ def convert(
     if complete and not is_changed:
         return counts
     if any("\n" in name or "\r" in name for name in classes or []):
-        raise UsageError(f"{source} has a class whose name has a line break: rename the class folder")
+        raise UsageError(f"{source}: a class name contains a line break; rename the class folder")
     if complete is None or is_changed:
         if check is not None:
-            _refuse_undecodable(source, [image for images in splits.values() for image in images], workers, check)
+            _check_decodable(source, [image for images in splits.values() for image in images], workers, check)
         os.makedirs(output, exist_ok=True)
         if is_changed:
             logger.warn(
-                f"--output {output}: files in {source} have changed since their conversion; converting all again"
+                f"--output {output}: files in {source} have changed since the conversion began; all are converted again"
             )
             _remove_shards(output, to)
         indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
@@ -138,10 +138,10 @@ def convert(
 
 @contextlib.contextmanager
 def locked(output):
-    """Make the output folder, and keep other processes from converting to it while the block runs.
+    """Create the output folder, and lock it against conversions of other processes while the block runs.
 
     Raises:
-        UsageError: another process does, or the folder cannot be written.
+        UsageError: another process is converting to it, or the folder cannot be written.
     """
     is_new = not os.path.lexists(output)
     with outputs.writing("--output", output):
@@ -156,29 +156,29 @@ def locked(output):
 
 
 def build_indexes(image_root):
-    """Make the missing index files of the TFRecord, RecordIO and WebDataset files in a folder, beside them.
+    """Create the missing index files of the TFRecord, RecordIO and WebDataset files in a folder, in the same folder.
 
     Returns:
-        (number of index files made, number already there).
+        (number of index files created, number of existing ones).
     Raises:
-        UsageError: no such files, a damaged one, an index that does not fit its file.
+        UsageError: there are no such files, one is damaged, or an index does not match its file.
         OSError: an index cannot be written.
     """
     if not os.path.isdir(image_root):
-        raise UsageError(f"{image_root} is not a folder: give the folder that holds the shards")
-    made, found = 0, 0
+        raise UsageError(f"{image_root}: not a folder; use the folder that contains the shards")
+    created, existing = 0, 0
     for kind in INDEXED:
         for mode in Mode:
             for shard in listing.find_shards(image_root, kind, mode):
                 path = indexes.index_path(shard)
-                found += os.path.exists(path)
+                existing += os.path.exists(path)
                 if not os.path.exists(path):
                     indexes.write_file(path, indexes.scan(shard, kind))
-                    made += 1
+                    created += 1
                 indexes.check_index(shard, path, kind)
-    if made + found == 0:
-        raise UsageError(f"{image_root} has no RecordIO file, TFRecord or tar shard: give the folder that holds them")
-    return made, found
+    if created + existing == 0:
+        raise UsageError(f"{image_root}: contains no RecordIO, TFRecord or tar files; use their folder")
+    return created, existing
 
 
 def _list_source(source, skip_list, allow_outside):
@@ -190,7 +190,7 @@ def _list_source(source, skip_list, allow_outside):
         classes = classes or names
         images = [image for image in images if os.path.normpath(image.name) not in skip]
         if not images:
-            raise UsageError(f"{source} has no images of {mode.value} to convert: add some, or shorten --skip-list")
+            raise UsageError(f"{source}: no {mode.value} images to convert; add some, or shorten --skip-list")
         if data_format == "folder":
             labels = [image.label for image in images]
             listing.check_classes(source, mode, data_format, labels, names, allow_empty=True)
@@ -208,7 +208,7 @@ def _digest(images):
 
 
 def _digest_of_files(images):
-    """Digest of the size and the time of modification of each file that holds the images."""
+    """Digest of the size and modification time of each file that contains the images."""
     digest = hashlib.sha256()
     for path in dict.fromkeys(image.path for image in images):
         for file in (path, os.path.join(path, "data.mdb")):
@@ -219,21 +219,21 @@ def _digest_of_files(images):
 
 
 def _is_changed(output, manifest):
-    """Whether the source has the same images as when its conversion into the output folder began, in changed files."""
-    for split, found in listing.read_manifest(output)["splits"].items():
-        if "files_sha256" not in found:
+    """Whether files of the same images have changed since their conversion to the output folder began."""
+    for split, recorded in listing.read_manifest(output)["splits"].items():
+        if "files_sha256" not in recorded:
             logger.warn(
-                f"--output {output} is from an older version, which did not record changes of files: if images have "
+                f"--output {output}: converted by an older version, which did not record file changes; if images have "
                 "changed, remove it and convert again"
             )
             return False
-        if found["files_sha256"] != manifest["splits"][split]["files_sha256"]:
+        if recorded["files_sha256"] != manifest["splits"][split]["files_sha256"]:
             return True
     return False
 
 
 def _remove_shards(output, to):
-    """Remove what a conversion wrote except convert.json, which from now on says that it is incomplete."""
+    """Remove the output of a conversion except convert.json, which is marked as incomplete."""
     manifest = listing.read_manifest(output)
     indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     shards = [shard for mode in Mode for shard in listing.find_shards(output, to, mode)]
@@ -251,7 +251,7 @@ def _json(manifest):
     return (json.dumps(manifest, indent=1) + "\n").encode()
 
 
-def _refuse_undecodable(source, images, workers, progress):
+def _check_decodable(source, images, workers, progress):
     from paddle_resnet.tools import verify  # imports DALI
 
     failing = []
@@ -262,37 +262,37 @@ def _refuse_undecodable(source, images, workers, progress):
         if done % BLOCK == 0 or done == len(images):
             progress(done, len(images))
     if failing:
-        more = f"; and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
+        more = f" and {len(failing) - NAMED} more" if len(failing) > NAMED else ""
         raise UsageError(
-            f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {'; '.join(failing[:NAMED])}{more}: "
+            f"{source}: {len(failing)} of {len(images)} images cannot be decoded: {', '.join(failing[:NAMED])}{more}; "
             f"repair them, or run `python -m paddle_resnet.dataset verify {source} --fix-list bad.txt` and add "
             "--skip-list bad.txt"
         )
 
 
 def _continued(output, manifest):
-    """Whether this conversion is complete in the output folder; None if nothing is there yet."""
-    found = listing.read_manifest(output)
-    if found is not None:
+    """Whether this conversion is complete in the output folder; None if it has not begun."""
+    recorded = listing.read_manifest(output)
+    if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
-            if (_images_of(found) if key == "splits" else found.get(key)) != value:
-                what = "other images" if key == "splits" else f"{key} {found.get(key)}"
+            if (_images_of(recorded) if key == "splits" else recorded.get(key)) != value:
+                what = "other images" if key == "splits" else f"{key} {recorded.get(key)}"
                 raise UsageError(
-                    f"--output {output} holds a conversion with {what}: remove it, give another folder, or repeat "
-                    "the command that wrote it"
+                    f"--output {output}: contains a conversion with {what}; remove it, choose a different folder, or "
+                    "repeat the command that wrote it"
                 )
-        return found["complete"]
+        return recorded["complete"]
     if os.path.exists(output) and (not os.path.isdir(output) or set(os.listdir(output)) - {_LOCK, *_partial(output)}):
-        raise UsageError(f"--output {output} exists and is not a conversion: remove it or give another folder")
+        raise UsageError(f"--output {output}: exists and is not a conversion; remove it or choose a different folder")
     return None
 
 
 def _images_of(manifest):
-    return {split: (found["images"], found.get("sha256")) for split, found in manifest["splits"].items()}
+    return {split: (recorded["images"], recorded.get("sha256")) for split, recorded in manifest["splits"].items()}
 
 
 def _partial(output):
-    """Names of the unfinished files of a killed conversion."""
+    """Names of the incomplete files of a killed conversion."""
     return [name for name in os.listdir(output) if name.endswith(".partial")]
 
 
@@ -302,7 +302,7 @@ def _report_progress(progress, before, total, done):
 
 
 class _Workers:
-    """A pool of processes that prepare images or write shards. An exception in the parent stops them at once."""
+    """A pool of processes that prepare images or write shards. An exception in the parent stops them immediately."""
 
     def __init__(self, count, resize_short, quality):
         # Spawned, not forked: the parent has the threads of DALI.
@@ -314,7 +314,7 @@ class _Workers:
         self.pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=arguments)
 
     def submit(self, *call):
-        with signals.postponed():
+        with signals.deferred():
             return self.pool.submit(*call)
 
     def __enter__(self):
@@ -333,7 +333,7 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read and perhaps shrink a listing.Image: (bytes to store, extension without dot, label)."""
+    """Read a listing.Image, and shrink it if requested: (bytes to store, extension without dot, label)."""
     from PIL import Image, ImageOps
 
     if _stop.is_set():
@@ -341,9 +341,9 @@ def _prepare(image):
     try:
         data, label = records.read(image)
     except OSError as e:
-        raise UsageError(f"{image.path} cannot be read ({e.strerror}): repair it or use --skip-list") from e
+        raise UsageError(f"{image.path}: cannot be read ({e.strerror}); repair it or use --skip-list") from e
     if not listing.is_class(label):
-        raise UsageError(f"{image.whole_name} has the label {label:g}, which is not a class: use --skip-list")
+        raise UsageError(f"{image.whole_name}: label {label:g} is not a class; use --skip-list")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label
@@ -357,21 +357,19 @@ def _prepare(image):
             picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
-    except Exception as e:  # Pillow's plugins raise exceptions of all kinds at damaged files
-        raise UsageError(
-            f"{image.whole_name} cannot be decoded ({e}): repair it or leave it out with --skip-list"
-        ) from e
+    except Exception as e:  # Pillow's plugins raise exceptions of all kinds for damaged files
+        raise UsageError(f"{image.whole_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
     return out.getvalue(), "jpg", label
 
 
 def _in_rgb(picture):
-    """Convert to RGB as DALI does: scale 16 bits to 8, which Pillow would clip at 255."""
+    """Convert to RGB like DALI: scale 16 bits to 8, which Pillow would clip at 255."""
     from PIL import Image
 
     if picture.mode.startswith("I") or picture.mode == "F":
         values = np.asarray(picture)
         if picture.mode == "F" or values.min() < 0 or values.max() > 65535:
-            raise ValueError("it has more than 16 bits a channel")
+            raise ValueError("more than 16 bits per channel")
         scaled = Image.fromarray(np.rint(values / 257).astype(np.uint8))
         scaled.info = picture.info
         picture = scaled
@@ -379,9 +377,9 @@ def _in_rgb(picture):
 
 
 def _extension(image, data):
-    """Extension of an image in a tar shard: that of its file if it is one of an image, else from its first bytes."""
+    """Extension of an image in a tar shard: that of its file if it is an image extension, otherwise from its bytes."""
     own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few readers of tar shards know that
+    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few readers of tar shards support it
         return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 
@@ -405,17 +403,15 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index. The shard is renamed to its final name last."""
-    partial_path = f"{path}.partial"
-    with SHARDED[to](partial_path) as write:
-        for number, image in enumerate(images, first):
-            write(number, *_prepare(image))
-            with _images.get_lock():
-                _images.value += 1
-    with open(partial_path, "rb") as f:
-        os.fsync(f.fileno())
-    indexes.write_file(indexes.index_path(path), indexes.scan(partial_path, to))
-    os.replace(partial_path, path)
+    """Write one shard and its index. The shard gets its final name last."""
+    with files.written(path, f"{path}.partial") as partial:
+        with SHARDED[to](str(partial)) as write:
+            for number, image in enumerate(images, first):
+                write(number, *_prepare(image))
+                with _images.get_lock():
+                    _images.value += 1
+        files.fsync(partial)
+        indexes.write_file(indexes.index_path(path), indexes.scan(str(partial), to))
 
 
 def _write_single_file(to, output, split, images, pool, report):
@@ -429,7 +425,7 @@ def _write_single_file(to, output, split, images, pool, report):
             for _, i in zip(range(count), starts, strict=False):
                 blocks.append(pool.submit(_prepare_block, images[i : i + BLOCK]))
 
-        # Two blocks per worker keep the workers busy and bound the memory.
+        # Two blocks per worker keep the workers busy and limit the memory.
         submit(2 * pool.count)
         while blocks:
             writer.write(blocks.popleft().result())

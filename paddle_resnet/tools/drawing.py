@@ -1,4 +1,4 @@
-"""Drawings of the data-set tools, in files and without a display."""
+"""Drawings of the data-set tools, written to files without a display."""
 
 from pathlib import Path
 
@@ -11,34 +11,34 @@ from utils.errors import UsageError, printable
 matplotlib.use("Agg")
 FORMATS = (".png", ".pdf", ".svg")
 FONT = "DejaVu Sans"  # comes with matplotlib
-MOST_BARS = 60  # of classes; of more, the largest and smallest have bars, and a curve shows all
+MOST_BARS = 60  # classes; beyond, only the largest and smallest have bars, and a curve shows all
 EXTREMES = 15
 NAME_LENGTH = 40
 
 
 def check_name(output):
-    """Raise UsageError for a file whose name ends in none of FORMATS."""
+    """Raise UsageError for a file name without an ending of FORMATS."""
     if Path(output).suffix.lower() not in FORMATS:
-        raise UsageError(f"--output {output} ends in none of {', '.join(FORMATS)}: give a file name that does")
+        raise UsageError(f"--output {output}: unknown file format; use a name that ends in {', '.join(FORMATS)}")
 
 
 def save(figure, output):
     """Write a drawing in the format of its file name.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     try:
         files.touch(output)
         figure.savefig(output, dpi=120, format=Path(output).suffix[1:].lower())
     except OSError as e:
-        raise UsageError(f"--output {output} cannot be written ({e.strerror}): give another file") from e
+        raise UsageError(f"--output {output}: cannot be written ({e.strerror}); choose a different file") from e
     finally:
         pyplot.close(figure)
 
 
 def pictures(images, names, columns):
-    """A figure of images, uint8 arrays [H, W, 3] in RGB, with their names."""
+    """Draw images, uint8 arrays [H, W, 3] in RGB, with their names."""
     names = drawable(names)
     rows = -(-len(images) // columns)
     size = (1.6 * columns, 1.6 * rows)
@@ -52,12 +52,12 @@ def pictures(images, names, columns):
 
 
 def balance(splits):
-    """A figure of the images of each class, the classes in the same order in all splits, and of the image sizes.
+    """Draw the number of images per class, with the classes in the same order in all splits, and the image sizes.
 
     Args:
         splits: {split: {"classes": {class: images}, "sizes": int array [images, 2]}}, the result of inspection.info.
     """
-    of = {split: found["classes"] for split, found in splits.items()}
+    of = {split: content["classes"] for split, content in splits.items()}
     first = next(iter(of))
     names = sorted(dict.fromkeys(name for counts in of.values() for name in counts), key=lambda n: -of[first].get(n, 0))
     has_curve = len(names) > MOST_BARS
@@ -72,7 +72,7 @@ def balance(splits):
         squeeze=False,
         layout="constrained",
     )
-    for i, (split, found) in enumerate(splits.items()):
+    for i, (split, content) in enumerate(splits.items()):
         _bars(axes[0, i], [name and of[split].get(name, 0) for name in shown], labels if i == 0 else [])
         axes[0, i].set(title=f"{split}: {sum(of[split].values()):,} images in {len(names):,} classes", xlabel="images")
         if has_curve:
@@ -80,7 +80,7 @@ def balance(splits):
             axes[1, i].step(range(1, len(counts) + 1), counts, where="mid")
             axes[1, i].set(xlabel=f"class, in the order of {first}", ylabel="images", xlim=(0, len(counts) + 1))
             axes[1, i].set_ylim(0)
-        axes[-1, i].plot(*found["sizes"].T, ".", markersize=2, alpha=0.5)
+        axes[-1, i].plot(*content["sizes"].T, ".", markersize=2, alpha=0.5)
         axes[-1, i].set(title=f"{split}: image sizes", xlabel="width (pixels)", ylabel="height (pixels)")
     return figure
 
@@ -99,15 +99,15 @@ def _shortened(name):
 
 
 def drawable(names):
-    """Names as they can be drawn, and the fonts for them: those of the system serve where matplotlib's own lacks a
-    character. A character that no font has becomes an escape such as \\u4e2d."""
+    """Return names as they can be drawn, and set the fonts for them: the system's fonts supply characters that
+    matplotlib's own font lacks. A character that no font has becomes an escape such as \\u4e2d."""
     names = [printable(name) for name in names]
     lacking = set("".join(names))
     lacking -= _characters(FONT, lacking)
     families = [FONT]
     if lacking:
         fonts = [font for font in font_manager.fontManager.ttflist if (font.style, font.weight) == ("normal", 400)]
-        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # that one draws boxes
+        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # which draws boxes
         served = {name: _characters(name, lacking) for name in sorted(others)}
         while any(served.values()):
             families.append(max(served, key=lambda name: len(served[name])))
@@ -118,10 +118,10 @@ def drawable(names):
 
 
 def _characters(family, wanted):
-    """Those of the wanted characters that the regular font of a family has."""
+    """Return the wanted characters that the regular font of a family has."""
     try:
         properties = font_manager.FontProperties(family=[family])
         font = font_manager.get_font(font_manager.findfont(properties, fallback_to_default=False))
-    except (RuntimeError, ValueError, OSError):  # a file that is damaged, or is no font for FreeType
+    except (RuntimeError, ValueError, OSError):  # the file is damaged, or FreeType does not support it
         return set()
     return {c for c in wanted if font.scalable and font.get_char_index(ord(c))}

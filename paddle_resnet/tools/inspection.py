@@ -13,37 +13,36 @@ from rich.table import Table
 from rich.text import Text
 
 import config
-from paddle_resnet import dali
+from paddle_resnet import dali, resolution
 from paddle_resnet.data import listing, pixels, records
-from paddle_resnet.job import processes
 from paddle_resnet.tools import drawing
 from utils.errors import printable
 from utils.mode import Mode
 
 
-def preview(root, output, images, words):
+def preview(root, output, images, arguments):
     """Draw the first training images of a run as the network receives them, with their classes.
 
     Args:
         root: folder of the data set.
         output: file to write, in one of drawing.FORMATS.
         images: number of images.
-        words: flags of train.py. The images are those of the first batches of one process with these flags.
+        arguments: flags of train.py. The images are those of the first batches of one process with these flags.
     Raises:
-        UsageError: flags or data that train.py refuses; output cannot be written.
+        UsageError: train.py would reject the flags or data; output cannot be written.
     """
     drawing.check_name(output)
-    pictures, classes = first_images(root, images, words)
+    pictures, classes = first_images(root, images, arguments)
     drawing.save(drawing.pictures(pictures, classes, math.ceil(math.sqrt(images))), output)
 
 
-def first_images(root, images, words):
-    """The first training images of a run, from several epochs if the data set has fewer.
+def first_images(root, images, arguments):
+    """Return the first training images of a run, from several epochs if the data set has fewer.
 
     Returns:
         (list of uint8 arrays [H, W, 3] in RGB without normalisation, list of class names)
     """
-    loader, args = open_loader(root, words)
+    loader, args = open_loader(root, arguments)
     pictures, classes = [], []
     while len(pictures) < images:
         try:
@@ -51,7 +50,11 @@ def first_images(root, images, words):
         except StopIteration:
             loader.reset()
             continue
-        pictures += list(pixels.pictures(args, batch["data"]))
+        pictures += list(
+            pixels.pictures(
+                batch["data"], args.data_layout, args.normalize_scale, args.normalize_mean, args.normalize_std
+            )
+        )
         classes += [loader.class_names[label] for label in np.array(batch["label"])[:, 0]]
     return pictures[:images], classes[:images]
 
@@ -62,12 +65,12 @@ def info(root, output=None, allow_outside=False):
     Args:
         root: folder of a data set in any format, with train, val or both.
         output: file for the drawing, in one of drawing.FORMATS, or None.
-        allow_outside: whether file lists may name files outside root.
+        allow_outside: whether file lists may contain files outside root.
     Returns:
         {split: {"classes": {class: images}, "sizes": int array [images, 2], width and height in pixels as stored}}.
         Images whose header cannot be read are counted but not measured.
     Raises:
-        UsageError: no split, or one that cannot be used; output cannot be written.
+        UsageError: there is no split, or a split cannot be used; output cannot be written.
     """
     if output is not None:
         drawing.check_name(output)
@@ -92,7 +95,7 @@ def info(root, output=None, allow_outside=False):
     table = Table(title=Text(printable(root)))
     for column in ("", *splits):
         table.add_column(column, justify="right")
-    for what, of_split in _figures().items():
+    for what, of_split in _statistics().items():
         table.add_row(what, *(Text(printable(of_split(**result[split]))) for split in splits))
     Console().print(table)
     if output is not None:
@@ -100,7 +103,7 @@ def info(root, output=None, allow_outside=False):
     return result
 
 
-def _figures():
+def _statistics():
     """Rows of the table of info: {title: function of classes and sizes that returns the text}."""
 
     def quantiles(values):
@@ -118,9 +121,9 @@ def _figures():
         "images": lambda classes, sizes: str(sum(classes.values())),
         "classes": lambda classes, sizes: str(len(classes)),
         "images of the largest class": largest,
-        "of the median class": lambda classes, sizes: f"{np.median(list(classes.values()) or [0]):g}",
-        "of the smallest class": smallest,
-        "width: least / median / most": lambda classes, sizes: quantiles(sizes[:, 0]),
+        "images of the median class": lambda classes, sizes: f"{np.median(list(classes.values()) or [0]):g}",
+        "images of the smallest class": smallest,
+        "width: minimum / median / maximum": lambda classes, sizes: quantiles(sizes[:, 0]),
         "height": lambda classes, sizes: quantiles(sizes[:, 1]),
         "shorter side": lambda classes, sizes: quantiles(sizes.min(axis=1)),
         "kilopixels": lambda classes, sizes: quantiles(sizes.prod(axis=1) / 1000),
@@ -129,7 +132,7 @@ def _figures():
 
 
 def _measure(image):
-    """(label, (width, height)) of a listing.Image; None for what cannot be read."""
+    """Return (label, (width, height)) of a listing.Image; None for a part that cannot be read."""
     label = image.label
     try:
         if image.kind is None:
@@ -139,11 +142,11 @@ def _measure(image):
             source = BytesIO(data)
         with Image.open(source) as picture:
             return label, picture.size
-    except Exception:  # Pillow's plugins raise exceptions of all kinds at damaged files
+    except Exception:  # Pillow's plugins raise exceptions of all kinds for damaged files
         return label, None
 
 
-def speed(root, threads, loads, batches, repeats, words):
+def speed(root, threads, loads, batches, repeats, arguments):
     """Measure the loader alone in images/s and print a table.
 
     Args:
@@ -152,13 +155,13 @@ def speed(root, threads, loads, batches, repeats, words):
         loads: list of values for --hw-decoder-load, for the decoders of a GPU.
         batches: batches per measurement, after as many for warm-up.
         repeats: measurements per setting.
-        words: flags of train.py.
+        arguments: flags of train.py.
     Returns:
         [(decoder, threads, load or None, [images/s])]
     Raises:
-        UsageError: flags or data that train.py refuses.
+        UsageError: train.py would reject the flags or data.
     """
-    has_gpu = _parse(root, words).dali_device == "gpu"
+    has_gpu = _parse(root, arguments).dali_device == "gpu"
     settings = [("cpu", n, None) for n in threads]
     settings += [("mixed", n, load) for n in threads for load in loads] if has_gpu else []
     rows = []
@@ -170,7 +173,7 @@ def speed(root, threads, loads, batches, repeats, words):
             flags += ["--dali-device", "gpu", "--hw-decoder-load", load]
         rates = []
         for _ in range(repeats):
-            loader, args = open_loader(root, [*words, *map(str, flags)])
+            loader, args = open_loader(root, [*arguments, *map(str, flags)])
             _take(loader, batches)
             start = perf_counter()
             _take(loader, batches)
@@ -197,17 +200,18 @@ def _take(loader, batches):
             loader.reset()
 
 
-def _parse(root, words):
+def _parse(root, arguments):
     """Parse flags of train.py and resolve the devices."""
-    args = config.parse_args([*words, "--image-root", str(root)])
-    processes.resolve_devices(args)
+    args = config.parse_args([*arguments, "--image-root", str(root)])
+    resolution.resolve_device(args)
+    resolution.resolve_loader(args)
     return args
 
 
-def open_loader(root, words):
-    """Open the training loader of train.py: (loader, flags). A data set that is smaller than a batch becomes one."""
-    args = _parse(root, words)
-    dali.settle_classes(args, Mode.TRAIN)
+def open_loader(root, arguments):
+    """Open the training loader of train.py: (loader, flags). The batch is never larger than the data set."""
+    args = _parse(root, arguments)
+    resolution.resolve_classes(args, Mode.TRAIN)
     if args.data_format != "synthetic":
         args.batch_size = min(args.batch_size, dali.open_data_set(args, Mode.TRAIN).size)
     return dali.build_dataloader(args, Mode.TRAIN), args

@@ -1,6 +1,6 @@
-"""Writers of the container formats, for convert.py.
+"""Writers of the record formats, for convert.py.
 
-Libraries write TFRecord, LMDB and WebDataset. RecordIO has no maintained library, so its writer is here.
+Libraries write TFRecord, LMDB and WebDataset. RecordIO has no maintained library, so this module writes it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def _webdataset_writer(path):
 
 
 class _RecordIOWriter:
-    """Appends to SPLIT.rec.partial and SPLIT.idx.partial, or finds SPLIT.rec complete.
+    """Appends to SPLIT.rec.partial and SPLIT.idx.partial, unless SPLIT.rec is complete.
 
     Records are synced to disk before their index lines are written, so every indexed record exists.
     """
@@ -57,7 +57,7 @@ class _RecordIOWriter:
             try:
                 end = records.recordio_end(self._records, int(lines[-1].split()[1]), size)
             except ValueError as e:
-                raise UsageError(f"{self._records.name} is damaged: remove the folder and convert again") from e
+                raise UsageError(f"{self._records.name}: damaged; remove the folder and convert again") from e
         self._index.truncate(sum(map(len, lines)))
         self._records.truncate(end)
         self._count, self._end = len(lines), end
@@ -114,7 +114,7 @@ def recordio_record(payload):
 
 
 class _LMDBWriter:
-    """Appends to SPLIT_lmdb.partial, one transaction per block, or finds SPLIT_lmdb complete."""
+    """Appends to SPLIT_lmdb.partial, one transaction per block, unless SPLIT_lmdb is complete."""
 
     def __init__(self, output, split):
         self._path = os.path.join(output, f"{split}_lmdb")
@@ -161,7 +161,7 @@ class _LMDBWriter:
 
 @contextlib.contextmanager
 def _lmdb_errors(path):
-    """Turn LMDB's own errors, of a full disk for instance, into OSError; a full map is for the caller to enlarge."""
+    """Convert LMDB's own errors, such as a full disk, to OSError; the caller enlarges a full map."""
     import lmdb
 
     try:

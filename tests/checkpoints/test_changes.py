@@ -7,9 +7,9 @@ import sys
 import textwrap
 
 import pytest
-from test_folders import HOLDER, write
 
 from conftest import ROOT, TINY, losses, phase, read_report
+from helpers import HOLDER, write_checkpoint
 from paddle_resnet.checkpoints import folders, restore
 from utils.errors import UsageError
 
@@ -38,22 +38,21 @@ def test_an_image_that_moved_to_another_class_starts_the_epoch_again(run_train, 
     assert code == 0
     said = capsys.readouterr().err
     assert "the loader cannot resume inside the epoch: list of images and labels (hash) is " in said
-    assert "epoch 1 starts again at its beginning" in said
+    assert "epoch 1 restarts with the parameters of " in said
     assert (1, 0) in losses(report)
 
 
 def test_another_version_of_paddle_is_said(capsys):
     meta = {"paddle_version": "2.5.1", "arguments": {}, "world_size": 1}
     restore._log_environment_changes(meta)
-    assert "the checkpoint is of Paddle 2.5.1, and this is " in capsys.readouterr().err
+    assert "the checkpoint is from Paddle 2.5.1, but this is " in capsys.readouterr().err
     del meta["paddle_version"]  # older checkpoints
     restore._log_environment_changes(meta)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "to nothing"])
-def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(parse, tmp_path, link):
-    args = parse("--output-dir", tmp_path)
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path, link):
     target, lock = tmp_path / "target", tmp_path / "Tiny/.lock"
     lock.parent.mkdir()
     if link != "to nothing":
@@ -62,27 +61,26 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(parse, tmp_p
         os.link(target, lock)
     else:
         lock.symlink_to(target)
-    with pytest.raises(OSError, match="lock is a link: remove it"):
+    with pytest.raises(OSError, match="lock is a link; remove it"):
         folders.lock(lock.parent)
-    with pytest.raises(UsageError, match=r"--output-dir .* cannot be written \(.*lock is a link: remove it\)"):
-        restore._clean(args, lock.parent)
+    with pytest.raises(UsageError, match=r"--output-dir .*: cannot be written \(.*lock is a link; remove it\)"):
+        restore._clean(lock.parent)
     assert target.exists() == (link != "to nothing")
     assert link == "to nothing" or target.read_text() == "precious"
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(os.mkfifo, "is not a regular file: remove it"), (os.mkdir, "Is a directory")]
+    ("make", "says"), [(os.mkfifo, "is not a regular file; remove it"), (os.mkdir, "Is a directory")]
 )
-def test_a_lock_that_is_no_file_is_refused_at_once(parse, tmp_path, make, says):
-    args = parse("--output-dir", tmp_path)
+def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path, make, says):
     (tmp_path / "Tiny").mkdir()
     make(tmp_path / "Tiny/.lock")
-    with pytest.raises(UsageError, match=rf"--output-dir .* cannot be written \(.*{says}\)"):
-        restore._clean(args, tmp_path / "Tiny")
+    with pytest.raises(UsageError, match=rf"--output-dir .*: cannot be written \(.*{says}\)"):
+        restore._clean(tmp_path / "Tiny")
 
 
 def test_a_lock_that_a_pipe_replaces_during_a_run_is_noticed(tmp_path, capsys):
-    write(tmp_path, "1")
+    write_checkpoint(tmp_path, "1")
     file = folders.lock(tmp_path)
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
@@ -91,7 +89,7 @@ def test_a_lock_that_a_pipe_replaces_during_a_run_is_noticed(tmp_path, capsys):
 
 
 def test_a_lock_that_was_deleted_is_taken_anew(tmp_path, capsys):
-    write(tmp_path, "1")
+    write_checkpoint(tmp_path, "1")
     file = folders.lock(tmp_path)
     assert folders.keep(tmp_path, file) is file
     assert capsys.readouterr().err == ""
@@ -100,7 +98,7 @@ def test_a_lock_that_was_deleted_is_taken_anew(tmp_path, capsys):
         change()
         new = folders.keep(tmp_path, file)
         assert new is not file
-        assert f"{tmp_path}/.lock was deleted or replaced during the run" in capsys.readouterr().err
+        assert f"{tmp_path}/.lock: was deleted or replaced during the run" in capsys.readouterr().err
         assert folders.keep(tmp_path, new) is new
         file = new
 
@@ -127,7 +125,8 @@ def test_a_run_whose_lock_another_run_has_taken_writes_no_more(run_train, tmp_pa
             holder.kill()
             holder.communicate()
     said = capsys.readouterr().err
-    assert f"Tiny/0 is not written: {root}/.lock was deleted, and another run (process {holders[0].pid}" in said
+    says = f"Tiny/0: checkpoint not written, because {root}/.lock was deleted and another run (process {holders[0].pid}"
+    assert says in said
     assert not (root / "0").exists()
 
 
@@ -141,6 +140,6 @@ def test_a_closed_output_costs_no_checkpoint(photos, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the output can no longer be written (Broken pipe)") == 1
+    assert done.stderr.count("stdout: can no longer be written (Broken pipe)") == 1
     assert folders.verify(tmp_path / "Tiny/0")["epoch"] == 0
     assert phase(read_report(tmp_path / "report.json"), [], "val.")["images"] == 23

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import platform
-import random
 import signal
 import subprocess
 import sys
@@ -13,32 +12,9 @@ import textwrap
 import pytest
 
 from conftest import ROOT
+from helpers import HOLDER, META, write_checkpoint
 from paddle_resnet.checkpoints import folders
 from utils import locks
-
-META = {
-    "sequence": 0,
-    "run": "r",
-    "epoch": 0,
-    "step": None,
-    "steps_each_epoch": 3,
-    "world_size": 1,
-    "classes": ["a", "b"],
-    "arguments": {"lr": 0.1},
-    "trained": None,
-    "evaluated": None,
-    "best": None,
-    "seeds": {
-        "python": json.dumps(random.Random(0).getstate()),
-        "numpy": json.dumps(["MT19937", [1] * 624, 624, 0, 0.0]),
-    },
-    "ranks": [{"loader": {"step": 0, "conditions": {}}, "meters": {}}],
-}
-
-
-def write(root, name, text="abc", sequence=0, **meta):
-    files = {"a.pdparams": lambda f: f.write(text.encode()), "a.pdopt": lambda f: f.write(b"x" * 100)}
-    return folders.commit(root, name, files, META | {"sequence": sequence, **meta})
 
 
 def names(root):
@@ -47,7 +23,7 @@ def names(root):
 
 def test_commit_names_every_file_with_size_and_digest(tmp_path):
     best = {"epoch": 1, "loss": 1.5, "top1": 0.5, "top5": 1, "ips": 20.5}
-    folder = write(tmp_path, "3_40", best=best, rate=0.1)
+    folder = write_checkpoint(tmp_path, "3_40", best=best, rate=0.1)
     assert names(folder) == ["a.pdopt", "a.pdparams", "meta.json"]
     meta = folders.verify(folder)
     assert meta["best"] == best
@@ -62,15 +38,15 @@ def test_a_name_appears_once_its_files_are_on_the_disk(tmp_path, monkeypatch):
     """In the order in which files and folders are flushed: files, their folder, the folder of the new name."""
     flushed, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
-    write(tmp_path, "3")
+    write_checkpoint(tmp_path, "3")
     partial = f"{tmp_path}/.3.partial"
     files = [f"{partial}/{name}" for name in ("a.pdparams", "a.pdopt", "meta.json")]
     assert flushed == [*files, partial, str(tmp_path)]
 
 
 def test_a_folder_of_the_same_name_is_replaced(tmp_path):
-    write(tmp_path, "3", "old")
-    folder = write(tmp_path, "3", "newer")
+    write_checkpoint(tmp_path, "3", "old")
+    folder = write_checkpoint(tmp_path, "3", "newer")
     assert (folder / "a.pdparams").read_text() == "newer"
     folders.verify(folder)
     assert names(tmp_path) == ["3"]
@@ -93,14 +69,14 @@ def lengthen(path):
 @pytest.mark.parametrize("file", ["a.pdparams", "a.pdopt", "meta.json"])
 @pytest.mark.parametrize("damage", [flip_bit, truncate, lengthen, lambda path: path.write_bytes(b""), os.remove])
 def test_damage_is_found_and_the_file_named(tmp_path, file, damage):
-    folder = write(tmp_path, "3")
+    folder = write_checkpoint(tmp_path, "3")
     damage(folder / file)
     with pytest.raises(folders.DamagedError, match=file):
         folders.verify(folder)
 
 
 def test_a_flipped_bit_of_meta_json_is_found_or_changes_nothing(tmp_path):
-    folder = write(tmp_path, "3", rate=0.125)
+    folder = write_checkpoint(tmp_path, "3", rate=0.125)
     data = (folder / "meta.json").read_bytes()
     meta, harmless = folders.verify(folder), 0
     bits = range(0, 8 * len(data), 61)
@@ -117,10 +93,10 @@ def test_a_flipped_bit_of_meta_json_is_found_or_changes_nothing(tmp_path):
 
 
 def test_meta_of_another_format_is_refused(tmp_path):
-    folder = write(tmp_path, "3")
+    folder = write_checkpoint(tmp_path, "3")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"format": 99}))
-    with pytest.raises(folders.DamagedError, match="format 99 and this version reads 2"):
+    with pytest.raises(folders.DamagedError, match="format 99, but this version reads 2"):
         folders.verify(folder)
 
 
@@ -133,10 +109,10 @@ def test_folders_are_those_with_the_name_of_a_checkpoint(tmp_path):
 
 
 def test_newest_is_the_one_written_last(tmp_path):
-    write(tmp_path, "89", sequence=4)
-    write(tmp_path, "0", sequence=6)
-    write(tmp_path, "0_20", sequence=5)
-    (write(tmp_path, "1", sequence=7) / "meta.json").unlink()
+    write_checkpoint(tmp_path, "89", sequence=4)
+    write_checkpoint(tmp_path, "0", sequence=6)
+    write_checkpoint(tmp_path, "0_20", sequence=5)
+    (write_checkpoint(tmp_path, "1", sequence=7) / "meta.json").unlink()
     whole, damaged = folders.newest_first(tmp_path)
     assert [folder.name for folder, _ in whole] == ["0", "0_20", "89"]
     assert [(folder.name, "meta.json" in problem) for folder, problem in damaged] == [("1", True)]
@@ -144,7 +120,7 @@ def test_newest_is_the_one_written_last(tmp_path):
 
 def test_mark_changes_over(tmp_path):
     for name in ("1", "2"):
-        write(tmp_path, name)
+        write_checkpoint(tmp_path, name)
         folders.mark(tmp_path, "latest", name)
         assert (tmp_path / "latest").resolve() == tmp_path / name
     assert names(tmp_path) == ["1", "2", "latest"]
@@ -155,7 +131,7 @@ def test_mark_changes_over(tmp_path):
 
 
 def test_deleting_a_link_leaves_what_it_leads_to(tmp_path):
-    folder = write(tmp_path / "elsewhere", "3")
+    folder = write_checkpoint(tmp_path / "elsewhere", "3")
     (tmp_path / "3").symlink_to(folder)
     folders.delete(tmp_path / "3")
     assert names(tmp_path) == ["elsewhere"]
@@ -164,16 +140,16 @@ def test_deleting_a_link_leaves_what_it_leads_to(tmp_path):
 
 def test_deletions_leave_what_this_program_did_not_write(tmp_path, capsys):
     for name in ("1", "2", "3"):
-        write(tmp_path, name)
+        write_checkpoint(tmp_path, name)
         (tmp_path / name / "notes.txt").write_text(name)
         (tmp_path / name / "mine.pdparams").mkdir()
     (tmp_path / "2/meta.json").write_text("damaged")
     folders.delete(tmp_path / "1")
-    assert "1: not deleted, because it has files that this program did not write (mine.pdparams, notes.txt)" in (
+    assert "1: not deleted, because it contains files that this program did not write (mine.pdparams, notes.txt)" in (
         capsys.readouterr().err
     )
     (tmp_path / "3").rename(tmp_path / "x")
-    write(tmp_path, "3")
+    write_checkpoint(tmp_path, "3")
     (tmp_path / ".notes.partial").write_text("mine")
     (tmp_path / "x").rename(tmp_path / ".3.replaced")  # as after a kill
     folders.clean(tmp_path)
@@ -193,7 +169,7 @@ def test_deletions_leave_what_this_program_did_not_write(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["rename", "marker"])
 def test_a_checkpoint_of_another_program_is_never_deleted(tmp_path, capsys, form):
-    write(tmp_path, "4")
+    write_checkpoint(tmp_path, "4")
     for name in ("3", "5"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "resnet_50_paddle.pdparams").write_text("NVIDIA's")
@@ -210,63 +186,60 @@ def test_a_checkpoint_of_another_program_is_never_deleted(tmp_path, capsys, form
 
 
 def test_failing_deletion_is_a_warning_and_leaves_nothing_that_looks_whole(tmp_path, capsys, monkeypatch):
-    folder = write(tmp_path, "3")
+    folder = write_checkpoint(tmp_path, "3")
 
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(folders.Path, "rmdir", refuse)
     folders.delete(folder)
-    assert "3 cannot be deleted (Permission denied)" in capsys.readouterr().err
+    assert "3: cannot be deleted (Permission denied); delete it manually" in capsys.readouterr().err
     assert folders.newest_first(tmp_path)[0] == []
     monkeypatch.undo()
-    folder = write(tmp_path, "4")
+    folder = write_checkpoint(tmp_path, "4")
     monkeypatch.setattr(folders, "_remove", lambda path: None)  # killed after the first step
     folders.delete(folder)
     assert folders.newest_first(tmp_path)[0] == []
 
 
-# Commits checkpoint 2 beside 1, over an older 2, in a form, and deletes 1; killed before the n-th change of a file.
-KILLED = """
-    import json, os, signal, sys
-    from pathlib import Path
-    from paddle_resnet.checkpoints import folders
-
-    root, fatal, meta = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    form = sys.argv[4]
+def commit_in_a_child(root, form, fatal):
+    """Commit checkpoint 2 in addition to 1, over an older 2, and delete 1, in a process that is killed before its n-th
+    change of a file; returns its exit code: the number of changes if it was not killed."""
     changes = 0
 
     def audit(event, args):
-        global changes
+        nonlocal changes
         writes = event == "open" and isinstance(args[1], str) and "w" in args[1]
-        if writes or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink"):
-            if str(root) in str(args[0]) or str(root) in str(args[1]):
-                if changes == fatal:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                changes += 1
+        writes = writes or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink")
+        if writes and (str(root) in str(args[0]) or str(root) in str(args[1])):
+            if changes == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            changes += 1
 
-    sys.addaudithook(audit)
-    files = {"a.pdparams": lambda f: f.write(b"new"), "a.pdopt": lambda f: f.write(b"x" * 100)}
-    folders.commit(root, "2", files, meta, form)
-    folders.mark(root, "latest", "2")
-    folders.delete(root / "1")
-    print(changes)
-"""
+    pid = os.fork()  # a new Python would take most of the time of the test
+    if pid == 0:
+        try:
+            sys.addaudithook(audit)
+            files = {"a.pdparams": lambda f: f.write(b"new"), "a.pdopt": lambda f: f.write(b"x" * 100)}
+            folders.commit(root, "2", files, META | {"sequence": 2}, form)
+            folders.mark(root, "latest", "2")
+            folders.delete(root / "1")
+            os._exit(changes)
+        finally:
+            os._exit(255)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("form", ["rename", "marker"])
 def test_kill_before_any_change_leaves_whole_checkpoints_alone(tmp_path, form):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     results = set()
     for fatal in range(100):
         root = tmp_path / str(fatal)
         root.mkdir()
-        write(root, "1", "one", sequence=1)
-        write(root, "2", "old", sequence=0)
+        write_checkpoint(root, "1", "one", sequence=1)
+        write_checkpoint(root, "2", "old", sequence=0)
         folders.mark(root, "latest", "1")
-        command = [sys.executable, "-c", textwrap.dedent(KILLED), str(root), str(fatal)]
-        command += [json.dumps(META | {"sequence": 2}), form]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        code = commit_in_a_child(root, form, fatal)
         folders.clean(root)
         whole, damaged = folders.newest_first(root)
         content = {folder.name: (folder / "a.pdparams").read_text() for folder, _ in whole}
@@ -281,20 +254,10 @@ def test_kill_before_any_change_leaves_whole_checkpoints_alone(tmp_path, form):
             assert content.get("2", "old") == "old"  # of another run, and replaced in place
         assert damaged == []
         assert not [name for name in names(root) if name.startswith(".")]
-        if done.returncode == 0:
-            assert int(done.stdout) == fatal > 10
+        if code != -signal.SIGKILL:
+            assert code == fatal > 10
             break
-        assert done.returncode == -signal.SIGKILL, done.stderr
     assert results == {("1", "one", True), ("2", "new", True), ("2", "new", False)}
-
-
-HOLDER = """
-    import sys, time
-    from paddle_resnet.checkpoints import folders
-    lock = folders.lock(sys.argv[1])
-    print("locked", flush=True)
-    time.sleep(1000)
-"""
 
 
 def test_another_process_is_kept_out_until_the_first_has_ended(tmp_path):
@@ -319,4 +282,4 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(locks.fcntl, "lockf", no_locks)
     folders.lock(tmp_path).close()
-    assert f"{tmp_path}/.lock: file system without locks (No locks available)" in capsys.readouterr().err
+    assert f"{tmp_path}/.lock: the file system has no locks (No locks available)" in capsys.readouterr().err

@@ -12,9 +12,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from test_folders import META, write
 
 from conftest import assert_one_sentence, losses
+from helpers import META, write_checkpoint
 from paddle_resnet import export
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.checkpoints.arrays import UnreadableError
@@ -94,7 +94,7 @@ def test_the_payloads_do_run_where_pickle_reads_them(tmp_path):
 
 
 def test_what_is_named_is_said(tmp_path):
-    with pytest.raises(UnreadableError, match=r"^it names posix.mkdir, and only arrays are read$"):
+    with pytest.raises(UnreadableError, match=r"^posix.mkdir is not supported, only arrays$"):
         read(tmp_path, pickle.dumps({"a": Payload("x")}, 4))
 
 
@@ -109,7 +109,7 @@ def test_commands_run_no_code_of_a_checkpoint(run_train, tmp_path, capsys, user)
         folders.commit(root, "0", files, {name: value for name, value in meta.items() if name != "files"})
         capsys.readouterr()
         assert export.main([str(root / "0"), str(tmp_path / "exported")]) == 2
-        assert "names posix.mkdir, and only arrays are read" in capsys.readouterr().err
+        assert "posix.mkdir is not supported, only arrays" in capsys.readouterr().err
     else:
         (root / "0").mkdir(parents=True)
         for end in ("pdparams", "pdopt"):
@@ -119,7 +119,7 @@ def test_commands_run_no_code_of_a_checkpoint(run_train, tmp_path, capsys, user)
             flags = [user, root, "--epochs", "2", "--last-epoch-of-checkpoint", "auto"]
         assert run_train(*flags)[0] == 2
         assert_one_sentence(
-            capsys.readouterr().err, ["tiny.pdparams cannot be read (it names posix.mkdir", "name another checkpoint"]
+            capsys.readouterr().err, ["tiny.pdparams cannot be read (posix.mkdir is not supp", "choose a different"]
         )
     assert not path.exists()
 
@@ -167,7 +167,7 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path):
     data = hostile_pickles()["a text encoded 1,500 times"]
     tracemalloc.start()
     try:
-        with pytest.raises(UnreadableError, match="encodes more text than it has"):
+        with pytest.raises(UnreadableError, match="encodes more text than it contains"):
             read(tmp_path, data)
         assert tracemalloc.get_traced_memory()[1] < 10 * len(data)
     finally:
@@ -243,7 +243,7 @@ def test_npz_files_with_objects_or_compressed_are_refused(tmp_path):
         arrays.read_npz(path)
     assert not made.exists()
     np.savez_compressed(path, a=np.zeros(10**6))
-    with pytest.raises(UnreadableError, match="it is compressed"):
+    with pytest.raises(UnreadableError, match="compressed files are not supported"):
         arrays.read_npz(path)
 
 
@@ -332,7 +332,7 @@ def craft(folder, meta):
 @pytest.fixture
 def good(tmp_path):
     """The content of a good meta.json."""
-    return folders.read_meta(write(tmp_path, "3"))
+    return folders.read_meta(write_checkpoint(tmp_path, "3"))
 
 
 def test_the_good_one_is_good(tmp_path, good):
@@ -372,7 +372,7 @@ def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path
         assert run_train("--resume")[0] == 2, damage
         says = [f"{folder}: the state of the loader is damaged (", "): move it away, or start from another checkpoint"]
         if "step" in DAMAGED_STATES.get(damage, ()):
-            says = ["holds only damaged checkpoints"]
+            says = ["contains only damaged checkpoints"]
         assert_one_sentence(capsys.readouterr().err, says)
 
 
@@ -396,7 +396,7 @@ def test_what_is_no_meta_json_is_damage_at_once(tmp_path, kind):
     path = tmp_path / "meta.json"
     if kind in CONTENTS:
         path.write_bytes(CONTENTS[kind])
-        says = "meta.json (is damaged|has format None|cannot be read .*are the limit)"
+        says = "meta.json (is damaged|has format None|cannot be read .*limit)"
     else:
         says = f"meta.json cannot be read .{put(path, kind)}"
     with pytest.raises(folders.DamagedError, match=says):
@@ -450,8 +450,8 @@ def test_stray_folders_end_neither_a_running_job_nor_a_resume(run_train, tmp_pat
     capsys.readouterr()
     assert run_train("--epochs", "3", *flags, "--resume")[0] == 0
     said = capsys.readouterr()
-    assert "Tiny/0: goes on with epoch 1" in said.out
-    assert said.err.count("is not a checkpoint: meta.json") == count
+    assert "Tiny/0: continues with epoch 1" in said.out
+    assert said.err.count("not a valid checkpoint: meta.json") == count
     assert "Traceback" not in said.err
     assert [p.name for p, _ in folders.newest_first(root)[0]][:2] == ["2", "1"]
     assert folders.verify(root / "2")["epoch"] == 2
@@ -471,14 +471,14 @@ def test_a_folder_that_cannot_be_entered_does_not_end_a_resume(run_train, tmp_pa
 
     monkeypatch.setattr(os, "open", refuse)
     assert run_train("--epochs", "2", "--resume")[0] == 0
-    assert "Tiny/99 is not a checkpoint: meta.json cannot be read (Permission denied)" in capsys.readouterr().err
+    assert "Tiny/99: not a valid checkpoint: meta.json cannot be read (Permission denied)" in capsys.readouterr().err
 
 
 def test_resume_takes_no_checkpoint_whose_meta_json_is_gone(run_train, tmp_path, capsys):
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").unlink()
     assert run_train("--epochs", "2", "--resume")[0] == 2
-    says = ["Tiny (0) have no meta.json", "--last-epoch-of-checkpoint auto to continue from one of another program"]
+    says = ["Tiny (0) have no meta.json", "--last-epoch-of-checkpoint auto to continue from one of a different program"]
     assert_one_sentence(capsys.readouterr().err, says)
 
 
@@ -510,4 +510,4 @@ def test_impossible_arguments_are_a_sentence_of_export(run_train, tmp_path, caps
         craft(folder, meta | {"arguments": meta["arguments"] | {name: value}})
         capsys.readouterr()
         assert export.main([str(folder), str(tmp_path / "exported")]) == 2
-        assert "Tiny/0 has impossible arguments in its meta.json" in capsys.readouterr().err
+        assert "Tiny/0: invalid arguments in meta.json" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Faults of real processes: killed, asked to stop, out of disk. The table of docs/reliability.md names these tests."""
+"""Faults of real processes: killed, stopped by a signal, out of disk. tests/README.md lists the tests of each fault."""
 
 import os
 import random
@@ -36,7 +36,7 @@ class Runs:
             launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", processes]
             launcher += ["--log_dir", self.folder / "log"]
         command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("environment", {})}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
 
@@ -101,8 +101,7 @@ def no_process_is_left(runs):
 
 def killed_then_resumed(runs, fatal):
     """A run that is killed before its n-th change to the output folder, and the same command again."""
-    environment = {"FATAL_CHANGE": str(fatal), "FATAL_ROOT": str(runs.root)}
-    code, output = runs.run(*FLAGS, environment=environment)
+    code, output = runs.run(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root)
     if code == 0:
         return False
     assert code == -signal.SIGKILL, output
@@ -140,7 +139,7 @@ def test_killed_at_random_times(photos, tmp_path, expected):
     for i in range(50):
         runs = Runs(photos, tmp_path / str(i))
         runs.folder.mkdir()
-        process = runs.start(*FLAGS, environment={"SLOW_STEP": "0.05"})
+        process = runs.start(*FLAGS, "--slow-step", "0.05")
         time.sleep(generator.uniform(0, 8))
         process.kill()
         runs.finish(process)
@@ -162,22 +161,23 @@ def stop(runs, process, *, times=3, number=signal.SIGTERM):
 
 
 WHEN = {
-    "training": ('"step": [1, 0]', {"SLOW_STEP": "1"}),
-    "evaluation": ('"step": [1], "data": {"train.loss"', {"SLOW_EVALUATION": "1"}),
-    "compilation": ("", {}),  # the file is there
+    "training": ('"step": [1, 0]', ["--slow-step", "1"]),
+    "evaluation": ('"step": [1], "data": {"train.loss"', ["--slow-evaluation", "1"]),
+    "compilation": ("", []),  # the file is there
 }
+OTHERS = ("training", "compilation")
 
 
-# test_train_py_itself_stops begins with the last one.
-@pytest.mark.parametrize("when", ["training", "evaluation", pytest.param("compilation", marks=pytest.mark.soak)])
+# test_train_py_itself_stops has one signal in compilation and in training.
+@pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.soak) for when in OTHERS), "evaluation"])
 def test_three_sigterms(runs, expected, when):
-    text, environment = WHEN[when]
+    text, options = WHEN[when]
     flags = ["--epochs", "3", "--print-interval", "1", "--resume"]
-    process = runs.start(*flags, environment=environment)
+    process = runs.start(*flags, *options)
     runs.wait_for(process, text)
     code, output = stop(runs, process)
     assert code == 75, output
-    assert "stopped by SIGTERM; the same command with --resume goes on" in output
+    assert "stopped by SIGTERM; the same command with --resume continues" in output
     if when == "compilation":
         assert not runs.losses  # nothing has been trained: nothing to save
     else:
@@ -214,7 +214,7 @@ def test_train_py_itself_stops(tmp_path):
 
 
 def test_second_sigint_ends_the_run_at_once(runs):
-    process = runs.start(*FLAGS, environment={"SLOW_STEP": "30"})
+    process = runs.start(*FLAGS, "--slow-step", "30")
     runs.wait_for(process, "PARAMETER")
     time.sleep(4)
     for _ in range(2):
@@ -227,8 +227,7 @@ def test_second_sigint_ends_the_run_at_once(runs):
 def held_before(runs, step):
     """Start a run that waits before its n-th training step; returns its process and what lets it go on."""
     path = runs.folder / "go_on"
-    environment = {"FAULT": f"0 {step} none", "FAULT_AFTER": str(path)}
-    return runs.start(*FLAGS, environment=environment), path.touch
+    return runs.start(*FLAGS, "--fault", f"0 {step} none", "--fault-after", path), path.touch
 
 
 def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
@@ -258,7 +257,8 @@ def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
     assert runs.check()[0][0] == "2"
 
 
-@pytest.mark.parametrize("fault", ["full disk", "file in the way"])
+# test_restore.py has the file in the way without a process.
+@pytest.mark.parametrize("fault", ["full disk", pytest.param("file in the way", marks=pytest.mark.soak)])
 def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
     """RLIMIT_FSIZE lets every write beyond a size fail, as on a full disk. A file where a folder shall be stands for
     a folder that became read-only, because a superuser may write into those."""
@@ -272,7 +272,7 @@ def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
     code, output = runs.finish(process)
     assert code == 1, output
     says = {"full disk": "File too large", "file in the way": "File exists"}[fault]
-    assert f"output/Tiny/1_2 cannot be written ({says}): make room" in output
+    assert f"output/Tiny/1_2: checkpoint cannot be written ({says}), " in output
     assert "Traceback" not in output
     assert runs.check() == (["0", "0_2"], [])
     code, output = runs.run(*FLAGS)
@@ -281,26 +281,27 @@ def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
     assert runs.losses == expected
 
 
-def test_two_processes_stop_together_or_one_is_killed_and_they_go_on_bit_for_bit(runs, two_processes):
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["stopped", "killed"])
+def test_two_processes_stop_together_or_one_is_killed_and_they_go_on_bit_for_bit(runs, two_processes, is_killed):
     flags = [*TWO_EPOCHS, "--resume"]
-    process = runs.start(*flags, processes=2, environment={"SLOW_STEP": "0.5"})
+    process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
     assert code == signal.SIGTERM, output  # the launcher's own exit code; its workers' is 75
     assert no_process_is_left(runs)
-    assert "stopped by SIGTERM; the same command with --resume goes on" in runs.logs()
+    assert "stopped by SIGTERM; the same command with --resume continues" in runs.logs()
     assert folders.position(runs.check()[0][0])[1]  # inside an epoch
 
-    # In the second epoch, with the first one's checkpoint, which is written in the background.
-    fault = {"FAULT": "0 2 killed", "FAULT_AFTER": str(runs.root / "0")}
-    start = time.monotonic()
-    code, output = runs.run(*flags, processes=2, environment=fault)
-    assert time.monotonic() - start < 60
-    assert code != 0
-    assert no_process_is_left(runs)
-    log = (runs.folder / "log/workerlog.1").read_text()
-    assert_one_sentence(log, ["rank 0 failed first: its process ended without a word"])
-    assert runs.check()[0][0] == "0"
+    if is_killed:  # in the second epoch, with the first one's checkpoint, which is written in the background
+        fault = ["--fault", "0 2 killed", "--fault-after", runs.root / "0"]
+        start = time.monotonic()
+        code, output = runs.run(*flags, *fault, processes=2)
+        assert time.monotonic() - start < 60
+        assert code != 0
+        assert no_process_is_left(runs)
+        log = (runs.folder / "log/workerlog.1").read_text()
+        assert_one_sentence(log, ["rank 0 failed first: its process exited"])
+        assert runs.check()[0][0] == "0"
 
     code, output = runs.run(*flags, processes=2)
     assert code == 0, output

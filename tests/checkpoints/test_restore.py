@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import random
 import shutil
@@ -7,11 +8,11 @@ import paddle
 import pytest
 from paddle import static
 
+from helpers import build, random_batches, variable
 from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
-from test_program import build, random_batches, variable
 from utils.errors import RunError, UsageError
 
 PLACE = paddle.CPUPlace()
@@ -121,10 +122,10 @@ def test_failed_evaluation_saves_the_epoch_of_a_single_process_only(run, monkeyp
     saver, _, _ = run
     monkeypatch.setattr(exchange, "gather", lambda data: [data])
     monkeypatch.setattr(processes, "world_size", lambda: 2)
-    saver.rescue(RuntimeError(), 4, {"loss": 1.5})
+    saver.save_on_error(RuntimeError(), 4, 10, {"loss": 1.5})
     assert saver.folder is None
     monkeypatch.undo()
-    saver.rescue(RuntimeError(), 4, {"loss": 1.5})
+    saver.save_on_error(RuntimeError(), 4, 10, {"loss": 1.5})
     assert saver.folder.name == "4_10"
 
 
@@ -137,7 +138,7 @@ def test_schedule_goes_on_exactly(args, run):
     restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
     assert schedule.state_dict() == lr_scheduler.state_dict()
     found = find(args, saver.folder.parent, "auto")
-    found.epoch = 2**31 - 1  # as a damaged meta.json may say
+    found = dataclasses.replace(found, epoch=2**31 - 1)  # as a damaged meta.json may say
     restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
 
@@ -152,7 +153,7 @@ def test_another_number_of_processes_is_another_rate_and_said(args, run, monkeyp
     assert "learning rate" not in capsys.readouterr().err
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
-    says = "written by 1 processes, and these are 2: the batch of a step and the peak learning rate change"
+    says = "a run of 1 processes, but this run has 2; the global batch size and the peak learning rate change"
     assert says in capsys.readouterr().err
 
 
@@ -171,7 +172,7 @@ def test_error_of_the_writer_ends_the_run_at_the_next_save(args, run, tmp_path):
     saver.finish()
     (tmp_path / "Tiny" / ".1.partial").write_text("a file where the folder shall be")
     saver.save(1)
-    with pytest.raises(RunError, match="Tiny/1 cannot be written .*: make room"):
+    with pytest.raises(RunError, match="Tiny/1: checkpoint cannot be written .*; make room"):
         saver.save(2)
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
@@ -197,7 +198,7 @@ def test_one_value_that_is_not_finite_keeps_a_checkpoint_from_being_written(run,
     weight[-1, -1, -1, -1] = value
     variables.set_variable("conv2d_0.w_0", weight, PLACE)
     saver.save(0)
-    with pytest.raises(RunError, match="Tiny/0 is not written: 1 of its arrays .*conv2d_0.w_0"):
+    with pytest.raises(RunError, match="Tiny/0: checkpoint not written, because 1 of its arrays .*conv2d_0.w_0"):
         saver.finish()
     assert folders.finished(tmp_path / "Tiny") == []
 
@@ -234,18 +235,18 @@ def test_find(args, run, tmp_path, below, epoch, start):
 @pytest.mark.parametrize(
     ("below", "epoch", "message"),
     [
-        ("nowhere", None, "--from-checkpoint .*nowhere does not exist: name"),
-        ("empty", None, r"empty has neither meta.json nor tiny.pdparams: choose"),
-        ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .* give one of \[4\]"),
+        ("nowhere", None, "--from-checkpoint .*nowhere: does not exist; choose"),
+        ("empty", None, r"empty: contains neither meta.json nor tiny.pdparams; choose"),
+        ("Tiny", 3, r"--last-epoch-of-checkpoint 3: .*; use one of \[4\]"),
         ("Tiny/4", 3, "--last-epoch-of-checkpoint 3"),
         ("empty", "auto", "--last-epoch-of-checkpoint auto"),
-        ("", None, r"has runs of several networks: choose one of .*Big, .*Tiny"),
+        ("", None, r"contains runs of several networks; choose one of .*Big, .*Tiny"),
     ],
 )
 def test_missing_checkpoint_is_refused(args, saved, tmp_path, below, epoch, message):
     (tmp_path / "empty").mkdir()
     shutil.copytree(saved, tmp_path / "Big/4")
-    args.given -= {"model_arch_name"}
+    args.set("default", model_arch_name="Tiny")
     with pytest.raises(UsageError, match=message):
         find(args, tmp_path / below, epoch)
 
@@ -285,7 +286,7 @@ def test_a_folder_of_a_run_stands_for_its_best_or_else_its_newest_checkpoint(arg
 
 @pytest.mark.parametrize("prefix", ["resnet_50_paddle", "tiny_paddle", "mine"])
 def test_files_of_other_programs_are_found_without_model_prefix(args, saved, prefix):
-    args.given, args.model_prefix = args.given - {"model_prefix"}, "tiny_paddle"
+    args.set("default", model_prefix="tiny_paddle")
     (saved / "meta.json").unlink()
     for end in ("pdparams", "pdopt"):
         (saved / f"tiny.{end}").rename(saved / f"{prefix}.{end}")
@@ -306,7 +307,7 @@ def test_damaged_checkpoint_that_was_asked_for_is_refused(args, saved, file, epo
 def test_old_folder_needs_an_epoch_for_a_name(args, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "mine")
     (tmp_path / "mine/meta.json").unlink()
-    with pytest.raises(UsageError, match="mine has no meta.json, and its name is not an epoch: give"):
+    with pytest.raises(UsageError, match="mine: has no meta.json, and its name is not an epoch; use"):
         find(args, tmp_path / "mine", "auto")
     assert find(args, tmp_path / "mine").epoch == 0
     for epoch in ("9", "10"):  # the newest of several

@@ -76,6 +76,16 @@ def test_every_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, con
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    "kernels", [[], [*NHWC, "--kernels", "native", "--image-shape", "4,32,48"]], ids=["paddle", "native"]
+)
+def test_random_numbers_of_a_step_do_not_depend_on_a_stop(run_train, losses_with_a_stop, kernels):
+    flags = [*FLAGS, *kernels, "--epochs", "2", "--resume", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4"]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert losses_with_a_stop(4, *flags) == losses(report)
+
+
 @pytest.mark.parametrize("data_format", ["folder", pytest.param("synthetic", marks=pytest.mark.soak)])
 def test_a_run_stopped_again_and_again_gets_there(run_train, whole, stop_before, tmp_path, monkeypatch, data_format):
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
@@ -83,14 +93,14 @@ def test_a_run_stopped_again_and_again_gets_there(run_train, whole, stop_before,
     expected = whole(*flags)
     found, runs = {}, 0
     while True:
-        stop_before(train_step=1 if data_format == "folder" else 2)
+        stop_before(train_step=2)
         code, report = run_train(*FLAGS, *flags, "--resume")
         found |= losses(report)
         runs += 1
         if code == 0:
             break
         assert code == 75
-    assert runs == (9 if data_format == "folder" else 5)
+    assert runs == 5
     assert found == expected
 
 
@@ -154,7 +164,7 @@ def test_other_batch_size_starts_the_epoch_again_and_says_so(run_train, stop_bef
     assert code == 0
     said = capsys.readouterr()
     assert "--batch-size is 6 and was 8" in said.err
-    assert "epoch 1 starts again at its beginning" in said.err
+    assert "epoch 1 restarts with the parameters of " in said.err
     assert "training: --batch-size 6 (was 8); the losses will differ from those of an uninterrupted run" in said.err
     steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.loss" in e["data"]]
     assert steps == [[epoch, step] for epoch in (1, 2) for step in range(5)]
@@ -196,12 +206,12 @@ def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path
         patch.setattr(folders, "clean", lambda root: None)  # removes the file at the start
         assert run_train(*FLAGS, image_root=root)[0] == 2
     said = capsys.readouterr()
-    assert f"{image} cannot be decoded" in said.err
-    assert "epoch 0 is trained but could not be saved: " in said.out + said.err
+    assert f"{image}: cannot be decoded" in said.err
+    assert "epoch 0 is trained, but cannot be saved: " in said.out + said.err
     assert run_train(*FLAGS, image_root=root)[0] == 2
     said = capsys.readouterr()
-    assert f"{image} cannot be decoded" in said.err
-    assert "epoch 0 is trained and saved: --resume goes on with its evaluation" in said.out
+    assert f"{image}: cannot be decoded" in said.err
+    assert "epoch 0 is trained and saved; --resume continues with its evaluation" in said.out
     image.write_bytes(data)
     code, report = run_train(*FLAGS, "--resume", image_root=root)
     assert code == 0
@@ -237,7 +247,7 @@ def test_resume_prefers_its_own_checkpoint_to_the_start(run_train, stop_before, 
     stop_before()
     capsys.readouterr()
     assert run_train(*flags)[0] == 0
-    assert "Tiny/1_1: goes on with epoch 1 step 1" in capsys.readouterr().out
+    assert "Tiny/1_1: continues with epoch 1 step 1" in capsys.readouterr().out
 
 
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run_train, whole, tmp_path, capsys):
@@ -251,21 +261,21 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run_train, w
     code, report = run_train(*FLAGS, "--resume")
     assert code == 0
     said = capsys.readouterr().err
-    assert "output/Tiny/2 is damaged: tiny.pdopt has another sha256" in said
+    assert "output/Tiny/2: damaged: tiny.pdopt does not match its sha256" in said
     assert losses(report) == {key: value for key, value in expected.items() if key[0] == 2}
 
     path.write_bytes(data)
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "2", "--epochs", "4"]
     code, _ = run_train(*flags)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, ["output/Tiny/2 is damaged", "name another"])
+    assert_one_sentence(capsys.readouterr().err, ["output/Tiny/2 is damaged", "choose a different"])
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error(run_train, tmp_path, capsys):
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").write_text("{}")
     assert run_train("--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["only damaged checkpoints", "to start afresh"])
+    assert_one_sentence(capsys.readouterr().err, ["only damaged checkpoints", "to start a new run"])
 
 
 def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train, tmp_path, capsys):
@@ -280,7 +290,7 @@ def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train
         code, report = run_train(*FLAGS, *flags)
         assert code == 0
         said = capsys.readouterr().err
-        assert "has no meta.json: it lacks checksums, the state of the loader and the best result" in said
+        assert "has no meta.json, and therefore no checksums, loader state or best result" in said
         steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.lr" in e["data"]]
         assert steps == [[2, step] for step in range(STEPS)]
     resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
@@ -338,11 +348,11 @@ def test_the_best_has_a_checkpoint_and_is_of_no_abandoned_branch(run_train, tmp_
     (root / "3/tiny.pdopt").write_bytes(b"")
     code, report = run_train("--epochs", "4", *flags, "--resume", "--eval-interval", "4")
     assert code == 0
-    assert "Tiny/3 is damaged: tiny.pdopt has" in capsys.readouterr().err
+    assert "Tiny/3: damaged: tiny.pdopt has" in capsys.readouterr().err
     assert (phase(report, [], "best.")["epoch"], (root / "best").resolve().name) == (3, "3")
     assert phase(report, [], "best.")["val.top1"] == 0.9
     meta = folders.read_meta(root / "1")
-    saved = restore.Found(str(root / "1"), 2, meta=meta)
+    saved = restore.Found(str(root / "1"), 2, meta=meta, resumes=True)
     assert saver.best_before(root, saved)["epoch"] == 1
 
 
@@ -369,7 +379,9 @@ def test_sparse_checkpoints_of_older_versions_keep_their_dense_first_layer(run_t
 def test_another_model_is_refused_by_the_flag_that_was_given(run_train, capsys):
     assert run_train("--epochs", "1")[0] == 0
     assert run_train("--epochs", "2", "--resume", "--num-of-class", "4")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--resume: ", "has 3 classes and this run 4: use --num-of-class 3"])
+    assert_one_sentence(
+        capsys.readouterr().err, ["--resume: ", "has 3 classes, but this run has 4; use --num-of-class 3"]
+    )
 
 
 @pytest.mark.parametrize("link", ["gone", "to another", "a folder"])
@@ -392,7 +404,7 @@ def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatc
     assert run_train("--epochs", "5", *flags)[0] == 0
     assert {"1", "3", "4"} == {p.name for p in root.iterdir() if p.name.isdigit()}
     if link == "a folder":
-        assert "best cannot be linked to 1 (not a link): remove what is there" in capsys.readouterr().err
+        assert "best: cannot be linked to 1 (not a link); remove the existing file" in capsys.readouterr().err
     else:
         assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
 
@@ -416,7 +428,7 @@ def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypat
     for flags in (["--epochs", "1"], ["--dry-run"], ["--from-checkpoint", root / "1"], branch):
         code, report = run_train(*flags)
         assert (code, report) == (2, [])
-        says = [f"{root} holds checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
+        says = [f"{root}: contains checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
         said = capsys.readouterr().err
         assert_one_sentence(said, says)
         assert ("--overwrite" in said) == ("--from-checkpoint" not in flags)  # which would delete the start
@@ -426,7 +438,7 @@ def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypat
     assert run_train("--epochs", "1", "--overwrite")[0] == 0
     said = capsys.readouterr()
     assert f"--overwrite: deletes 0, 1, 2, latest, best in {root}" in said.out
-    assert f"{root}/1: not deleted, because it has files that this program did not write (notes.txt)" in said.err
+    assert f"{root}/1: not deleted, because it contains files that this program did not write (notes.txt)" in said.err
     assert entries(root) == {"0": "0", "1": "1", "latest": "0", "best": "0"}
     assert entries(root / "1").keys() == {"notes.txt"}
     assert json.loads((root / "0/meta.json").read_text())["best"]["top1"] == 0.1
@@ -454,7 +466,7 @@ def test_what_a_run_starts_from_is_not_overwritten(run_train, tmp_path, capsys, 
     (tmp_path / "output/Tiny/best").symlink_to("1")
     start = tmp_path / "output/Tiny" / place
     assert run_train("--from-pretrained-params", start, "--overwrite")[0] == 2
-    says = [f"--overwrite would delete --from-pretrained-params {start}", "name another --output-dir"]
+    says = [f"--overwrite: would delete --from-pretrained-params {start}", "choose a different --output-dir"]
     assert_one_sentence(capsys.readouterr().err, says)
     assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
 
@@ -468,11 +480,13 @@ def test_a_folder_without_a_whole_checkpoint_holds_no_run(parse, tmp_path):
     (root / "4/tiny.pdparams").touch()
     saver.check_folder(args, None)
     (root / "4/.unfinished").unlink()
-    says = r"holds checkpoints of another program \(4\): continue the newest with --from-checkpoint .*Tiny --last-epoch"
+    says = (
+        r"contains checkpoints of a different program \(4\); continue the newest with --from-checkpoint .*Tiny --last"
+    )
     with pytest.raises(UsageError, match=says):
         saver.check_folder(args, None)
     saver.check_folder(args, restore.Found(str(root / "4"), 5))  # goes on from it
-    with pytest.raises(UsageError, match="another program"):
+    with pytest.raises(UsageError, match="different program"):
         saver.check_folder(args, restore.Found(str(root / "4"), 0))
 
 
@@ -487,13 +501,15 @@ def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsy
         tensor = static.global_scope().find_var("conv2d_3.w_0").get_tensor()
         weight = np.array(tensor)
         weight.flat[0] = np.nan
-        tensor.set(weight, processes.place(args[0]))
+        tensor.set(weight, processes.place(args[0].device))
         return result
 
     monkeypatch.setattr(program, "run_and_save", poisoned)
     code, _ = run_train("--epochs", "2", "--resume")
     assert code == 1
-    assert_one_sentence(capsys.readouterr().err, ["output/Tiny/1 is not written", "conv2d_3.w_0", "not finite"])
+    assert_one_sentence(
+        capsys.readouterr().err, ["output/Tiny/1: checkpoint not written", "conv2d_3.w_0", "non-finite"]
+    )
     assert [p.name for p in (tmp_path / "output/Tiny").iterdir() if p.name.isdigit()] == ["0"]
 
 
@@ -501,7 +517,7 @@ def test_losses_that_stay_non_finite_end_the_run(run_train, tmp_path, capsys):
     code, _ = run_train("--lr", "1e30", "--epochs", "9", "--max-bad-steps", "4")
     assert code == 1
     error = capsys.readouterr().err
-    assert_one_sentence(error, ["--max-bad-steps 4", "4 steps in a row", "learning rate", "lower --lr"])
+    assert_one_sentence(error, ["--max-bad-steps 4", "4 consecutive losses", "learning rate", "lower --lr"])
 
 
 def test_other_classes_are_warned_of_in_training_and_refused_in_an_evaluation(
@@ -513,9 +529,9 @@ def test_other_classes_are_warned_of_in_training_and_refused_in_an_evaluation(
         (root / split / "class1").rename(root / split / "other")
     start = ["--from-checkpoint", checkpoint]
     assert run_train(*start, "--dry-run")[0] == 0
-    assert "trained on other classes" not in capsys.readouterr().err
+    assert "trained on different classes" not in capsys.readouterr().err
     assert run_train(*start, "--dry-run", image_root=root)[0] == 0
-    assert "trained on other classes: label 1 was ['class1'] and is ['class2']" in capsys.readouterr().err
+    assert "trained on different classes: label 1 was ['class1'] and is ['class2']" in capsys.readouterr().err
     assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
     assert_one_sentence(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
 
@@ -540,3 +556,30 @@ def test_an_evaluation_takes_the_labels_of_the_checkpoint(run_train, checkpoint,
     assert [row.split(",")[:5] for row in predictions.read_text().splitlines()] == renamed
     found = (tmp_path / "report.classes.csv").read_text().splitlines()
     assert [row.split(",")[:3] for row in found[1:]] == [["0", "ant", "0"], ["1", "bee", "8"], ["2", "cat", "7"]]
+
+
+SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images: 3, 7 and 3 steps
+
+
+@pytest.mark.parametrize(("step", "newest"), [(1, "0_1"), (3, "0"), (4, "1_1"), (10, "1"), (12, "2_2")])
+def test_a_run_with_stages_resumes_in_each_of_them(run_train, whole, stop_before, tmp_path, step, newest):
+    """Inside an epoch of each stage, and between two."""
+    expected = whole(*SIZES)
+    assert expected != whole()
+    stop_before(train_step=step)
+    code, report = run_train(*FLAGS, *SIZES, "--resume")
+    assert code == 75
+    assert (tmp_path / "output/Tiny/latest").resolve().name == newest
+    first = losses(report)
+    stop_before()
+    code, report = run_train(*FLAGS, "--resume")  # --sizes is part of the recipe
+    assert code == 0
+    assert first | losses(report) == expected
+
+
+@pytest.mark.parametrize("kernels", [[], [*NHWC, "--kernels", "native"]], ids=["paddle", "native"])
+def test_stages_share_all_variables(run_train, whole, monkeypatch, kernels):
+    """Synthetic images are the same in each step: stages of one size train like a run without stages."""
+    monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
+    flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
+    assert whole(*flags, "--sizes", "32:0,32:1,32:2") == whole(*flags)

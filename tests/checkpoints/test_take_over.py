@@ -6,10 +6,11 @@ import shutil
 import pytest
 from paddle import static
 
+import config
 import train
 from conftest import TINY, assert_one_sentence, phase, read_report
-from paddle_resnet import dali, export
-from paddle_resnet.checkpoints import folders
+from paddle_resnet import dali, export, resolution
+from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.tools import convert
 from utils.mode import Mode
 
@@ -52,8 +53,8 @@ def test_resume_does_not_start_the_default_network_next_to_another_run(checkpoin
     (tmp_path / "bare/Tiny").mkdir(parents=True)
     checkpoint.rename(tmp_path / "bare/Tiny/0")
     assert run_bare("--resume")[0] == 2
-    says = f"--resume: {tmp_path}/bare/ResNet50 holds no checkpoint, but {tmp_path}/bare has runs of Tiny: set "
-    assert_one_sentence(capsys.readouterr().err, [says, "set --model-arch-name to the network to continue or to start"])
+    says = f"--resume: {tmp_path}/bare/ResNet50 contains no checkpoint, but {tmp_path}/bare contains runs of Tiny; set "
+    assert_one_sentence(capsys.readouterr().err, [says, "set --model-arch-name to the network to train"])
     assert run_bare("--resume", "--model-arch-name", "Tiny")[0] == 0
 
 
@@ -100,6 +101,29 @@ def test_fine_tuning_inherits_the_preprocessing(run_train, run_bare, tmp_path, c
     )
 
 
+def test_a_rectangle_is_resumed_evaluated_and_fine_tuned(run_train, run_bare, tmp_path):
+    assert run_train("--image-shape", "3,32,48")[0] == 0
+    folder = tmp_path / "output/Tiny/0"
+    code, report = run_bare("--run-scope", "eval_only", "--from-checkpoint", folder)
+    assert code == 0
+    assert evaluation(report) == recorded(folder)
+    assert run_bare("--from-pretrained-params", folder)[0] == 0
+    assert run_bare("--resume", "--epochs", "2", "--model-arch-name", "Tiny")[0] == 0
+    for epoch in (0, 1):
+        arguments = folders.verify(tmp_path / f"bare/Tiny/{epoch}")["arguments"]
+        assert {"image_shape": [3, 32, 48], "crop_size": 32, "resize_short": 36}.items() <= arguments.items()
+
+
+@pytest.mark.parametrize("scope", ["eval_only", "train_eval"])
+def test_a_different_size_keeps_the_channels_of_the_checkpoint(checkpoint, scope):
+    """On a GPU, too, where the default in NHWC is four."""
+    flags = ["--run-scope", scope, "--from-pretrained-params", checkpoint, "--crop-size", "64", "--device", "gpu"]
+    args = config.parse_args([*map(str, flags), "--data-layout", "NHWC"])
+    restore.inherit_flags(args, None)
+    resolution.resolve_loader(args)
+    assert args.image_shape == [3, 64, 64]
+
+
 def test_an_evaluation_leaves_out_no_classifier(run_bare, checkpoint, capsys):
     flags = ["--pretrained-mismatch", "skip-classifier", "--num-of-class", "12"]
     assert run_bare("--run-scope", "eval_only", "--from-pretrained-params", checkpoint, *flags)[0] == 2
@@ -122,10 +146,12 @@ def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, che
         )[0]
         == 2
     )
-    assert_one_sentence(capsys.readouterr().err, ["--resize-short 36 is smaller than --crop-size 64"])
+    assert_one_sentence(capsys.readouterr().err, ["--resize-short 36: smaller than --crop-size 64"])
 
 
-@pytest.mark.parametrize("change", [{"model_arch_name": "../elsewhere"}, {"normalize_std": [0, 1]}, {"crop_size": 0}])
+@pytest.mark.parametrize(
+    "change", [{"model_arch_name": "../elsewhere"}, {"normalize_std": [0, 1]}, {"crop_size": 0}, {"image_shape": [3]}]
+)
 @pytest.mark.parametrize("flags", [["--run-scope", "eval_only", "--from-checkpoint"], ["--from-pretrained-params"]])
 def test_impossible_flags_of_a_checkpoint_are_refused(run_bare, checkpoint, tmp_path, capsys, change, flags):
     changed = rewrite(checkpoint, lambda meta: meta["arguments"].update(change), tmp_path / "changed")
@@ -197,11 +223,11 @@ def test_fine_tuning_finds_the_network_and_says_what_another_number_of_classes_n
 ):
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36"]
     assert run_bare(*flags, image_root=four_classes)[0] == 2
-    says = ["has 3 classes and this run 4: add --pretrained-mismatch skip-classifier", "--num-of-class 3"]
+    says = ["has 3 classes, but this run has 4; add --pretrained-mismatch skip-classifier", "--num-of-class 3"]
     assert_one_sentence(capsys.readouterr().err, says)
     assert run_bare(*flags, "--pretrained-mismatch", "skip-classifier", image_root=four_classes)[0] == 0
     assert outputs(tmp_path / "bare/Tiny/0") == 4
-    assert "trained on other classes" not in capsys.readouterr().err
+    assert "trained on different classes" not in capsys.readouterr().err
 
 
 def test_as_many_classes_with_other_names_are_warned_of(run_bare, checkpoint, photos, tmp_path, capsys):
@@ -211,7 +237,7 @@ def test_as_many_classes_with_other_names_are_warned_of(run_bare, checkpoint, ph
         (root / split / "class1").rename(root / split / "cats")
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36", "--dry-run"]
     assert run_bare(*flags, image_root=root)[0] == 0
-    assert "trained on other classes: label 0 was ['class0'] and is ['cats']" in capsys.readouterr().err
+    assert "trained on different classes: label 0 was ['class0'] and is ['cats']" in capsys.readouterr().err
 
 
 def test_parameters_of_another_network_are_counted_or_named(run_bare, checkpoint, capsys):
@@ -219,12 +245,12 @@ def test_parameters_of_another_network_are_counted_or_named(run_bare, checkpoint
     assert run_bare(*flags)[0] == 2
     said = capsys.readouterr().err
     assert "the flags differ from those of its training: --model-arch-name ResNet18 (was Tiny)" in said
-    assert_one_sentence(said, ["is of another model: ", " missing, ", "give the --model-arch-name", "--verbose"])
+    assert_one_sentence(said, ["does not match the model (", " missing, ", "use the --model-arch-name", "--verbose"])
     assert "conv2d_" not in said
     assert run_bare(*flags, "--verbose")[0] == 2
     sentence, *lists = capsys.readouterr().err.partition("train.py: error: ")[2].splitlines()
     assert "conv2d_" not in sentence
-    assert [line.split(": ")[0] for line in lists] == ["missing", "of another shape"]
+    assert [line.split(": ")[0] for line in lists] == ["missing", "with a different shape"]
     assert "conv2d_19.w_0" in lists[0]
 
 
@@ -239,7 +265,7 @@ def test_the_number_of_classes_is_that_of_the_data(parse, converted, tmp_path, d
         root, flags = "/nowhere", ["--data-format", "synthetic"]
     args = parse("--image-root", root, *flags)
     args.num_of_class = None
-    dali.settle_classes(args, Mode.EVAL)
+    resolution.resolve_classes(args, Mode.EVAL)
     assert args.num_of_class == (1000 if data_format in ("unnamed", "synthetic") else 3)
     assert len(dali.build_dataloader(args, Mode.EVAL).classes) == args.num_of_class
 
@@ -248,8 +274,8 @@ def test_every_rank_takes_the_number_of_classes_of_rank_0(parse, photos, monkeyp
     """Before Fleet's start-up program sends parameters of that shape."""
     args = parse("--image-root", photos)
     args.num_of_class = None
-    monkeypatch.setattr(dali.exchange, "from_rank_0", lambda function: function() + 4)
-    dali.settle_classes(args, Mode.TRAIN)
+    monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda function: function() + 4)
+    resolution.resolve_classes(args, Mode.TRAIN)
     assert args.num_of_class == 7
 
 
@@ -261,7 +287,7 @@ def test_training_counts_the_classes_and_warns_of_more_outputs(run_bare, four_cl
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "5", image_root=four_classes)[0] == 0
     assert "--num-of-class 5 is more than the 4 classes of " in capsys.readouterr().err
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "3", image_root=four_classes)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--num-of-class 3 is less than the 4 class folders"])
+    assert_one_sentence(capsys.readouterr().err, ["--num-of-class 3: less than the 4 class folders"])
 
 
 def test_what_is_printed_of_the_flags(run_bare, capsys):
@@ -271,14 +297,14 @@ def test_what_is_printed_of_the_flags(run_bare, capsys):
     assert "model_arch_name" not in capsys.readouterr().out
     assert run_bare(*flags)[0] == 0
     out = capsys.readouterr().out
-    assert "model_arch_name: Tiny\n" in out and "optimizer:" not in out
+    assert "model_arch_name: Tiny  # command line\n" in out and "optimizer:" not in out
     assert run_bare(*flags, "--show-config")[0] == 0
-    assert "optimizer: Momentum\n" in capsys.readouterr().out
+    assert "optimizer: Momentum  # default\n" in capsys.readouterr().out
 
 
 def test_export_counts_outputs_and_names(run_train, photos, tmp_path, capsys):
     assert run_train("--num-of-class", "7")[0] == 0
     capsys.readouterr()
     assert export.main([str(tmp_path / "output/Tiny/0"), str(tmp_path / "exported")]) == 0
-    assert "Tiny, 7 classes of which 3 have names, images [None, 3, 32, 32]" in capsys.readouterr().out
+    assert "Tiny, 7 classes, 3 with names, images [None, 3, 32, 32]" in capsys.readouterr().out
     assert json.loads((tmp_path / "exported/model.json").read_text())["output"]["shape"] == [None, 7]

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-import config
-import paddle_resnet  # noqa: F401  sets the environment
-from paddle_resnet import dali
-from paddle_resnet.job import processes
-from paddle_resnet.tools import convert, verify
-from utils.errors import UsageError
-from utils.mode import Mode
+if __name__ == "__main__":  # not in the processes of convert, which import this file
+    import config
+    import paddle_resnet  # noqa: F401  sets the environment
+    from paddle_resnet import dali, resolution
+    from paddle_resnet.tools import convert, verify
+    from utils.errors import UsageError
+    from utils.mode import Mode
 
 LIMIT_S = 60
 IMAGES = 12  # of each split
@@ -52,7 +52,7 @@ def make(root):
     for split in ("train", "val"):
         names = sorted(str(path.relative_to(filelist)) for path in (filelist / split).glob("*/*"))
         (filelist / f"{split}.txt").write_text("".join(f"{name} {name.split('/')[1][1:]}\n" for name in names))
-    for name in convert.CONTAINER_FORMATS:
+    for name in convert.RECORD_FORMATS:
         convert.convert(source, root / name, name, shards=2 if name in convert.SHARDED else None, workers=1)
 
 
@@ -160,7 +160,8 @@ TEXT["number_replaced"] = number_replaced
 def train(folder, mode, data_format):
     """[(label, digest of the pixels)] of an epoch, or the refusal."""
     args = config.parse_args([*FLAGS.split(), "--image-root", str(folder), "--data-format", data_format])
-    processes.resolve_devices(args)
+    resolution.resolve_device(args)
+    resolution.resolve_loader(args)
     try:
         batches = list(dali.build_dataloader(args, mode))
     except UsageError as e:

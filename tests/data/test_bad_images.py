@@ -35,7 +35,7 @@ def test_the_name_of_an_image_below_a_relative_root_is_whole(
         list(dali.build_dataloader(parse("--image-root", root), Mode.TRAIN))
     assert str(e.value).startswith(f"{root}/{name}")
     assert str(e.value).count(name) == 1
-    assert " cannot be decoded (rank 0): repair" in str(e.value)
+    assert ": cannot be decoded (rank 0); repair" in str(e.value)
 
 
 @pytest.mark.parametrize("root", ["data/z", "./data/z"])
@@ -47,4 +47,4 @@ def test_the_name_of_a_file_that_cannot_be_opened(photos, parse, tmp_path, monke
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5")
     with pytest.raises(DataError) as e:
         list(dali.build_dataloader(args, Mode.TRAIN))
-    assert str(e.value).startswith(f"{root}/train/class0/99.jpg cannot be decoded (rank 0): repair")
+    assert str(e.value).startswith(f"{root}/train/class0/99.jpg: cannot be decoded (rank 0); repair")

@@ -8,6 +8,7 @@ import pytest
 
 from paddle_resnet.data import indexes, records
 from paddle_resnet.tools import writers
+from utils import files
 from utils.errors import UsageError
 
 KINDS = {"tfrecord": "train-00000-of-00001", "recordio": "train.rec", "webdataset": "train-000000.tar"}
@@ -46,12 +47,17 @@ def test_index_is_made_beside_the_shard_and_names_every_record(tmp_path, kind):
     assert labels == [0, 1, 2, 3, 4]
 
 
+def block_index(shard):
+    """Root may write everywhere: a folder in place of the temporary file lets the next attempt to write an index fail,
+    like a read-only folder."""
+    files.partial_path(indexes.index_path(str(shard))).mkdir()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, cache, monkeypatch, capsys, kind):
     shard = write(tmp_path / "data", kind)
     beside = indexes.index_path(str(shard))
-    # Root may write everywhere: a folder in the index's place stops it as a read-only one would.
-    os.mkdir(f"{beside}.{os.getpid()}.partial")
+    block_index(shard)
     index = indexes.open_index(str(shard), kind)
     assert index.path.startswith(str(cache / "paddle_resnet"))
     assert index.path in capsys.readouterr().out
@@ -64,19 +70,21 @@ def test_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, cache, monkeypa
 
 def test_cached_index_of_a_changed_shard_is_not_used(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
-    os.mkdir(f"{indexes.index_path(str(shard))}.{os.getpid()}.partial")
+    block_index(shard)
     first = indexes.open_index(str(shard), "tfrecord")
     write(tmp_path / "data", "tfrecord", count=7)
+    block_index(shard)
     second = indexes.open_index(str(shard), "tfrecord")
     assert len(second) == 7
     os.utime(shard, ns=(0, 0))
+    block_index(shard)
     third = indexes.open_index(str(shard), "tfrecord")
     assert len({first.path, second.path, third.path}) == 3  # size and time tell shards apart
 
 
 def test_no_place_for_an_index_is_refused(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
-    os.mkdir(f"{indexes.index_path(str(shard))}.{os.getpid()}.partial")
+    block_index(shard)
     cache.write_text("a file")
     with pytest.raises(UsageError, match="has no index, and neither .* nor .* can be written"):
         indexes.open_index(str(shard), "tfrecord")
@@ -90,7 +98,7 @@ def test_index_of_another_shard_is_refused(tmp_path, kind):
     shard.unlink()
     write(tmp_path, kind, count=2)
     index.write_bytes(stale)
-    with pytest.raises(UsageError, match="the index .* does not fit .*: remove it"):
+    with pytest.raises(UsageError, match="the index does not match .*; remove it"):
         indexes.open_index(str(shard), kind)
 
 
@@ -100,7 +108,7 @@ def test_index_of_another_form_is_refused(tmp_path, kind, text):
     shard = write(tmp_path, kind)
     with open(indexes.index_path(str(shard)), "w") as f:
         f.write(text)
-    with pytest.raises(UsageError, match="the index .* does not fit .*: remove it"):
+    with pytest.raises(UsageError, match="the index does not match .*; remove it"):
         indexes.open_index(str(shard), kind)
 
 
@@ -112,7 +120,7 @@ def test_cut_off_shard_is_refused(tmp_path, kind, keep):
     if kind == "webdataset":
         data = data[: data.rindex(b"4") + 1]  # without the zeros at the end
     shard.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(UsageError, match=f"{shard} is damaged"):
+    with pytest.raises(UsageError, match=f"{shard}: damaged"):
         indexes.open_index(str(shard), kind)
 
 
@@ -120,14 +128,14 @@ def test_cut_off_shard_is_refused(tmp_path, kind, keep):
 def test_shard_with_a_damaged_head_is_refused(tmp_path, kind):
     shard = write(tmp_path, kind)
     shard.write_bytes(b"\xff" * 40 + shard.read_bytes()[40:])
-    with pytest.raises(UsageError, match=f"{shard} is damaged"):
+    with pytest.raises(UsageError, match=f"{shard}: damaged"):
         indexes.open_index(str(shard), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_shard_is_refused(tmp_path, kind):
     shard = write(tmp_path, kind, count=0)
-    with pytest.raises(UsageError, match="has no records"):
+    with pytest.raises(UsageError, match="contains no records"):
         indexes.open_index(str(shard), kind)
 
 
@@ -180,7 +188,7 @@ def test_tar_of_a_negative_size_is_refused(tmp_path):
 def test_index_without_skipped_images_that_cannot_be_written_is_named(tmp_path, cache):
     shard = str(write(tmp_path, "recordio"))
     cache.write_text("no folder")
-    with pytest.raises(UsageError, match="the index for --skip-list, cannot be written"):
+    with pytest.raises(UsageError, match="the index for --skip-list cannot be written"):
         indexes.open_index(shard, "recordio", frozenset([0]))
 
 

@@ -23,8 +23,8 @@ def message(root, mode=Mode.EVAL):
 def test_a_folder_with_another_name_is_suggested(photos, tmp_path, name):
     shutil.copytree(photos / "train", tmp_path / "train")
     shutil.copytree(photos / "val", tmp_path / name)
-    says = f"has no folder val/: rename {name}/ to val/, or use train/ only with --run-scope train_only"
-    assert message(tmp_path) == f"--image-root {tmp_path} {says}"
+    says = f"has no folder val/; rename {name}/ to val/, or use only train/ with --run-scope train_only"
+    assert message(tmp_path) == f"--image-root {tmp_path}: {says}"
     assert listing.splits(tmp_path) == [Mode.TRAIN]
 
 
@@ -38,26 +38,26 @@ def test_a_missing_list_is_named_as_a_list(photos, tmp_path):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\n")
     (tmp_path / "val").rename(tmp_path / "images")
-    says = "has no val.txt: create it, or use train.txt only with --run-scope train_only"
-    assert message(tmp_path) == f"--image-root {tmp_path} {says}"
+    says = "has no val.txt; create it, or use only train.txt with --run-scope train_only"
+    assert message(tmp_path) == f"--image-root {tmp_path}: {says}"
     (tmp_path / "valid.txt").write_text("images/class0/00.jpg 0\n")
-    assert "has no val.txt: rename valid.txt to val.txt, or" in message(tmp_path)
+    assert "has no val.txt; rename valid.txt to val.txt, or" in message(tmp_path)
 
 
-def test_a_missing_container_is_named_as_a_container(converted, tmp_path):
+def test_a_missing_record_file_is_named_as_one(converted, tmp_path):
     shutil.copytree(converted["webdataset"], tmp_path, dirs_exist_ok=True)
     for path in tmp_path.glob("val*"):
         path.unlink()
-    assert "has no val-000000.tar: create it, or use train-000000.tar only" in message(tmp_path)
+    assert "has no val-000000.tar; create it, or use only train-000000.tar" in message(tmp_path)
 
 
 def test_neither_split(photos, tmp_path):
-    assert "give the folder that holds train/ and val/; if this is a folder of class folders, run `python -m" in (
+    assert "use the folder that contains train/ and val/; if this is a folder of class folders, run `python -m" in (
         message(photos / "train", Mode.TRAIN)
     )
     for name in ("Training", "test"):
         shutil.copytree(photos / "val", tmp_path / name)
-    with pytest.raises(UsageError, match=r"in any format: rename Training/ to train/ and rename test/ to val/$"):
+    with pytest.raises(UsageError, match=r"in any format; rename Training/ to train/ and rename test/ to val/$"):
         listing.splits(tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_a_dangling_hidden_link_does_not_matter(photos, tmp_path):
 def test_a_list_that_contradicts_itself_is_refused(photos, tmp_path):
     shutil.copytree(photos / "train", tmp_path / "train")
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\ntrain/class0/03.jpg 1\ntrain/class0/00.jpg 2\n")
-    says = f"{tmp_path}/train.txt gives train/class0/00.jpg the labels 0 and 2: remove one of the lines"
+    says = f"{tmp_path}/train.txt: train/class0/00.jpg has the labels 0 and 2; remove one of the lines"
     assert message(tmp_path, Mode.TRAIN) == says
 
 
@@ -95,7 +95,7 @@ def test_a_label_of_a_file_list_is_less_than_the_number_of_images(tmp_path, labe
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
-    with pytest.raises(UsageError, match=f"the file lists have 2 images and the label {label}: number the"):
+    with pytest.raises(UsageError, match=f"the file lists have 2 images and label {label}; number the"):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
@@ -160,7 +160,7 @@ def test_labels_with_other_names_than_those_of_the_network_are_refused(converted
         (root / "classes.txt").write_text("".join(f"{name}\n" for name in names))
         assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).classes == names
     (root / "classes.txt").write_text("class1\nclass2\nx\n")
-    with pytest.raises(UsageError, match=r"classes.txt: class1 is label 0, and label 1 of the checkpoint: number the"):
+    with pytest.raises(UsageError, match=r"classes.txt: class1 is label 0, but label 1 of the checkpoint; number the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
 
 
@@ -169,13 +169,13 @@ def test_classes_txt_names_class_folders_in_reports(root):
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
-    with pytest.raises(UsageError, match=r"has the names of the class folders in a different order: write them in the"):
+    with pytest.raises(UsageError, match=r"has the names of the class folders in a different order; write them in the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # as Windows writes it
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val/class1")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]
-    with pytest.raises(UsageError, match=r"classes.txt has 3 lines for 2 classes: write one name per class"):
+    with pytest.raises(UsageError, match=r"classes.txt: has 3 lines for 2 classes; write one name per class"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
 
 
@@ -183,13 +183,13 @@ def test_an_empty_class_of_train_is_refused(root, capsys):
     for path in (root / "train/class1").iterdir():
         path.rename(path.with_suffix(".heic"))
     shutil.rmtree(root / "val/class2")
-    with pytest.raises(UsageError, match=r"train has no images of 1 of 3 classes \(class1\): .*--allow-empty-classes$"):
+    with pytest.raises(UsageError, match=r"train has no images of 1 of 3 classes \(class1\); .*--allow-empty-classes$"):
         readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
     assert readers.open_split(root, "auto", Mode.TRAIN, 3, 0, allow_empty=True).size == 20
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0).size == 16
     warnings = capsys.readouterr().err.splitlines()
     assert warnings[0].startswith(
-        f"warning: {root}/train: 10 entries left out: 10 .heic (class1 10; for example class1/01.heic); "
+        f"warning: {root}/train: 10 entries ignored: 10 .heic (class1 10; for example class1/01.heic); "
     )
     assert warnings[1:] == [
         f"warning: --image-root {root}: train has no images of 1 of 3 classes (class1)",
@@ -204,7 +204,7 @@ def test_a_single_class_is_reported(root, capsys):
     assert capsys.readouterr().err == f"warning: --image-root {root}: all images of train have one class, class1\n"
 
 
-def test_what_is_left_out_is_counted_by_kind_and_class(root, capsys):
+def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
     for name in (
         "class0/a.gif",
         "class0/b.GIF",
@@ -227,8 +227,8 @@ def test_what_is_left_out_is_counted_by_kind_and_class(root, capsys):
         "1 .heic (class2 1; for example class2/gone.heic)",
         "1 folder (class2 1; for example class2/inner.jpg)",
     ]
-    assert line.startswith(f"warning: {root}/val: 7 entries left out: {', '.join(parts)}; images must be in")
-    assert len(listing.left_out(root, Mode.EVAL)) == 7
+    assert line.startswith(f"warning: {root}/val: 7 entries ignored: {', '.join(parts)}; images must be in")
+    assert len(listing.ignored_files(root, Mode.EVAL)) == 7
 
 
 def test_a_root_that_is_not_utf_8_is_refused(photos, tmp_path):

@@ -92,10 +92,10 @@ def test_what_is_no_caffe_lmdb_is_refused(tmp_path):
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "data.mdb").write_bytes(b"x" * 10000)
-    with pytest.raises(UsageError, match="is not a Caffe LMDB, or is damaged"):
+    with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged"):
         records.lmdb_labels(str(tmp_path / "other"), 1)
     for name, value in (("raw", b"hello"), ("pixels", records.datum_class()(data=b"x", label=1).SerializeToString())):
         with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as transaction:
             transaction.put(b"0", value)
-        with pytest.raises(UsageError, match="is not a Caffe LMDB, or is damaged|is not an encoded image"):
+        with pytest.raises(UsageError, match="not a Caffe LMDB, or damaged|is not an encoded image"):
             records.lmdb_labels(str(tmp_path / name), 1)

@@ -1,4 +1,4 @@
-// A CUDA driver whose GPU is the CPU: what native/gpu.h and native/posts.h call, with the project's kernels compiled by
+// A CUDA driver whose GPU is the CPU: what native/gpu.h and native/async_copy.h call, with the project's kernels compiled by
 // the host's compiler. A block's threads are fibers that change places at barriers; blocks run one after another, in
 // another order at each launch. It finds wrong sums, indexes and launches and barriers that not all threads reach. It
 // cannot find what depends on the order of memory accesses, and knows no float16, whose conversions are GPU assembly.
@@ -153,6 +153,10 @@ struct Unpack<kKernel> {
 };
 
 #define ENTRY(NAME) {#NAME, Unpack<NAME>::call},
+#define DEPTHWISE_ENTRIES(T, NAME) \
+  ENTRY(depthwise_conv_##NAME##_##T) \
+  ENTRY(depthwise_input_gradient_##NAME##_##T) \
+  ENTRY(depthwise_filter_gradient_##NAME##_##T)
 #define ENTRIES(T) \
   ENTRY(bn_statistics_##T) \
   ENTRY(bn_apply_##T) \
@@ -163,9 +167,15 @@ struct Unpack<kKernel> {
   ENTRY(bn_reduce_add_relu_##T) \
   ENTRY(bn_reduce_add_relu_two_##T) \
   ENTRY(bn_gradient_##T) \
+  ENTRY(depthwise_filter_sum_##T) \
+  DEPTHWISE_ENTRIES(T, k3_s1) \
+  DEPTHWISE_ENTRIES(T, k3_s2) \
+  DEPTHWISE_ENTRIES(T, k5_s1) \
+  DEPTHWISE_ENTRIES(T, k5_s2) \
+  ENTRY(dropout_##T) \
   ENTRY(max_pool_##T) \
   ENTRY(max_pool_gradient_##T) \
-  ENTRY(check_gradients_##T) \
+  ENTRY(check_gradients_##T) ENTRY(sum_squares_##T) \
   ENTRY(momentum_##T) \
   ENTRY(momentum_masters_##T) \
   ENTRY(adamw_##T) \
@@ -182,7 +192,7 @@ struct Unpack<kKernel> {
   ENTRY(bn_gradient_##A##_##T)
 #define ACTIVATED_IN_BOTH_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) FOR_EACH_ACTIVATION(ACTIVATED_IN_BOTH_TYPES) ENTRY(follow_loss_scale) ENTRY(advance_powers)
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) FOR_EACH_ACTIVATION(ACTIVATED_IN_BOTH_TYPES) ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace

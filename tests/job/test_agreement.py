@@ -2,6 +2,7 @@
 
 import pytest
 
+from conftest import frozen
 from paddle_resnet import dali, program
 from paddle_resnet.job import agreement
 from utils.errors import UsageError
@@ -22,13 +23,13 @@ def facts(monkeypatch):
 
 
 def test_agreeing_processes_pass():
-    agreement._refuse_differences([{"--lr": 0.1}] * 3)
+    agreement._check_equal([{"--lr": 0.1}] * 3)
 
 
 def test_every_difference_is_named_with_its_ranks():
     with pytest.raises(UsageError) as e:
-        agreement._refuse_differences([{"--lr": 1, "--asp": True}, {"--lr": 2, "--asp": True}, {"--lr": 1}])
-    assert "--lr is 1 on ranks 0, 2 and 2 on rank 1; --asp is True on ranks 0, 1 and None on rank 2: start" in str(
+        agreement._check_equal([{"--lr": 1, "--asp": True}, {"--lr": 2, "--asp": True}, {"--lr": 1}])
+    assert "--lr is 1 on ranks 0, 2 and 2 on rank 1, --asp is True on ranks 0, 1 and None on rank 2; start" in str(
         e.value
     )
 
@@ -42,15 +43,13 @@ def test_flags_of_paths_and_speed_may_differ(facts, parse):
         assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
 
 
-def test_kernels_that_one_machine_lacks_are_named_with_a_remedy(facts, parse):
+def test_kernels_that_one_machine_lacks_are_named_with_a_remedy(facts):
     from paddle import static
 
     main = static.Program()
-    everyone = [
-        facts(agreement.check_work, parse("--kernels", kernels), None, None, main) for kernels in ("native", "paddle")
-    ]
-    with pytest.raises(UsageError, match="paddle runs on all. is native on rank 0 and paddle on rank 1: start"):
-        agreement._refuse_differences(everyone)
+    all_ranks = [facts(agreement.check_work, kernels, None, None, main) for kernels in ("native", "paddle")]
+    with pytest.raises(UsageError, match="paddle runs on all. is native on rank 0 and paddle on rank 1; start"):
+        agreement._check_equal(all_ranks)
 
 
 def test_sources_are_part_of_it(facts, parse, monkeypatch):
@@ -59,7 +58,7 @@ def test_sources_are_part_of_it(facts, parse, monkeypatch):
     assert {"train.py", "config.py", "paddle_resnet/models/resnet.py", "utils/meters.py"} <= set(sources)
     monkeypatch.setattr(agreement, "_sources", lambda: {**sources, "train.py": sources["train.py"] + "\n"})
     other = facts(agreement.check_start, parse())
-    assert {name for name in first if first[name] != other[name]} == {"this program (hash of its sources)"}
+    assert {name for name in first if first[name] != other[name]} == {"source code of this program (hash)"}
 
 
 def test_sizes_lists_classes_and_shapes_are_part_of_it(facts, parse, photos, tmp_path):
@@ -71,19 +70,19 @@ def test_sizes_lists_classes_and_shapes_are_part_of_it(facts, parse, photos, tmp
         for loader in loaders:
             loader.classes = classes or loader.classes
         main = static.Program()
-        program.build(args, main, static.Program(), len(loaders[0]))
-        return facts(agreement.check_work, args, *loaders, main)
+        program.build(frozen(args), main, static.Program(), len(loaders[0]))
+        return facts(agreement.check_work, args.kernels, *loaders, main)
 
     first = work()
-    assert first["the number of training images"] == 30
-    assert first["the number of validation images"] == 23
+    assert first["number of training images"] == 30
+    assert first["number of validation images"] == 23
     assert first == work()
     (tmp_path / "list").write_text("val/class0/00.jpg\n")
     other = work("--skip-list", tmp_path / "list")
-    hashes = {"the list of validation images and labels (hash)", "the number of validation images"}
+    hashes = {"list of validation images and labels (hash)", "number of validation images"}
     assert {name for name in first if first[name] != other[name]} == hashes
     other = work(classes=["class0", "class1", "another"])
-    hashes = {f"the list of classes of the {name} images (hash)" for name in ("training", "validation")}
+    hashes = {f"list of {name} classes (hash)" for name in ("training", "validation")}
     assert {name for name in first if first[name] != other[name]} == hashes
     other = work("--num-of-class", "4")
-    assert {name for name in first if first[name] != other[name]} == {"the shapes of the parameters (hash)"}
+    assert {name for name in first if first[name] != other[name]} == {"shapes of the parameters (hash)"}

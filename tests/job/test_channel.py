@@ -1,4 +1,4 @@
-"""Who may take part, and what strangers can do: nothing."""
+"""Who may take part, and what unauthenticated clients can do: nothing."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ def test_rank_is_heard():
         json.dumps({"rank": 1, "challenge": "", "proof": "0" * 64}).encode() + b"\n",
     ],
 )
-def test_strangers_bytes_end_their_connection_alone(line):
+def test_bytes_of_unauthenticated_clients_end_their_connection_alone(line):
     async def scenario(address, came):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(line + channel.encode({"failed": "ha", "code": 1}))
@@ -108,7 +108,7 @@ def test_endless_line_is_cut_off():
     assert run(scenario)
 
 
-def test_idle_strangers_keep_nobody_out():
+def test_idle_unauthenticated_clients_keep_nobody_out():
     async def scenario(address, came):
         idle = [await asyncio.open_connection(*address) for _ in range(252)]
         start = time.monotonic()
@@ -117,7 +117,7 @@ def test_idle_strangers_keep_nobody_out():
         challenged = [await reader.readline() for reader, _ in idle]
         assert all(challenged)
         closed = [reader for reader, _ in idle if reader.at_eof()]
-        assert len(closed) >= 252 - channel.MAX_STRANGERS
+        assert len(closed) >= 252 - channel.MAX_UNAUTHENTICATED
         for _, writer in idle:
             writer.close()
         return True
@@ -125,7 +125,7 @@ def test_idle_strangers_keep_nobody_out():
     assert run(scenario)
 
 
-def test_stranger_that_stays_idle_is_closed(monkeypatch):
+def test_unauthenticated_client_that_stays_idle_is_closed(monkeypatch):
     monkeypatch.setattr(channel, "PROOF_S", 0.1)
 
     async def scenario(address, came):
@@ -157,14 +157,14 @@ def test_proof_of_another_connection_is_worth_nothing():
 
 
 @pytest.mark.parametrize("answer", ["nothing", "another key", "the rank's own proof"])
-def test_rank_does_not_talk_to_a_stranger_at_rank_0s_address(monkeypatch, answer):
+def test_rank_does_not_talk_to_an_unauthenticated_server(monkeypatch, answer):
     monkeypatch.setattr(channel, "CONNECT_S", 0)
 
     async def impostor(reader, writer):
         writer.write(channel.encode({"challenge": "mine"}))
         message = await channel.receive(reader)
         if answer == "another key":
-            proof = channel._proof("guess", "judge", "mine", message["challenge"])
+            proof = channel._proof("guess", "coordinator", "mine", message["challenge"])
             writer.write(channel.encode({"proof": proof}))
         elif answer == "the rank's own proof":
             writer.write(channel.encode({"proof": message["proof"]}))

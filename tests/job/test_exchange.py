@@ -17,7 +17,7 @@ def test_all_gather_of_one_process():
 def test_exchanges_of_one_process():
     assert exchange.gather(b"abc") == [b"abc"]
     assert exchange.from_rank_0(lambda: {"a": 1}) == {"a": 1}
-    with exchange.leaving_together():
+    with exchange.exit_barrier():
         pass
 
 

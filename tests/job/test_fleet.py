@@ -30,7 +30,7 @@ from utils.errors import RunError
 )
 def test_the_device_and_the_layout_decide_how_steps_run(parse, monkeypatch, flags, is_fused, is_serial):
     args, found = parse("--seed", "5"), {}
-    vars(args).update(flags)
+    args = args.copy(**flags)
     monkeypatch.setattr(paddle, "set_flags", found.update)
     monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: found.update(strategy=strategy))
     fleet.start(args)
@@ -46,7 +46,7 @@ def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
-        with pytest.raises(RunError, match=f"port {port} of PADDLE_TRAINER_ENDPOINTS is taken .*: start the job again"):
+        with pytest.raises(RunError, match=f"PADDLE_TRAINER_ENDPOINTS: port {port} is in use .*; start the job again"):
             fleet._prepare_for_gloo()
 
 

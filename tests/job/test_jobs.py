@@ -37,13 +37,14 @@ ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KE
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
-def test_fused_all_reduces_reach_every_gradient(launch, four_stages, tmp_path, kernels):
+def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
     """NHWC fuses the all-reduces on a CPU as on a GPU: gradients lie in buffers that are reduced as a whole. A gradient
     that is not in its buffer in time leaves the ranks different, or unlike those that reduce each gradient alone."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
-    single, (reference, _) = launch(2, *flags, environment={"SHARES": "1", "UNFUSED": "1"})
-    report, (first, second) = launch(2, *flags, "--kernels", kernels, environment={"SHARES": "1"})
-    assert "2 gradient all-reduces a step" in (tmp_path / "job1/log/workerlog.0").read_text()  # of 53
+    flags += ["--shares", "--stages", "4"]
+    single, (reference, _) = launch(2, *flags, "--unfused")
+    report, (first, second) = launch(2, *flags, "--kernels", kernels)
+    assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()  # of 53
     assert losses(report) == pytest.approx(losses(single), rel=1e-3)
     for name in reference.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
@@ -110,15 +111,14 @@ def states(folder, processes, epochs):
     return found
 
 
-SHARES = ["--data-format", "synthetic", "--epochs", "2", "--model-arch-name", "Plain"]
+SHARES = ["--shares", "--data-format", "synthetic", "--epochs", "2", "--model-arch-name", "Plain"]
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_n_processes_train_like_one_with_n_times_the_batch(launch, tmp_path, processes):
     """Without batch normalisation, whose statistics are those of a process's own images."""
-    environment = {"SHARES": "1"}
-    launch(1, *SHARES, "--batch-size", 4 * processes, "--lr", 0.005 * processes, environment=environment)
-    launch(processes, *SHARES, "--batch-size", "4", "--lr", "0.005", environment=environment)
+    launch(1, *SHARES, "--batch-size", 4 * processes, "--lr", 0.005 * processes)
+    launch(processes, *SHARES, "--batch-size", "4", "--lr", "0.005")
     ones, manys = states(tmp_path / "job0", 1, 2), states(tmp_path / "job1", processes, 2)
     for one, many in zip(ones, manys, strict=True):
         assert one.files == many.files
@@ -130,7 +130,42 @@ def test_n_processes_train_like_one_with_n_times_the_batch(launch, tmp_path, pro
     assert moved > 1e-3 * np.abs(ones[0]["conv2d_3.w_0"]).max()
 
 
-# test_optimizer.py has the algorithms.
+@pytest.mark.parametrize("kernels", ONE_KERNELS)
+def test_the_norm_is_that_of_all_processes(launch, tmp_path, kernels):
+    """Two processes clip like one with twice the batch; the norm of a single process would differ."""
+    flags = [
+        *SHARES,
+        *NHWC,
+        "--run-scope",
+        "train_only",
+        "--epochs",
+        "1",
+        "--kernels",
+        kernels,
+        "--clip-grad-norm",
+        "0.1",
+    ]
+    launch(1, *flags, "--batch-size", "8", "--lr", "0.5")
+    launch(2, *flags, "--batch-size", "4", "--lr", "0.25")
+    [one], [two] = states(tmp_path / "job0", 1, 1), states(tmp_path / "job1", 2, 1)
+    for name in one.files:
+        np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", ONE_KERNELS)
+def test_processes_accumulate_like_one_with_a_larger_batch(launch, tmp_path, kernels):
+    """NHWC fuses the all-reduces, which must follow the sums over the batches."""
+    flags = [*SHARES, *NHWC, "--run-scope", "train_only", "--epochs", "1", "--kernels", kernels]
+    flags += ["--accumulate-steps", "2", "--clip-grad-norm", "1"]
+    launch(1, *flags, "--batch-size", "8", "--lr", "0.02")
+    launch(2, *flags, "--batch-size", "4", "--lr", "0.01")
+    assert "an update every 2" in (tmp_path / "job1/log/workerlog.0").read_text()
+    [one], [two] = states(tmp_path / "job0", 1, 1), states(tmp_path / "job1", 2, 1)
+    for name in one.files:
+        np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
+
+
+# test_amp_and_sparsity.py has the algorithms.
 @pytest.mark.parametrize(
     "algorithm", [MASK_ALGORITHMS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in MASK_ALGORITHMS[1:])]
 )
@@ -143,14 +178,29 @@ def test_masks_are_the_same_on_all_ranks_and_keep(launch, tmp_path, algorithm):
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_overflow_on_one_rank_skips_the_step_on_all(launch, tmp_path, kernels):
     """Two of the four steps of an epoch: skipped, each halves the loss scale, and the other two are done."""
-    environment = {"SHARES": "1", "SCALING": "1", "OVERFLOW": "1 2 3"}
-    flags = ["--batch-size", "6", "--lr", "0.001", *(NHWC if kernels == "native" else []), "--kernels", kernels]
-    report, _ = launch(2, *SHARES, *flags, environment=environment)
+    flags = ["--scaling", "--overflow", "1 2 3", "--batch-size", "6", "--lr", "0.001", "--kernels", kernels]
+    flags += NHWC if kernels == "native" else []
+    report, _ = launch(2, *SHARES, *flags)
     scales = [phase(report, [epoch], "train.")["loss_scale"] for epoch in range(2)]
     assert scales == [256, 64]
     overflowed = states(tmp_path / "job0", 2, 2)
     assert [float(state["loss_scaling_0"].item()) for state in overflowed] == scales
     assert all(np.isfinite(state[name]).all() for state in overflowed for name in state.files)
+
+
+def test_averages_are_the_same_on_all_ranks_and_after_a_resume(launch, tmp_path):
+    """With BN, whose statistics are those of each process inside an epoch, from where the second job continues."""
+    flags = ["--batch-size", "4", "--epochs", "2", "--lr", "0.1", "--ema", "0.9", "--save-interval-steps", "2"]
+    flags += ["--keep-checkpoints", "9"]
+    launch(2, *flags)
+    expected = states(tmp_path / "job0", 2, 2)
+    assert {"conv2d_3.w_0.ema", "batch_norm_0.w_1.ema"} <= {*expected[0].files}
+    shutil.move(tmp_path / "output", tmp_path / "whole")
+    launch(2, *flags, "--from-checkpoint", tmp_path / "whole/Tiny/1_2", "--last-epoch-of-checkpoint", "auto")
+    for rank in range(2):
+        resumed = np.load(tmp_path / f"job1/epoch1_rank{rank}.npz")
+        for name in resumed.files:
+            np.testing.assert_array_equal(resumed[name], expected[1][name], err_msg=name)
 
 
 def test_more_processes_than_validation_images(launch, run_train, checkpoint, photos, tmp_path):
@@ -182,26 +232,26 @@ def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
     code, logs = launch(2, *flags, succeeds=False)
     assert monotonic() - start < 120
     assert code == 2
-    says = f"{root}/{name} cannot be decoded (rank {rank})"
+    says = f"{root}/{name}: cannot be decoded (rank {rank})"
     assert_one_sentence(logs[rank], [f"error: {says}"])
     assert_one_sentence(logs[1 - rank], [f"rank {rank} failed first: {says}"])
 
 
-STANDSTILL = "--comm-timeout-s 8: no progress for that long: rank {} last seen in"
-STOPPED = "--comm-timeout-s 8: no progress for that long: rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
+STALL = "--comm-timeout-s 8: no progress for 8 s; rank {} is in"
+STOPPED = "--comm-timeout-s 8: no progress for 8 s; rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
 FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
-    "0 4 stopped": STOPPED.format(0),
     # Rank 0 waits for rank 1, as in a copy to a GPU that stands still: no thread of it can tell where it is.
-    "1 4 hangs,0 4 locks_soon": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
+    "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
-# The same of the other rank, or a part of the same, or of other tests.
+# The same of the other rank, or a part of the same, or of other tests (stopped: test_monitor.py).
 MORE_FAULTS = {
-    "0 4 killed": "rank 0 failed first: its process ended without a word",
-    "1 4 locks": STANDSTILL.format(1),
-    "1 4 hangs": STANDSTILL.format(1) + " epoch 1 train, step 0, others wait",
+    "0 4 stopped": STOPPED.format(0),
+    "0 4 killed": "rank 0 failed first: its process exited",
+    "1 4 locks": STALL.format(1),
+    "1 4 hangs": STALL.format(1) + " epoch 1 train, step 0, others wait",
     "0 4 raises": "rank 0 failed first: ZeroDivisionError of the test",
-    "1 4 killed": "rank 1 failed first: its process ended without a word",
+    "1 4 killed": "rank 1 failed first: its process exited",
     "1 4 stopped": STOPPED.format(1),
 }
 
@@ -219,26 +269,26 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, sa
     start = monotonic()
     code, logs = launch(
         *(2, "--batch-size", "4", "--epochs", "3", "--comm-timeout-s", "8"),
+        *("--fault", fault, "--fault-after", tmp_path / "output/Tiny/latest"),
         succeeds=False,
-        environment={"FAULT": fault, "FAULT_AFTER": str(tmp_path / "output/Tiny/latest")},
     )
     assert monotonic() - start < 120
     assert code != 0
     assert_one_sentence(logs[1 - int(rank)], [says])
     assert "Traceback" not in logs[1 - int(rank)]
     assert ("Traceback" in logs[int(rank)]) == (kind == "raises")
-    wait_until(lambda: not processes_with(tmp_path), 10)  # a watch ends just after its rank
+    wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
     assert (tmp_path / "output/Tiny/latest").resolve().name == "0"
     folders.verify(tmp_path / "output/Tiny/0")
 
 
 def test_a_rank_whose_python_cannot_run_says_why_the_job_ends(launch, tmp_path):
     """As in a call of CUDA that waits for the GPU with Python's lock: neither threads nor signals get through."""
-    environment = {"FAULT": "0 4 locks,1 4 killed_later"}
-    code, logs = launch(2, "--batch-size", "4", "--epochs", "3", succeeds=False, environment=environment)
+    fault = "0 4 locks,1 4 killed_later"
+    code, logs = launch(2, "--batch-size", "4", "--epochs", "3", "--fault", fault, succeeds=False)
     assert code != 0
-    assert_one_sentence(logs[0], ["rank 1 failed first: its process ended without a word in epoch"])
-    wait_until(lambda: not processes_with(tmp_path), 10)  # a watch ends just after its rank
+    assert_one_sentence(logs[0], ["rank 1 failed first: its process exited without an error message in epoch"])
+    wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
 
 
 DISAGREEMENTS = [
@@ -247,22 +297,27 @@ DISAGREEMENTS = [
         "1 --lr 0.2 --epochs 3,2 version",
         [
             *("--lr is 0.05 on ranks 0, 2 and 0.2 on rank 1", "--epochs is 1 on ranks 0, 2 and 3 on"),
-            f"the version of Paddle is {paddle.__version__} on ranks 0, 1 and 9.9.9 on rank 2",
+            f"Paddle version is {paddle.__version__} on ranks 0, 1 and 9.9.9 on rank 2",
         ],
     ),
-    (2, "1 --image-root other", ["the number of validation images is 23 on rank 0 and 22 on rank 1"]),
-    (2, "1 --image-root nowhere", ["rank 1 failed first: --image-root nowhere is not a folder"]),
+    (2, "1 --image-root other", ["number of validation images is 23 on rank 0 and 22 on rank 1"]),
 ]
+# A rank that fails alone, as in test_bad_image_of_one_rank_ends_all.
+NOWHERE = (2, "1 --image-root nowhere", ["rank 1 failed first: --image-root nowhere: not a folder"])
 
 
 @pytest.mark.parametrize(
-    ("processes", "differs", "says"), DISAGREEMENTS, ids=[differs for _, differs, _ in DISAGREEMENTS]
+    ("processes", "differs", "says"),
+    [
+        *(pytest.param(*case, id=case[1]) for case in DISAGREEMENTS),
+        pytest.param(*NOWHERE, id=NOWHERE[1], marks=pytest.mark.soak),
+    ],
 )
 def test_disagreements_are_found_before_step_1(launch, photos, tmp_path, processes, differs, says):
     shutil.copytree(photos, tmp_path / "other")
     (tmp_path / "other/val/class0/00.jpg").unlink()
-    environment = {"DIFFERS": differs.replace("other", f"{tmp_path}/other")}
-    code, logs = launch(processes, succeeds=False, environment=environment)
+    differs = differs.replace("other", f"{tmp_path}/other")
+    code, logs = launch(processes, "--differs", differs, succeeds=False)
     assert code == 2
     for log in logs:
         words = [words.removeprefix("rank 1 failed first: ") if log is logs[1] else words for words in says]
@@ -275,8 +330,9 @@ def test_processes_outlive_no_launcher(photos, tmp_path):
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
     flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]
+    flags += ["--slow-step", "0.1", "--parameters", tmp_path]
     command = [sys.executable, *launcher, "tests/train_tiny.py", *TINY, *places, *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLOW_STEP": "0.1", "PARAMETERS": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         list(map(str, command)), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -286,7 +342,7 @@ def test_processes_outlive_no_launcher(photos, tmp_path):
     wait_until(lambda: not processes_with(tmp_path), 60)
     log = (tmp_path / "log/workerlog.0").read_text()
     # Rank 0 says it, and whose signal came first.
-    assert re.search(r"stopped by (SIGTERM|a signal to another process); the same command with --resume goes on", log)
+    assert re.search(r"stopped by (SIGTERM|a signal to another process); the same command with --resume continues", log)
     folders.verify((tmp_path / "output/Tiny/latest").resolve())
 
 
@@ -305,14 +361,14 @@ def test_two_nodes_train_like_one_with_two_processes(two_processes, launch_nodes
 def test_a_lost_node_ends_the_other(launch_nodes, lost):
     """Its launcher and its process at once, so that nobody is left there to tell."""
     flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
-    nodes, folder = launch_nodes(*flags, environment={"SLOW_STEP": "0.1"})
+    nodes, folder = launch_nodes(*flags, "--slow-step", "0.1")
     wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
     children = subprocess.run(["pgrep", "-P", str(nodes[lost].pid)], capture_output=True, text=True, check=True)
     for pid in (nodes[lost].pid, *map(int, children.stdout.split())):
         os.kill(pid, signal.SIGKILL)
     assert nodes[1 - lost].wait(60) != 0
     log = (folder / f"log{1 - lost}/workerlog.0").read_text()
-    assert_one_sentence(log, [f"rank {lost} failed first: its process ended without a word"])
+    assert_one_sentence(log, [f"rank {lost} failed first: its process exited"])
 
 
 def processes_with(folder):
@@ -346,7 +402,7 @@ def test_a_rank_that_is_alone_ends_after_the_timeout(photos, tmp_path, rank):
         list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
     )
     assert monotonic() - start < 60
-    # Rank 0 waits in Paddle's C code with Python's lock, and is killed.
+    # Rank 0 waits in Paddle's C code while it holds the GIL, and is killed.
     assert done.returncode == (1 if rank else -signal.SIGKILL)
-    says = f"--comm-timeout-s 3: the ranks have not found each other for 3 s (PADDLE_MASTER 127.0.0.1:{free[0]})"
+    says = f"--comm-timeout-s 3: not all ranks have connected after 3 s; check PADDLE_MASTER 127.0.0.1:{free[0]} and"
     assert_one_sentence(done.stderr, [says])

@@ -1,4 +1,4 @@
-"""Where ranks are, as their watches read it, and in words."""
+"""Positions of ranks, as their monitors read them, and as text."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ from paddle_resnet.job import position
 from paddle_resnet.job.position import Position
 
 
-def test_watch_reads_what_the_rank_writes():
+def test_monitor_reads_what_the_rank_writes():
     mine = Position()
     theirs = Position(os.dup(mine.descriptor))
     assert theirs.read() == [0, 0, "the start"]
@@ -45,7 +45,7 @@ def test_no_change_is_read_by_halves():
     assert theirs.read()[0] == 100_000
 
 
-def test_places_in_words():
+def test_positions_as_text():
     assert position.where_is([1, 0, "epoch 0 train"]) == "epoch 0 train"
     assert position.where_is([1, 1, "epoch 0 train"]) == "epoch 0 train, step 0, waiting for images"
     assert position.where_is([1, 2, "epoch 0 train"]) == "epoch 0 train, step 0"
@@ -54,19 +54,19 @@ def test_places_in_words():
 
 def test_ranks_in_the_same_place_are_not_blamed():
     positions = {rank: [2, 6, "epoch 0 val"] for rank in range(3)}
-    assert position.standstill(positions) == "all ranks are in epoch 0 val, step 2"
+    assert position.describe_stall(positions) == "all ranks are in epoch 0 val, step 2"
 
 
 def test_ranks_that_are_behind_are_named():
     positions = {0: [2, 0, "the sums"], 1: [1, 4, "epoch 0 val"], 2: [1, 4, "epoch 0 val"], 3: [1, 6, "epoch 0 val"]}
-    says = "ranks 1, 2 last seen in epoch 0 val, step 1, others wait in the sums"
-    assert position.standstill(positions) == says
+    says = "ranks 1, 2 are in epoch 0 val, step 1, others wait in the sums"
+    assert position.describe_stall(positions) == says
 
 
 def test_stopped_ranks_are_named_first():
     positions = {rank: [1, 5, "epoch 0 val"] for rank in range(4)}
     says = "ranks 2, 3 stopped by SIGSTOP or a debugger in epoch 0 val, step 2, waiting for images"
-    assert position.standstill(positions, [2, 3]) == says
+    assert position.describe_stall(positions, [2, 3]) == says
 
 
 def test_many_ranks_are_not_listed():

@@ -1,4 +1,4 @@
-"""What a rank tells its watch, and how it ends on the watch's word. Whole jobs are in test_jobs.py."""
+"""Messages of a rank to its monitor, and how it ends on the monitor's reply. Whole jobs are in test_jobs.py."""
 
 import contextlib
 import signal
@@ -23,7 +23,7 @@ class Ended(BaseException):
 def fresh(monkeypatch):
     """No process ends; nothing is left of a test."""
     monkeypatch.setattr(watchdog, "_position", Position())
-    monkeypatch.setattr(watchdog, "_watch", None)
+    monkeypatch.setattr(watchdog, "_monitor", None)
 
 
 @pytest.fixture
@@ -36,50 +36,50 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """A rank's side of its watch, whose process is gone, and the watch's end of their connection."""
+    """A rank's side of its monitor, whose process is gone, and the monitor's end of their connection."""
     near, far = socket.socketpair()
     process = type("Process", (), {"wait": lambda self, timeout: 0})()
     with near, far:
-        yield watchdog._Watch(near, process), far
+        yield watchdog._Monitor(near, process), far
 
 
-def test_position_costs_no_watch():
+def test_position_needs_no_monitor():
     watchdog.phase("epoch 0 train")
     watchdog.step(2, waits=True)
     assert watchdog._position.read() == [1, 5, "epoch 0 train"]
 
 
 @pytest.mark.parametrize("code", [1, 2, 255])
-def test_word_of_the_watch_ends_the_process(pair, ended, code):
-    _, watch = pair
-    watch.sendall(bytes([code]))
+def test_reply_of_the_monitor_ends_the_process(pair, ended, code):
+    _, monitor = pair
+    monitor.sendall(bytes([code]))
     wait_until(lambda: ended, 10)
     assert ended == [code]
 
 
-def test_process_without_a_watch_ends(pair, ended, capsys):
-    _, watch = pair
-    watch.close()
+def test_process_without_a_monitor_ends(pair, ended, capsys):
+    _, monitor = pair
+    monitor.close()
     wait_until(lambda: ended, 10)
     assert ended == [1]
-    says = "train.py: error: the process that watches over this one is gone: was it killed?\n"
+    says = "train.py: error: monitor: the process that monitors this rank has exited: it was killed or crashed\n"
     assert capsys.readouterr().err == says
 
 
-def test_process_whose_watch_has_died_unread_ends(pair, ended):
-    one, watch = pair
-    one.tell({"address": "unread"})
-    watch.close()
+def test_process_whose_monitor_has_died_unread_ends(pair, ended):
+    one, monitor = pair
+    one.send({"address": "unread"})
+    monitor.close()
     wait_until(lambda: ended, 10)
     assert ended == [1]
 
 
 def test_log_that_cannot_be_written_keeps_no_process_alive(pair, ended, monkeypatch):
-    _, watch = pair
+    _, monitor = pair
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(watchdog.sys, "stderr", full)
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
-        watch.close()
+        monitor.close()
         wait_until(lambda: ended, 10)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
@@ -88,8 +88,8 @@ def test_log_that_cannot_be_written_keeps_no_process_alive(pair, ended, monkeypa
 
 def test_main_thread_says_nothing_once_the_process_is_being_ended(pair, ended, monkeypatch):
     monkeypatch.setattr(watchdog, "LEAVE_S", 60)
-    one, watch = pair
-    watch.sendall(b"\1")
+    one, monitor = pair
+    monitor.sendall(b"\1")
     wait_until(lambda: ended, 10)
     main = threading.Thread(target=one.leave, args=({"failed": "ZeroDivisionError", "code": 1},), daemon=True)
     main.start()
@@ -99,23 +99,23 @@ def test_main_thread_says_nothing_once_the_process_is_being_ended(pair, ended, m
     main.join(60)
 
 
-def test_rank_leaves_when_its_watch_lets_it(pair, ended):
-    one, watch = pair
-    watch.sendall(b"\0")
+def test_rank_leaves_when_its_monitor_releases_it(pair, ended):
+    one, monitor = pair
+    monitor.sendall(b"\0")
     one.leave({"bye": True})
-    assert watch.recv(100) == channel.encode({"bye": True})
-    watch.close()
+    assert monitor.recv(100) == channel.encode({"bye": True})
+    monitor.close()
     assert not ended
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_watch_that_does_not_end_is_given_up(pair, ended, monkeypatch, answers):
+def test_monitor_that_does_not_exit_is_killed(pair, ended, monkeypatch, answers):
     monkeypatch.setattr(watchdog, "LEAVE_S", 0.05)
-    one, watch = pair
+    one, monitor = pair
     with subprocess.Popen(["sleep", "1000"]) as process:
         one._process = process
         if answers:
-            watch.sendall(b"\0")
+            monitor.sendall(b"\0")
         one.leave({"bye": True})
         assert process.returncode == -signal.SIGKILL
     assert not ended
@@ -125,9 +125,9 @@ def test_words_of_an_error_and_exit_code(monkeypatch):
     told, armed = [], []
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0)
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda s, exit: armed.append((s, exit)))
-    monkeypatch.setattr(watchdog, "_watch", type("Watch", (), {"leave": lambda self, words: told.append(words)})())
+    monkeypatch.setattr(watchdog, "_monitor", type("Monitor", (), {"leave": lambda self, words: told.append(words)})())
     for error in (DataError("bad.jpg"), RunError("no room"), KeyboardInterrupt(), ZeroDivisionError("by 0")):
-        watchdog.announce(error)
+        watchdog.report_failure(error)
     words = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
     assert told == [{"failed": cause, "code": code} for cause, code in words]
     assert armed == [(watchdog.END_S, True)] * 4  # should the process not come to its end
@@ -137,12 +137,12 @@ def test_master_that_is_another_machine_is_refused():
     def never(*_):
         raise AssertionError
 
-    with pytest.raises(UsageError, match=r"PADDLE_MASTER 192\.0\.2\.1:5: rank 0's machine cannot listen .*: give"):
+    with pytest.raises(UsageError, match=r"PADDLE_MASTER 192\.0\.2\.1:5: rank 0's machine cannot listen .*; set"):
         watchdog.start(0, 2, 600, "192.0.2.1:5", never, never)
 
 
-def test_watches_of_two_ranks_find_each_other_and_show_no_secret():
-    """Real watches; this process is both ranks. Nothing that is told to the store or to ps gives the keys away."""
+def test_monitors_of_two_ranks_find_each_other_and_show_no_secret():
+    """Real monitors; this process is both ranks. Nothing that is told to the store or to ps gives the keys away."""
     told, ready = {}, threading.Barrier(2)
 
     def exchange_of(rank):
@@ -173,7 +173,7 @@ def test_watches_of_two_ranks_find_each_other_and_show_no_secret():
             threads.append(threading.Thread(target=start, args=(rank,)))
             threads[-1].start()
             wait_until(lambda rank=rank: rank in told, 30)
-            watches[rank], watchdog._watch = watchdog._watch, None
+            watches[rank], watchdog._monitor = watchdog._monitor, None
         for thread in threads:
             thread.join()
     assert len(keys) == 4
@@ -183,6 +183,6 @@ def test_watches_of_two_ranks_find_each_other_and_show_no_secret():
         assert key not in str(told)
         assert key not in str(arguments)
     for rank in (1, 0):
-        watchdog._watch = watches[rank]
+        watchdog._monitor = watches[rank]
         watchdog.stop()
         assert watches[rank]._process.returncode == 0

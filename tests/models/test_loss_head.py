@@ -1,4 +1,4 @@
-"""The project's own loss head beside Paddle's."""
+"""The custom loss head compared with Paddle's."""
 
 import numpy as np
 import paddle
@@ -12,15 +12,17 @@ from utils.meters import ConfusionMeter, TopMeter
 CLASSES = [1, 2, 5, 7]
 
 
-def run(add_head, classes, smoothing, is_train, feed=None):
-    """[value of each metric, gradient of the squared loss by the logits if the loss is a mean], and the program."""
+def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
+    """Return [value of each metric, gradient of the squared loss by the logits if the loss is a mean], and the
+    program."""
     main = static.Program()
     random = np.random.RandomState(0)
     feed = feed or {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
     with static.program_guard(main):
         logits = static.data("x", [None, classes])
         logits.stop_gradient = False
-        head = add_head(logits, static.data("y", [None, 1], "int64"), classes, smoothing, is_train)
+        weights = {"weights": static.data("w", [None, classes])} if is_weighted else {}
+        head = add_head(logits, {"label": static.data("y", [None, 1], "int64")} | weights, classes, smoothing, is_train)
         wanted = list(head.values())
         if is_train:
             wanted += static.gradients(head["loss"] * head["loss"], logits)  # not of the loss, whose own gradient is 1
@@ -43,13 +45,36 @@ def test_both_heads_are_the_same(classes, smoothing, is_train):
     assert next(op.type for op in main.global_block().ops if loss_head.contains(op)) == "native_loss"
 
 
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+@pytest.mark.parametrize("name", ["paddle", "native"])
+def test_weights_of_classes_replace_the_label_in_the_loss(name, smoothing):
+    """Loss and gradient of Szegedy et al., arXiv:1512.00567, section 7, in float64; the accuracies use the label."""
+    if name == "native":
+        if native.missing() is not None:
+            pytest.skip(native.missing())
+        native.load()
+    random = np.random.RandomState(0)
+    x, y = random.randn(6, 7) * 3, random.randint(0, 7, (6, 1))
+    weights = random.dirichlet(np.ones(7), 6)
+    weights[0] = np.eye(7)[2]
+    feed = {"x": x.astype("float32"), "y": y, "w": weights.astype("float32")}
+    found, _ = run(getattr(loss_head, f"add_{name}"), 7, smoothing, True, feed, is_weighted=True)
+    log_softmax = x - np.log(np.exp(x).sum(1, keepdims=True))
+    target = (1 - smoothing) * weights + smoothing / 7
+    loss = -(target * log_softmax).sum(1).mean()
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    gradient = 2 * loss * (np.exp(log_softmax) - target) / 6
+    np.testing.assert_allclose(found["gradient"], gradient, rtol=1e-4, atol=1e-6)
+    assert found["top1"] == np.float32((x.argmax(1) == y[:, 0]).mean())
+
+
 HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is None else [])]
 
 
 @pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
 def test_ties_and_nan_follow_one_rule(add_head):
-    """The lower one of two equal logits comes first, NaN last, and a label with NaN is wrong: in both heads, the
-    confusion counts and the predictions."""
+    """The lower class of two equal logits ranks first, NaN ranks last, and a label with NaN is incorrect, in both
+    heads, the confusion counts and the predictions."""
     if add_head is loss_head.add_native:
         native.load()
     random = np.random.RandomState(1)
@@ -82,7 +107,7 @@ def test_the_head_is_all_that_its_scope_contains(is_train):
     main = static.Program()
     with static.program_guard(main):
         logits = paddle.mean(static.data("x", [None, 4, 3]), axis=1)
-        loss_head.add_paddle(logits, static.data("y", [None, 1], "int64"), 3, 0.1, is_train)
+        loss_head.add_paddle(logits, {"label": static.data("y", [None, 1], "int64")}, 3, 0.1, is_train)
         paddle.scale(logits, 2.0)
     first, *head, last = main.global_block().ops
     assert all(loss_head.contains(op) for op in head)

@@ -1,5 +1,5 @@
-"""The operators against their formulas in float64, on the CPU, on a GPU that the CPU plays (emulation/driver.cc) and,
-marked gpu, in every type on a GPU."""
+"""The operators compared with their formulas in float64: on the CPU, on a GPU emulated on the CPU (emulation/driver.cc)
+and, marked gpu, in all types on a GPU."""
 
 import ctypes
 import os
@@ -18,7 +18,9 @@ from paddle.base import core
 from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
 from conftest import ROOT
+from paddle_resnet import resolution
 from paddle_resnet.native import build as native
+from paddle_resnet.settings import parsing
 from paddle_resnet.steps import host_metrics
 from utils import cache
 from utils.errors import UsageError
@@ -48,7 +50,7 @@ NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
 
 @pytest.fixture(scope="module")
 def emulated_library(once):
-    """The operators' library with the GPU that the CPU plays."""
+    """The operators' library with the emulated GPU."""
     if paddle.is_compiled_with_cuda():
         pytest.skip("the emulated driver would take the place of CUDA's")
 
@@ -58,7 +60,9 @@ def emulated_library(once):
         options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O1", "-fPIC", "-shared"]
         options.append(f"-Wl,-soname,{driver.name}")
         subprocess.run([*native._compiler(), *options, EMULATION / "driver.cc", "-o", driver], check=True)
-        native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
+        with pytest.MonkeyPatch.context() as patch:  # without optimization in half the time
+            patch.setattr(native, "COMPILER_FLAGS", [flag for flag in native.COMPILER_FLAGS if flag != "-O2"])
+            native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
 
     folder = once("emulated", make)
     driver, library = folder / "libcuda.so.1", folder / "operators.so"
@@ -71,7 +75,7 @@ def emulated_library(once):
 
 @pytest.fixture
 def device(request, monkeypatch):
-    """Eager mode on the CPU or the GPU, with the operators loaded."""
+    """Select eager mode on the CPU or the GPU, and load the operators."""
     where = request.node.callspec.params["where"]
     if where == "emulated":
         request.getfixturevalue("emulated_library")
@@ -101,7 +105,7 @@ def wide(tensor):
 
 
 def close(actual, expected, dtype, size=1.0):
-    """`size`: of the values that the result is a difference of, if they are larger."""
+    """`size`: magnitude of the values whose difference is the result, if they are larger."""
     tolerance = TOLERANCE[dtype] * max(size, np.abs(expected).max())
     np.testing.assert_allclose(wide(actual), expected, rtol=0, atol=tolerance)
 
@@ -116,22 +120,22 @@ def run(name, *args):
 
 
 def normalise(x, scale, bias):
-    """Returns output, mean, biased variance, normalised input."""
+    """Return output, mean, biased variance, normalized input."""
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
-    normalised = (x - mean) / np.sqrt(variance + EPSILON)
-    return normalised * scale + bias, mean, variance, normalised
+    normalized = (x - mean) / np.sqrt(variance + EPSILON)
+    return normalized * scale + bias, mean, variance, normalized
 
 
-def gradients(dy, normalised, variance, scale):
-    """Ioffe and Szegedy, arXiv:1502.03167, section 3. Returns those of input, scale and bias."""
-    dscale, dbias, rows = (dy * normalised).sum((0, 1, 2)), dy.sum((0, 1, 2)), dy[..., 0].size
-    dx = scale / np.sqrt(variance + EPSILON) * (dy - dbias / rows - normalised * dscale / rows)
+def gradients(dy, normalized, variance, scale):
+    """Ioffe and Szegedy, arXiv:1502.03167, section 3. Return the gradients of input, scale and bias."""
+    dscale, dbias, rows = (dy * normalized).sum((0, 1, 2)), dy.sum((0, 1, 2)), dy[..., 0].size
+    dx = scale / np.sqrt(variance + EPSILON) * (dy - dbias / rows - normalized * dscale / rows)
     return dx, dscale, dbias
 
 
-def check_gradients(results, g, normalised, variance, scale, dtype):
-    """`g`: the gradient behind the ReLU as the kernels have it, so that the sums are those of float32 in every type."""
-    dx, dscale, dbias = gradients(g, normalised, variance, scale)
+def check_gradients(results, g, normalized, variance, scale, dtype):
+    """`g`: the gradient before the ReLU, rounded like in the kernels, so that the sums agree in all types."""
+    dx, dscale, dbias = gradients(g, normalized, variance, scale)
     close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
     rows = g[..., 0].size
     close(results[-2], dscale, "float32", size=rows**0.5 * 5)
@@ -153,8 +157,8 @@ ACTIVATIONS = {
 
 
 def with_activations(*others):
-    """All CASES without an activation, with the ReLU and with `others`. The remaining activations differ in one
-    function, and run in the first case of each device and type."""
+    """Return all CASES without an activation, with the ReLU and with `others`. The other activations differ only in one
+    function, so they run only in the first case of each device and type."""
     seen = set()
     for case in CASES:
         values, marks = getattr(case, "values", case), getattr(case, "marks", ())
@@ -173,7 +177,7 @@ def test_bn_act(device, where, dtype, shape, activation):
     old_mean, old_variance = wide(mean), wide(variance)
     function, derivative, bends = ACTIVATIONS[activation]
     y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
-    expected, batch_mean, batch_variance, normalised = normalise(wide(x), wide(scale), wide(bias))
+    expected, batch_mean, batch_variance, normalized = normalise(wide(x), wide(scale), wide(bias))
     rows = x.size // channels
     # A single row has variance 0: its two large summands cancel.
     close(y, function(expected), dtype, size=4 / EPSILON**0.5 if rows == 1 else 1)
@@ -184,7 +188,7 @@ def test_bn_act(device, where, dtype, shape, activation):
         dy = dy * paddle.to_tensor((np.abs(expected - bend) > 1e-3).astype("float32")).astype(dtype)
     results = run("native_bn_act_backward", x, dy, coefficients, None, activation)
     g = wide(dy) * derivative(expected)
-    check_gradients(results, g, normalised, batch_variance, wide(scale), dtype)
+    check_gradients(results, g, normalized, batch_variance, wide(scale), dtype)
     assert same(results, run("native_bn_act_backward", x, dy, coefficients, None, activation))
 
 
@@ -195,17 +199,17 @@ def test_bn_add_relu(device, where, dtype, shape, summands):
     x, z, *dy = (random.images(shape) for _ in range(2 + summands))
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
     y, coefficients, mask = run("native_bn_add_relu", x, z, scale, bias, mean, variance, 0.9, EPSILON)[:3]
-    expected, _, batch_variance, normalised = normalise(wide(x), wide(scale), wide(bias))
+    expected, _, batch_variance, normalized = normalise(wide(x), wide(scale), wide(bias))
     close(y, np.maximum(expected + wide(z), 0), dtype, size=1 / EPSILON**0.5 if x.size == channels else 1)
     results = run("native_bn_add_relu_backward", x, dy, coefficients, mask, None)
     close(results[1], sum(wide(d) for d in dy) * (wide(y) > 0), dtype)
-    check_gradients(results, wide(results[1]), normalised, batch_variance, wide(scale), dtype)
+    check_gradients(results, wide(results[1]), normalized, batch_variance, wide(scale), dtype)
     assert same(results, run("native_bn_add_relu_backward", x, dy, coefficients, mask, None))
 
 
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
-def test_a_channel_far_from_zero_keeps_its_variance(device, where, dtype, shape):
-    """Mean 1000 standard deviations from zero, where the difference of float32 means of squares would be noise."""
+def test_a_channel_far_from_zero_has_an_exact_variance(device, where, dtype, shape):
+    """With a mean of 1000 standard deviations, the difference of float32 means of squares would be noise."""
     random, channels = Random(dtype), shape[-1]
     x = random.images(shape, offset=1000)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
@@ -216,8 +220,8 @@ def test_a_channel_far_from_zero_keeps_its_variance(device, where, dtype, shape)
 
 @pytest.mark.parametrize("far", [30, 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
-def test_one_pixel_far_from_the_others_costs_no_digits(device, where, dtype, shape, far):
-    """The last one, and the others' variance is that of their distances to some pixel or pixels."""
+def test_an_outlier_pixel_does_not_reduce_precision(device, where, dtype, shape, far):
+    """The outlier is the last pixel; the variance of the others is computed relative to the origin."""
     x = Random(dtype).images(shape).numpy()
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
@@ -228,7 +232,7 @@ def test_one_pixel_far_from_the_others_costs_no_digits(device, where, dtype, sha
 
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_gradients_of_parameters_go_into_given_memory(device, where):
+def test_gradients_of_parameters_are_written_to_existing_memory(device, where):
     random, shape = Random("float32"), (4, 7, 7, 64)
     x, z, dy = (random.images(shape) for _ in range(3))
     channels = [random.channels(64) for _ in range(4)]
@@ -245,16 +249,16 @@ def test_gradients_of_parameters_go_into_given_memory(device, where):
 
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_posts(device, request, where):
-    """test_posting.py has them in programs."""
+def test_async_copies(device, request, where):
+    """For copies in programs, see tests/steps/test_host_metrics.py."""
     library = request.getfixturevalue("emulated_library") if where == "emulated" else native.register()
     values = [paddle.arange(5, dtype="float32"), paddle.to_tensor([7], "int64")]
-    run("native_post", values)
-    library.paddle_resnet_posts.restype = ctypes.c_uint64
-    number = library.paddle_resnet_posts() - 1
+    run("native_async_copy", values)
+    library.paddle_resnet_async_copies.restype = ctypes.c_uint64
+    number = library.paddle_resnet_async_copies() - 1
     for i, value in enumerate(values):
-        posted = host_metrics.Posted(library, number, i, SimpleNamespace(dtype=value.dtype, shape=value.shape))
-        assert np.array_equal(np.asarray(posted), value.numpy())
+        handle = host_metrics.AsyncCopy(library, number, i, SimpleNamespace(dtype=value.dtype, shape=value.shape))
+        assert np.array_equal(np.asarray(handle), value.numpy())
 
 
 @pytest.mark.parametrize("activation, where, dtype, shape", with_activations("add_relu"))
@@ -278,7 +282,7 @@ def test_bn_inference(device, where, dtype, shape, activation):
     + [pytest.param("gpu", dtype, (3, 17, 16, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
-    """Against Paddle's own in float32; the values are distinct but for the zeros, of which the first one counts."""
+    """Compared with Paddle's in float32. The values are distinct except zeros, of which the first is the maximum."""
     random = Random(dtype)
     plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
     x = plain.astype(dtype)
@@ -289,6 +293,88 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
     dy = [random.images(y.shape) for _ in range(summands)]
     (dx,) = run("native_max_pool_backward", dy, positions, kernel, stride, padding, *shape[1:3])
     close(dx, max_pool_gradient(wide(plain), sum(wide(d) for d in dy), kernel, stride, padding), dtype)
+
+
+@pytest.mark.parametrize("kernel, stride, padding", [(3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 2, 2), (3, 2, 0), (5, 2, 3)])
+@pytest.mark.parametrize(
+    "where, dtype, shape",
+    [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
+    + [("emulated", "float32", (2, 23, 26, 68))]  # more than one group of channels, slabs of many tasks
+    + [pytest.param("gpu", dtype, (3, 17, 15, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE]
+    + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
+)
+def test_depthwise_conv(device, where, dtype, shape, kernel, stride, padding):
+    random, channels = Random(dtype), shape[-1]
+    x, filters = random.images(shape), random.images((channels, 1, kernel, kernel))
+    y = run("native_depthwise_conv", x, filters, stride, padding)[0]
+    dy = random.images(y.shape)
+    dx, dfilter = run("native_depthwise_conv_backward", x, filters, dy, None, stride, padding)
+    expected, expected_dx, expected_dfilter = depthwise_conv(wide(x), wide(filters), wide(dy), stride, padding)
+    close(y, expected, dtype)
+    close(dx, expected_dx, dtype)
+    close(dfilter, expected_dfilter, dtype, size=y[..., 0].size ** 0.5 * 5)
+    again = run("native_depthwise_conv_backward", x, filters, dy, None, stride, padding)
+    assert same(again, [dx, dfilter])
+    into = paddle.zeros_like(filters)
+    run("native_depthwise_conv_backward", x, filters, dy, [into], stride, padding)
+    assert same([into], [dfilter])
+
+
+def depthwise_conv(x, filters, dy, stride, padding):
+    """Return the output and the gradients of input and filter, in the type of the arrays."""
+    kernel, (rows, columns) = filters.shape[-1], dy.shape[1:3]
+    borders = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    padded = np.pad(x, borders)
+    y, dx, dfilter = np.zeros_like(dy), np.zeros_like(padded), np.zeros_like(filters)
+    for i, j in np.ndindex(kernel, kernel):
+        seen = np.s_[:, i : i + rows * stride : stride, j : j + columns * stride : stride]
+        y += padded[seen] * filters[:, 0, i, j]
+        dx[seen] += dy * filters[:, 0, i, j]
+        dfilter[:, 0, i, j] = (dy * padded[seen]).sum((0, 1, 2))
+    return y, dx[:, padding : padding + x.shape[1], padding : padding + x.shape[2]], dfilter
+
+
+@pytest.mark.parametrize("where", ["cpu", "emulated"])
+def test_unsupported_depthwise_convolutions_are_errors(device, where):
+    x, filters = paddle.ones([1, 8, 8, 8]), paddle.ones([8, 1, 3, 3])
+    for shape, dtype, stride, message in (
+        ((8, 1, 7, 7), "float32", 1, "kernels 3 and 5"),
+        ((8, 1, 3, 3), "float32", 3, "strides 1 and 2"),
+        ((8, 1, 3, 5), "float32", 1, "filter is not"),
+        ((8, 1, 3, 3), "bfloat16", 1, "filter is not"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run("native_depthwise_conv", x, paddle.ones(shape, dtype), stride, 1)
+    with pytest.raises(Exception, match="gradient is not"):
+        run("native_depthwise_conv_backward", x, filters, x, None, 2, 1)
+
+
+def philox(key, counter):
+    """Return four words of Philox 4x32-10: Salmon et al., SC 2011."""
+    words, keys = [counter, 0, 0, 0], [key, 0]
+    for _ in range(10):
+        first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [second >> 32 ^ words[1] ^ keys[0], second, first >> 32 ^ words[3] ^ keys[1], first]
+        words = [word & 0xFFFFFFFF for word in words]
+        keys = [keys[0] + 0x9E3779B9 & 0xFFFFFFFF, keys[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    return words
+
+
+def test_philox_matches_the_published_numbers():
+    """The known-answer tests of the authors' library (kat_vectors)."""
+    assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize(
+    "where, dtype", [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in ("float32", "float16")]]
+)
+def test_dropout(device, where, dtype):
+    x = paddle.to_tensor(np.arange(1, 1002).reshape(7, 143), dtype)
+    seed, rate = 12345, 0.3
+    y = run("native_dropout", x, paddle.to_tensor([seed], "int32"), rate)[0]
+    words = np.array([philox(seed, at) for at in range(251)]).reshape(-1)[:1001].reshape(7, 143)
+    close(y, np.where(words < np.float32(rate) * 2.0**32, 0, wide(x) / (1 - np.float32(rate))), dtype)
+    assert 0.25 < (wide(y) == 0).mean() < 0.35
 
 
 def max_pool_gradient(x, dy, kernel, stride, padding):
@@ -302,7 +388,7 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
 
 
 EVERYWHERE = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# Tensors that are no whole vectors, single elements, more than fit into one launch, and one for many blocks.
+# Tensors that do not fill vectors, single elements, more tensors than one launch supports, and one for many blocks.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
@@ -310,7 +396,7 @@ UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtyp
 @pytest.mark.parametrize(("unscale", "nesterov"), [(None, False), (1 / 128, False), (0, False), (1 / 128, True)])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_momentum(device, where, dtype, unscale, nesterov):
-    """Against float64; a factor of 0 leaves everything as it is."""
+    """Compared with float64; a factor of 0 changes nothing."""
     random, mu, rate = np.random.RandomState(0), 0.875, paddle.to_tensor([0.25])
     decays = [0.01 * (i % 3) for i in range(len(SIZES))]
     exact, velocities, gradients = (
@@ -339,7 +425,7 @@ BETA1, BETA2 = np.float64(np.float32(0.9)), np.float64(np.float32(0.999))
 
 def adam(p, g, m, v, step, decay):
     """Kingma and Ba, arXiv:1412.6980, algorithm 1, with decoupled weight decay: Loshchilov and Hutter,
-    arXiv:1711.05101. Returns the change of the parameter at learning rate 1, and the moments."""
+    arXiv:1711.05101. Return the change of the parameter at learning rate 1, and the moments."""
     m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
     direction = (m / (1 - BETA1**step)) / (np.sqrt(v / (1 - BETA2**step)) + EPSILON)
     return direction + decay * p, m, v
@@ -348,14 +434,14 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
-    """The third step against float64, from any state; a factor of 0 leaves everything as it is."""
+    """The third step compared with float64, from any state; a factor of 0 changes nothing."""
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
 @pytest.mark.parametrize("unscale", [1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_lamb(device, where, dtype, unscale):
-    """You et al., arXiv:1904.00962, algorithm 2: the norm of a step is that of the parameter, except without weight
+    """You et al., arXiv:1904.00962, algorithm 2: a step has the norm of the parameter, except without weight
     decay."""
 
     def adapt(p, change, decay):
@@ -365,8 +451,8 @@ def test_lamb(device, where, dtype, unscale):
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
-def test_lamb_moves_parameters_that_are_0(device, where):
-    """The ratio is 1 there, and not 0 / 0 without a gradient."""
+def test_lamb_updates_parameters_that_are_0(device, where):
+    """Their ratio is 1, even without a gradient, where it would be 0 / 0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
         state = [[paddle.zeros([8])], [paddle.zeros([8])], [paddle.to_tensor([0.9])], [paddle.to_tensor([0.999])]]
@@ -407,8 +493,8 @@ def check_adam(name, where, dtype, unscale, adapt):
 
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where, dtype", UPDATED)
-def test_check_of_gradients_follows_the_loss_scale(device, where, dtype, bad):
-    """A value that is not finite at the end of any tensor, whole or of another type, lowers the scale."""
+def test_check_of_gradients_updates_the_loss_scale(device, where, dtype, bad):
+    """A non-finite value at the end of any tensor of any type decreases the scale."""
     places = range(len(SIZES)) if where == "cpu" else (0, 1, 2, 4, 100, len(SIZES) - 1)
     for spoilt in places if bad is not None else [None]:
         gradients = [np.full(size, 65504 if dtype == "float16" else 3e38, "float32") for size in SIZES]
@@ -421,9 +507,48 @@ def test_check_of_gradients_follows_the_loss_scale(device, where, dtype, bad):
         assert state == ([1 / 8, 16, 0, 0] if bad is None else [0, 2, 0, 0]), spoilt
 
 
+@pytest.mark.parametrize("unscale", [None, 1 / 128])
+@pytest.mark.parametrize("where, dtype", UPDATED)
+def test_clip_factor(device, where, dtype, unscale):
+    """Compared with float64, with gradients of several types, above and below the limit."""
+    random = np.random.RandomState(0)
+    gradients = [paddle.to_tensor((random.randn(size) / (unscale or 1)).astype("float32")) for size in SIZES]
+    gradients = [g if i % 5 == 4 else g.astype(dtype) for i, g in enumerate(gradients)]
+    norm = np.sqrt(sum((wide(g) ** 2).sum() for g in gradients)) * (unscale or 1)
+    factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
+    for maximum in (norm / 7, norm * 0.999, norm * 1.001):
+        found = run("native_clip_factor", gradients, factor, maximum)[0]
+        np.testing.assert_allclose(found, [(unscale or 1) * min(1, maximum / norm)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_ema(device, where, unscale):
+    """Compared with float64; a factor of 0 does not change the averages."""
+    random = np.random.RandomState(0)
+    sizes = [*SIZES, *[16] * 100]  # more than fit into one launch
+    averages, values = ([paddle.to_tensor(random.randn(n).astype("float32")) for n in sizes] for _ in range(2))
+    before = [wide(t) for t in averages]
+    factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
+    run("native_ema", averages, values, paddle.to_tensor([0.125]), factor)
+    weight = 0 if unscale == 0 else 0.125
+    for average, old, value in zip(averages, before, values, strict=True):
+        np.testing.assert_allclose(wide(average), (1 - weight) * old + weight * wide(value), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("unscale", "expected"), [(None, np.nan), (0, 0)])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_clip_factor_of_a_norm_that_is_not_finite(device, where, bad, unscale, expected):
+    """The parameters become NaN, as without clipping, unless loss scaling skips the step."""
+    factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
+    [found] = run("native_clip_factor", [paddle.ones([3]), paddle.to_tensor([1, bad, 1], "float32")], factor, 5.0)
+    np.testing.assert_array_equal(found, [expected])
+
+
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_loss_scale_is_that_of_paddle(device, where):
-    """Steps with and without an overflow, from scales near both ends."""
+def test_loss_scale_matches_paddle(device, where):
+    """Steps with and without an overflow, from scales near both limits."""
     random = np.random.RandomState(1)
     for start in (1.0, 1.5, 1024.0, 3e38):
         ours, theirs = (
@@ -440,7 +565,7 @@ def test_loss_scale_is_that_of_paddle(device, where):
 
 
 def cross_entropy(x, labels, smoothing):
-    """Szegedy et al., arXiv:1512.00567, section 7. Returns the loss of each row and the gradient of their mean."""
+    """Szegedy et al., arXiv:1512.00567, section 7. Return the loss of each row and the gradient of their mean."""
     shifted = x - x.max(1, keepdims=True)
     log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     target = np.full(x.shape, smoothing / x.shape[1])
@@ -473,46 +598,62 @@ def test_loss(device, where, rows, classes, k, smoothing):
     losses, gradient = cross_entropy(x, labels, smoothing)
     order = np.argsort(-x, axis=1, kind="stable")  # of equal ones the lower class comes first
     for mean in (True, False):
-        loss, top1, topk, _, pairs = run("native_loss", logits, given, smoothing, k, mean)
+        loss, top1, topk, _, pairs = run("native_loss", logits, given, None, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
         np.testing.assert_allclose(wide(loss).reshape(-1), losses.mean() if mean else losses, rtol=1e-5, atol=2e-5)
         assert top1.item() == np.float32((order[:, 0] == labels).mean())
         assert topk.item() == np.float32((order[:, :k] == labels[:, None]).any(1).mean())
         np.testing.assert_array_equal(pairs.numpy(), np.stack([labels, order[:, 0]], 1))
     logits.stop_gradient = False
-    (run("native_loss", logits, given, smoothing, k, True)[0] * 64).backward()
+    (run("native_loss", logits, given, None, smoothing, k, True)[0] * 64).backward()
     np.testing.assert_allclose(wide(logits.grad), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
+def test_loss_with_weights_of_classes(device, where):
+    random = np.random.RandomState(0)
+    x, labels, weights = random.randn(5, 300), random.randint(0, 300, 5), random.dirichlet(np.ones(300), 5)
+    weights[0] = np.eye(300)[labels[0]]
+    logits = paddle.to_tensor(x.astype("float32"), stop_gradient=False)
+    given = paddle.to_tensor(labels[:, None]), paddle.to_tensor(weights.astype("float32"))
+    losses = run("native_loss", logits, *given, 0.1, 5, False)[0]
+    target, log_softmax = 0.9 * weights + 0.1 / 300, x - np.log(np.exp(x).sum(1, keepdims=True))
+    np.testing.assert_allclose(wide(losses)[:, 0], -(target * log_softmax).sum(1), rtol=1e-5)
+    run("native_loss", logits, *given, 0.1, 5, True)[0].backward()
+    np.testing.assert_allclose(wide(logits.grad), (np.exp(log_softmax) - target) / 5, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("where", EVERYWHERE)
 def test_loss_of_logits_that_are_not_finite(device, where):
-    """Such an image's loss is NaN, NaN ranks last, and its neighbours are unaffected. A label that is out of range
-    makes top1 impossible."""
+    """The loss of such an image is NaN, NaN ranks last, and other images are unaffected. A label out of range makes
+    top1 -1."""
     x = np.random.RandomState(0).randn(6, 9).astype("float32")
     x[1, 8], x[2, 3], x[4, 0], x[5] = np.nan, -np.inf, np.nan, np.nan
     labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth one is out of range
     in_range = labels < 9
-    top1 = run("native_loss", paddle.to_tensor(x[in_range]), paddle.to_tensor(labels[in_range, None]), 0.0, 9, False)[1]
+    top1 = run(
+        "native_loss", paddle.to_tensor(x[in_range]), paddle.to_tensor(labels[in_range, None]), None, 0.0, 9, False
+    )[1]
     assert top1.item() == np.float32(3 / 5)
     inputs = [paddle.to_tensor(x), paddle.to_tensor(labels[:, None])]
-    loss, top1, top9, _, pairs = run("native_loss", *inputs, 0.0, 9, False)
+    loss, top1, top9, _, pairs = run("native_loss", *inputs, None, 0.0, 9, False)
     has_loss = np.array([True, False, True, False, False, False])
     np.testing.assert_array_equal(np.isfinite(wide(loss)[:, 0]), has_loss)
     assert (top1.item(), top9.item()) == (-1, 0.5)
     np.testing.assert_array_equal(pairs.numpy()[:, 1], [*np.nanargmax(x[:5], 1), 9])
     logits = paddle.to_tensor(x, stop_gradient=False)
-    run("native_loss", logits, inputs[1], 0.0, 5, True)[0].backward()
+    run("native_loss", logits, inputs[1], None, 0.0, 5, True)[0].backward()
     gradient = wide(logits.grad)
     np.testing.assert_array_equal(np.isnan(gradient).all(1), ~has_loss)
     assert np.isfinite(gradient[has_loss]).all()
-    smoothed = run("native_loss", *inputs, 0.1, 5, True)[0]
+    smoothed = run("native_loss", *inputs, None, 0.1, 5, True)[0]
     assert np.isnan(smoothed.item())
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
-def test_what_is_not_finite_goes_through(device, where, dtype, value):
-    """A loss that is not finite must be seen: no ReLU, pooling or variance may swallow it."""
+def test_non_finite_values_propagate(device, where, dtype, value):
+    """Non-finite losses must remain visible: ReLU, pooling and variance must propagate non-finite values."""
     x = np.random.RandomState(0).randn(1, 4, 4, 8).astype("float32")
     x[0, 1, 1, 0] = value
     x = paddle.to_tensor(x).astype(dtype)
@@ -535,7 +676,7 @@ def test_what_is_not_finite_goes_through(device, where, dtype, value):
 
 
 def assert_only_first_channel_is_kept(mean, variance):
-    """Running statistics that began with 0 and 1."""
+    """Check running statistics that started from 0 and 1."""
     assert (wide(mean)[0], wide(variance)[0]) == (0, 1)
     assert (wide(mean)[1:] != 0).all() and (wide(variance)[1:] != 1).all()
     assert np.isfinite(wide(mean)).all() and np.isfinite(wide(variance)).all()
@@ -543,7 +684,7 @@ def assert_only_first_channel_is_kept(mean, variance):
 
 @pytest.mark.parametrize("where, dtype", NARROW)
 def test_running_statistics_skip_a_variance_beyond_float32(device, where, dtype):
-    """Its output is finite, so no loss would show it."""
+    """The output is finite, so no loss would reveal the overflow."""
     x = np.random.RandomState(0).randn(2, 4, 4, 8).astype("float32")
     x[..., 0] *= 1e30
     mean, variance = paddle.zeros([8]), paddle.ones([8])
@@ -559,15 +700,14 @@ def empty_cache(monkeypatch, tmp_path):
 
 
 def flags(**changes):
-    defaults = {"kernels": "auto", "device": "cpu", "data_layout": "NHWC", "cuda_graph": True, "profile_steps": None}
-    return SimpleNamespace(**(defaults | changes))
+    return parsing.settings({"device": "cpu", "data_layout": "NHWC"} | changes, {})
 
 
-def test_what_is_missing_is_named(empty_cache, monkeypatch, capsys):
+def test_missing_tools_are_reported(empty_cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     assert native.missing() == "no C++ compiler (no-such-compiler)"
-    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.: fix that, or give "):
-        native.resolve(flags(kernels="native"))
+    with pytest.raises(UsageError, match="--kernels native: no C.. compiler .no-such-compiler.; fix that, or use "):
+        resolution.resolve_kernels(flags(kernels="native"))
     monkeypatch.setattr(native, "_nvrtc", lambda: None)
     monkeypatch.setenv("CXX", "true")
     assert native.missing((9, 0)) == "no NVRTC library (libnvrtc.so)"
@@ -578,7 +718,7 @@ def test_what_is_missing_is_named(empty_cache, monkeypatch, capsys):
 
 def chosen_on_a_gpu(**changes):
     args = flags(device="gpu", **changes)
-    native.resolve(args)
+    resolution.resolve_kernels(args)
     return args.kernels, args.cuda_graph
 
 
@@ -590,12 +730,12 @@ FAULTS = [
 
 @pytest.mark.parametrize("kernels", ["auto", "native"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, fault):
-    """auto goes on with Paddle's and says why; native ends the run with a sentence."""
+def test_unavailable_kernels(tmp_path, monkeypatch, capsys, kernels, fault):
+    """auto uses Paddle's kernels and logs the reason; native stops the run with an error message."""
     capability, says = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
-    if fault in ("compiler", "library"):  # of the operators: the kernels are built beside them
+    if fault in ("compiler", "library"):  # for the operators; the kernels are built concurrently
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")
@@ -612,7 +752,7 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
     elif fault == "old NVRTC":
         monkeypatch.setattr(native, "register", lambda: None)
         monkeypatch.setattr(native, "_nvrtc", lambda: SimpleNamespace())
-        says = "NVRTC is too old: it lacks nvrtcCreateProgram"
+        says = "NVRTC is too old: nvrtcCreateProgram requires CUDA 11.1"
     elif fault == "home folder":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
@@ -626,7 +766,7 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: capability)
     if kernels == "native":
         with pytest.raises(UsageError, match=re.escape(f"--kernels native: {says}") + ".*--kernels paddle"):
-            native.resolve(flags(device="gpu", kernels="native"))
+            resolution.resolve_kernels(flags(device="gpu", kernels="native"))
     else:
         assert chosen_on_a_gpu() == ("paddle", False)
         assert f"custom kernels are unavailable ({says}" in capsys.readouterr().out
@@ -634,7 +774,7 @@ def test_kernels_that_cannot_be_had(tmp_path, monkeypatch, capsys, kernels, faul
     assert left == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault, set())
 
 
-def test_both_compilers_work_at_the_same_time(empty_cache, monkeypatch):
+def test_both_compilers_run_concurrently(empty_cache, monkeypatch):
     both, images = threading.Barrier(2, timeout=20), []
 
     def compile_beside_the_other(*args):
@@ -653,8 +793,8 @@ def test_both_compilers_work_at_the_same_time(empty_cache, monkeypatch):
     assert images == [(b"built", 5)]
 
 
-def test_a_change_of_any_source_file_builds_anew(tmp_path, monkeypatch):
-    """Files that are new, too, and those in folders; a kernel's change leaves the operators alone."""
+def test_a_change_of_any_source_file_triggers_a_rebuild(tmp_path, monkeypatch):
+    """Including new files and files in subfolders; a change of a kernel does not rebuild the operators."""
     sources = tmp_path / "native"
     shutil.copytree(native.SOURCES, sources)
     monkeypatch.setattr(native, "SOURCES", sources)
@@ -679,7 +819,7 @@ def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["another user's", "writable", "writable by the group", "in a folder of others"])
-def test_a_library_that_others_can_write_is_built_anew(empty_cache, monkeypatch, capsys, fault):
+def test_a_library_that_others_can_write_is_rebuilt(empty_cache, monkeypatch, capsys, fault):
     built = native._operators_file()
     built.write_bytes(b"of a stranger")
     if fault == "another user's":
@@ -695,19 +835,19 @@ def test_a_library_that_others_can_write_is_built_anew(empty_cache, monkeypatch,
     assert built_now.read_bytes() == b"ours"
     assert (built_now == built) == (fault != "in a folder of others")
     assert built_now.stat().st_mode & 0o022 == 0
-    assert f"the cache {empty_cache} belongs to another user" in capsys.readouterr().err or built_now == built
+    assert f"cache {empty_cache}: belongs to another user" in capsys.readouterr().err or built_now == built
 
 
-def test_a_compiler_that_is_no_command_is_named(empty_cache, monkeypatch):
+def test_a_compiler_that_is_not_a_command_is_an_error(empty_cache, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'open")
-    with pytest.raises(UsageError, match="'open is not a command .No closing quotation.: fix that"):
-        native.resolve(flags(kernels="native"))
+    with pytest.raises(UsageError, match="'open is not a command .No closing quotation.; fix that"):
+        resolution.resolve_kernels(flags(kernels="native"))
 
 
 def test_choice_of_the_kernels(monkeypatch):
     for changes in ({}, {"data_layout": "NCHW"}, {"kernels": "paddle"}):
         args = flags(**changes)
-        native.resolve(args)
+        resolution.resolve_kernels(args)
         assert (args.kernels, args.cuda_graph) == ("paddle", False)
     # On GPUs that have all that is needed.
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
@@ -720,8 +860,8 @@ def test_choice_of_the_kernels(monkeypatch):
     for local_size, is_recorded in (("2", True), ("1", False)):
         monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
         assert chosen_on_a_gpu() == ("native", is_recorded)
-    with pytest.raises(UsageError, match="--kernels native supports NHWC only"):
-        native.resolve(flags(kernels="native", data_layout="NCHW"))
+    with pytest.raises(UsageError, match="--kernels native: supports NHWC only"):
+        resolution.resolve_kernels(flags(kernels="native", data_layout="NCHW"))
 
 
 LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
@@ -743,14 +883,18 @@ def test_kernels_compile_without_a_gpu(tmp_path, capability):
     kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two"]}
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
     names += ["bn_statistics", "max_pool", "max_pool_gradient"]
-    names += ["check_gradients", "momentum", "momentum_masters", "adamw", "adamw_masters"]
+    names += ["check_gradients", "sum_squares", "momentum", "momentum_masters", "adamw", "adamw_masters"]
     names += ["lamb_moments", "lamb_moments_masters", "lamb", "lamb_masters"]
+    names += ["depthwise_filter_sum"]
+    kinds = ("conv", "input_gradient", "filter_gradient")
+    names += [f"depthwise_{kind}_k{kernel}_s{stride}" for kind in kinds for kernel in (3, 5) for stride in (1, 2)]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):
             assert f"\0{name}_{dtype}\0".encode() in image, name
+    assert b"\0follow_averages\0" in image
 
 
-def test_error_of_the_kernel_compiler_is_passed_on(tmp_path, monkeypatch):
+def test_error_of_the_kernel_compiler_is_reported(tmp_path, monkeypatch):
     if native._nvrtc() is None:
         pytest.skip("no NVRTC library")
     (tmp_path / "broken.cu").write_text("not CUDA;")

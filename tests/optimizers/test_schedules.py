@@ -1,4 +1,4 @@
-"""Each schedule against its closed formula in float64, at every step, and after a resume."""
+"""Each schedule compared with its closed formula in float64, at every step and after a resume."""
 
 import math
 
@@ -8,6 +8,7 @@ import pytest
 
 from paddle_resnet.job import processes
 from paddle_resnet.optimizers import schedules
+from paddle_resnet.settings import durations
 from utils.errors import UsageError
 
 EPOCHS, STEPS = 10, 7  # steps per epoch
@@ -65,7 +66,7 @@ def build(parse, name, warmup_epochs):
     flags = f"--lr-scheduler {name} {FORMULAS[name][0]} --lr {PEAK} --epochs {EPOCHS} --warmup-epochs {warmup_epochs}"
     start = START if name != "OneCycle" else PEAK / 50  # which begins at PEAK / 25
     args = parse(*flags.split(), "--warmup-start-lr", start)
-    return schedules.build_lr_scheduler(args, STEPS)
+    return schedules.build_lr_scheduler(args, durations.uniform(args, STEPS))
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 2])
@@ -85,13 +86,15 @@ def test_the_default_is_that_of_paddle(parse):
     args = parse("--lr", "0.4", "--epochs", "10", "--warmup-epochs", "2", "--warmup-start-lr", "0.1")
     cosine = paddle.optimizer.lr.CosineAnnealingDecay(0.4, T_max=8 * STEPS)
     reference = paddle.optimizer.lr.LinearWarmup(cosine, 2 * STEPS, 0.1, 0.4)
-    np.testing.assert_allclose(rates(schedules.build_lr_scheduler(args, STEPS)), rates(reference), rtol=1e-14)
+    np.testing.assert_allclose(
+        rates(schedules.build_lr_scheduler(args, durations.uniform(args, STEPS))), rates(reference), rtol=1e-14
+    )
 
 
 def test_peak_and_minimum_are_multiplied_by_the_number_of_processes(parse, monkeypatch):
     args = parse("--lr", "0.1", "--min-lr", "0.01", "--epochs", "4", "--warmup-epochs", "1")
     monkeypatch.setattr(processes, "world_size", lambda: 8)
-    found = rates(schedules.build_lr_scheduler(args, 5), 21)
+    found = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 5)), 21)
     assert max(found) == pytest.approx(0.8)
     assert found[-1] == pytest.approx(0.08)
 
@@ -99,15 +102,15 @@ def test_peak_and_minimum_are_multiplied_by_the_number_of_processes(parse, monke
 @pytest.mark.parametrize("flags", [["--lr", "0"], ["--lr", "0.1", "--warmup-start-lr", "0.1"]])
 def test_a_warmup_from_the_peak_or_above_is_an_error(parse, flags):
     args = parse("--epochs", "2", "--warmup-epochs", "1", *flags)
-    with pytest.raises(UsageError, match="--warmup-start-lr .* --lr .* --warmup-epochs 0"):
-        schedules.build_lr_scheduler(args, 5)
+    with pytest.raises(UsageError, match=r"--warmup-start-lr .*: not below .*--lr .* --warmup-epochs 0"):
+        schedules.build_lr_scheduler(args, durations.uniform(args, 5))
     args.warmup_epochs = 0
-    schedules.build_lr_scheduler(args, 5)
+    schedules.build_lr_scheduler(args, durations.uniform(args, 5))
 
 
 def test_a_warmup_longer_than_the_run_is_cut_with_a_warning(parse, capsys):
     args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")
-    found = rates(schedules.build_lr_scheduler(args, 10), 20)
+    found = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 10)), 20)
     np.testing.assert_allclose(found, [0.4 * step / 20 for step in range(20)])
     assert "--warmup-epochs 5" in capsys.readouterr().err
 

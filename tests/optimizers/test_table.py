@@ -1,5 +1,5 @@
-"""Every optimizer in a small program: its groups of weight decay, Paddle's operators against the custom one, skipped
-steps, and a resume. tests/native/test_native.py has the formulas."""
+"""Every optimizer in a small program: groups of weight decay, Paddle's operators compared with the custom one, skipped
+steps, and a resume. For the formulas, see tests/native/test_native.py."""
 
 import numpy as np
 import paddle
@@ -9,19 +9,20 @@ from paddle import nn, static
 
 import config
 from conftest import NHWC, assert_sparse
-from paddle_resnet import optimizer
+from helpers import build, random_batches
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import schedules, table
+from paddle_resnet.optimizers import schedules, sparsity, table
 from paddle_resnet.passes import fusion, updates
-from test_program import build, random_batches
+from paddle_resnet.settings import durations, validation
+from paddle_resnet.settings.declarations import FLAGS, PARSER
 from utils.errors import UsageError
 
 PLACE = paddle.CPUPlace()
 
 
 class Run:
-    """A network of two linear layers with batch normalization between them, in a scope of its own."""
+    """A network of two linear layers with batch normalization between them, in its own scope."""
 
     def __init__(self, *flags, fuse=False, scale=False):
         args = config.parse_args(["--weight-decay", "0.1", "--lr", "0.1", "--warmup-epochs", "0", *flags])
@@ -38,16 +39,20 @@ class Run:
             x = F.relu(nn.BatchNorm2D(6)(x)).reshape([16, 6])
             last = {f"{kind}_attr": paddle.ParamAttr(name=f"last.{kind}") for kind in ("weight", "bias")}
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
-            self._rate = schedules.build_lr_scheduler(args, 10)
+            self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
             if scale:  # everything stays in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
             optimizer.minimize(self._loss, startup)
+            if args.clip_grad_norm is not None:
+                updates.clip_gradients(self.main, args.clip_grad_norm)
             self.paddles = table.updates(self.main)
-            updates.mend_updates(args, self.main)
-            updates.place_state(args, startup)
+            if args.kernels == "native":
+                updates.place_state(startup)
+            else:
+                updates.fix_updates(self.main, is_bfloat16=False, is_dynamic=args.use_dynamic_loss_scaling)
             self.devices = {op.attr("op_device") for op in startup.global_block().ops}
             if fuse:
                 fusion.fuse(self.main)
@@ -82,9 +87,10 @@ def operators():
 
 
 def test_flags_name_the_optimizers():
-    [action] = [a for a in config.build_parser()._actions if a.dest == "optimizer"]
+    [action] = [a for a in PARSER._actions if a.dest == "optimizer"]
     assert action.choices == list(table.OPTIMIZERS)
-    assert {name for names in config.OPTIMIZER_FLAGS.values() for name in names} == set(table.OPTIMIZERS)
+    users = [flag.used_by[1] for flag in FLAGS.values() if flag.used_by and flag.used_by[0] == "optimizer"]
+    assert {name for names in users for name in names} == set(table.OPTIMIZERS)
 
 
 @pytest.mark.parametrize("with_bn", [False, True])
@@ -102,7 +108,7 @@ def test_weight_decay_by_groups(name, with_bn):
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
 def test_custom_operator_computes_what_paddles_do(name, scale):
-    """Parameters and state, under the same names, and dynamic loss scaling."""
+    """Parameters and state with the same names, and dynamic loss scaling."""
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(table.OPTIMIZERS[name].native) == 1
@@ -118,10 +124,33 @@ def test_custom_operator_computes_what_paddles_do(name, scale):
         np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
+def test_clipping_limits_the_global_norm(fuse, scale):
+    """In float64, from the changes of a step without momentum and weight decay, which are proportional to the
+    gradients."""
+    flags = ["--weight-decay", "0", "--momentum", "0", "--clip-grad-norm"]
+    plain, high, low = (Run(*flags, limit, fuse=fuse, scale=scale) for limit in ("None", "1e3", "0.05"))
+    types = [op.type for op in low.main.global_block().ops]
+    assert types.count("native_clip_factor") == fuse
+    assert types.count("squared_l2_norm") == (0 if fuse else 5)
+    changes = []
+    for run in (plain, high, low):
+        before = run.state()
+        run.step(0)
+        after = run.state()
+        names = [p.name for p in run.main.all_parameters() if p.trainable]
+        changes.append(np.concatenate([(after[n] - before[n].astype("float64")).ravel() for n in names]))
+    norm = np.linalg.norm(changes[0]) / 0.1  # the learning rate
+    assert norm > 0.1
+    np.testing.assert_array_equal(changes[1], changes[0])
+    np.testing.assert_allclose(changes[2], changes[0] * 0.05 / norm, rtol=1e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(name, fuse):
-    run = Run("--optimizer", name, fuse=fuse, scale=True)
+    run = Run("--optimizer", name, "--clip-grad-norm", "0.1", fuse=fuse, scale=True)
     run.step(0)
     before = run.state()
     run.step(1, overflows=True)
@@ -152,11 +181,11 @@ def test_a_resume_is_exact(name, fuse):
 
 @pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.op != "momentum"])
 def test_sparse_weights_remain_sparse(parse, name):
-    """In a whole network; test_optimizer.py has Momentum."""
+    """In a complete network; for Momentum, see test_amp_and_sparsity.py."""
     args = parse("--optimizer", name, "--lr", "0.01", "--asp", "--prune-model", *NHWC)
     args.kernels = "native"
     compiled, exe, _, _, main = build(args)
-    optimizer.prune(args, main, PLACE)
+    sparsity.prune(main, PLACE, args.mask_algo)
     before = variables.snapshot(main)[0]
     for images, labels in random_batches(2, (32, 32, 4)):
         exe.run(compiled, {"data": images, "label": labels}, [])
@@ -172,6 +201,7 @@ def test_sparse_weights_remain_sparse(parse, name):
         ("--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it, or use"),
         ("--optimizer AdamW --beta2 1", "--beta2: 1: expected a number from 0 to below 1, such as 0.9"),
         ("--optimizer AdamW --opt-epsilon 1e-40", "--opt-epsilon: 1e-40: too small for float32; use 1e-30 or more"),
+        ("--clip-grad-norm 0", "--clip-grad-norm: 0 is not positive"),
         ("--optimizer Adam", "--optimizer: invalid choice: 'Adam'"),
     ],
 )
@@ -182,6 +212,6 @@ def test_wrong_flags_are_errors(flags, says):
 
 
 def test_a_learning_rate_of_momentum_for_adamw_triggers_a_warning():
-    [warning] = config.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.256"]))
+    [warning] = validation.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.256"]))
     assert "--lr 0.256" in warning and "0.001" in warning
-    assert not list(config.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.001"])))
+    assert not list(validation.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.001"])))

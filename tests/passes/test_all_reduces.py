@@ -1,12 +1,10 @@
-"""The rewriting alone; whole jobs are in job/test_jobs.py."""
-
-from types import SimpleNamespace
+"""Rewritten programs; for complete jobs, see job/test_jobs.py."""
 
 import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet import compat
+from paddle_resnet.machine import compat
 from paddle_resnet.passes import all_reduces
 
 
@@ -18,7 +16,7 @@ def append_all_reduce(block, name, role=1):
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
-    """The rewriting alone; that it is needed and suffices is seen on two GPUs in test_gpu.py."""
+    """The rewritten program; for the effect on two GPUs, see test_gpu.py."""
     main = static.Program()
     block = main.global_block()
     with static.program_guard(main):
@@ -45,7 +43,7 @@ def test_gradients_travel_on_the_computations_stream_within_a_host(monkeypatch, 
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
     append_all_reduce(main.global_block(), "g")
-    all_reduces.adapt_communication(SimpleNamespace(device=device), main, static.Program())
+    all_reduces.adapt_communication(main, static.Program(), device)
     op = main.global_block().ops[0]
     assert op.has_attr("use_calc_stream") == compat.HAS_CALC_STREAM
     if compat.HAS_CALC_STREAM:
@@ -57,6 +55,6 @@ def test_all_reduces_of_gradients_are_counted():
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
-        for role in (backward, backward, 0):  # the last one is no gradient's
+        for role in (backward, backward, 0):  # the last all-reduce is not of a gradient
             append_all_reduce(main.global_block(), "g", role)
     assert all_reduces.count_gradient_all_reduces(main) == 2

@@ -1,18 +1,17 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from paddle import static
 
+from helpers import build, random_batches
+from paddle_resnet import phases
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.passes import folding
-from test_program import build, random_batches
 
 
 @pytest.mark.parametrize("flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"]], ids=["NCHW", "NHWC"])
 def test_folded_program_computes_the_same(parse, flags):
-    """In float32 on the CPU, where nothing but the order of the sums differs; statistics and scales are random, and
-    epsilon is large enough to show."""
+    """In float32 on the CPU, where only the order of summation differs. Statistics and scales are random, and epsilon
+    is large enough to have an effect."""
     args = parse(*flags)
     random = np.random.RandomState(1)
     _, exe, fetchs, _, program = build(args, is_train=False)
@@ -33,9 +32,7 @@ def test_folded_program_computes_the_same(parse, flags):
             op._set_attr("epsilon", 1e-3)
     plain = program.clone()
     expected = losses(plain)
-    refold = folding.fold_batch_norms(
-        SimpleNamespace(amp=True, kernels="paddle", data_layout=args.data_layout), program, exe
-    )
+    refold = folding.fold_batch_norms(program, exe, 1 if args.data_layout == "NCHW" else -1)
     assert not any(op.type == "batch_norm" for op in program.global_block().ops)
     np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
     # New parameters are seen from the next refold on.
@@ -47,9 +44,10 @@ def test_folded_program_computes_the_same(parse, flags):
     np.testing.assert_allclose(losses(program), changed, rtol=2e-5, atol=1e-4)
 
 
-def test_float32_is_left_alone(parse):
-    _, exe, _, _, program = build(parse(), is_train=False)
+def test_float32_is_not_folded(parse):
+    args = parse()
+    _, exe, fetchs, _, program = build(args, is_train=False)
     before = [op.type for op in program.global_block().ops]
-    folding.fold_batch_norms(parse(), program, exe)()
+    phases.compile_programs(args, exe, None, phases.Work(args, None, program, fetchs))
     assert [op.type for op in program.global_block().ops] == before
     assert static.global_scope().find_var("conv2d_0.w_0.folded") is None

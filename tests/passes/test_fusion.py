@@ -1,5 +1,5 @@
-"""Programs with the project's own operators compute what Paddle's own compute. On the CPU, in float32; test_gpu.py has
-the GPU's types, test_native.py the operators alone."""
+"""Programs with custom operators have the same results as with Paddle's operators, on the CPU in float32. For the types
+of GPUs, see test_gpu.py; for single operators, see native/test_native.py."""
 
 from collections import Counter
 from functools import partial
@@ -10,14 +10,14 @@ import paddle.nn.functional as F
 import pytest
 from paddle import nn, static
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_sentence, frozen, losses, phase
+from helpers import random_batches
 from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.job import processes
 from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
-from test_program import random_batches
 
 # What Paddle makes of the logits.
 BLOCKS = {
@@ -38,11 +38,11 @@ def types(prog):
 
 
 def train(args, batches, fuse):
-    """Losses of some steps and all persistable variables after them, by name."""
+    """Return the losses of some steps and all persistable variables after them, by name."""
     paddle.seed(0)
     main, startup = static.Program(), static.Program()
     with static.scope_guard(static.Scope()):
-        fetchs, *_ = program.build(args, main, startup, 10)
+        fetchs, *_ = program.build(frozen(args), main, startup, 10)
         exe = static.Executor(paddle.CPUPlace())
         exe.run(startup)
         if fuse:
@@ -54,11 +54,11 @@ def train(args, batches, fuse):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_training_is_the_same(parse, monkeypatch, block):
-    """Losses, parameters, velocities and running means. Paddle's running variance is the biased one on the CPU and that
-    of a sample on a GPU, where the fused operators take its place: n / (n - 1) of the CPU's."""
+    """Losses, parameters, velocities and running means agree. Paddle's running variance is biased on the CPU and
+    unbiased on a GPU; the custom operators use the unbiased one, n / (n - 1) times that of the CPU."""
     monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
-    args = parse(*NHWC)
-    batches = random_batches(2, (32, 32, 4))
+    args = parse(*NHWC, "--image-shape", "4,48,32")
+    batches = random_batches(2, (48, 32, 4))
     expected, plain = train(args, batches, fuse=False)
     found, fused = train(args, batches, fuse=True)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -68,28 +68,37 @@ def test_training_is_the_same(parse, monkeypatch, block):
         np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
 
 
+def test_training_with_depthwise_convolutions_is_the_same(parse, monkeypatch):
+    """With Paddle's BN, because rounding would otherwise decide for some pixels whether ReLU6 propagates the
+    gradient."""
+    monkeypatch.setattr(fusion, "_fuse_training", lambda graph, bn: None)
+    args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
+    (expected, plain), (found, fused) = (train(args, batches, fuse) for fuse in (False, True))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for name, value in plain.items():
+        np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
+
+
 def test_every_operator_of_a_residual_network_is_replaced(parse):
     main, startup = static.Program(), static.Program()
-    program.build(parse(*NHWC), main, startup, 10)
+    program.build(frozen(parse(*NHWC)), main, startup, 10)
     before = types(main)
-    removed = fusion.fuse(main)
+    fusion.fuse(main)
     after = types(main)
-    # The last BN of the two units adds the shortcut; the two projections have no ReLU.
-    assert after["native_bn_act"] == after["native_bn_act_backward"] == 7
-    assert after["native_bn_add_relu"] == after["native_bn_add_relu_backward"] == 2
-    assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
-    assert after["native_momentum"] == 1
     gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum")
     assert not any(after[name] for name in gone)
-    assert sum(before.values()) - removed + 21 == sum(after.values())
+    assert after["native_bn_act"] + after["native_bn_add_relu"] == before["batch_norm"]
+    assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
+    assert after["native_momentum"] == 1  # for all parameters
+    assert len(all_reduces.bn_statistics(main)) == 2 * before["batch_norm"]
     assert fusion.fuse(main) == 0
-    assert len(all_reduces.bn_statistics(main)) == 18
 
 
-def test_evaluation_is_the_same(parse):
-    args = parse(*NHWC)
+@pytest.mark.parametrize("network", ["Tiny", "MobileNetV2"])
+def test_evaluation_is_the_same(parse, network):
+    args = parse(*NHWC, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
-    fetchs, *_ = program.build(args, main, startup, 0, is_train=False)
+    fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
     random = np.random.RandomState(1)
@@ -97,8 +106,9 @@ def test_evaluation_is_the_same(parse):
         shape = variables.read(name).shape
         variables.set_variable(name, random.uniform(0.5, 2, shape).astype("float32"), exe.place)
     plain = main.clone()
-    assert fusion.fuse(main) == 9 + 7 + 2 + 1  # BN, ReLU, additions, the pooling
-    assert types(main)["native_bn_inference"] == 9
+    fusion.fuse(main)
+    assert types(main)["native_bn_inference"] == types(plain)["batch_norm"]
+    assert types(main)["native_depthwise_conv"] == types(plain)["depthwise_conv2d"]
     for x, y in random_batches(2, (32, 32, 4)):
         expected, found = (
             exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
@@ -111,20 +121,24 @@ def test_evaluation_is_the_same(parse):
 
 def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
     main, startup = static.Program(), static.Program()
-    program.build(parse(), main, startup, 10)
-    assert fusion.fuse(main) == 29  # momentum, which has no layout
+    program.build(frozen(parse()), main, startup, 10)
+    fusion.fuse(main)  # momentum, which has no layout
     assert {name for name in types(main) if name.startswith("native_")} == {"native_momentum"}
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()
-    program.build(parse(*NHWC), main, startup, 10)
+    program.build(frozen(parse(*NHWC)), main, startup, 10)
     fusion.fuse(main)
-    # 6 channels are no whole vector of four; 12, 24 and 48 are.
-    assert types(main)["batch_norm"] == 3
-    assert types(main)["native_bn_act"] + types(main)["native_bn_add_relu"] == 9
+    widths = {True: set(), False: set()}
+    for op in main.global_block().ops:
+        if op.type in ("batch_norm", "native_bn_act", "native_bn_add_relu"):
+            (scale,) = op.input("Scale")
+            widths[op.type == "batch_norm"].add(main.global_block().var(scale).shape[0])
+    assert widths == {True: {6}, False: {12, 24, 48}}  # 6 channels are not a multiple of a vector of four
 
 
 def small_program(build):
-    """(program, loss, executor) of a function that makes a loss of images [N, 6, 6, 8]; parameters are made."""
+    """Return (program, loss, executor), with initialized parameters, for a function from images [N, 6, 6, 8] to a
+    loss."""
     paddle.seed(0)
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup), paddle.utils.unique_name.guard():
@@ -145,12 +159,21 @@ def fixed_bn(**flags):
     return layer
 
 
-def frozen():
+def frozen_parameters():
     return {name: paddle.ParamAttr(trainable=False) for name in ("weight_attr", "bias_attr")}
+
+
+def frozen_filter():
+    return {"weight_attr": paddle.ParamAttr(trainable=False)}
 
 
 def conv(x):
     return nn.Conv2D(8, 8, 1, data_format="NHWC")(x)
+
+
+def depthwise(x, kernel, padding=None, channels=8, **flags):
+    padding = kernel // 2 if padding is None else padding
+    return nn.Conv2D(8, channels, kernel, padding=padding, groups=8, data_format="NHWC", **flags)(x)
 
 
 def no_gradient(x):
@@ -165,10 +188,10 @@ def max_pool(x, kernel):
 ODD = {
     "global statistics": (lambda x: F.relu(bn(use_global_stats=True)(conv(x))), 0),
     "evaluation's statistics": (lambda x: F.relu(fixed_bn()(conv(x)) + conv(x)), 0),
-    "evaluation's statistics below all that trains": (lambda x: conv(F.relu(fixed_bn(**frozen())(x))), 1),
+    "evaluation's statistics below all that trains": (lambda x: conv(F.relu(fixed_bn(**frozen_parameters())(x))), 1),
     "the batch's statistics in evaluation": (lambda x: conv(F.relu(fixed_bn(use_global_stats=False)(x))), 0),
-    "frozen scale and bias": (lambda x: F.relu(bn(**frozen())(conv(x))), 0),
-    "frozen below all that trains": (lambda x: conv(F.relu(bn(**frozen())(x))), 0),
+    "frozen scale and bias": (lambda x: F.relu(bn(**frozen_parameters())(conv(x))), 0),
+    "frozen below all that trains": (lambda x: conv(F.relu(bn(**frozen_parameters())(x))), 0),
     "on the images": (lambda x: F.relu(bn()(x)), 0),
     "addend without a gradient": (lambda x: F.relu(bn()(conv(x)) + no_gradient(x * 2)), 0),
     "added to itself": (lambda x: (lambda y: F.relu(y + y))(bn()(conv(x))), 1),
@@ -179,6 +202,20 @@ ODD = {
     "SiLU": (lambda x: F.silu(bn()(conv(x))), 1),
     "an activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
     "addend of one pixel": (lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)), 1),
+    "depthwise 3x3": (lambda x: depthwise(conv(x), 3), 1),
+    "depthwise 5x5 with stride 2": (lambda x: depthwise(conv(x), 5, stride=2), 1),
+    "depthwise on the images": (lambda x: depthwise(x, 3), 1),
+    "depthwise with a frozen filter": (
+        lambda x: depthwise(conv(x), 3, weight_attr=paddle.ParamAttr(trainable=False)),
+        1,
+    ),
+    "depthwise 7x7": (lambda x: depthwise(conv(x), 7), 0),
+    "depthwise with stride 3": (lambda x: depthwise(conv(x), 3, stride=3), 0),
+    "depthwise with dilation": (lambda x: depthwise(conv(x), 3, dilation=2), 0),
+    "depthwise to twice the channels": (lambda x: depthwise(conv(x), 3, channels=16), 0),
+    "depthwise with padding on one side": (lambda x: depthwise(conv(x), 3, padding=[0, 1, 0, 1]), 0),
+    "depthwise with padding by name": (lambda x: depthwise(conv(x), 3, padding="SAME"), 0),
+    "depthwise of any size": (lambda x: depthwise(paddle.reshape(conv(x), [0, -1, 6, 8]), 3), 0),
     "small pool": (lambda x: max_pool(conv(x), 3), 2),
     "large pool": (lambda x: max_pool(conv(x), 17), 0),
     "pool with windows of padding": (lambda x: F.max_pool2d(conv(x), 2, 1, 2, data_format="NHWC"), 0),
@@ -189,7 +226,7 @@ ODD = {
 
 @pytest.mark.parametrize("case", ODD)
 def test_what_the_kernels_do_not_know_stays_paddles(case):
-    """And what they do know computes the same in surroundings that are not a residual network's."""
+    """Supported operators have the same results in programs that are not residual networks."""
     build, operators = ODD[case]
     found = []
     for fuse in (False, True):
@@ -205,18 +242,28 @@ def test_what_the_kernels_do_not_know_stays_paddles(case):
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("made_before, left_to_paddle", [("relu_grad", 0), ("batch_norm_grad", 1)])
-def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, left_to_paddle, place):
-    """Paddle puts the gradients of several parameters into one piece of memory; an operator that made its own would
-    leave stale ones there, and one that ran before there is that memory would fail."""
+@pytest.mark.parametrize(
+    "network, operator, made_before, left_to_paddle",
+    [
+        ("Tiny", "batch_norm", "relu_grad", 0),
+        ("Tiny", "batch_norm", "batch_norm_grad", 1),
+        ("TinyMobile", "depthwise_conv2d", "depthwise_conv2d_grad", 0),
+    ],
+)
+def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(
+    parse, network, operator, made_before, left_to_paddle, place
+):
+    """Paddle stores the gradients of several parameters in one buffer. An operator that allocated its own memory would
+    leave stale gradients there, and one that ran before the buffer exists would fail."""
     if place == "gpu":
         native.load(paddle.device.cuda.get_device_capability(0))
-    args = parse(*NHWC, "--device", place)
+    args = parse(*NHWC, "--device", place, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
-    program.build(args, main, startup, 10)
+    program.build(frozen(args), main, startup, 10)
     block = main.global_block()
-    grads = [block.var(f"batch_norm_{i}.{part}@GRAD") for i in range(9) for part in ("w_0", "b_0")]
-    names = [grad.name.removesuffix("@GRAD") for grad in grads]
+    made_by = {"batch_norm": ("Scale", "Bias"), "depthwise_conv2d": ("Filter",)}[operator]
+    names = [op.input(name)[0] for op in block.ops if op.type == operator for name in made_by]
+    grads = [block.var(f"{name}@GRAD") for name in names]
     buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)
     block._insert_op_without_sync(
         next(i for i, op in enumerate(block.ops) if op.type == made_before),
@@ -227,8 +274,8 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, 
     )
     block._sync_with_cpp()
     fusion.fuse(main)
-    assert types(main)["batch_norm_grad"] == left_to_paddle
-    exe = static.Executor(processes.place(args))
+    assert types(main)[f"{operator}_grad"] == left_to_paddle
+    exe = static.Executor(processes.place(args.device))
     exe.run(startup)
     ((x, y),) = random_batches(1, (32, 32, 4))
     values = exe.run(main, {"data": x, "label": y}, [buffer, *grads])
@@ -238,7 +285,7 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(parse, made_before, 
     np.testing.assert_array_equal(joined[joined > 0], apart[apart > 0])
 
 
-def test_a_run_trains_evaluates_and_goes_on(run_train, losses_with_a_stop, tmp_path, capsys):
+def test_a_run_trains_evaluates_and_resumes(run_train, losses_with_a_stop, tmp_path, capsys):
     flags = [*NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--resume"]
     flags += ["--optimizer", "AdamW", "--lr", "0.01"]
     code, report = run_train(*flags)
@@ -256,6 +303,6 @@ def test_a_run_trains_evaluates_and_goes_on(run_train, losses_with_a_stop, tmp_p
         assert found["loss"] == pytest.approx(evaluation["loss"], rel=1e-5)
 
 
-def test_layout_that_the_kernels_do_not_know_is_refused(run_train, capsys):
+def test_unsupported_layout_is_an_error(run_train, capsys):
     assert run_train("--kernels", "native")[0] == 2
     assert_one_sentence(capsys.readouterr().err, ["--kernels native", "NHWC", "--kernels paddle"])

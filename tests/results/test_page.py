@@ -118,7 +118,7 @@ def test_worst_classes_come_first_with_what_they_are_taken_for():
     pairs = ((1, 0, 4, "a"), (2, 2, 4, "c"), (0, 2, 3, "c"), (0, 0, 1, "a"))
     confusion = [dict(zip(keys, map(str, pair), strict=True)) for pair in pairs]
     worst = page._worst(None, classes, confusion, [])
-    assert [(row["class"], row["taken_for"]) for row in worst] == [("b", [("a", "4")]), ("a", [("c", "3")])]
+    assert [(row["class"], row["mistaken_for"]) for row in worst] == [("b", [("a", "4")]), ("a", [("c", "3")])]
     matrix = page._matrix(classes, confusion)
     assert matrix["names"] == ["a", "b", "c"]
     assert [(column, row, share) for column, row, _, share in matrix["cells"]] == [
@@ -219,10 +219,10 @@ def test_comparison_names_flags_and_the_first_step_that_differs(write_run, capsy
     said = capsys.readouterr().out
     assert re.search(r"│ lr +│ 0.1 +│ 0.2 +│ 0.1 +│ 0.1 +│", said)
     assert "output_dir" not in said  # a place, not what the run does
-    assert "b: parts from the first run at epoch 1 step 0: loss 1.000000000000001 instead of 1.0; equal in all" in said
-    assert "c: has the first run's losses in all 4 common steps" in said
-    assert "d: shares no step with the first run" in said
-    assert re.search(r"│ epochs +│ 2 +│ 2, not ended +│", said)
+    assert "b: first differs at epoch 1 step 0: loss 1.000000000000001 instead of 1.0; equal in the" in said
+    assert "c: same losses in all 4 common steps" in said
+    assert "d: no step in common with the first run" in said
+    assert re.search(r"│ epochs +│ 2 +│ 2, not finished +│", said)
     assert re.search(r"best top1 +│ 0.1000 \(epoch 1\)", said)
     assert "top1, 0 to 0.1\n  ▁█  a\n" in said
 
@@ -232,7 +232,7 @@ def test_comparison_as_a_page_and_the_page_of_one_run(write_run, trained, tmp_pa
     assert comparison.main([*runs, "--html", str(tmp_path / "two.html")]) == 0
     found = Reader((tmp_path / "two.html").read_text())
     assert found.open == [] and found.addresses == [] and "<i>" in found.text
-    assert "parts from the first run at epoch 0 step 1" in found.text
+    assert "first differs at epoch 0 step 1" in found.text
     assert comparison.main([str(trained), "--html", str(tmp_path / "one.html")]) == 0
     assert "Confusion matrix" in (tmp_path / "one.html").read_text()
 
@@ -314,7 +314,7 @@ def test_page_without_its_images_and_in_a_folder_that_is_not_there(run_train, ch
     for name in ("page.html", "other.html"):
         found = Reader((tmp_path / name).read_text())
         assert found.addresses == [] and "Worst classes" in found.text
-    with pytest.raises(RunError, match="page.html/page.html cannot be written"):
+    with pytest.raises(RunError, match="page.html/page.html: cannot be written"):
         page.write(tmp_path / "page.html/page.html", tmp_path / "report.json")
 
 
@@ -416,7 +416,7 @@ def test_table_that_cannot_be_used_is_named(trained, tmp_path, monkeypatch):
     table = tmp_path / "report.classes.csv"
     table.write_text("label,images,correct,top1\n0,1,1,1.0\n")
     run = reading.read(tmp_path)
-    with pytest.raises(UsageError, match=f"^{table}: not a table of train.py .there is no column class.; delete it"):
+    with pytest.raises(UsageError, match=f"^{table}: not a table of train.py .column class is missing.; delete it"):
         run.rows("classes.csv")
     table.write_text("label,class,images,correct,top1\n0,a,1,1,1.0\n1,b,-1,0,\n")
     with pytest.raises(UsageError, match="line 3, images is '-1'"):
@@ -457,14 +457,14 @@ def test_time_of_an_interrupted_epoch_is_that_of_its_steps(tmp_path):
     rest += [entry([1], 23, train_epoch_time=20.0, train_data_time=0.1, train_steps=20), entry([1, 0], 27, val_loss=1)]
     (tmp_path / "report.json").write_text("".join([start, *steps, epoch, evaluation, *part, start, *rest]))
     run = reading.read(tmp_path)
-    shown = {what: seconds for what, seconds, _ in page._time(run)}
+    shown = {what: seconds for what, seconds, _ in page._times(run)}
     assert shown == pytest.approx(
         {
             "start": 6,
             "waiting for images": 2 + 1 + 2,
             "training steps": 18 + 9 + 18,
             "evaluation": 5 + 4,
-            "checkpoints and the rest": 1,
+            "checkpoints and other": 1,
         }
     )
     assert sum(shown.values()) == run.total_s == 39 + 27
@@ -490,7 +490,7 @@ def test_pipes_and_devices_are_no_reports(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for place in (str(tmp_path / "pipe"), "/dev/zero"):
         assert comparison.main([place]) == 2
-        assert f"error: {place} cannot be read (not a regular file)" in capsys.readouterr().err
+        assert f"error: {place}: cannot be read (not a regular file)" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)

@@ -9,7 +9,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import phase
+from conftest import frozen, phase
 from paddle_resnet import program
 from paddle_resnet.data import listing, records
 from paddle_resnet.native import build as native
@@ -101,7 +101,7 @@ def test_every_format_names_the_images_that_it_reads(predict, converted, tmp_pat
 
 def test_without_the_flag_the_program_has_no_logits_to_copy(parse):
     def fetched(*flags):
-        return set(program.build(parse(*flags), static.Program(), static.Program(), 0, is_train=False)[0])
+        return set(program.build(frozen(parse(*flags)), static.Program(), static.Program(), 0, is_train=False)[0])
 
     assert fetched() == {"loss", "top1", "top5", "confusion"}
     assert fetched("--report-html", "x.html") == {"loss", "top1", "top5", "confusion", "logits"}
@@ -112,11 +112,11 @@ def test_logits_can_be_part_of_a_recorded_step(parse):
     native.load()
     args = parse("--data-layout", "NHWC", "--kernels", "native", "--report-html", "x.html")
     main, startup = static.Program(), static.Program()
-    fetchs, *_ = program.build(args, main, startup, 0, is_train=False)
+    fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
     static.Executor(paddle.CPUPlace()).run(startup)
     types = {op.type for op in program.compile_prog(args, main, is_train=False)._program.global_block().ops}
     assert "scale" in types and "logits" in fetchs
-    assert {name for name in types if not name.startswith("native_")} <= cuda_graph.REPEATABLE
+    assert {name for name in types if not name.startswith("native_")} <= cuda_graph.TESTED
 
 
 def test_top_meter_equals_numpy_and_keeps_nan_last():
@@ -141,15 +141,18 @@ def test_top_meter_equals_numpy_and_keeps_nan_last():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--predictions", "x.csv"], "--predictions x.csv are those of one evaluation: add --run-scope eval_only"),
+        (["--predictions", "x.csv"], "--predictions x.csv: requires an evaluation run; add --run-scope eval_only"),
         (
             ["--predictions", "/proc/no/x.csv", "--run-scope", "eval_only"],
             "--predictions /proc/no/x.csv: cannot be written",
         ),
         (["--report-html", "/proc/no/x.html"], "--report-html /proc/no/x.html: cannot be written"),
-        (["--report-html", "x.html", "--benchmark"], "--report-html x.html is about a data set"),
-        (["--report-html", "x.html", "--data-format", "synthetic"], "--report-html names images"),
-        (["--tensorboard-dir", "x", "--benchmark"], "--tensorboard-dir x shows a training"),
+        (["--report-html", "x.html", "--benchmark"], "--report-html x.html: not supported with --benchmark"),
+        (
+            ["--report-html", "x.html", "--data-format", "synthetic"],
+            "--report-html x.html: not supported with --data-format synthetic",
+        ),
+        (["--tensorboard-dir", "x", "--benchmark"], "--tensorboard-dir x: this run does not train"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -162,10 +165,10 @@ def test_flags_that_do_not_fit_are_refused(run_train, checkpoint, capsys, flags,
 def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, photos, tmp_path):
     args = parse("--image-root", photos)
     found = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
-    with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now: evaluate again"):
+    with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now; evaluate again"):
         predictions.write(str(tmp_path / "p.csv"), args, found[:22], list("abc"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/p.csv cannot be written \(Not a directory\): make room"):
+    with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); make room"):
         predictions.write(str(tmp_path / "file/p.csv"), args, found, list("abc"))
     found[1] = [2, 1, 3, 3, *[np.nan] * 3]  # two logits are NaN
     found[2] = [2, 3, 3, 3, *[np.nan] * 3]

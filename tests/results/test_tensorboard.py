@@ -122,7 +122,7 @@ def test_a_different_run_in_the_folder_is_a_warning(run_train, tmp_path, capsys)
     for folder in ("a", "b"):
         flags = ["--batch-size", "15", "--tensorboard-dir", tmp_path / "board", "--output-dir", tmp_path / folder]
         assert run_train(*flags)[0] == 0
-        says = f"warning: --tensorboard-dir {tmp_path}/board: TensorBoard hides the events of earlier runs there"
+        says = f"warning: --tensorboard-dir {tmp_path}/board: contains events of an earlier run"
         assert (says in capsys.readouterr().err) == (folder == "b")
 
 

@@ -1,4 +1,4 @@
-"""Recording steps, with the CPU playing the GPU: a recorded step runs when its graph is launched, and only then."""
+"""Capture of steps, emulated on the CPU: a captured step runs only when its graph is replayed."""
 
 import gc
 import pickle
@@ -12,17 +12,18 @@ import pytest
 from paddle import static
 
 from conftest import NHWC, assert_one_sentence, losses, phase
-from paddle_resnet import models
+from paddle_resnet import models, resolution
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
-from paddle_resnet.passes import folding
+from paddle_resnet.passes import averages
 from paddle_resnet.steps import cuda_graph
+from paddle_resnet.steps.dispatch import Dispatcher
 
 NATIVE = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "3", "--print-interval", "1"]
 
 
 class FakeGraph:
-    """What the Executor is asked to run while a graph records is kept for replay()."""
+    """Stores the calls of the Executor during a capture for replay()."""
 
     recording, made = None, []
 
@@ -38,7 +39,7 @@ class FakeGraph:
         self.addresses = self.tensors()
 
     def tensors(self):
-        """Where the tensors are that a graph would find again by their addresses."""
+        """Return the addresses of the tensors that a graph would use."""
         scope, names = static.global_scope(), [v.name for v in self.step[0]._program.list_vars() if v.persistable]
         return {name: scope.find_var(name).get_tensor()._ptr() for name in names if scope.find_var(name) is not None}
 
@@ -70,14 +71,14 @@ def fake(monkeypatch):
         FakeGraph.recording.executor, FakeGraph.recording.step = self, args
         return []
 
-    def resolve(args):
-        wanted = args.cuda_graph
-        settle(args)
+    def resolve_kernels(args):
+        wanted, origin = args.cuda_graph, args.origin("cuda_graph")
+        resolve(args)
         assert not args.cuda_graph  # on a CPU
-        args.cuda_graph = wanted
+        args.set(origin, cuda_graph=wanted)
 
-    settle = native.resolve
-    monkeypatch.setattr(native, "resolve", resolve)
+    resolve = resolution.resolve_kernels
+    monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
     monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
     monkeypatch.setattr(static.Executor, "run", record_or_run)
@@ -96,8 +97,8 @@ def results(run_train, folder, *flags):
     return losses(report), [phase(report, [epoch], "val.")["loss"] for epoch in range(3)], parameters
 
 
-def test_recorded_run_gives_the_same_numbers(run_train, tmp_path, fake):
-    """In training, under changing learning rates, and in evaluations in between, whose last batch is a short one."""
+def test_captured_run_has_the_same_results(run_train, tmp_path, fake):
+    """In training with changing learning rates, and in evaluations whose last batch is smaller."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     assert not fake.made
     found = results(run_train, tmp_path / "recorded")
@@ -109,57 +110,87 @@ def test_recorded_run_gives_the_same_numbers(run_train, tmp_path, fake):
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
-def test_loader_writes_to_the_inputs_of_the_recorded_step(run_train, tmp_path, fake, monkeypatch):
-    straight, call = [], cuda_graph.Recorder.__call__
+def test_captured_step_draws_the_random_numbers_of_an_uncaptured_one(run_train, tmp_path, fake):
+    flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4"]
+    expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
+    assert results(run_train, tmp_path / "captured", *flags)[0] == expected[0]
+    assert fake.made[0].launches > 0
+
+
+def test_captured_steps_update_averages_and_evaluations_read_them(run_train, tmp_path, fake):
+    """With --ema: one graph for all epochs of training, and one for all evaluations."""
+    ema = ["--ema", "0.8"]
+    expected = results(run_train, tmp_path / "plain", *ema, "--cuda-graph", "false")
+    found = results(run_train, tmp_path / "recorded", *ema)
+    assert found[:2] == expected[:2]
+    states = [pickle.loads((tmp_path / name / "Tiny/2/tiny.pdema").read_bytes()) for name in ("plain", "recorded")]
+    for name, value in states[0].items():
+        np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+    training, evaluation = fake.made
+    assert training.launches == 3 * 3 - cuda_graph.STEPS_BEFORE
+    assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
+
+
+def test_each_stage_has_its_captured_step(run_train, tmp_path, fake):
+    flags = ["--sizes", "24:0,32:2", "--mixup", "0.4", "--ema", "0.9"]
+    expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
+    assert results(run_train, tmp_path / "captured", *flags)[:2] == expected[:2]
+    first, _, second = fake.made
+    assert first.launches == 2 * 3 - cuda_graph.STEPS_BEFORE
+    assert second.launches == 3 - cuda_graph.STEPS_BEFORE
+
+
+def test_loader_writes_to_the_inputs_of_the_captured_step(run_train, tmp_path, fake, monkeypatch):
+    straight, call = [], cuda_graph.CapturedStep.__call__
 
     def noted(self, run_with_feed, feed):
         straight.append({name for name, value in feed.items() if value is self.inputs[name]})
         call(self, run_with_feed, feed)
 
-    monkeypatch.setattr(cuda_graph.Recorder, "__call__", noted)
+    monkeypatch.setattr(cuda_graph.CapturedStep, "__call__", noted)
     results(run_train, tmp_path)
     evaluation = [{"data", "label"}] * 2 + [set()]  # the last batch of an evaluation is a short one
     assert straight == ([{"data", "label"}] * 3 + evaluation) * 3
 
 
 def test_loader_on_the_other_device_keeps_its_own_tensors(monkeypatch):
-    recorded, other = static.Program(), static.Program()
+    monkeypatch.setattr(native, "register", lambda: SimpleNamespace(paddle_resnet_async_copies=SimpleNamespace()))
     inputs = {"data": "a tensor on the GPU"}
-    monkeypatch.setitem(cuda_graph._recorders, recorded, SimpleNamespace(inputs=inputs))
-    for loader, expected in (("gpu", inputs), ("cpu", {})):
-        assert cuda_graph.inputs(SimpleNamespace(device="gpu", dali_device=loader), recorded) == expected
-    assert cuda_graph.inputs(SimpleNamespace(device="gpu", dali_device="gpu"), other) == {}
+    captured = type("Captured", (), {"inputs": inputs, "check": print, "__call__": print})()
+    program = SimpleNamespace(global_block=lambda: SimpleNamespace(ops=[SimpleNamespace(type="native_async_copy")]))
+    for step, loader, expected in ((captured, "gpu", inputs), (captured, "cpu", {}), (None, "gpu", {})):
+        compiled = SimpleNamespace(write_scalars=None, captured=step, _program=program)
+        shares_inputs = loader == "gpu"
+        dispatcher = Dispatcher(SimpleNamespace(run=print), compiled, [], True, shares_inputs=shares_inputs)
+        assert dispatcher.inputs == expected
 
 
-def test_step_is_recorded_anew_where_a_tensor_has_moved(run_train, tmp_path, fake, monkeypatch):
-    """A graph would go on with the memory that the tensor had."""
+def test_step_is_captured_again_if_a_tensor_has_moved(run_train, tmp_path, fake, monkeypatch):
+    """A graph would continue to use the previous memory of the tensor."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
-    fold = folding.fold_batch_norms
+    evaluate = averages.evaluate
 
-    def fold_elsewhere(args, program, exe):
-        refold = fold(args, program, exe)
+    def evaluate_elsewhere(train_prog, program, exe):
+        update = evaluate(train_prog, program, exe)
 
         def move():
-            refold()
+            update()
             name = program.all_parameters()[0].name
             tensor = static.global_scope().find_var(name).get_tensor()
-            copy = np.array(tensor)
-            tensor._clear()
-            kept.append(paddle.base.core.LoDTensor())
-            kept[-1].set(copy, paddle.CPUPlace())  # takes the memory
-            tensor.set(copy, paddle.CPUPlace())
+            copy = paddle.base.core.LoDTensor()
+            copy.set(np.array(tensor), paddle.CPUPlace())  # in new memory, because the tensor still occupies its own
+            tensor._share_data_with(copy)
 
         return move
 
-    kept = []
-    monkeypatch.setattr(folding, "fold_batch_norms", fold_elsewhere)
+    monkeypatch.setattr(averages, "evaluate", evaluate_elsewhere)
     found = results(run_train, tmp_path / "recorded")
     assert found[0] == expected[0] and found[1] == expected[1]
     assert len(fake.made) > 2
 
 
-def test_step_is_recorded_anew_where_a_tensor_of_another_process_has_moved(run_train, tmp_path, fake, monkeypatch):
-    """NCCL wants an all-reduce to be recorded by all processes of a job or by none."""
+def test_step_is_captured_again_if_a_tensor_of_a_different_process_has_moved(run_train, tmp_path, fake, monkeypatch):
+    """NCCL requires that all processes of a job capture an all-reduce, or none."""
 
     def gather(values):
         return np.array([values, [True]]) if values in ([False], [True]) else np.array([values], np.float64)
@@ -198,12 +229,12 @@ def test_failing_record_names_the_reason_and_the_remedy(run_train, capsys, fake,
 
     monkeypatch.setattr(fake, "capture_begin", fail)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_sentence(capsys.readouterr().err, [f"as a CUDA graph ({reason}): give --cuda-graph false"])
+    assert_one_sentence(capsys.readouterr().err, [f"as a CUDA graph ({reason}); use --cuda-graph false"])
     assert gc.isenabled()
 
 
 def test_recording_is_ended_where_its_step_fails(run_train, capsys, fake, monkeypatch):
-    """With what Paddle needs for that still set."""
+    """The flags that Paddle needs for a capture are still set."""
 
     def fail(self, *args, **kwargs):
         if fake.recording is not None:
@@ -219,8 +250,58 @@ def test_recording_is_ended_where_its_step_fails(run_train, capsys, fake, monkey
     monkeypatch.setattr(static.Executor, "run", fail)
     monkeypatch.setattr(fake, "capture_end", end)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_sentence(capsys.readouterr().err, ["as a CUDA graph (first): give --cuda-graph false"])
+    assert_one_sentence(capsys.readouterr().err, ["as a CUDA graph (first); use --cuda-graph false"])
     assert ended == [False]
+
+
+def network_with(change):
+    class Changed(ResNet):
+        def forward(self, x):
+            x = super().forward(x)
+            return change(x) if self.training else x
+
+    return partial(Changed, BottleneckBlock, (1, 1, 1, 1), width=8)
+
+
+def test_untested_operator_is_captured_if_the_results_agree(run_train, tmp_path, capsys, fake, monkeypatch):
+    monkeypatch.setitem(models.MODELS, "Tiny", network_with(F.leaky_relu))
+    expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
+    capsys.readouterr()
+    found = results(run_train, tmp_path / "captured")
+    assert "operator leaky_relu, leaky_relu_grad is untested in a CUDA graph" in capsys.readouterr().out
+    assert found[0] == expected[0] and found[1] == expected[1]
+    training, _ = fake.made
+    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE  # and the one that is compared
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys, fake, monkeypatch, is_deterministic):
+    """The variables have the values of the uncaptured step. Deterministic kernels have no tolerance."""
+
+    def replay(self):
+        fake_replay(self)
+        tensor = static.global_scope().find_var("conv2d_0.w_0").get_tensor()
+        weight = np.array(tensor)
+        tensor.set(np.nextafter(weight, np.float32(9)) if is_deterministic else weight + 1, paddle.CPUPlace())
+
+    fake_replay = fake.replay
+    monkeypatch.setattr(fake, "replay", replay)
+    monkeypatch.setattr(cuda_graph, "_is_deterministic", lambda place: is_deterministic)
+    monkeypatch.setitem(models.MODELS, "Tiny", network_with(F.leaky_relu))
+    flags = ["--run-scope", "train_only"]
+    code, expected = run_train(*NATIVE, *flags, "--cuda-graph", "false")
+    assert code == 0
+    capsys.readouterr()
+    code, report = run_train(*NATIVE, *flags, "--overwrite")
+    assert code == 0
+    assert losses(report) == losses(expected)
+    says = "a captured step has different results than an uncaptured one (conv2d_0.w_0)"
+    output = "".join(capsys.readouterr())
+    assert says in output and "leaky_relu" in output
+    [graph] = fake.made
+    assert graph.launches == 1
+    assert run_train(*NATIVE, *flags, "--cuda-graph", "true", "--overwrite")[0] == 1
+    assert_one_sentence(capsys.readouterr().err, [f"--cuda-graph true: {says}", "use --cuda-graph false"])
 
 
 @pytest.mark.parametrize(
@@ -229,30 +310,23 @@ def test_recording_is_ended_where_its_step_fails(run_train, capsys, fake, monkey
         (F.dropout, "dropout"),
         pytest.param(lambda x: x + paddle.rand([3]), "uniform_random", marks=pytest.mark.soak),
         pytest.param(lambda x: x + paddle.bernoulli(paddle.full([3], 0.5)), "bernoulli", marks=pytest.mark.soak),
-        (F.leaky_relu, "leaky_relu"),  # no random one, but nobody has tried it
     ],
 )
-def test_steps_with_operators_that_may_not_repeat_are_not_captured(
+def test_steps_with_operators_that_cannot_be_replayed_are_not_captured(
     run_train, tmp_path, capsys, fake, monkeypatch, change, operator
 ):
-    """This is decided before anything is written or deleted."""
-
-    class Random(ResNet):
-        def forward(self, x):
-            x = super().forward(x)
-            return change(x) if self.training else x
-
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(Random, BottleneckBlock, (1, 1, 1, 1), width=8))
+    """The error is raised before anything is written or deleted."""
+    monkeypatch.setitem(models.MODELS, "Tiny", network_with(change))
     assert run_train(*NATIVE, "--epochs", "1")[0] == 0
-    assert f"--cuda-graph false: operator {operator}" in capsys.readouterr().out
+    assert f"--cuda-graph false: operator {operator} draws random numbers" in capsys.readouterr().out
     assert not fake.made
     assert run_train(*NATIVE, "--cuda-graph", "true", "--overwrite")[0] == 2
     assert_one_sentence(capsys.readouterr().err, [f"--cuda-graph true: operator {operator}", "use --cuda-graph false"])
     assert (tmp_path / "output/Tiny/0/meta.json").is_file()
 
 
-def test_all_free_memory_of_the_pool_is_taken(monkeypatch):
-    """With a pool that takes the smallest block in which a tensor fits, as Paddle's does."""
+def test_all_free_memory_of_the_pool_is_reserved(monkeypatch):
+    """With a pool that allocates the smallest free block that fits, like Paddle's."""
     free, reserved = [3 * 2**20 + 768, 349_440, 1024, 256], [10**7]
     total = sum(free)
 

@@ -1,15 +1,16 @@
-"""Values that a step leaves on the host are those that the Executor's fetch would have brought."""
+"""Async copies of metrics have the same values as the Executor's fetch."""
 
 import numpy as np
 import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, losses, phase
+from conftest import NHWC, frozen, losses, phase
+from helpers import random_batches
 from paddle_resnet import program
 from paddle_resnet.native import build as native
-from paddle_resnet.steps import host_metrics
-from test_program import random_batches
+from paddle_resnet.steps import dispatch, host_metrics
+from paddle_resnet.steps.dispatch import Dispatcher
 from utils.errors import DataError
 
 NATIVE = [*NHWC, "--kernels", "native", "--cuda-graph", "false"]
@@ -24,22 +25,22 @@ def operators():
 
 def build(args, is_train):
     main, startup = static.Program(), static.Program()
-    fetchs, *_ = program.build(args, main, startup, 10, is_train)
+    fetchs, *_ = program.build(frozen(args), main, startup, 10, is_train)
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
     return program.compile_prog(args, main, is_train=is_train), exe, [variable for variable, _ in fetchs.values()]
 
 
 @pytest.mark.parametrize("is_train", [True, False], ids=["train", "eval"])
-def test_posted_values_are_the_fetched_ones(parse, is_train):
-    """Every dtype and shape that there is, the batches of different sizes, three steps late."""
+def test_copied_values_equal_fetched_ones(parse, is_train):
+    """All types and shapes, with batches of different sizes, read three steps later."""
     args = parse(*NATIVE, "--lr", "0")
     compiled, exe, variables = build(args, is_train)
-    dispatch = host_metrics.dispatcher(args, exe, compiled, variables)
+    step = Dispatcher(exe, compiled, variables, is_native=True)
     feeds = [
         dict(zip(("data", "label"), random_batches(1, (32, 32, 4), size)[0], strict=True)) for size in (8, 3, 5, 8)
     ]
-    handles = [dispatch(feed) for feed in feeds]
+    handles = [step(feed) for feed in feeds]
     found = [[np.asarray(handle) for handle in step] for step in handles]
     for step, feed in zip(found, feeds, strict=True):
         expected = exe.run(compiled, feed, variables)
@@ -49,28 +50,28 @@ def test_posted_values_are_the_fetched_ones(parse, is_train):
 
 
 def test_a_step_fetches_nothing(parse):
-    """So that the Executor has no reason to stop the host."""
+    """The Executor would block the host to fetch values."""
 
     args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)
     calls, run = [], exe.run
     exe.run = lambda program, feed, fetch_list: calls.append(fetch_list) or run(program, feed, fetch_list)
     x, y = random_batches(1, (32, 32, 4))[0]
-    host_metrics.dispatcher(args, exe, compiled, variables)({"data": x, "label": y})
+    Dispatcher(exe, compiled, variables, is_native=True)({"data": x, "label": y})
     assert calls == [[]]
 
 
 def test_values_that_are_not_there_are_an_error(parse):
     args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)
-    dispatch = host_metrics.dispatcher(args, exe, compiled, variables)
+    step = Dispatcher(exe, compiled, variables, is_native=True)
     x, y = random_batches(1, (32, 32, 4))[0]
-    late, *_ = [dispatch({"data": x, "label": y}) for _ in range(5)]
+    late, *_ = [step({"data": x, "label": y}) for _ in range(5)]
     with pytest.raises(RuntimeError, match="more than three steps late"):
         np.asarray(late[0])
     other, exe, variables = build(parse(*NHWC), is_train=True)
-    with pytest.raises(RuntimeError, match="posts no metrics: it was built for other --kernels"):
-        host_metrics.dispatcher(args, exe, other, variables)({"data": x, "label": y})
+    with pytest.raises(RuntimeError, match="has no async copy of its metrics; build it with --kernels native"):
+        Dispatcher(exe, other, variables, is_native=True)({"data": x, "label": y})
 
 
 def test_failure_on_the_gpu_is_an_error():
@@ -80,22 +81,23 @@ def test_failure_on_the_gpu_is_an_error():
 
     variable = static.data("value", [1], "float32")
     with pytest.raises(RuntimeError, match="CUDA error 700"):
-        np.asarray(host_metrics.Posted(Library(), 0, 0, variable))
+        np.asarray(host_metrics.AsyncCopy(Library(), 0, 0, variable))
 
 
-def test_error_of_a_step_is_that_of_its_labels_only_if_one_is_not_a_class(parse):
+def test_error_of_a_step_is_that_of_its_labels_only_if_one_is_not_a_class():
     def fail(**_):
         raise ValueError("of Paddle")
 
-    args = parse("--num-of-class", "3")
     with pytest.raises(DataError, match="has a label that is not a class of the network"):
-        host_metrics._fetch(args, fail, {"label": np.array([[0], [3]])})
+        dispatch._fetch(fail, 3, {"label": np.array([[0], [3]])})
     with pytest.raises(ValueError, match="of Paddle"):
-        host_metrics._fetch(args, fail, {"label": np.array([[0], [2]])})
+        dispatch._fetch(fail, 3, {"label": np.array([[0], [2]])})
+    with pytest.raises(ValueError, match="of Paddle"):  # on a GPU
+        dispatch._fetch(fail, None, {"label": np.array([[0], [3]])})
 
 
 def test_logged_figures_are_those_of_each_step(run_train):
-    """The same run with Paddle's operators and its fetch."""
+    """The reference is the same run with Paddle's operators and fetch."""
     reports = {}
     for kernels in ("native", "paddle"):
         code, reports[kernels] = run_train(*NHWC, "--kernels", kernels, "--print-interval", "1", "--overwrite")

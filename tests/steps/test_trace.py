@@ -11,7 +11,7 @@ BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps"
 
 
 def events(path):
-    """How often each operator or step stands in a trace; Paddle writes its duration behind its name."""
+    """Return how often each operator or step occurs in a trace; Paddle appends the duration to the name."""
     trace = json.loads(path.read_text())["traceEvents"]
     complete = [event for event in trace if event.get("ph") == "X"]
     assert len({event["tid"] for event in complete if event["tid"].endswith("(C++)")}) == 1  # see distributed.start
@@ -43,10 +43,11 @@ def test_trace_up_to_the_last_step_of_an_evaluation(run_train, tmp_path):
     assert found["momentum"] == 0
 
 
-def test_only_the_first_epoch_is_traced(run_train, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [[], ["--sizes", "24:0,32:1"]], ids=["one size", "stages"])
+def test_only_the_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
     started, start = [], Profiler.start
     monkeypatch.setattr(Profiler, "start", lambda self: started.append(self) or start(self))
-    assert run_train("--epochs", "2", "--profile-steps", "1:3")[0] == 0
+    assert run_train("--epochs", "2", "--profile-steps", "1:3", *flags)[0] == 0
     assert len(started) == 1
     assert [path.name for path in (tmp_path / "output/profile").iterdir()] == ["steps_1_3_rank0.json"]
     found = events(tmp_path / "output/profile/steps_1_3_rank0.json")
@@ -62,7 +63,7 @@ def test_only_the_first_epoch_is_traced(run_train, tmp_path, monkeypatch):
         (["--profile-steps", "3:5", "--dry-run"], "3:5"),
     ],
 )
-def test_steps_that_the_run_has_not_are_refused_before_the_first(run_train, tmp_path, capsys, flags, says):
+def test_steps_outside_the_run_are_an_error_before_the_first_step(run_train, tmp_path, capsys, flags, says):
     code, report = run_train(*flags)
     assert code == 2
     end = 6 if "--benchmark" in flags else 3
@@ -71,8 +72,8 @@ def test_steps_that_the_run_has_not_are_refused_before_the_first(run_train, tmp_
     assert not (tmp_path / "output/profile").exists()
 
 
-def test_repeated_command_goes_on_with_an_evaluation(run_train, stop_before, tmp_path):
-    """Whose steps are not those to trace; the next epoch's are."""
+def test_repeated_command_resumes_with_an_evaluation(run_train, stop_before, tmp_path):
+    """Steps of the evaluation are not traced, but those of the next epoch are."""
     flags = ["--resume", "--profile-steps", "1:3", "--epochs", "2"]
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
@@ -82,9 +83,7 @@ def test_repeated_command_goes_on_with_an_evaluation(run_train, stop_before, tmp
     assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 29
 
 
-def test_repeated_command_goes_on_where_the_traced_steps_are_over(
-    run_train, stop_before, tmp_path, monkeypatch, capsys
-):
+def test_repeated_command_resumes_after_the_traced_steps(run_train, stop_before, tmp_path, monkeypatch, capsys):
     calls = []
     for name in ("start", "stop"):
         call = getattr(Profiler, name)
@@ -95,5 +94,5 @@ def test_repeated_command_goes_on_where_the_traced_steps_are_over(
     assert calls == ["start", "stop"]
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert "--profile-steps 0:3: no trace: --resume continues at step 2" in capsys.readouterr().err
+    assert "--profile-steps 0:3: no trace, because --resume continues at step 2" in capsys.readouterr().err
     assert not (tmp_path / "output/profile").exists()

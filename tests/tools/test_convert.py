@@ -17,6 +17,7 @@ from conftest import ROOT
 from paddle_resnet import dataset
 from paddle_resnet.data import indexes, listing, records
 from paddle_resnet.tools import convert, writers
+from utils import files
 from utils.errors import UsageError
 from utils.mode import Mode
 
@@ -30,7 +31,7 @@ def tree(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
+@pytest.mark.parametrize("to", convert.RECORD_FORMATS)
 def test_bytes_labels_and_class_names_are_kept(photos, converted, to):
     for mode in Mode:
         expected, found = contents(photos, mode), contents(converted[to], mode)
@@ -41,8 +42,8 @@ def test_bytes_labels_and_class_names_are_kept(photos, converted, to):
     assert (converted[to] / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
-@pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
-@pytest.mark.parametrize("source", convert.CONTAINER_FORMATS)
+@pytest.mark.parametrize("to", convert.RECORD_FORMATS)
+@pytest.mark.parametrize("source", convert.RECORD_FORMATS)
 def test_containers_can_be_converted_too(converted, tmp_path, source, to):
     assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
     assert contents(tmp_path / "x") == contents(converted[source])
@@ -75,7 +76,7 @@ def test_large_images_shrink_upright_and_small_ones_keep_their_bytes(tmp_path):
     Image.fromarray(pixels).save(folder / "0.jpg", exif=exif, quality=95)
     Image.fromarray(pixels[:40, :80]).save(folder / "1.png")
     Image.fromarray(pixels).convert("CMYK").save(folder / "2.tif")
-    for to in convert.CONTAINER_FORMATS:
+    for to in convert.RECORD_FORMATS:
         output = tmp_path / to
         convert.convert(tmp_path / "source", output, to, resize_short=50, quality=90, workers=1)
         first, second, third = (data for data, _ in contents(output))
@@ -136,7 +137,7 @@ def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, 
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
             there = (name for _, folders, files in os.walk(output) for name in (*folders, *files))
-            now = {re.sub(r"\d+\.partial", "partial", name) for name in there}
+            now = {re.sub(r"[^.]+\.\d+\.partial", "partial", name) for name in there}
             if now - seen:
                 seen |= now
                 break
@@ -159,11 +160,11 @@ def test_damaged_records_of_a_killed_conversion_are_refused(photos, converted, t
     for name in ("val.idx", "val.rec"):
         (output / name).rename(output / f"{name}.partial")
     os.truncate(output / "val.rec.partial", (output / "val.rec.partial").stat().st_size // 2)
-    with pytest.raises(UsageError, match=r"val\.rec\.partial is damaged: remove the folder and convert again"):
+    with pytest.raises(UsageError, match=r"val\.rec\.partial: damaged; remove the folder and convert again"):
         convert.convert(photos, output, "recordio", workers=1)
 
 
-@pytest.mark.parametrize("to", convert.CONTAINER_FORMATS)
+@pytest.mark.parametrize("to", convert.RECORD_FORMATS)
 def test_what_is_there_already_is_not_written_again(photos, tmp_path, to):
     output = tmp_path / "x"
     shards = 3 if to in convert.SHARDED else None
@@ -185,9 +186,9 @@ def test_what_is_there_already_is_not_written_again(photos, tmp_path, to):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"to": "webdataset"}, "holds a conversion with format tfrecord"),
-        ({"shards": 4}, "holds a conversion with shards"),
-        ({"resize_short": 30}, "holds a conversion with resize_short None"),
+        ({"to": "webdataset"}, "contains a conversion with format tfrecord"),
+        ({"shards": 4}, "contains a conversion with shards"),
+        ({"resize_short": 30}, "contains a conversion with resize_short None"),
     ],
 )
 def test_another_conversion_into_the_same_folder_is_refused(photos, tmp_path, options, says):
@@ -202,7 +203,7 @@ def test_other_images_are_refused(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
-    with pytest.raises(UsageError, match="holds a conversion with other images"):
+    with pytest.raises(UsageError, match="contains a conversion with other images"):
         convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
 
 
@@ -215,7 +216,7 @@ def test_an_image_that_changed_under_its_name_is_converted_again(photos, tmp_pat
     (output / "convert.json").write_text(json.dumps({**manifest, "complete": is_complete}))
     shutil.copyfile(source / "val/class1/01.jpg", source / "val/class0/00.jpg")
     convert.convert(source, output, **options)
-    assert f"--output {output}: files in {source} have changed since their conversion" in capsys.readouterr().err
+    assert f"--output {output}: files in {source} have changed since the conversion began" in capsys.readouterr().err
     assert contents(output) == contents(source)
     assert len(contents(output, Mode.TRAIN)) == 30
     convert.convert(source, output, **options)
@@ -230,7 +231,7 @@ def test_a_conversion_of_an_older_version_is_kept_with_a_warning(photos, tmp_pat
     (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
     before = tree(tmp_path / "x")
     convert.convert(photos, tmp_path / "x", "recordio", workers=1)
-    assert "is from an older version, which did not record changes of files" in capsys.readouterr().err
+    assert "converted by an older version, which did not record file changes" in capsys.readouterr().err
     assert tree(tmp_path / "x") == before
 
 
@@ -238,8 +239,8 @@ def test_a_conversion_of_an_older_version_is_kept_with_a_warning(photos, tmp_pat
     ("flags", "says"),
     [
         (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file per split"),
-        (["--to", "tfrecord", "--shards", "31"], "--shards 31 exceeds the 30 images"),
-        (["--to", "tfrecord", "--quality", "101"], "101 is too large: use a whole number from 1 to 100"),
+        (["--to", "tfrecord", "--shards", "31"], "has only 30 images; use a smaller number"),
+        (["--to", "tfrecord", "--quality", "101"], "101 is too large; use a whole number from 1 to 100"),
         (["--to", "tfrecord", "--shards", "0"], "0 is too small"),
         (["--to", "jpeg"], "invalid choice: 'jpeg'"),
     ],
@@ -262,8 +263,8 @@ def test_source_and_output_are_checked(photos, tmp_path, capsys):
         ([str(photos), "--output", str(photos)], f"--output {photos}: would change the data set {photos}"),
         ([str(photos), "--output", str(photos / "train/rec")], "/train/rec: would change the data set"),
         ([str(photos), "--output", str(tmp_path / "full")], "exists and is not a conversion"),
-        ([str(tmp_path / "full"), "--output", str(tmp_path / "x")], "has neither train/ nor val/"),
-        ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "is not a folder"),
+        ([str(tmp_path / "full"), "--output", str(tmp_path / "x")], "contains neither train/ nor val/"),
+        ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "not a folder"),
     ):
         assert dataset.main([*convert_to, *words]) == 2
         assert says in capsys.readouterr().err
@@ -299,7 +300,7 @@ def test_image_that_cannot_be_shrunk_is_named(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"no image")
     for to in ("tfrecord", "lmdb"):
-        with pytest.raises(UsageError, match=r"train/class0/00.jpg cannot be decoded"):
+        with pytest.raises(UsageError, match=r"train/class0/00.jpg: cannot be decoded"):
             convert.convert(tmp_path / "photos", tmp_path / to, to, resize_short=30, workers=1)
 
 
@@ -345,21 +346,21 @@ def test_index_makes_what_is_missing(converted, tmp_path, capsys):
         for path in kept[1:]:
             path.unlink()
         assert dataset.main(["index", str(root)]) == 0
-        assert f"{root}: {len(kept) - 1} index files made, 1 already there" in capsys.readouterr().out
+        assert f"{root}: {len(kept) - 1} index files created, 1 existed" in capsys.readouterr().out
         assert {path: path.read_bytes() for path in sorted(root.glob("*.idx"))} == expected
     assert dataset.main(["index", str(converted["folder"])]) == 2
-    assert "has no RecordIO file, TFRecord or tar shard" in capsys.readouterr().err
+    assert "contains no RecordIO, TFRecord or tar files" in capsys.readouterr().err
     assert dataset.main(["index", str(tmp_path / "nowhere")]) == 2
-    assert "is not a folder: give the folder that holds the shards" in capsys.readouterr().err
+    assert "not a folder; use the folder that contains the shards" in capsys.readouterr().err
 
 
 def test_index_that_cannot_be_written_is_named(converted, tmp_path, capsys):
     shutil.copytree(converted["recordio"], tmp_path / "x")
     index = tmp_path / "x/train.idx"
     index.unlink()
-    (tmp_path / f"x/train.idx.{os.getpid()}.partial").mkdir()  # root may write everywhere
+    files.partial_path(index).mkdir()  # root may write everywhere
     assert dataset.main(["index", str(tmp_path / "x")]) == 2
-    assert "the index cannot be written (Is a directory): make the folder writable" in capsys.readouterr().err
+    assert "the index cannot be written (Is a directory); make the folder writable" in capsys.readouterr().err
 
 
 def test_split_that_is_skipped_whole_is_refused(photos, tmp_path, capsys):
@@ -377,7 +378,7 @@ def test_split_that_is_skipped_whole_is_refused(photos, tmp_path, capsys):
         str(skip),
     ]
     assert dataset.main(words) == 2
-    assert f"{photos} has no images of val to convert: add some, or shorten --skip-list" in capsys.readouterr().err
+    assert f"{photos}: no val images to convert; add some, or shorten --skip-list" in capsys.readouterr().err
 
 
 # Converts in blocks of four images and is killed when some are written; says before who its workers are.
@@ -438,7 +439,7 @@ def test_full_disk_is_a_sentence(photos, tmp_path, to):
         assert "Traceback" not in done.stderr
         assert done.returncode == (2 if limit == 25_000 else 0), done.stderr
         if limit == 25_000:
-            assert f"--output {tmp_path}/out cannot be written (" in done.stderr
+            assert f"--output {tmp_path}/out: cannot be written (" in done.stderr
     assert "30 train and 23 val images" in done.stdout
 
 

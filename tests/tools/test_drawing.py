@@ -80,4 +80,7 @@ def test_the_name_decides_the_format(photos, tmp_path, name, start):
 @pytest.mark.parametrize("name", ["x.doc", "x", ".png"])
 def test_other_formats_are_refused_before_the_work(tmp_path, capsys, words, name):
     assert dataset.main([*words, "/nowhere", "--output", str(tmp_path / name)]) == 2
-    assert f"--output {tmp_path}/{name} ends in none of .png, .pdf, .svg: give" in capsys.readouterr().err
+    assert (
+        f"--output {tmp_path}/{name}: unknown file format; use a name that ends in .png, .pdf, .svg"
+        in capsys.readouterr().err
+    )

@@ -87,7 +87,7 @@ def test_info_of_classes_of_one_name(colours):
 
 
 def test_speed_measures_each_setting(photos, capsys):
-    rows = inspection.speed(photos, [1, 2], [0.5, 0.9], batches=2, repeats=2, words=TINY)
+    rows = inspection.speed(photos, [1, 2], [0.5, 0.9], batches=2, repeats=2, arguments=TINY)
     assert [row[:3] for row in rows] == [("cpu", 1, None), ("cpu", 2, None)]
     assert all(len(rates) == 2 and min(rates) > 0 for *_, rates in rows)
     flags = ["--threads", "2", "--batches", "1", "--repeats", "1"]
@@ -104,20 +104,20 @@ def test_speed_on_a_gpu_measures_its_decoders_with_the_share_of_the_cpu(monkeypa
     opened = []
     monkeypatch.setattr(inspection, "_parse", lambda root, words: SimpleNamespace(dali_device="gpu"))
     monkeypatch.setattr(inspection, "open_loader", open_loader)
-    inspection.speed("", [1], [0.5, 0.7], batches=1, repeats=1, words=["--cpu-decoder-load", "0.4"])
+    inspection.speed("", [1], [0.5, 0.7], batches=1, repeats=1, arguments=["--cpu-decoder-load", "0.4"])
     assert opened == [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere is not a folder"),
+        (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere: not a folder"),
         (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png: cannot be written"),
         (["preview", "{photos}", "--output", "x.png", "--colour-jitter", "1"], "did you mean --color-jitter?"),
         (["info", "{photos}/train"], "neither train/ nor val/"),
         (["info", "{photos}", "--output", "{photos}/train/class0/x.png"], "x.png: would change the data set's /"),
         (["info", "{photos}", "--output", "/proc/no.png"], "--output /proc/no.png: cannot be written"),
-        (["info", "{photos}", "--batch-size", "3"], "unknown flag --batch-size"),
+        (["info", "{photos}", "--batch-size", "3"], "--batch-size: unknown flag"),
     ],
 )
 def test_bad_words_are_refused_in_one_sentence(photos, capsys, words, says):
@@ -130,7 +130,7 @@ def test_bad_words_are_refused_in_one_sentence(photos, capsys, words, says):
 def test_the_batch_size_may_exceed_the_data_set(colours):
     words = [*TINY, "--num-of-class", "10", "--batch-size", "256"]
     assert len(inspection.first_images(colours, 25, words)[0]) == 25
-    [(_, _, _, rates)] = inspection.speed(colours, [1], [0.9], batches=2, repeats=1, words=words)
+    [(_, _, _, rates)] = inspection.speed(colours, [1], [0.9], batches=2, repeats=1, arguments=words)
     assert min(rates) > 0
 
 

@@ -91,12 +91,12 @@ def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
     flat = tmp_path / "flat"
     shutil.copytree(source / "class0", flat)
     for folder, output, says in (
-        (source, tmp_path / "there", f"--output {tmp_path}/there exists"),
-        (few, tmp_path / "x", "fewer than two images, one for train/ and one for val/: none (0), one (1): add"),
-        (flat, tmp_path / "x", "has no class folders"),
-        (photos, tmp_path / "x", f"{photos} holds train/: give {photos}/train"),
+        (source, tmp_path / "there", f"--output {tmp_path}/there: exists"),
+        (few, tmp_path / "x", "one for train/ and one for val/, but some have fewer: none (0), one (1); add"),
+        (flat, tmp_path / "x", "contains no class folders"),
+        (photos, tmp_path / "x", f"{photos}: contains train/; use {photos}/train"),
         (few, few / "x", f"--output {few}/x: would change the data set {few}; choose a path outside it"),
-        (tmp_path / "nowhere", tmp_path / "x", "is not a folder"),
+        (tmp_path / "nowhere", tmp_path / "x", "not a folder"),
         (source, "/proc/x", "--output /proc/x: cannot be written"),
     ):
         if folder == few and output != tmp_path / "x":
@@ -110,5 +110,5 @@ def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
         dataset.main(["split", str(source), "--output", str(tmp_path / "x"), "--val", "1"])
     assert "1 leaves a split empty" in capsys.readouterr().err
     (few / "class0" / "nowhere.jpg").symlink_to("/nowhere")
-    with pytest.raises(UsageError, match=r"few/class0/nowhere.jpg is a link that leads nowhere"):
+    with pytest.raises(UsageError, match=r"few/class0/nowhere.jpg: a broken link"):
         split.split(few, tmp_path / "x", 0.2)

@@ -51,7 +51,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(home, monkeypatch, tmp_pa
     assert private != home
     assert private.stat().st_mode & 0o777 == 0o700
     said = capsys.readouterr().err
-    assert f"the cache {home} belongs to another user, or others can write to it" in said
+    assert f"cache {home}: belongs to another user or is writable by others" in said
     assert "set XDG_CACHE_HOME" in said
     assert cache.folder() == private  # said and made once
     assert capsys.readouterr().err == ""

@@ -148,7 +148,7 @@ def test_too_little_memory_is_a_sentence(capsys, error, says):
         raise error
 
     assert exit_codes.of("x", fail) == 1
-    says = f"x: error: too little memory{says}: give a smaller --batch-size, or more memory\n"
+    says = f"x: error: too little memory{says}; use a smaller --batch-size, or add memory\n"
     assert capsys.readouterr().err == says
 
 
@@ -161,7 +161,7 @@ def test_too_few_open_files_are_an_error(photos, monkeypatch, verify_here, capsy
     monkeypatch.setattr(records, "read", read)
     assert dataset.main(["verify", str(photos)]) == 1
     said = capsys.readouterr().err
-    assert "error: ulimit -n allows " in said
+    assert "error: ulimit -n: " in said
     assert said.endswith("/00.jpg'); raise it, for example with ulimit -n 1024\n")
 
 
@@ -170,7 +170,7 @@ def test_too_few_threads_are_a_sentence(capsys):
         raise RuntimeError("can't start new thread")
 
     assert exit_codes.of("x", fail) == 1
-    assert "no more threads can be started (can't start new thread): give more memory, or" in capsys.readouterr().err
+    assert "no more threads can be started (can't start new thread); add memory, or" in capsys.readouterr().err
 
 
 def test_other_errors_pass():
@@ -189,8 +189,8 @@ def test_a_limit_that_the_import_of_paddle_exceeds():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, preexec_fn=limited)
     assert done.returncode == 1
     assert done.stderr == (
-        "train.py: error: ulimit -v allows 500 MiB of address space, and Paddle and DALI take up to 4,096 MiB for a "
-        "small job: raise it, for example with ulimit -v unlimited\n"
+        "train.py: error: ulimit -v: 500 MiB of address space, but Paddle and DALI need up to 4,096 MiB for a "
+        "small job; raise it, for example with ulimit -v unlimited\n"
     )
 
 
@@ -200,7 +200,7 @@ def test_a_deleted_working_directory_is_an_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").rmdir()
     for name, (main, words, _) in TOOLS.items():
         assert main(words) == 1
-        expected = f"paddle_resnet.{name}: error: the working directory cannot be used (No such file or directory); "
+        expected = f"paddle_resnet.{name}: error: working directory: cannot be used (No such file or directory); "
         assert capsys.readouterr().err.endswith(f"{expected}change to a different one\n")
 
 

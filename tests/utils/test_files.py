@@ -1,5 +1,7 @@
 """Names and opening of files; what commands make of unusable ones is in the tests of the commands."""
 
+import os
+
 import pytest
 
 from utils import files
@@ -11,4 +13,38 @@ def test_a_file_may_have_the_size_of_the_limit(tmp_path):
         assert file.read() == b"four"
     with pytest.raises(OSError) as error:
         files.open_regular(tmp_path / "file", 3)
-    assert error.value.strerror == "4 bytes, where 3 are the limit"
+    assert error.value.strerror == "4 bytes, limit 3"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_written_appears_complete_or_not_at_all(tmp_path, monkeypatch, kind):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *names: calls.append("replace") or replace(*names))
+
+    def write(text, error=None):
+        with files.written(tmp_path / "x", sync=True) as partial:
+            if kind == "folder":
+                partial.mkdir()
+            (partial / "y" if kind == "folder" else partial).write_text(text)
+            if error:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        write("half", KeyboardInterrupt)
+    assert not list(tmp_path.iterdir())
+    write("whole")
+    place = str(files.partial_path(tmp_path / "x"))
+    assert calls == [*([f"{place}/y"] if kind == "folder" else []), place, "replace"]
+    with pytest.raises(ValueError):
+        write("half", ValueError)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x/y" if kind == "folder" else tmp_path / "x").read_text() == "whole"
+
+
+def test_partial_file_has_the_given_name_and_is_not_flushed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", None)
+    with files.written(tmp_path / "x", tmp_path / ".x.partial") as partial:
+        assert partial == tmp_path / ".x.partial"
+        partial.write_bytes(b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -27,9 +27,9 @@ def report(tmp_path):
     return path
 
 
-def begin(path, rank=0, goes_on=False):
+def begin(path, rank=0, append=False):
     logger.setup(path, rank)
-    logger.begin({"lr": 0.1}, goes_on)
+    logger.begin({"lr": 0.1}, append)
 
 
 def entries(path):
@@ -118,10 +118,10 @@ def test_new_report_replaces_the_old_one(report):
     assert [entry["data"] for entry in entries(report)] == [{"train.loss": 2.0}]
 
 
-def test_report_of_a_run_that_goes_on_keeps_what_it_has(tmp_path):
+def test_report_of_a_run_that_append_keeps_what_it_has(tmp_path):
     report = tmp_path / "report.json"
     for loss in (1.0, 2.0):
-        begin(report, goes_on=True)
+        begin(report, append=True)
         logger.log((), {"train.loss": loss})
     assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0, 2.0]
 
@@ -133,7 +133,7 @@ def test_line_that_a_full_disk_has_torn_is_left_out(report, torn, whole):
         logger.log((), {"train.loss": 1.0})
     logger.close()
     report.write_text(report.read_text() + torn)
-    begin(report, goes_on=True)
+    begin(report, append=True)
     logger.log((), {"train.loss": 2.0})
     assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0] * whole + [2.0]
 
@@ -166,7 +166,7 @@ def test_full_disk_ends_the_run_with_a_sentence():
     try:
         with pytest.raises(
             RunError,
-            match=r"^--report-file /dev/full can no longer be written \(No space left.*make room.*--resume$",
+            match=r"^--report-file /dev/full: can no longer be written \(No space left.*; make room.*--resume$",
         ):
             logger.begin({"lr": 0.1})
     finally:
@@ -208,7 +208,7 @@ def test_a_second_run_with_the_same_report_is_refused(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as holder:
         assert holder.stdout.readline() == "begun\n"
-        says = rf"^--report-file {report}: another run \(process {holder.pid} on .*\) writes it; wait until it ends, or"
+        says = rf"^--report-file {report}: another run \(process {holder.pid} on .*\) is writing it; wait until it ends"
         with pytest.raises(UsageError, match=says):
             logger.begin({"lr": 0.1})
         with pytest.raises(UsageError, match=says):
@@ -248,13 +248,13 @@ def test_output_that_cannot_be_written_costs_only_its_lines(tmp_path, fault):
     if fault == "full":
         with open("/dev/full", "w") as full:
             said = talk(tmp_path, stdout=full).stderr
-        assert said.count("the output can no longer be written (No space left on device): the run goes on") == 1
+        assert said.count("stdout: can no longer be written (No space left on device), so the run continues") == 1
     elif fault == "broken pipe":
         reader, writer = os.pipe()
         os.close(reader)
         said = talk(tmp_path, stdout=writer).stderr
         os.close(writer)
-        assert said.count("the output can no longer be written (Broken pipe): the run goes on") == 1
+        assert said.count("stdout: can no longer be written (Broken pipe), so the run continues") == 1
     else:
         numbers = (1,) if fault == "closed" else (1, 2)
         said = talk(tmp_path, preexec_fn=lambda: [os.close(number) for number in numbers]).stderr

@@ -63,7 +63,7 @@ def test_outputs_that_harm_nothing_are_accepted_and_nothing_is_left(places, caps
         (["data"], [], "--0 data: cannot be written (Is a directory)"),
         ([], ["file"], "--10 file: cannot be written (File exists)"),
         (["n" * 300], [], "cannot be written (File name too long)"),
-        (["a\0b"], [], "--0 'a\\x00b': not a path (embedded null byte)"),
+        (["a\0b"], [], "--0 'a\\x00b': not a valid path (embedded null byte)"),
         (["pipe"], [], "--0 pipe: cannot be written (a pipe without a reader"),
     ],
 )

@@ -37,7 +37,7 @@ def test_signals_are_noted_and_repeats_ignored(name):
 def test_sighup_stays_ignored_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with signals.watched():
-        with signals.held_back():
+        with signals.blocked():
             pass
         send("SIGHUP")
         assert signals.received() is None
@@ -72,7 +72,7 @@ def test_the_import_of_paddle_does_not_change_what_sigterm_does():
 
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with signals.postponed():
+        with signals.deferred():
             faulthandler.register(signal.SIGTERM)
             assert caught()
         assert not caught()

@@ -1,9 +1,9 @@
-// Batch normalisation with an activation and residual addition in plain loops over float32, summed in float64. The operators
-// call them on the CPU.
+// Reference of batch normalization with an activation and residual addition: loops over float32 that sum in float64.
+// The operators call them on the CPU.
 //
-// Activations are [rows, channels] = [N * H * W, C], channels contiguous. The coefficients of a training step are [4,
-// C]: a and b of y = a x + b, mean, 1 / standard deviation. A mask has one byte for each 16-byte vector of 4 channels;
-// bit i is set where channel i passed the ReLU.
+// Tensors are [rows, channels] = [N * H * W, C], channels contiguous. The coefficients of a training step are [4, C]: a
+// and b of y = a x + b, mean, 1 / standard deviation. A mask has one byte per 16-byte vector of 4 channels; bit i is
+// set if channel i is positive before the ReLU.
 
 #pragma once
 
@@ -17,10 +17,10 @@
 
 namespace reference {
 
-constexpr int kMaskLanes = kVectorBytes / sizeof(float);  // channels of a mask's byte
+constexpr int kMaskLanes = kVectorBytes / sizeof(float);  // channels per byte of a mask
 
-// The batch's coefficients; updates the running statistics, whose variance is the unbiased one, of channels whose
-// statistics are finite in float32.
+// Computes the coefficients of a batch. Updates the running statistics, with the unbiased variance, of channels whose
+// batch statistics are finite in float32.
 inline void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias,
                           float *running_mean, float *running_variance, float momentum, float epsilon,
                           float *coefficients) {
@@ -45,7 +45,7 @@ inline void bn_statistics(const float *x, int rows, int channels, const float *s
   }
 }
 
-// y = A(a x + b [+ z]) with the activation A. `z` and `mask` may be null.
+// Computes y = A(a x + b [+ z]) with the activation A. `z` and `mask` may be null.
 template <class A>
 void bn_apply(A, const float *x, const float *z, int rows, int channels, const float *a, const float *b, float *y,
               uint8_t *mask) {
@@ -61,7 +61,7 @@ void bn_apply(A, const float *x, const float *z, int rows, int channels, const f
   }
 }
 
-// bn_apply with the running statistics.
+// Like bn_apply, with the running statistics.
 template <class A>
 void bn_infer(A activation, const float *x, const float *z, int rows, int channels, const float *scale,
               const float *bias, const float *mean, const float *variance, float epsilon, float *y) {
@@ -73,9 +73,9 @@ void bn_infer(A activation, const float *x, const float *z, int rows, int channe
   bn_apply(activation, x, z, rows, channels, a.data(), b.data(), y, nullptr);
 }
 
-// Ioffe and Szegedy, arXiv:1502.03167, section 3. The output's gradient is dy [+ dy2]. The decisions of a ReLU come from
-// `mask` where there is one, otherwise the activation A sees a x + b again. `dy2`, `mask` and `dz` may be null; dz gets
-// the gradient before the ReLU.
+// Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2]. With a `mask`, the gradient
+// of the ReLU uses it; otherwise the input of the activation A is recomputed as a x + b. `dy2`, `mask` and `dz` may be
+// null; dz receives the gradient before the ReLU.
 template <class A>
 void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, int rows, int channels,
                  const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {

@@ -1,5 +1,5 @@
-// Softmax cross entropy, accuracies and gradient in plain loops over float32, summed in float64. The operators call
-// them on the CPU. Logits are [rows, classes], classes contiguous.
+// Reference of softmax cross entropy, accuracies and gradient: loops over float32 that sum in float64. The operators
+// call them on the CPU. Logits are [rows, classes], classes contiguous.
 
 #pragma once
 
@@ -10,10 +10,12 @@
 
 namespace reference {
 
-// Each row's losses, of_softmax [rows, 2] and pairs [rows, 2], as loss_rows in loss.cu defines them. Over the batch:
-// the mean loss, unless `loss` is null, and the accuracies; top1 is -1 if a label is out of range.
-inline void loss(const float *logits, const int64_t *labels, int rows, int classes, float smoothing, int k,
-                 float *losses, float *of_softmax, int64_t *pairs, float *loss, float *top1, float *topk) {
+// Computes losses, of_softmax [rows, 2] and pairs [rows, 2] of each row as defined by loss_rows in loss.cu. Over the
+// batch, computes the mean loss, unless `loss` is null, and the accuracies; top1 is -1 if a label is out of range.
+// `weights` [rows, classes], unless null, replace the labels in the loss.
+inline void loss(const float *logits, const int64_t *labels, const float *weights, int rows, int classes,
+                 float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs, float *loss, float *top1,
+                 float *topk) {
   double total = 0;
   int hits = 0, hits_k = 0, out_of_range = 0;
   for (int row = 0; row < rows; ++row) {
@@ -26,14 +28,19 @@ inline void loss(const float *logits, const int64_t *labels, int rows, int class
     for (int i = classes - 1; i >= 0; --i) {
       if (x[i] >= largest) largest = x[i], first = i;  // false for NaN
     }
-    double exponentials = 0, differences = 0;
-    int ahead = 0;  // classes that rank before the label's; of equal logits the lower class does
+    double exponentials = 0, differences = 0, target = static_cast<double>(own) - largest;
+    if (weights && is_class) target = 0;
+    int ahead = 0;  // number of classes that rank above the label; ties are won by the lower class
     for (int i = 0; i < classes; ++i) {
       exponentials += std::exp(static_cast<double>(x[i]) - largest);
       differences += static_cast<double>(x[i]) - largest;
+      if (weights) {
+        const double weight = weights[static_cast<int64_t>(row) * classes + i];
+        if (weight != 0) target += weight * (static_cast<double>(x[i]) - largest);
+      }
       ahead += x[i] > own || (x[i] == own && i < label);
     }
-    double value = std::log(exponentials) - (1 - smoothing) * (static_cast<double>(own) - largest);
+    double value = std::log(exponentials) - (1 - smoothing) * target;
     if (smoothing != 0) value -= smoothing / classes * differences;
     losses[row] = value;
     total += value;
@@ -50,13 +57,14 @@ inline void loss(const float *logits, const int64_t *labels, int rows, int class
   *topk = static_cast<float>(hits_k) / rows;
 }
 
-// Gradient of the mean loss, times `dloss`; NaN in the rows whose label is out of range.
-inline void loss_gradient(const float *logits, const int64_t *labels, const float *of_softmax, float dloss, int rows,
-                          int classes, float smoothing, float *dlogits) {
+// Computes the gradient of the mean loss times `dloss`; rows whose label is out of range are NaN.
+inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights, const float *of_softmax,
+                          float dloss, int rows, int classes, float smoothing, float *dlogits) {
   for (int64_t i = 0; i < static_cast<int64_t>(rows) * classes; ++i) {
     const int64_t row = i / classes, label = labels[row];
     const double factor = label >= 0 && label < classes ? dloss / rows : NAN;
-    const double target = smoothing / classes + (i % classes == label ? 1 - smoothing : 0);
+    const double weight = weights ? weights[i] : i % classes == label;
+    const double target = smoothing / classes + (1 - smoothing) * weight;
     dlogits[i] =
         (std::exp(static_cast<double>(logits[i]) - of_softmax[2 * row] - of_softmax[2 * row + 1]) - target) * factor;
   }

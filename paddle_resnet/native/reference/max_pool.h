@@ -1,6 +1,6 @@
-// Max pooling of [N, H, W, C] and its gradient in plain loops over float32, which the operators call on the CPU.
+// Reference of max pooling of [N, H, W, C] and its gradient: loops over float32 that the operators call on the CPU.
 //
-// Position p of a window is its pixel (p / kernel, p % kernel), counted from the top left, padding included.
+// Position p of a window is the pixel (p / kernel, p % kernel) from its upper left corner, including padding.
 
 #pragma once
 
@@ -12,7 +12,8 @@
 
 namespace reference {
 
-// y and positions: [batch, out_height, out_width, channels]. The first of equal values counts; NaN wins.
+// Computes y and positions [batch, out_height, out_width, channels]. The first of equal values is the maximum; NaN is
+// larger than all numbers.
 inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {
@@ -33,7 +34,7 @@ inline void max_pool(const float *x, int batch, int channels, const Window &wind
   }
 }
 
-// The output's gradient is dy [+ dy2]; `dy2` may be null. dx: [batch, height, width, channels].
+// Computes dx [batch, height, width, channels] for the gradient dy [+ dy2] of the output; `dy2` may be null.
 inline void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *positions, int batch, int channels,
                               const Window &window, float *dx) {
   std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);

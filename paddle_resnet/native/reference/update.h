@@ -1,4 +1,4 @@
-// The optimizer's loops over one float32 tensor, which the operators call on the CPU.
+// Reference of the updates: loops over one float32 tensor, which the operators call on the CPU.
 
 #pragma once
 
@@ -14,8 +14,17 @@ inline bool is_finite(const float *values, int64_t size) {
   return std::all_of(values, values + size, [](float value) { return std::isfinite(value); });
 }
 
-// v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. `unscale` 0 skips
-// the step. `master` may be null; otherwise it becomes a copy of the parameter.
+inline double sum_squares(const float *values, int64_t size, float unscale) {
+  double sum = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const double value = static_cast<double>(values[i]) * unscale;
+    sum += value * value;
+  }
+  return sum;
+}
+
+// Momentum: v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. The
+// step is skipped if `unscale` is 0. Unless `master` is null, it receives a copy of the parameter.
 inline void momentum(const float *gradient, int64_t size, float rate, float unscale, float mu, bool nesterov,
                      float decay, float *velocity, float *parameter, float *master) {
   if (unscale == 0) return;
@@ -27,10 +36,10 @@ inline void momentum(const float *gradient, int64_t size, float rate, float unsc
   }
 }
 
-// p -= rate ratio (u + decay p), where u is Adam's direction and ratio is 1, or LAMB's |p| / |u + decay p|: You et al.,
-// arXiv:1904.00962, algorithm 2. LAMB's ratio is 1 without weight decay, too, and if a norm is 0. `power1`, `power2`: the
-// powers of the betas in this step; they become those of the next one. `unscale` 0 skips the step. `master` may be null;
-// otherwise it becomes a copy of the parameter.
+// AdamW and LAMB: p -= rate ratio (u + decay p), where u is Adam's direction. For AdamW, ratio is 1; for LAMB, it is
+// |p| / |u + decay p|, or 1 without weight decay or if a norm is 0: You et al., arXiv:1904.00962, algorithm 2. `power1`
+// and `power2`, the powers of the betas, are updated for the next step. The step is skipped if `unscale` is 0. Unless
+// `master` is null, it receives a copy of the parameter.
 inline void adam(const float *gradient, int64_t size, float rate, float unscale, const Adam &rule, bool is_lamb,
                  float decay, float *m, float *v, float *power1, float *power2, float *parameter, float *master) {
   if (unscale == 0) return;
@@ -51,6 +60,11 @@ inline void adam(const float *gradient, int64_t size, float rate, float unscale,
     if (master) master[i] = parameter[i];
   }
   *power1 *= rule.beta1, *power2 *= rule.beta2;
+}
+
+// Computes average += weight (value - average).
+inline void follow_average(const float *value, int64_t size, float weight, float *average) {
+  for (int64_t i = 0; i < size; ++i) average[i] += weight * (value[i] - average[i]);
 }
 
 }  // namespace reference

@@ -15,7 +15,7 @@ from paddle.base.framework import OpProtoHolder
 
 import other_paddle
 from conftest import ROOT, TINY
-from paddle_resnet import compat
+from paddle_resnet.machine import compat
 from utils.errors import UsageError
 
 only_paddle_2 = pytest.mark.skipif(compat.IS_PADDLE_3, reason="a difference of Paddle 2.6")
@@ -86,7 +86,7 @@ def test_programs_are_legacy_ones_if_paddle_was_imported_first(monkeypatch):
 def test_the_program_format_is_set_in_one_place():
     paths = [*ROOT.glob("*.py"), *ROOT.glob("paddle_resnet/**/*.py"), *ROOT.glob("utils/*.py")]
     setting = [path for path in paths if "FLAGS_enable_pir_api" in path.read_text()]
-    assert sorted(setting) == [ROOT / "paddle_resnet/__init__.py", ROOT / "paddle_resnet/compat.py"]
+    assert sorted(setting) == [ROOT / "paddle_resnet/__init__.py", ROOT / "paddle_resnet/machine/compat.py"]
 
 
 PIR = """

@@ -1,14 +1,14 @@
-"""CUDA libraries from Python packages: Paddle finds them without LD_LIBRARY_PATH.
+"""CUDA libraries from Python packages, which Paddle finds without LD_LIBRARY_PATH.
 
 Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). The
-nvidia-*-cu11 packages hold libcudnn.so.8 in folders that nothing searches. Paddle's call comes from libphi.so and
-searches, in this order,
+nvidia-*-cu11 packages contain libcudnn.so.8, in folders that are not on any search path. Paddle opens them from
+libphi.so, so the linker searches, in this order,
 1. LD_LIBRARY_PATH,
 2. the folder that libphi.so was loaded from,
 3. the system's folders (ldconfig), then /usr/local/cuda/lib64.
-So libphi.so is loaded, before Paddle loads it, from a folder of links that has the packages' libraries beside it. This
-is done only where cuDNN or cuBLAS is neither on LD_LIBRARY_PATH nor in the system's folders: what the user has set up
-wins. Paddle 3 and Paddle's builds for CUDA 12 find their packages themselves.
+So libphi.so is loaded, before Paddle loads it, from a folder of links that also contains links to the packages'
+libraries. This happens only if cuDNN or cuBLAS is neither on LD_LIBRARY_PATH nor in the system's folders: the user's
+setup takes precedence. Paddle 3 and Paddle's builds for CUDA 12 find their packages themselves.
 """
 
 import contextlib
@@ -18,20 +18,19 @@ import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from utils import cache
+from utils import cache, files
 from utils.errors import UsageError
 
-# Package folder: the version in its libraries' names that CUDA 11.8 and Paddle 2.6 want. Another package may have put
-# another version into the same folder. Paddle opens cuSOLVER when it begins to record a CUDA graph.
+# Package folder: version in the names of its libraries that CUDA 11.8 and Paddle 2.6 need. A different package may have
+# installed a different version in the same folder. Paddle opens cuSOLVER when it begins to capture a CUDA graph.
 PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
 PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
-# What Paddle 2.6 opens in every training step: {name: (library, major version)}. cuDNN 8 opens its own parts, and ends
-# the process where one is missing.
+# Libraries that Paddle 2.6 opens in every training step: {name: (library, major version)}. cuDNN 8 opens its own parts,
+# and ends the process if one is missing.
 NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcublasLt.so": ("cuBLAS", 11)}
 NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_train", "cnn_infer", "cnn_train")}
 NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
@@ -41,7 +40,7 @@ _is_late = False  # whether Paddle was imported before this module
 
 
 class _BeforePaddle:
-    """A finder that finds nothing and is asked when Paddle is about to be imported."""
+    """An import hook that finds no modules and is called when Paddle is about to be imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "paddle":
@@ -50,7 +49,7 @@ class _BeforePaddle:
 
 
 def prepare():
-    """Let the import of Paddle, whenever it comes, load libphi.so from the folder of links."""
+    """Make a later import of Paddle load libphi.so from the folder of links."""
     global _is_late
     _is_late = "paddle" in sys.modules
     if not _is_late:
@@ -62,12 +61,12 @@ def _load_phi():
     links = {} if _are_set_up() else _links()
     if links:
         _folder = _make_folder(links)
-        with contextlib.suppress(OSError):  # the import of Paddle says what is wrong
+        with contextlib.suppress(OSError):  # the import of Paddle reports the problem
             ctypes.CDLL(str(_folder / "libphi.so"))
 
 
 def _are_set_up():
-    """Whether the user's path or the system has the libraries that every step needs."""
+    """Whether LD_LIBRARY_PATH or the system contains the libraries that every step needs."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders.append("/usr/local/cuda/lib64")
     return all(
@@ -77,12 +76,12 @@ def _are_set_up():
 
 
 def _links():
-    """{name: target} for the folder; {} where this Paddle needs none."""
-    found = importlib.util.find_spec("paddle")
+    """Return {name: target} for the folder; {} if this Paddle does not need it."""
+    spec = importlib.util.find_spec("paddle")
     packages = importlib.util.find_spec("nvidia")
-    if found is None or packages is None:
+    if spec is None or packages is None:
         return {}
-    paddle = Path(found.submodule_search_locations[0])
+    paddle = Path(spec.submodule_search_locations[0])
     with contextlib.suppress(OSError):
         text = (paddle / "version/__init__.py").read_text()
         values = dict(re.findall(r"^(\w+) *= *'(.*)'", text, re.M))
@@ -97,7 +96,7 @@ def _links():
 
 
 def is_served():
-    """Whether the imported Paddle is one that this module serves. Others bring their libraries, or look for them."""
+    """Whether the imported Paddle needs this module. Other builds include or find their libraries themselves."""
     import paddle
 
     return _is_served(paddle.version.full_version, str(paddle.version.cuda()))
@@ -113,14 +112,15 @@ def _make_folder(links):
         folder = cache.folder() / f"libraries-{key.hexdigest()[:16]}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
-            part = Path(tempfile.mkdtemp(dir=folder.parent, prefix="libraries.part."))
-            _fill(part, links)
             try:
-                part.rename(folder)
-            except OSError:  # another process was faster
-                shutil.rmtree(part)
+                with files.written(folder) as part:
+                    part.mkdir(mode=0o700)
+                    _fill(part, links)
+            except OSError:
+                if not folder.exists():  # otherwise another process has created it
+                    raise
         return folder
-    except (OSError, UsageError):  # no cache folder: links for this process alone
+    except (OSError, UsageError):  # no cache folder: create links for this process only
         _make_folder.temporary = tempfile.TemporaryDirectory(prefix="paddle_resnet_libraries.")
         _fill(Path(_make_folder.temporary.name), links)
         return Path(_make_folder.temporary.name)
@@ -132,12 +132,12 @@ def _fill(folder, links):
 
 
 def problem(several_gpus=False):
-    """What keeps Paddle from its CUDA libraries; to be called after the import of Paddle.
+    """Check that Paddle can open its CUDA libraries. Call this after the import of Paddle.
 
     Args:
-        several_gpus: NCCL is needed, too.
+        several_gpus: whether NCCL is needed, too.
     Returns:
-        a sentence with the remedy, or None.
+        the problem with its remedy, or None.
     """
     import paddle
 
@@ -147,21 +147,21 @@ def problem(several_gpus=False):
     for name, (library, major) in needed.items():
         path = find(name)
         if path is None:
-            found = "cannot be opened"
+            state = "cannot be opened"
         elif _major(path) != major:
-            found = f"is {path}"
+            state = f"is {path}"
         else:
             continue
         return (
-            f"Paddle {paddle.__version__} needs {library} {major} and {name} {found}: python -m pip install -r "
-            "requirements.txt brings it; LD_LIBRARY_PATH goes before that"
+            f"Paddle {paddle.__version__} needs {library} {major}, but {name} {state}; install it with python -m pip "
+            "install -r requirements.txt, and remove other versions from LD_LIBRARY_PATH, which takes precedence"
             + ("; import paddle_resnet before paddle" if _is_late else "")
         )
     return None
 
 
 def find(name):
-    """Open a library as Paddle will; returns the path of its file, or None if there is none."""
+    """Open a library like Paddle; returns the path of its file, or None if there is none."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []
     for candidate in (*[f"{folder}/{name}" for folder in folders], name, f"/usr/local/cuda/lib64/{name}"):
@@ -172,7 +172,7 @@ def find(name):
 
 
 class _LinkMap(ctypes.Structure):
-    """The beginning of struct link_map (link.h), which glibc's dlopen returns."""
+    """The first fields of struct link_map (link.h), which glibc's dlopen returns."""
 
     _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
 
@@ -182,5 +182,5 @@ def _path(library):
 
 
 def _major(path):
-    found = re.search(r"\.so\.(\d+)", Path(path).name)
-    return found and int(found[1])
+    match = re.search(r"\.so\.(\d+)", Path(path).name)
+    return match and int(match[1])

@@ -1,4 +1,4 @@
-// The operator that copies metrics to the host without blocking it, and the queue from which Python reads them.
+// The operator that copies metrics to the host asynchronously, and the ring buffer from which Python reads them.
 
 #pragma once
 
@@ -11,18 +11,18 @@
 
 namespace {
 
-// A ring of the last kSlots posts. A post is a step's values: copied to pinned memory on the step's stream, with an
-// event recorded after the copies. The Executor's own fetch would block the host inside the step until the GPU catches
-// up.
-class Posts {
+// A ring buffer of the last kSlots copies. A copy contains the values of a step: they are copied to pinned memory on
+// the step's stream, followed by an event. The Executor's fetch would instead block the host until the GPU has finished
+// the step.
+class AsyncCopies {
  public:
   static constexpr int kSlots = 4;
-  static Posts &get() {
-    static Posts posts;
-    return posts;
+  static AsyncCopies &get() {
+    static AsyncCopies copies;
+    return copies;
   }
 
-  // Enqueues the copies of a new post, which overwrites the oldest.
+  // Enqueues a new copy, which overwrites the oldest one.
   void add(const Tensors &values) {
     Slot &slot = slots_[count_ % kSlots];
     size_t size = 0;
@@ -45,11 +45,11 @@ class Posts {
     ++count_;
   }
 
-  // Posts so far; the latest has number count() - 1.
+  // Number of copies so far; the latest one has number count() - 1.
   uint64_t count() const { return count_; }
 
-  // Blocks until a post has arrived, then points `memory` at its value i. Returns 0, the driver's error code, or -1 if
-  // the post is not one of the last kSlots.
+  // Blocks until a copy is complete, then points `memory` at its value i. Returns 0, the driver's error code, or -1 if
+  // the copy is not one of the last kSlots.
   int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
     if (number >= count_ || count_ - number > kSlots) return -1;
     const Slot &slot = slots_[number % kSlots];
@@ -64,7 +64,7 @@ class Posts {
 
  private:
   struct Part {
-    size_t start, bytes;  // of a value in its slot's memory; starts are multiples of kVectorBytes
+    size_t start, bytes;  // location of a value in the memory of its slot; `start` is a multiple of kVectorBytes
   };
   struct Slot {
     std::vector<Part> parts;
@@ -80,10 +80,10 @@ class Posts {
     static const auto copy = driver<int (*)(void *, uintptr_t, size_t, CUstream_st *)>("cuMemcpyDtoHAsync_v2");
     static const auto record = driver<int (*)(void *, CUstream_st *)>("cuEventRecord");
     if (slot.event == nullptr) {
-      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps instead of spinning
+      constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // the host sleeps instead of polling
       check(driver<int (*)(void **)>("cuCtxGetCurrent")(&context_), "cuCtxGetCurrent");
       check(driver<int (*)(void **, unsigned)>("cuEventCreate")(&slot.event, kBlockingSync | kDisableTiming),
-            "an event");
+            "cuEventCreate");
     }
     if (slot.pinned_size < size) {
       if (slot.pinned) check(driver<int (*)(void *)>("cuMemFreeHost")(slot.pinned), "cuMemFreeHost");
@@ -94,18 +94,19 @@ class Posts {
     slot.is_on_gpu = true;
     for (size_t i = 0; i < values.size(); ++i) {
       const uintptr_t from = reinterpret_cast<uintptr_t>(values[i].data());
-      check(copy(slot.memory + slot.parts[i].start, from, slot.parts[i].bytes, tensor_stream(&values[i])), "a copy");
+      check(copy(slot.memory + slot.parts[i].start, from, slot.parts[i].bytes, tensor_stream(&values[i])),
+            "cuMemcpyDtoHAsync");
     }
     check(record(slot.event, tensor_stream(&values[0])), "cuEventRecord");
   }
 
   Slot slots_[kSlots];
   uint64_t count_ = 0;
-  void *context_ = nullptr;  // of the thread that posts; Python may wait in another
+  void *context_ = nullptr;  // of the copying thread; Python may wait in a different thread
 };
 
-std::vector<Tensor> Post(const Tensors &values) {
-  Posts::get().add(values);
+std::vector<Tensor> AsyncCopy(const Tensors &values) {
+  AsyncCopies::get().add(values);
   return {paddle::empty({1}, DataType::INT32, values[0].place())};  // Paddle requires an output
 }
 

@@ -1,4 +1,4 @@
-"""The watches of a job in one event loop, and real ones. Whole jobs are in test_jobs.py."""
+"""The monitors of a job in one event loop, and real ones. Whole jobs are in test_jobs.py."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, wait_until
-from paddle_resnet.job import channel, watch
+from paddle_resnet.job import channel, monitor
 from paddle_resnet.job.position import Position
 
 NO_ROOM = {"failed": "no room", "code": 2}
@@ -21,46 +21,46 @@ NO_ROOM = {"failed": "no room", "code": 2}
 
 @pytest.fixture(autouse=True)
 def killed(monkeypatch):
-    """Signals of watches in this process, which are not sent: their ranks have the number of this one's parent."""
+    """Signals of monitors in this process, which are not sent: their ranks have the number of this one's parent."""
     killed = []
-    monkeypatch.setattr(watch, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
+    monkeypatch.setattr(monitor, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
     return killed
 
 
 class Job:
-    """Ranks, each with its watch; that of rank 0 has the judge."""
+    """Ranks, each with its monitor; that of rank 0 has the coordinator."""
 
     def __init__(self, world_size=3, timeout_s=600):
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.judge = watch._Judge(world_size, timeout_s, self._listener)
+        self.coordinator = monitor._Coordinator(world_size, timeout_s, self._listener)
         self.address = dict(zip(("host", "port"), self._listener.getsockname(), strict=True))
         self.keys = [(rank, f"key {rank}") for rank in range(world_size)]
         self._timeout_s, self._ends = timeout_s, [self._listener]
 
     async def start(self, rank, knows_the_others=True, pid=None):
-        """A rank: the connection to its watch, its position, and the task that ends with its watch."""
+        """A rank: the connection to its monitor, its position, and the task that ends with its monitor."""
         near, far = socket.socketpair()
         position = Position()
         self._ends += [near, far]
-        judge = self.judge if rank == 0 else None
+        coordinator = self.coordinator if rank == 0 else None
         common = (rank, self._timeout_s, 0.02, "master:1", pid or os.getppid(), far)
-        one = watch.Watch(*common, Position(os.dup(position.descriptor)), judge)
+        one = monitor.Monitor(*common, Position(os.dup(position.descriptor)), coordinator)
 
         async def run():
             await one.run()
-            if judge:
-                await judge.finish()
+            if coordinator:
+                await coordinator.finish()
 
         reader, writer = await asyncio.open_unix_connection(sock=near)
-        this = SimpleNamespace(reader=reader, writer=writer, position=position, watch=asyncio.create_task(run()))
+        this = SimpleNamespace(reader=reader, writer=writer, position=position, monitor=asyncio.create_task(run()))
         if knows_the_others:
-            address = {**self.address, "key": dict(self.keys)[rank], **({"keys": self.keys} if judge else {})}
-            tell(this, {"address": address})
+            address = {**self.address, "key": dict(self.keys)[rank], **({"keys": self.keys} if coordinator else {})}
+            send(this, {"address": address})
         return this
 
     async def start_all(self):
         ranks = [await self.start(rank) for rank, _ in self.keys]
-        await until(lambda: len(self.judge._peers) == len(ranks))
+        await until(lambda: len(self.coordinator._peers) == len(ranks))
         return ranks
 
 
@@ -78,16 +78,16 @@ def run(scenario, *args, **kwargs):
     return asyncio.run(run())
 
 
-def tell(rank, message):
+def send(rank, message):
     rank.writer.write(channel.encode(message))
 
 
-async def verdict(rank, has_ended=True):
+async def exit_code(rank, has_ended=True):
     """The exit code that a rank gets, which ends then; 0: it may leave."""
     code = await rank.reader.read(1)
     if has_ended:
         rank.writer.close()
-        await rank.watch
+        await rank.monitor
     return code[0]
 
 
@@ -98,12 +98,12 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_keys_of_many_ranks_reach_the_judge():
+def test_keys_of_many_ranks_reach_the_coordinator():
     async def scenario(job):
         job.keys = [(rank, "0" * 64) for rank in range(5000)]
         rank = await job.start(0)
-        await until(lambda: len(job.judge._seen) == 5000 and 0 in job.judge._peers)
-        rank.watch.cancel()
+        await until(lambda: len(job.coordinator._seen) == 5000 and 0 in job.coordinator._peers)
+        rank.monitor.cancel()
 
     run(scenario)
 
@@ -111,8 +111,8 @@ def test_keys_of_many_ranks_reach_the_judge():
 def test_first_cause_goes_to_all_ranks(capsys):
     async def scenario(job):
         ranks = await job.start_all()
-        tell(ranks[2], NO_ROOM)
-        assert await asyncio.gather(*map(verdict, ranks)) == [2, 2, 0]
+        send(ranks[2], NO_ROOM)
+        assert await asyncio.gather(*map(exit_code, ranks)) == [2, 2, 0]
 
     run(scenario)
     assert capsys.readouterr().err == "train.py: error: rank 2 failed first: no room\n" * 2
@@ -121,8 +121,8 @@ def test_first_cause_goes_to_all_ranks(capsys):
 def test_failure_of_rank_0_is_told_and_it_ends_by_itself(capsys):
     async def scenario(job):
         ranks = await job.start_all()
-        tell(ranks[0], NO_ROOM)
-        assert await asyncio.gather(*map(verdict, ranks)) == [0, 2, 2]
+        send(ranks[0], NO_ROOM)
+        assert await asyncio.gather(*map(exit_code, ranks)) == [0, 2, 2]
 
     run(scenario)
     assert capsys.readouterr().err == "train.py: error: rank 0 failed first: no room\n" * 2
@@ -136,10 +136,10 @@ def test_rank_that_is_lost_is_named_with_its_place(capsys, rank):
         ranks[rank].position.step(2, waits=True)
         ranks[rank].writer.close()
         others = [other for other in ranks if other is not ranks[rank]]
-        assert await asyncio.gather(*map(verdict, others)) == [1, 1]
+        assert await asyncio.gather(*map(exit_code, others)) == [1, 1]
 
     run(scenario)
-    says = f"rank {rank} failed first: its process ended without a word in epoch 7 train, step 2, waiting for images: "
+    says = f"rank {rank} failed first: its process exited without an error message in epoch 7 train, step 2, "
     assert capsys.readouterr().err.count(f"train.py: error: {says}") == 2
 
 
@@ -149,12 +149,12 @@ def test_rank_that_is_late_hears_the_cause_too(capsys, is_connected):
         ranks = [await job.start(rank) for rank in (0, 1)]
         if is_connected:
             ranks.append(await job.start(2))
-        tell(ranks[0], NO_ROOM)
+        send(ranks[0], NO_ROOM)
         await ranks[0].reader.read(1)
         if not is_connected:
             ranks.append(await job.start(2))
-        assert await asyncio.gather(*map(verdict, ranks[1:])) == [2, 2]
-        await ranks[0].watch
+        assert await asyncio.gather(*map(exit_code, ranks[1:])) == [2, 2]
+        await ranks[0].monitor
 
     run(scenario)
     assert capsys.readouterr().err.count("rank 0 failed first: no room") == 2
@@ -164,16 +164,16 @@ def test_ranks_that_take_their_leave_are_not_missed(capsys):
     async def scenario(job):
         ranks = await job.start_all()
         for rank in (1, 2, 0):
-            tell(ranks[rank], {"bye": True})
-            assert await verdict(ranks[rank]) == 0
-        assert job.judge._end is None
+            send(ranks[rank], {"bye": True})
+            assert await exit_code(ranks[rank]) == 0
+        assert job.coordinator._end is None
 
     run(scenario)
     assert capsys.readouterr().err == ""
 
 
-def test_rank_that_stands_still_is_named_after_the_timeout(capsys, killed):
-    """No rank runs Python here, as if C code kept its lock: the watches read where all are."""
+def test_rank_that_stalls_is_named_after_the_timeout(capsys, killed):
+    """No rank runs Python here, as if C code held the GIL: the monitors read where all are."""
 
     async def scenario(job):
         ranks = await job.start_all()
@@ -183,68 +183,70 @@ def test_rank_that_stands_still_is_named_after_the_timeout(capsys, killed):
         start = time.monotonic()
         while time.monotonic() < start + 0.5:
             ranks[0].position.step(9, waits=False)
-            assert job.judge._end is None
+            assert job.coordinator._end is None
             await asyncio.sleep(0.01)
-        assert await asyncio.gather(*map(verdict, ranks)) == [1, 1, 1]
+        assert await asyncio.gather(*map(exit_code, ranks)) == [1, 1, 1]
 
     run(scenario, timeout_s=1)
-    says = (
-        "--comm-timeout-s 1: no progress for that long: rank 2 last seen in epoch 0 train, step 7, waiting for images"
-    )
+    says = "--comm-timeout-s 1: no progress for 1 s; rank 2 is in epoch 0 train, step 7, waiting for images"
     assert capsys.readouterr().err == f"train.py: error: {says}, others wait in epoch 0 train, step 9\n" * 3
     assert not killed
 
 
 def test_progress_of_other_ranks_does_not_count():
-    judge, now = watch._Judge(2, 50, None), time.monotonic()
-    judge._seen = {0: ([1, 8, "epoch 0 train"], now), 1: ([1, 2, "epoch 0 train"], now - 49)}
-    judge.look()
-    assert judge._end is None
-    judge._seen[1] = ([1, 2, "epoch 0 train"], now - 50)
-    judge.look()
-    assert "rank 1 last seen in epoch 0 train, step 0, others wait in epoch 0 train, step 3" in judge._end["end"]
+    coordinator, now = monitor._Coordinator(2, 50, None), time.monotonic()
+    coordinator._seen = {0: ([1, 8, "epoch 0 train"], now), 1: ([1, 2, "epoch 0 train"], now - 49)}
+    coordinator.check_progress()
+    assert coordinator._end is None
+    coordinator._seen[1] = ([1, 2, "epoch 0 train"], now - 50)
+    coordinator.check_progress()
+    assert "rank 1 is in epoch 0 train, step 0, others wait in epoch 0 train, step 3" in coordinator._end["end"]
 
 
 def test_stopped_rank_is_named_wherever_the_others_are(capsys, monkeypatch):
-    monkeypatch.setattr(watch.Watch, "_has_rank_ended", lambda self: self._is_rank_gone)  # the process is a stand-in
+    monkeypatch.setattr(
+        monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone
+    )  # the process is a stand-in
 
     async def scenario(job, pid):
         ranks = [await job.start(0), await job.start(1, pid=pid)]
         for rank in ranks:
             rank.position.phase("epoch 0 train")
             rank.position.step(7, waits=False)
-        assert await asyncio.gather(*map(verdict, ranks)) == [1, 1]
+        assert await asyncio.gather(*map(exit_code, ranks)) == [1, 1]
 
     with subprocess.Popen(["sleep", "60"]) as process:
         process.send_signal(signal.SIGSTOP)
         run(scenario, process.pid, world_size=2, timeout_s=0.2)
         process.kill()
-    says = "no progress for that long: rank 1 stopped by SIGSTOP or a debugger in epoch 0 train, step 7"
+    says = "no progress for 0.2 s; rank 1 stopped by SIGSTOP or a debugger in epoch 0 train, step 7"
     assert capsys.readouterr().err == f"train.py: error: --comm-timeout-s 0.2: {says}\n" * 2
 
 
 def test_ranks_that_do_not_find_each_other_end_after_the_timeout(capsys):
     async def scenario(job):
         ranks = [await job.start(rank, knows_the_others=False) for rank in (0, 1)]
-        assert await asyncio.gather(*map(verdict, ranks)) == [1, 1]
+        assert await asyncio.gather(*map(exit_code, ranks)) == [1, 1]
 
     run(scenario, timeout_s=0.2)
-    says = "--comm-timeout-s 0.2: the ranks have not found each other for 0 s (PADDLE_MASTER master:1)"
+    says = "--comm-timeout-s 0.2: not all ranks have connected after 0 s; check PADDLE_MASTER master:1 and the network"
     assert capsys.readouterr().err == f"train.py: error: {says}\n" * 2
 
 
 def test_silence_of_rank_0_ends_a_rank(capsys):
-    """As of a machine that stands still."""
+    """As if the machine had stalled."""
 
     async def scenario(job):
         async def welcome(rank, reader, writer):
             await asyncio.sleep(60)
 
         await channel.serve(job._listener, job.keys, welcome)
-        assert await verdict(await job.start(1)) == 1
+        assert await exit_code(await job.start(1)) == 1
 
     run(scenario, timeout_s=0.2)
-    assert "0.2: rank 0 has not been heard of for 0 s (PADDLE_MASTER master:1)" in capsys.readouterr().err
+    assert (
+        "0.2: no message from rank 0 after 0 s; check PADDLE_MASTER master:1 and the network" in capsys.readouterr().err
+    )
 
 
 def test_rank_0_gone_ends_a_rank(capsys):
@@ -253,10 +255,10 @@ def test_rank_0_gone_ends_a_rank(capsys):
             pass
 
         await channel.serve(job._listener, job.keys, welcome)
-        assert await verdict(await job.start(1)) == 1
+        assert await exit_code(await job.start(1)) == 1
 
     run(scenario)
-    assert "rank 0 failed first: its process ended without a word:" in capsys.readouterr().err
+    assert "rank 0 failed first: its process exited without an error message:" in capsys.readouterr().err
 
 
 def test_rank_0_that_cannot_be_reached_is_named(capsys, monkeypatch):
@@ -264,25 +266,25 @@ def test_rank_0_that_cannot_be_reached_is_named(capsys, monkeypatch):
 
     async def scenario(job):
         job._listener.close()
-        assert await verdict(await job.start(1)) == 1
+        assert await exit_code(await job.start(1)) == 1
         return job.address["port"]
 
     port = run(scenario)
-    assert f"no connection to the watch of rank 0 at 127.0.0.1:{port} (" in capsys.readouterr().err
+    assert f"monitor of rank 0 at 127.0.0.1:{port}: cannot be reached (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_another", [False, True])
 def test_rank_that_cannot_end_is_killed(capsys, monkeypatch, killed, is_another):
-    """As one whose C code keeps Python's lock, but no other process that has got its number since."""
-    monkeypatch.setattr(watch, "GRACE_S", 0.1)
+    """As one whose C code holds the GIL, but no other process that has got its number since."""
+    monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
     async def scenario(job):
         ranks = await job.start_all()
-        tell(ranks[2], NO_ROOM)
-        assert await verdict(ranks[1], has_ended=False) == 2
+        send(ranks[2], NO_ROOM)
+        assert await exit_code(ranks[1], has_ended=False) == 2
         if is_another:
-            monkeypatch.setattr(watch.os, "getppid", lambda: 1)
-        await asyncio.gather(*(rank.watch for rank in ranks))
+            monkeypatch.setattr(monitor.os, "getppid", lambda: 1)
+        await asyncio.gather(*(rank.monitor for rank in ranks))
 
     run(scenario)
     assert set(killed) == (set() if is_another else {(os.getppid(), signal.SIGKILL)})
@@ -291,11 +293,11 @@ def test_rank_that_cannot_end_is_killed(capsys, monkeypatch, killed, is_another)
 
 def test_rank_stops_when_its_launcher_is_gone(monkeypatch, killed):
     parents = iter([10, 10, 1, 1, 1])
-    monkeypatch.setattr(watch, "_parent", lambda pid: next(parents, 1))
+    monkeypatch.setattr(monitor, "_parent", lambda pid: next(parents, 1))
 
     async def scenario(job):
         rank = await job.start(1)
-        await until(lambda: killed or rank.watch.done())
+        await until(lambda: killed or rank.monitor.done())
         await asyncio.sleep(0.2)
 
     run(scenario)
@@ -303,8 +305,8 @@ def test_rank_stops_when_its_launcher_is_gone(monkeypatch, killed):
 
 
 def test_parent_of_a_process():
-    assert watch._parent(os.getpid()) == os.getppid()
-    assert watch._parent(2**22 + 1) is None
+    assert monitor._parent(os.getpid()) == os.getppid()
+    assert monitor._parent(2**22 + 1) is None
 
 
 @pytest.mark.parametrize("kind", ["full disk", "broken pipe", "closed"])
@@ -314,12 +316,12 @@ def test_log_that_cannot_be_written_keeps_no_rank_alive(monkeypatch, kind):
     stream = open("/dev/full" if kind == "full disk" else write, "w")  # noqa: SIM115
     if kind == "closed":
         stream.close()
-    monkeypatch.setattr(watch.sys, "stderr", stream)
+    monkeypatch.setattr(monitor.sys, "stderr", stream)
 
     async def scenario(job):
         ranks = await job.start_all()
-        tell(ranks[2], NO_ROOM)
-        assert await asyncio.gather(*map(verdict, ranks)) == [2, 2, 0]
+        send(ranks[2], NO_ROOM)
+        assert await asyncio.gather(*map(exit_code, ranks)) == [2, 2, 0]
 
     run(scenario)
     monkeypatch.undo()
@@ -349,42 +351,42 @@ def test_what_is_no_message_of_a_rank_ends_nothing(capsys):
         for message in nonsense:
             writer.write(channel.encode(message))
         writer.write(channel.encode({"at": [1, 4, "epoch 0 train"]}))
-        await until(lambda: job.judge._seen and job.judge._seen[2][0] == [1, 4, "epoch 0 train"])
-        assert job.judge._end is None
-        assert len(job.judge._peers) == 3
+        await until(lambda: job.coordinator._seen and job.coordinator._seen[2][0] == [1, 4, "epoch 0 train"])
+        assert job.coordinator._end is None
+        assert len(job.coordinator._peers) == 3
         for one in ranks:
-            assert not one.watch.done()
-            one.watch.cancel()
+            assert not one.monitor.done()
+            one.monitor.cancel()
 
     run(scenario)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("key", ["key 2", "key 1", "another"])
-def test_judge_takes_each_rank_once_and_no_stranger_for_one(key):
+def test_coordinator_accepts_each_rank_once_and_no_unauthenticated_client(key):
     async def scenario(job):
         ranks = await job.start_all()
         with contextlib.suppress(ConnectionError):  # a second rank 2 is told nothing, the others are no rank 2
             reader, writer = await channel._prove(**job.address, key=key, rank=2)
             writer.write(channel.encode(NO_ROOM))
             assert await channel.receive(reader) is None
-        assert job.judge._end is None
-        assert len(job.judge._peers) == 3
+        assert job.coordinator._end is None
+        assert len(job.coordinator._peers) == 3
         for one in ranks:
-            one.watch.cancel()
+            one.monitor.cancel()
 
     run(scenario)
 
 
 def start(listener):
-    """A real watch of rank 0, and its rank's end of their connection."""
+    """A real monitor of rank 0, and its rank's end of their connection."""
     near, far = socket.socketpair()
     with far:
-        return watch.start(0, 1, 600, "master:1", far, Position(), listener), near
+        return monitor.start(0, 1, 600, "master:1", far, Position(), listener), near
 
 
 @pytest.mark.parametrize("says_goodbye", [False, True])
-def test_watch_outlives_neither_its_rank_nor_its_purpose(capfd, tmp_path, monkeypatch, says_goodbye):
+def test_monitor_outlives_neither_its_rank_nor_its_purpose(capfd, tmp_path, monkeypatch, says_goodbye):
     """Neither signals nor modules of the working directory matter to it."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
@@ -401,12 +403,12 @@ def test_watch_outlives_neither_its_rank_nor_its_purpose(capfd, tmp_path, monkey
     assert capfd.readouterr() == ("", "")
 
 
-def test_watch_does_not_wait_for_what_its_rank_has_forked():
+def test_monitor_does_not_wait_for_what_its_rank_has_forked():
     """Such a process has the rank's end of the connection, too."""
     program = (
-        "import os, socket, time; from paddle_resnet.job import position, watch; "
+        "import os, socket, time; from paddle_resnet.job import position, monitor; "
         "near, far = socket.socketpair(); listener = socket.create_server(('127.0.0.1', 0)); "
-        "process = watch.start(0, 2, 10, 'master:1', far, position.Position(), listener); far.close(); "
+        "process = monitor.start(0, 2, 10, 'master:1', far, position.Position(), listener); far.close(); "
         "child = os.fork(); child or time.sleep(1000); print(process.pid, child, flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as rank:

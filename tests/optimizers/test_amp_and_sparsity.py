@@ -5,13 +5,13 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four
-from paddle_resnet import optimizer, program
+from conftest import MASK_ALGORITHMS, NHWC, assert_two_of_four, frozen
+from helpers import build, random_batches, variable
+from paddle_resnet import program
 from paddle_resnet.models import loss_head
 from paddle_resnet.native import build as native
-from paddle_resnet.optimizers import table
+from paddle_resnet.optimizers import amp, sparsity, table
 from paddle_resnet.passes import all_reduces, fusion, updates
-from test_program import build, random_batches, variable
 
 
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
@@ -20,7 +20,7 @@ def test_pruning_leaves_two_of_four(parse, algorithm, channels):
     args = parse("--asp", "--prune-model", "--mask-algo", algorithm, "--image-shape", f"{channels},32,32")
     _, _, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters()}
-    masks = optimizer.prune(args, main, paddle.CPUPlace())
+    masks = sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)
     pruned = [name for name in before if np.any(variable(name) != before[name])]
     assert set(masks) == {f"conv2d_{i}.w_0" for i in range(9)}
     dense = {"conv2d_0.w_0"} if channels == 3 else set()
@@ -38,15 +38,15 @@ def test_pruning_leaves_two_of_four(parse, algorithm, channels):
 
 @pytest.fixture
 def gpu_lists(monkeypatch):
-    """Paddle's CPU build knows no float16 kernel and would cast nothing: its list of unsupported operators, emptied."""
-    lists = optimizer._amp_lists
+    """Clear Paddle's list of unsupported operators: its CPU build has no float16 kernels and would cast nothing."""
+    lists = amp._amp_lists
 
     def all_supported(*args):
         result = lists(*args)
         result.unsupported_list = set()
         return result
 
-    monkeypatch.setattr(optimizer, "_amp_lists", all_supported)
+    monkeypatch.setattr(amp, "_amp_lists", all_supported)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -56,7 +56,7 @@ def gpu_lists(monkeypatch):
 def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
     parse, monkeypatch, gpu_lists, level, dtype, is_train, kernels
 ):
-    """How the program is rewritten; a GPU runs it in test_gpu.py."""
+    """The rewritten program; test_gpu.py runs it."""
     half = getattr(paddle, dtype)
     args = parse("--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html")  # with logits
     if kernels == "native":
@@ -66,13 +66,13 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
     main = static.Program()
-    fetchs, _, _, _ = program.build(args, main, static.Program(), 1, is_train=is_train)
+    fetchs, _, _, _ = program.build(frozen(args), main, static.Program(), 1, is_train=is_train)
     if not is_train:
         cast = []
         for p in main.all_parameters():  # what a run has loaded
             static.global_scope().var(p.name).get_tensor().set(np.zeros(p.shape, "float32"), paddle.CPUPlace())
-        monkeypatch.setattr(optimizer.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
-        optimizer.cast_evaluation_program(args, main, paddle.CPUPlace())
+        monkeypatch.setattr(amp.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
+        amp.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
         assert len(cast) == (level == "O2")
     block = main.global_block()
     by_type = {}
@@ -103,7 +103,7 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
 
 @pytest.fixture
 def use_native():
-    """Let flags have the project's own kernels."""
+    """Make flags select the custom kernels."""
     if native.missing() is not None:
         pytest.skip(native.missing())
     native.load()
@@ -126,19 +126,20 @@ def use_native():
     ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
 def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
-    """Each with its own gradient, state, decay, and master if it has one; and Paddle's operators are gone."""
+    """Each parameter has its own gradient, state, decay and, in half precision, master; Paddle's operators are
+    removed."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
     use_native(args)
     args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # refused on a CPU
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
     main = static.Program()
-    program.build(args, main, static.Program(), 1)
+    program.build(frozen(args), main, static.Program(), 1)
     expected, rule = {}, table.OPTIMIZERS[name]
     for op in table.updates(main):
         others = [name for word in ("Grad", *rule.state.values(), "MasterParam") for name in op.input(word)]
         expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
-    assert len(expected) == 29
+    assert expected.keys() == {parameter.name for parameter in main.all_parameters() if parameter.trainable}
     fusion.fuse(main)
     by_type, found = {op.type: op for op in main.global_block().ops}, {}
     for native_name, masters in ((rule.native, []), (f"{rule.native}_masters", ["Masters"])):
@@ -162,7 +163,7 @@ def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, le
 
 
 def test_bfloat16_parameters_follow_their_float32_masters(parse):
-    """The update alone, on the CPU, beside the one in float32: the forward pass has no bfloat16 kernels there."""
+    """Only the update, compared with float32: the forward pass has no bfloat16 kernels on the CPU."""
     found = {}
     for dtype in (paddle.float32, paddle.bfloat16):
         main, startup = static.Program(), static.Program()
@@ -196,8 +197,8 @@ START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
 def pairs_first(*parameters):
-    """The product of three lists of two values: four combinations have each pair of values once, the others run with
-    -m soak."""
+    """Return the product of three lists of two values. Four combinations cover each pair of values once; the others run
+    with -m soak."""
     for indices in itertools.product((0, 1), repeat=3):
         values = [values[i] for values, i in zip(parameters, indices, strict=True)]
         yield pytest.param(*values, marks=[pytest.mark.soak] if sum(indices) % 2 else [])
@@ -207,7 +208,7 @@ def pairs_first(*parameters):
     ("kernels", "level", "is_sparse"), pairs_first(["paddle", "native"], ["O1", "O2"], [False, True])
 )
 def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is_sparse):
-    """AMP on the CPU: everything stays in float32, and the loss is scaled."""
+    """AMP on the CPU: all values are float32, and the loss is scaled."""
     flags = ["--asp", "--prune-model"] if is_sparse else []
     is_native = kernels == "native"
     args = parse("--lr", "0.1", "--weight-decay", "0.01", *(NHWC if is_native else []), *flags)
@@ -216,7 +217,7 @@ def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is
     args.amp, args.amp_level, args.use_dynamic_loss_scaling, args.scale_loss = True, level, True, 1024.0
     compiled, exe, fetchs, lr_scheduler, main = build(args)
     if flags:
-        optimizer.prune(args, main, paddle.CPUPlace())
+        sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)
     names = [p.name for p in main.all_parameters() if "_mean" not in p.name and "_variance" not in p.name]
     names = [name for name in names if name not in all_reduces.bn_statistics(main)]
     velocities = {p: f"{p}_velocity_0" for p in names if not p.endswith("asp_mask")}
@@ -282,11 +283,11 @@ def test_fused_update_with_loss_scaling_is_the_plain_update(parse, use_native, i
 
 
 def test_steps_without_overflow_are_those_of_the_plain_update(parse, monkeypatch):
-    def parameters(is_mended):
+    def parameters(is_fixed):
         args = parse("--lr", "0.1")
         args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, True, 1024.0
         with monkeypatch.context() as patch, static.scope_guard(static.Scope()):
-            if not is_mended:
+            if not is_fixed:
                 patch.setattr(updates, "_keep_parameters_on_overflow", lambda _: None)
             compiled, exe, fetchs, lr_scheduler, main = build(args)
             for images, labels in random_batches(3):
@@ -294,6 +295,6 @@ def test_steps_without_overflow_are_those_of_the_plain_update(parse, monkeypatch
                 lr_scheduler.step()
             return {p.name: variable(p.name) for p in main.all_parameters()}
 
-    plain, mended = parameters(False), parameters(True)
+    plain, fixed = parameters(False), parameters(True)
     for name in plain:
-        np.testing.assert_array_equal(plain[name], mended[name], err_msg=name)
+        np.testing.assert_array_equal(plain[name], fixed[name], err_msg=name)

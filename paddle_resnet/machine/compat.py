@@ -1,7 +1,7 @@
-"""Where Paddle 2.6 and Paddle 3 differ. tests/test_compat.py fails for each difference that is gone.
+"""Differences between Paddle 2.6 and Paddle 3. tests/machine/test_compat.py fails for each one that no longer exists.
 
 The project builds legacy Programs on both (`FLAGS_enable_pir_api=0`, set in paddle_resnet/__init__.py). Functions
-import Paddle's inner modules, since a version to be refused may lack them.
+import Paddle's internal modules, since an unsupported version may lack them.
 """
 
 import numpy as np
@@ -10,34 +10,34 @@ from paddle import static
 
 from utils.errors import UsageError
 
-# The whole suite passes with these. A newer patch release of the same line is taken.
+# The whole test suite passes with these. Newer patch releases of the same minor versions are accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = paddle.version.major == "3"
 _PIR = "FLAGS_enable_pir_api"
 
 
 def check_version(version=paddle.__version__):
-    """Refuse a Paddle that is neither of the line of LOWEST nor of that of HIGHEST, or that builds PIR programs.
+    """Check that Paddle has the minor version of LOWEST or HIGHEST and does not build PIR programs.
 
     Raises:
-        UsageError: it is another one, or does.
+        UsageError: the version is not supported, or it builds PIR programs.
     """
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
         lowest, highest = (".".join(map(str, tested)) for tested in (LOWEST, HIGHEST))
         raise UsageError(
-            f"Paddle {version} is not supported: this project was tested with {lowest} (lowest) and {highest} "
-            f"(highest): install one of them, for example with make venv PADDLE={highest}"
+            f"Paddle {version} is not supported: this project is tested with {lowest} (lowest) and {highest} "
+            f"(highest); install one of them, for example with make venv PADDLE={highest}"
         )
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         raise UsageError(
             f"{_PIR}: Paddle {version} builds PIR programs, for which it lacks Fleet's optimizer, mixed precision and "
-            "sparsity: unset it, and import paddle_resnet before Paddle (docs/paddle3.md has what was tried)"
+            "sparsity; unset it, and import paddle_resnet before Paddle (see docs/paddle3.md)"
         )
 
 
 def leave_pir():
-    """Switch Paddle 3 to legacy programs after its import, as its own OldIrGuard does."""
+    """Switch Paddle 3 to legacy programs after its import, like its own OldIrGuard."""
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         from paddle import pir_utils
 
@@ -45,14 +45,14 @@ def leave_pir():
         pir_utils._switch_to_old_ir_()
 
 
-# What Fleet writes for a gradient. Paddle 3's operator has no attribute use_calc_stream: it always runs on the
-# communication's own stream.
+# The operator that Fleet inserts for a gradient. Paddle 3's has no attribute use_calc_stream: it always runs on the
+# communication stream.
 ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"
 HAS_CALC_STREAM = not IS_PADDLE_3
 
 
 def append_all_reduce(block, variable):
-    """Append the sum of a variable over all processes, in place.
+    """Append an operator that sums a variable over all processes, in place.
 
     In Paddle 3.3, paddle.distributed.all_reduce fails in a legacy Program: "expected str instance, ReduceOp found".
     """
@@ -67,11 +67,11 @@ def append_all_reduce(block, variable):
 def start_gloo(prepare):
     """Connect the processes of a job on CPUs.
 
-    The operators of Paddle 3 want a communicator over the launcher's store; without it they fail with "NCCLCommContext
-    is nullptr". Those of Paddle 2.6 want what init_parallel_env makes, which starts processes.
+    The operators of Paddle 3 need a communicator over the launcher's store; without it they fail with "NCCLCommContext
+    is nullptr". Those of Paddle 2.6 need the environment of init_parallel_env, which starts processes.
 
     Args:
-        prepare: called before processes are started; what it returns is kept until they have.
+        prepare: called before processes are started; its return value is kept alive until they have started.
     """
     if IS_PADDLE_3:
         from paddle.base import core
@@ -85,12 +85,13 @@ def start_gloo(prepare):
 
 
 def sqrt(x):
-    """paddle.sqrt of a legacy variable, which Paddle 3.3 refuses: "sqrt(): argument (position 1) must be Value"."""
+    """Like paddle.sqrt, also for legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1) must be
+    Value"."""
     return _append("sqrt", x)
 
 
 def accept_legacy_any():
-    """Let paddle.any take legacy variables again, which Paddle 3.3 refuses like those of sqrt.
+    """Make paddle.any accept legacy variables, which Paddle 3.3 rejects as in sqrt.
 
     Paddle's own mixed precision calls it at level O2, for the gradients of both precisions.
     """
@@ -117,7 +118,7 @@ def _append(op_type, x, **attrs):
 
 
 def assigned(op):
-    """The float32 array that an assign_value operator holds: in Paddle 3 a list of Scalar, in 2.6 one list a type."""
+    """Return the float32 array of an assign_value operator: Paddle 3 stores a list of Scalar, 2.6 one list per type."""
     values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
     return np.array(values, np.float32).reshape(op.attr("shape"))
 
@@ -126,7 +127,7 @@ def fuse_residual_units(strategy):
     """Set BuildStrategy.fuse_resunit, which Paddle 2.6 lacks and Paddle 3 has in GPU builds with cuDNN's frontend.
 
     Raises:
-        UsageError: this Paddle lacks it.
+        UsageError: this Paddle does not have it.
     """
     try:
         if not hasattr(strategy, "fuse_resunit"):
@@ -134,6 +135,6 @@ def fuse_residual_units(strategy):
         strategy.fuse_resunit = True
     except RuntimeError as e:
         raise UsageError(
-            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit: drop the flag, the "
-            "other operators are fused without it"
+            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit; remove the flag, "
+            "the other operators are fused without it"
         ) from e

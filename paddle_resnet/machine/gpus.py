@@ -1,4 +1,4 @@
-"""Whether the installed Paddle can compute on this machine's GPU. train.py and doctor.py say the same words."""
+"""Check whether the installed Paddle can use this machine's GPU. train.py and doctor.py print the same messages."""
 
 import mmap
 import struct
@@ -8,52 +8,52 @@ import numpy as np
 import paddle
 from paddle import static
 
-from paddle_resnet import libraries
+from paddle_resnet.machine import libraries
 from utils import logger
 from utils.errors import UsageError, core
 
-INSTALL = 'make venv PADDLE="REQUIREMENT -i INDEX" installs another build, see docs/install.md'
-_FATBIN = b"\x50\xed\x55\xba"  # begins each file of GPU code inside a library
+INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
+_FATBIN = b"\x50\xed\x55\xba"  # start of each file of GPU code inside a library
 _CUBIN, _PTX = 2, 1
 
 
-def settle(device, index, several):
-    """Settle --device auto, and refuse --device gpu where Paddle cannot compute on the GPU.
+def resolve(device, index, several):
+    """Resolve --device auto, and check --device gpu.
 
     Args:
         device: "auto", "gpu" or "cpu".
-        index: the GPU as Paddle counts.
-        several: the job has several processes.
+        index: Paddle's index of the GPU.
+        several: whether the job has several processes.
     Returns:
         "gpu" or "cpu".
     Raises:
-        UsageError: --device gpu, and problem() has found one.
+        UsageError: device is "gpu", and Paddle cannot use the GPU.
     """
     if device == "cpu":
         return "cpu"
-    found = problem(index, several)
-    if found is None:
+    reason = problem(index, several)
+    if reason is None:
         return "gpu"
     if device == "gpu":
-        raise UsageError(f"--device gpu: {found}")
+        raise UsageError(f"--device gpu: {reason}")
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
-        logger.warn(f"--device auto: this run is on the CPU: {found}")
+        logger.warn(f"--device auto: this run is on the CPU: {reason}")
     return "cpu"
 
 
 def problem(index, several=False):
-    """What keeps Paddle from computing on a GPU; it tries one of Paddle's own kernels.
+    """Check whether Paddle can use a GPU, by running one of Paddle's own kernels.
 
     Args:
-        index: the GPU as Paddle counts.
-        several: the job has several GPUs.
+        index: Paddle's index of the GPU.
+        several: whether the job has several GPUs.
     Returns:
-        a sentence with the remedy, or None.
+        the problem with its remedy, or None.
     """
     if not paddle.is_compiled_with_cuda():
-        return f"Paddle {paddle.__version__} is a CPU build: install a GPU build, or give --device cpu; {INSTALL}"
+        return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {INSTALL}"
     if index >= paddle.device.cuda.device_count():
-        return f"Paddle {paddle.__version__} sees no GPU {index}: see nvidia-smi, or give --device cpu"
+        return f"Paddle {paddle.__version__} detects no GPU {index}; check nvidia-smi, or use --device cpu"
     return libraries.problem(several) or _kernel_problem(index)
 
 
@@ -69,7 +69,7 @@ def _kernel_problem(index):
         reason = f"{values.tolist()} + {values.tolist()} gives {result.tolist()}"
     except (RuntimeError, OSError) as e:
         reason = core(e)
-    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}): {INSTALL}"
+    return f"{describe(index)} cannot run the kernels of {describe_build()} ({reason}); {INSTALL}"
 
 
 def describe(index):
@@ -78,14 +78,14 @@ def describe(index):
 
 
 def describe_build():
-    """Such as "Paddle 2.6.2 for CUDA 11.8, compute capability 6.1 to 8.6"."""
+    """Describe the installed Paddle, such as "Paddle 2.6.2 for CUDA 11.8, which has compute capability 8.0 9.0"."""
     capabilities = " ".join(build_capabilities()) or "unknown"
     return f"Paddle {paddle.__version__} for CUDA {paddle.version.cuda()}, which has compute capability {capabilities}"
 
 
 def build_capabilities():
-    """Compute capabilities that the installed Paddle has kernels for, such as ["8.0", "9.0"]; "9.0+" also serves newer
-    ones (PTX)."""
+    """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]; "9.0+" also
+    supports newer ones (PTX)."""
     if hasattr(paddle.version, "cuda_archs"):  # since Paddle 3.0
         found = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
     else:
@@ -96,7 +96,7 @@ def build_capabilities():
 
 
 def _architectures(library, files=64):
-    """{(architecture, kind)} of the first files of GPU code in a library; all files of a build have the same."""
+    """Return {(architecture, kind)} of the first files of GPU code in a library; they are the same in all files."""
     found, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         while files and (position := memory.find(_FATBIN, position)) >= 0:

@@ -7,7 +7,7 @@ import paddle
 import pytest
 from paddle import static
 
-from paddle_resnet import gpus, libraries
+from paddle_resnet.machine import gpus, libraries
 from utils.errors import UsageError
 
 
@@ -42,7 +42,7 @@ def gpu(monkeypatch):
 
 def test_gpu_that_works(gpu):
     assert gpus.problem(0) is None
-    assert gpus.settle("auto", 0, False) == gpus.settle("gpu", 0, False) == "gpu"
+    assert gpus.resolve("auto", 0, False) == gpus.resolve("gpu", 0, False) == "gpu"
 
 
 NO_KERNEL = OSError(
@@ -56,13 +56,13 @@ def test_gpu_without_kernels(gpu, capsys):
     says = (
         "GPU 0 (NVIDIA H100, compute capability 9.0) cannot run the kernels of "
         f"Paddle {paddle.__version__} for CUDA 11.8, which has compute capability 6.1 7.0 8.6 "
-        "(ExternalError: CUDA error(209), no kernel image is available for execution on the device): make venv PADDLE="
+        "(ExternalError: CUDA error(209), no kernel image is available for execution on the device); install "
     )
     assert gpus.problem(0).startswith(says)
     with pytest.raises(UsageError) as e:
-        gpus.settle("gpu", 0, False)
+        gpus.resolve("gpu", 0, False)
     assert str(e.value).startswith(f"--device gpu: {says}")
-    assert gpus.settle("auto", 0, False) == "cpu"
+    assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err.startswith(f"warning: --device auto: this run is on the CPU: {says}")
 
 
@@ -78,19 +78,19 @@ def test_missing_library_comes_before_the_kernel(gpu, monkeypatch):
 
 
 def test_no_gpu_build_and_no_gpu(gpu, monkeypatch, capsys):
-    assert "sees no GPU 1" in gpus.problem(1)
+    assert "detects no GPU 1" in gpus.problem(1)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
-    assert "sees no GPU 0" in gpus.problem(0)
-    assert gpus.settle("auto", 0, False) == "cpu"
+    assert "detects no GPU 0" in gpus.problem(0)
+    assert gpus.resolve("auto", 0, False) == "cpu"
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
-    assert "is a CPU build: install a GPU build" in gpus.problem(0)
-    assert gpus.settle("auto", 0, False) == "cpu"
+    assert "is a CPU build; use --device cpu" in gpus.problem(0)
+    assert gpus.resolve("auto", 0, False) == "cpu"
     assert capsys.readouterr().err == ""  # a machine without GPU is no news
 
 
 def test_cpu_asks_nothing(monkeypatch):
     monkeypatch.setattr(gpus, "problem", None)
-    assert gpus.settle("cpu", 0, False) == "cpu"
+    assert gpus.resolve("cpu", 0, False) == "cpu"
 
 
 def entry(kind, arch, payload):

@@ -1,6 +1,6 @@
-"""Networks that turn images into probabilities: a checkpoint's, an exported one, an ONNX file. All have one interface.
+"""Inference networks from checkpoints, exports and ONNX files, all with the same interface.
 
-Images and probabilities are NumPy arrays. `description`, the content of model.json, says which images a network takes.
+Images and probabilities are NumPy arrays. `description`, the content of model.json, defines a network's input.
 """
 
 import json
@@ -14,19 +14,23 @@ import numpy as np
 import paddle
 from paddle import static
 
-import config
-from paddle_resnet import onnx_writer, preprocessing
+from paddle_resnet import resolution
 from paddle_resnet.checkpoints import arrays, folders, restore, variables
 from paddle_resnet.job import processes
+from paddle_resnet.machine import gpus
 from paddle_resnet.models import MODELS, build_model, ends
+from paddle_resnet.models import logits as network_logits
 from paddle_resnet.program import compile_prog
+from paddle_resnet.serving import onnx_writer, preprocessing
+from paddle_resnet.settings import parsing
+from paddle_resnet.settings.values import network_name
 from utils import errors, files, logger
 from utils.checks import is_number, is_table, is_text
 from utils.errors import UsageError
 
-NAME = "model"  # of the files of an export: model.pdmodel, model.pdiparams, model.json, model.onnx
-SUFFIXES = ("pdmodel", "pdiparams")  # of Paddle Inference's two files
-MAX_ONNX_BYTES = 2**31  # of protobuf
+NAME = "model"  # file name without suffix: model.pdmodel, model.pdiparams, model.json, model.onnx
+SUFFIXES = ("pdmodel", "pdiparams")  # files of Paddle Inference
+MAX_ONNX_BYTES = 2**31  # limit of protobuf
 
 
 @dataclass
@@ -34,9 +38,9 @@ class Model:
     """A network that is ready to run.
 
     Attributes:
-        engine: what runs it: "Executor", "paddle.inference" or "onnxruntime".
+        engine: "Executor", "paddle.inference" or "onnxruntime".
         description: content of model.json.
-        outputs: function from images (shape and type: description["input"]) to [probabilities], or, if opened with
+        outputs: function from images (shape and type: description["input"]) to [probabilities] or, if opened with
             logits, [probabilities, logits]; each is float32 [N, classes].
     """
 
@@ -50,14 +54,14 @@ class Model:
 
 @dataclass
 class Network:
-    """The inference network of a checkpoint: float32, NCHW, three channels, without masks and optimizer.
+    """The inference network of a checkpoint: float32, NCHW, three channels, without masks or optimizer.
 
     Attributes:
-        args: flags of the training, for this device and layout.
+        args: flags of the training run, with this device and layout.
         meta: content of meta.json.
-        program, images, probabilities, logits: static.Program, its input, its output, and the input of its softmax.
+        program, images, probabilities, logits: static.Program, its input, its output and the input of its softmax.
         description: content of model.json.
-        scope: holds the parameters.
+        scope: contains the parameters.
     """
 
     args: object
@@ -71,13 +75,13 @@ class Network:
 
     @property
     def exe(self):
-        return static.Executor(processes.place(self.args))
+        return static.Executor(processes.place(self.args.device))
 
     def parameter(self, name):
         return np.array(self.scope.find_var(name).get_tensor())
 
     def model(self, logits=False):
-        """The Model that the Executor runs, compiled as for an evaluation."""
+        """Return a Model that runs in the Executor, compiled as for an evaluation."""
         compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
         fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
 
@@ -87,27 +91,31 @@ class Network:
         return Model("Executor", self.description, outputs)
 
 
-def load_checkpoint(checkpoint, device="cpu", uint8=False):
-    """The inference network of a checkpoint.
+def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None):
+    """Load the inference network of a checkpoint.
 
     Args:
-        checkpoint: folder of a checkpoint at the end of an epoch, or of a run (folders.resolve). Its meta.json has the
-            architecture, the classes, the image shape, the names of the files and the preprocessing. NVIDIA's example
-            writes none: the shapes of the parameters show the architecture, and the preprocessing is the example's.
+        checkpoint: folder of a run, or of a checkpoint saved at the end of an epoch (folders.resolve). Its meta.json
+            contains the architecture, the classes, the image shape, the file names and the preprocessing. NVIDIA's
+            example does not write one: the architecture is then inferred from the shapes of the parameters, and the
+            preprocessing is the example's.
         device: "cpu" or "gpu".
-        uint8: the network takes pixels, uint8 [N, H, W, 3], and normalises them. Otherwise it takes normalised images,
+        uint8: the input is pixels, uint8 [N, H, W, 3], which the network normalises. Otherwise it is normalised images,
             float32 [N, 3, H, W].
+        model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
     Returns:
         Network.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or is of the middle of an epoch.
+        UsageError: the checkpoint does not exist, is damaged or was saved inside an epoch; or its network is defined in
+            a file that is missing or not specified.
     """
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
-    args = restore.recorded_flags(checkpoint, meta)
-    for name, value in {"amp": False, "kernels": "paddle", "fuse_resunit": False, "resume": False}.items():
-        setattr(args, name, value)
-    args.device, args.data_layout = device, "NCHW"
+    args = restore.recorded_flags(checkpoint, meta, model_arch_name)
+    if model_arch_name is not None:
+        args.set("Python", model_arch_name=model_arch_name)
+    overrides = {"amp": False, "kernels": "paddle", "fuse_resunit": False, "resume": False}
+    args.set("Python", **overrides, device=device, data_layout="NCHW")
     paddle.enable_static()
     trained, startup, *_ = _build(args)
     channels, args.image_shape = args.image_shape[0], [3, *args.image_shape[1:]]
@@ -115,50 +123,57 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False):
     network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
     with static.scope_guard(network.scope):
         network.exe.run(startup)
-        variables.load(args, checkpoint, trained, processes.place(args))
-        if channels > 3:  # the loader's fourth channel is zero, so what the filters make of it is, too
+        variables.load(args, checkpoint, trained, processes.place(args.device), log=_log)
+        if channels > 3:
+            # The loader's fourth channel is zero, so its filters do not contribute to the output.
             stem = ends(program).first
             network.scope.find_var(stem).get_tensor().set(
-                np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args)
+                np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args.device)
             )
     return network
 
 
 def resolve(folder):
-    """The checkpoint to use for a folder, as folders.resolve. The log line goes to stderr: stdout has the results."""
-    return folders.resolve(folder, log=lambda line: logger.write_line(line, sys.stderr))
+    """Return the checkpoint to use for a folder, like folders.resolve."""
+    return folders.resolve(folder, log=_log)
+
+
+def _log(line):
+    """Print a line on stderr, because stdout is for results."""
+    logger.write_line(line, sys.stderr)
 
 
 def _read_meta(checkpoint):
     if not Path(checkpoint).is_dir():
-        raise UsageError(f"{checkpoint} is not a folder: choose a checkpoint, such as output/ResNet50/best")
+        raise UsageError(f"{checkpoint}: not a folder; choose a checkpoint, such as output/ResNet50/best")
     if not folders.is_checkpoint(checkpoint):
         raise UsageError(
-            f"{checkpoint} has neither {folders.META} nor parameters: choose a checkpoint, such as output/ResNet50/best"
+            f"{checkpoint}: contains neither {folders.META} nor parameters; choose a checkpoint, such as "
+            "output/ResNet50/best"
         )
     if folders.is_foreign(checkpoint):
         return _meta_of_example(Path(checkpoint))
     try:
         meta = folders.verify(checkpoint)
     except folders.DamagedError as e:
-        raise UsageError(f"{checkpoint} is damaged: {e}: name another checkpoint") from e
+        raise UsageError(f"{checkpoint}: damaged ({e}); choose a different checkpoint") from e
     if meta["step"] is not None:
         raise UsageError(
-            f"{checkpoint} was saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes "
-            "averaged their BN statistics: name a checkpoint of the end of an epoch"
+            f"{checkpoint}: saved after {meta['step']} steps of epoch {meta['epoch']}, before the processes averaged "
+            "their BN statistics; choose a checkpoint saved at the end of an epoch"
         )
     return meta
 
 
 def _meta_of_example(checkpoint):
-    """The part of a meta.json that an inference needs, for a checkpoint of NVIDIA's example, which has none."""
-    args = config.from_dict({})
+    """Return the entries of meta.json that inference needs, for a checkpoint of NVIDIA's example, which lacks it."""
+    args = parsing.from_dict({})
     prefix = folders.foreign_prefix(args, checkpoint)
     path = checkpoint / f"{prefix}.pdparams"
     try:
         state = arrays.read_pickle(path)
     except arrays.UnreadableError as e:
-        raise UsageError(f"{path} cannot be read ({e}): choose a different checkpoint") from e
+        raise UsageError(f"{path}: cannot be read ({e}); choose a different checkpoint") from e
     shapes = {name: array.shape for name, array in state.items() if not name.endswith(variables.MASK)}
     filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
     if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
@@ -166,22 +181,22 @@ def _meta_of_example(checkpoint):
         flags |= {"interp": "triangular"}  # the rest of the example's preprocessing is the default
         for arch in MODELS:
             flags["model_arch_name"] = arch
-            if _parameter_shapes(config.from_dict(flags)) == shapes:
+            if _parameter_shapes(parsing.from_dict(flags)) == shapes:
                 logger.warn(
-                    f"{checkpoint} has no {folders.META}: its parameters are those of {arch}; the preprocessing is "
-                    "that of NVIDIA's example, and classes are numbers"
+                    f"{checkpoint}: no {folders.META}, so the architecture is inferred from the parameters ({arch}), "
+                    "the preprocessing is that of NVIDIA's example, and the classes have no names"
                 )
                 at = folders.position(checkpoint.resolve().name)
                 meta = {"epoch": at and at[0], "step": None, "classes": [], "evaluated": None}
                 return {**meta, "arguments": flags}
     raise UsageError(
-        f"{checkpoint} has no {folders.META}, and its parameters are not those of a network here: use one of "
-        f"{', '.join(MODELS)}"
+        f"{checkpoint}: no {folders.META}, and the parameters do not match any supported network; use a checkpoint of "
+        f"one of {', '.join(MODELS)}"
     )
 
 
 def _parameter_shapes(args):
-    """{name: shape} of a network's parameters and BN statistics."""
+    """Return {name: shape} of a network's parameters and BN statistics."""
     paddle.enable_static()
     program, *_ = _build(args)
     parameters = (var for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter))
@@ -189,7 +204,7 @@ def _parameter_shapes(args):
 
 
 def _build(args, uint8=False):
-    """(program, its start-up program, images, probabilities, logits)"""
+    """Return (program, its startup program, images, probabilities, logits)."""
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
         channels, *size = args.image_shape
@@ -202,9 +217,9 @@ def _build(args, uint8=False):
             normalised = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
         else:
             images = normalised = static.data("images", [None, channels, *size], dtype="float32")
-        model = build_model(args)
+        model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
-        logits = model(normalised)
+        logits = network_logits(model, normalised, args.model_arch_name, args.num_of_class)
         probabilities = paddle.nn.functional.softmax(logits)
         block = program.global_block()
         block._rename_var(probabilities.name, "probabilities")
@@ -213,9 +228,9 @@ def _build(args, uint8=False):
 
 def _describe(args, meta, images, probabilities):
     dtype, layout = ("float32", "NCHW") if images.shape[1] == 3 else ("uint8", "NHWC")
-    evaluated = meta["evaluated"]
+    evaluated, crop = meta["evaluated"], args.image_shape[1:]
     return {
-        "arch": args.model_arch_name,
+        "arch": network_name(args.model_arch_name),
         "input": {
             **{"name": images.name, "shape": [None, *images.shape[1:]], "dtype": dtype, "layout": layout},
             **{"color": "RGB", "values": "normalised" if dtype == "float32" else "levels from 0 to 255"},
@@ -224,7 +239,7 @@ def _describe(args, meta, images, probabilities):
         "preprocessing": {
             "resize_short": args.resize_short,
             "interp": args.interp,
-            "center_crop": args.crop_size,
+            "center_crop": crop if len(set(crop)) > 1 else crop[0],
             "scale": args.normalize_scale,
             "mean": args.normalize_mean,
             "std": args.normalize_std,
@@ -236,36 +251,39 @@ def _describe(args, meta, images, probabilities):
     }
 
 
-def open_model(path, device):
-    """Open a checkpoint's folder, an export's folder or an ONNX file.
+def open_model(path, device, model_arch_name=None):
+    """Open a checkpoint's folder, an export's folder or an ONNX file. model_arch_name: as for load_checkpoint.
 
     Raises:
-        UsageError: it is none of these, is damaged, or its engine is not installed.
+        UsageError: the path is none of these or is damaged, or its engine is not installed.
     """
     path = Path(path)
+    is_export = path.suffix == ".onnx" or os.path.lexists(path / f"{NAME}.json")
+    if is_export and model_arch_name is not None:
+        raise UsageError(f"--model-arch-name {model_arch_name}: not supported with the export {path}; remove the flag")
     if path.suffix == ".onnx":
         return open_onnx(path, device)
     if os.path.lexists(path / f"{NAME}.json"):
         return open_paddle(path, device)
     if path.is_dir():
-        return load_checkpoint(path, device).model()
-    raise UsageError(f"{path} does not exist: name the folder of a checkpoint or of an export, or an ONNX file")
+        return load_checkpoint(path, device, model_arch_name=model_arch_name).model()
+    raise UsageError(f"{path}: does not exist; use the folder of a checkpoint or of an export, or an ONNX file")
 
 
 def open_paddle(folder, device, logits=False):
-    """The network of an export's folder, run by Paddle Inference; errors of open_model."""
+    """Open the network in the folder of an export with Paddle Inference. Raises the errors of open_model."""
     from paddle import inference
 
     description = _read_description(folder)
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
-        raise UsageError(f"{folder}/{NAME}.json: files has no size and sha256 of {NAME}.*; export it again")
-    try:  # Paddle reads a damaged file into a crash
+        raise UsageError(f"{folder}/{NAME}.json: files lacks the size and sha256 of {NAME}.*; export it again")
+    try:  # Paddle crashes when it reads a damaged file
         for path in paths:
             folders.verify_file(path, description["files"][path.name], f"{NAME}.json")
     except folders.DamagedError as e:
-        raise UsageError(f"{folder} is damaged: {e}: export it again") from e
-    program, parameters = (path.read_bytes() for path in paths)  # Paddle opens only names in UTF-8
+        raise UsageError(f"{folder}: damaged ({e}); export it again") from e
+    program, parameters = (path.read_bytes() for path in paths)  # Paddle opens only paths in UTF-8
     program = _with_logits(program) if logits else program
     settings = inference.Config()
     settings.set_model_buffer(program, len(program), parameters, len(parameters))
@@ -286,11 +304,11 @@ def open_paddle(folder, device, logits=False):
         predictor.run()
         return [predictor.get_output_handle(name).copy_to_cpu() for name in predictor.get_output_names()]
 
-    return _tried(Model("paddle.inference", description, outputs), folder)
+    return _checked_model(Model("paddle.inference", description, outputs), folder)
 
 
 def _with_logits(serialized):
-    """A program of an export whose second output is the input of its softmax; in and out as the bytes of a file."""
+    """Add the input of the softmax as a second output to a program of an export; takes and returns serialized bytes."""
     program = static.deserialize_program(serialized)
     block = program.global_block()
     [logits] = [op.input("X")[0] for op in block.ops if op.type == "softmax"]
@@ -300,7 +318,7 @@ def _with_logits(serialized):
 
 
 def open_onnx(path, device, logits=False):
-    """The network of an ONNX file that the export wrote, run by onnxruntime; errors of open_model."""
+    """Open an ONNX file of an export with onnxruntime. Raises the errors of open_model."""
     onnxruntime = onnx_writer.require("onnxruntime")
     try:
         with files.open_regular(path, MAX_ONNX_BYTES) as file:
@@ -309,8 +327,8 @@ def open_onnx(path, device, logits=False):
         raise UsageError(f"{path}: cannot be read ({e.strerror}); use an ONNX file of an export") from e
     if logits:
         data = onnx_writer.with_logits(data)
-    wanted = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
-    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    preferred = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
+    providers = [name for name in preferred if name in onnxruntime.get_available_providers()]
     try:
         session = onnxruntime.InferenceSession(data, providers=providers)
         text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
@@ -319,25 +337,23 @@ def open_onnx(path, device, logits=False):
         raise UsageError(f"{path}: cannot be opened by onnxruntime ({reason}); export it again") from e
     description = _checked_description(text, path)
     name = description["input"]["name"]
-    return _tried(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)
+    return _checked_model(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)
 
 
-def _tried(model, path):
-    """A model, after one image of zeros has shown that the network fits its description.
+def _checked_model(model, path):
+    """Return a model after running it on an image of zeros.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the network does not match its description.
     """
-    taken, given = model.description["input"], model.description["output"]
+    image, expected = model.description["input"], [1, *model.description["output"]["shape"][1:]]
     try:
-        found = list(model.run(np.zeros([1, *taken["shape"][1:]], taken["dtype"])).shape)
+        shape = list(model.run(np.zeros([1, *image["shape"][1:]], image["dtype"])).shape)
     except Exception as e:  # the engines' errors have no common class
         reason = errors.core(e)
-        raise UsageError(f"{path}: the network does not fit its description ({reason}); export it again") from e
-    if found != [1, given["shape"][1]]:
-        raise UsageError(
-            f"{path}: the output of the network is {found}, not {[1, *given['shape'][1:]]}; export it again"
-        )
+        raise UsageError(f"{path}: the network does not match its description ({reason}); export it again") from e
+    if shape != expected:
+        raise UsageError(f"{path}: the network's output has shape {shape} instead of {expected}; export it again")
     return model
 
 
@@ -357,7 +373,7 @@ def _checked_description(text, path):
     except (ValueError, RecursionError) as e:
         problem = str(e)
     if problem:
-        raise UsageError(f"{path}: does not describe a network of this program ({problem}); export it again")
+        raise UsageError(f"{path}: not a valid description of a network ({problem}); export it again")
     return description
 
 
@@ -365,32 +381,31 @@ def _is_file(value):
     return is_table(value, size=is_number, sha256=is_text)
 
 
-def resolve_device(wanted):
-    """ "cpu" or "gpu" for "auto", "cpu" or "gpu"; raises UsageError where there is no GPU."""
-    args = config.from_dict({"device": wanted})
-    processes.resolve_devices(args)
-    return args.device
+def resolve_device(device):
+    """Resolve "auto" to "cpu" or "gpu"; raises UsageError for "gpu" if Paddle cannot use a GPU."""
+    return gpus.resolve(device, processes.local_gpu(), processes.world_size() > 1)
 
 
 def loader_args(description, batch_size, device="cpu", threads=4):
-    """The flags with which dali.py makes the images that a network takes, but for their type: levels are float32.
+    """Return flags for dali.py to produce a network's input images. Their type is always float32, also for pixels.
 
     Args:
         description: content of model.json.
-        batch_size: images a batch.
+        batch_size: images per batch.
         device: "cpu" or "gpu".
-        threads: of DALI.
+        threads: CPU threads of DALI.
     """
-    told, is_levels = description["preprocessing"], description["input"]["dtype"] == "uint8"
-    crop = told["center_crop"]
+    recorded, is_pixels = description["preprocessing"], description["input"]["dtype"] == "uint8"
+    crop = preprocessing.sides(recorded)
     values = {
-        **{"crop_size": crop, "image_shape": [3, crop, crop], "resize_short": told["resize_short"]},
-        **{"interp": told["interp"], "data_layout": description["input"]["layout"]},
-        **{"normalize_scale": 1 if is_levels else told["scale"]},
-        **{"normalize_mean": [0, 0, 0] if is_levels else told["mean"]},
-        **{"normalize_std": [1, 1, 1] if is_levels else told["std"]},
+        **{"crop_size": min(crop), "image_shape": [3, *crop], "resize_short": recorded["resize_short"]},
+        **{"interp": recorded["interp"], "data_layout": description["input"]["layout"]},
+        **{"normalize_scale": 1 if is_pixels else recorded["scale"]},
+        **{"normalize_mean": [0, 0, 0] if is_pixels else recorded["mean"]},
+        **{"normalize_std": [1, 1, 1] if is_pixels else recorded["std"]},
         **{"batch_size": batch_size, "dali_num_threads": threads, "device": device},
     }
-    args = config.from_dict(values)
-    processes.resolve_devices(args)
+    args = parsing.from_dict(values)
+    resolution.resolve_device(args)
+    resolution.resolve_loader(args)
     return args

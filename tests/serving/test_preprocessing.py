@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from conftest import ROOT
-from paddle_resnet import dali, preprocessing
+from paddle_resnet import dali
+from paddle_resnet.serving import preprocessing
 from utils.mode import Mode
 
 ORIENTATION = 0x112  # the EXIF tag
@@ -59,11 +60,13 @@ VARIANTS = {
 
 @pytest.fixture
 def evaluated(parse, tmp_path):
-    """The evaluation pixels of image files, by the real pipeline: uint8 [N, crop, crop, 3]."""
+    """The evaluation pixels of image files, by the real pipeline: uint8 [N, H, W, 3]."""
 
     def evaluated(resize_short, crop, interp):
         identity = ["--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1"]
-        shape = ["--image-shape", f"3,{crop},{crop}", "--crop-size", crop, "--resize-short", resize_short]
+        height, width = crop if isinstance(crop, list) else (crop, crop)
+        shape = ["--image-shape", f"3,{height},{width}", "--crop-size", min(height, width)]
+        shape += ["--resize-short", resize_short]
         args = parse("--image-root", tmp_path, *identity, *shape, "--interp", interp, "--data-layout", "NHWC")
         return np.concatenate([np.array(batch["data"]) for (batch,) in dali.build_dataloader(args, Mode.EVAL)])
 
@@ -72,14 +75,17 @@ def evaluated(parse, tmp_path):
 
 
 @pytest.mark.parametrize("interp", dali.INTERPOLATION)
-@pytest.mark.parametrize(("resize_short", "crop"), [(256, 224), (36, 32), (110, 97), (64, 64)])
+@pytest.mark.parametrize(
+    ("resize_short", "crop"),
+    [(256, 224), (36, 32), (110, 97), (64, 64), (37, [32, 48]), (256, [320, 224]), (64, [64, 99])],
+)
 def test_pixels_are_those_of_the_evaluation(evaluated, tmp_path, interp, resize_short, crop):
     sizes = [(101, 142), (300, 401), (257, 375), (311, 256), (33, 47), (640, 480)]
     for i, size in enumerate(sizes):
         photo(*size).save(tmp_path / f"val/class/{i}.png")
     for i, expected in enumerate(evaluated(resize_short, crop, interp)):
         found = preprocessing.pixels(tmp_path / f"val/class/{i}.png", told(resize_short, crop, interp))
-        assert found.shape == expected.shape
+        assert found.shape == expected.shape == (*preprocessing.sides(told(resize_short, crop, interp)), 3)
         assert np.abs(found - expected).max() <= 1, sizes[i]
         assert np.mean(found != expected) < 0.15, sizes[i]
 
@@ -109,7 +115,7 @@ def test_normalised_images_are_those_of_the_evaluation(parse, photos):
 
 
 def test_the_file_needs_only_pil_and_numpy():
-    tree = ast.parse((ROOT / "paddle_resnet/preprocessing.py").read_text())
+    tree = ast.parse((ROOT / "paddle_resnet/serving/preprocessing.py").read_text())
     at_the_top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in at_the_top if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in at_the_top if isinstance(node, ast.ImportFrom)}

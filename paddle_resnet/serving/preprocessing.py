@@ -1,8 +1,8 @@
-"""Images as an exported network wants them, in PIL and NumPy alone. Equal to the evaluation pixels of DALI on a CPU to
-one of 255 levels.
+"""Image preprocessing for an exported network, with PIL and NumPy only. The pixels differ by at most one of 255 levels
+from those of an evaluation with DALI on a CPU.
 
-The export writes this file into its folder as preprocess.py. It imports nothing of the project and runs on its own:
-`python preprocess.py IMAGE...`
+The export copies this file to its folder as preprocess.py. The file imports nothing from the project and runs
+standalone: `python preprocess.py IMAGE...`
 """
 
 import json
@@ -15,11 +15,13 @@ from PIL import Image, ImageOps
 
 CONVENTIONS = {
     "decode": "the EXIF orientation is applied; gray, palette and CMYK become RGB; alpha is dropped",
-    "resize": "the scale is resize_short / shorter side on both axes, with the source centred; the longer side rounds "
-    "half up; pixels beyond an edge repeat the edge; results round to whole levels from 0 to 255",
-    "interp": "linear reads the four pixels around a point; triangular, cubic (a = -0.5) and lanczos3 widen when the "
-    "image shrinks",
-    "crop": "central; half a pixel of margin rounds up (58.5 to 59)",
+    "resize": "the scale is resize_short / shorter side on both axes, with the source centred; the longer side is "
+    "rounded half up; pixels beyond an edge repeat the edge; results are rounded to integers from 0 to 255. If "
+    "center_crop is [H, W], the scale is the smallest at which the image covers resize_short / min(H, W) times H and "
+    "W, each rounded half up",
+    "interp": "linear reads the four nearest pixels; triangular, cubic (a = -0.5) and lanczos3 widen when the image is "
+    "downsampled",
+    "crop": "central; margins are rounded half up (58.5 to 59)",
     "normalize": "(level * scale - mean) / std",
 }
 
@@ -29,7 +31,7 @@ def _cubic(x):
     return np.where(x < 1, (1.5 * x - 2.5) * x**2 + 1, np.where(x < 2, ((-0.5 * x + 2.5) * x - 4) * x + 2, 0))
 
 
-# Name: (weight at a distance x >= 0, radius, whether it widens when the image shrinks).
+# Name: (weight at a distance x >= 0, radius, whether the filter widens when the image is downsampled).
 FILTERS = {
     "linear": (lambda x: np.maximum(1 - x, 0), 1, False),
     "triangular": (lambda x: np.maximum(1 - x, 0), 1, True),
@@ -39,8 +41,9 @@ FILTERS = {
 
 
 LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
-MAX_PIXELS = 2**28  # of an image that is decoded, as in training
+MAX_PIXELS = 2**28  # limit for images to decode, as in training
 MAX_JSON_BYTES = 2**24
+MAX_SIDE = 8192  # pixels; limit for resized images, as in training
 
 
 def _is_in(low, high, kinds):
@@ -55,12 +58,13 @@ def _is_text(value):
     return isinstance(value, str)
 
 
-_is_side = _is_in(1, 8192, (int,))
+_is_side = _is_in(1, MAX_SIDE, (int,))
+_is_sides = _is_list_of(_is_side, 2)
 _is_scale = _is_in(1e-12, 1e12, (int, float))
-# What is read from model.json, except for its list of files.
+# Required entries of model.json and their checks. The list of files is checked separately.
 SCHEMA = {
     "preprocessing.resize_short": _is_side,
-    "preprocessing.center_crop": _is_side,
+    "preprocessing.center_crop": lambda value: _is_side(value) or _is_sides(value),
     "preprocessing.interp": lambda value: value in tuple(FILTERS),
     "preprocessing.scale": _is_scale,
     "preprocessing.mean": _is_list_of(_is_in(-1e12, 1e12, (int, float)), 3),
@@ -75,7 +79,7 @@ SCHEMA = {
 
 
 def problem(model):
-    """What is wrong with the content of model.json, as plain data: a few words, or None."""
+    """Return a short description of the first error in the content of model.json; None if there is none."""
     for path, is_valid in SCHEMA.items():
         value = model
         for name in path.split("."):
@@ -84,16 +88,24 @@ def problem(model):
             value = value[name]
         if not is_valid(value):
             return f"{path} is {reprlib.repr(value)[:100]}"
-    side, (_, outputs) = model["preprocessing"]["center_crop"], model["output"]["shape"]
+    crop, (_, outputs) = sides(model["preprocessing"]), model["output"]["shape"]
     layout, shape = LAYOUTS[model["input"]["dtype"]], model["input"]["shape"]
-    expected = [None, 3, side, side] if layout == "NCHW" else [None, side, side, 3]
+    expected = [None, 3, *crop] if layout == "NCHW" else [None, *crop, 3]
     if (model["input"]["layout"], shape) != (layout, expected):
         return f"input.shape is {shape} in {model['input']['layout']}, not {expected} in {layout}"
-    if model["preprocessing"]["resize_short"] < side:
-        return f"preprocessing.resize_short is less than center_crop {side}"
+    if model["preprocessing"]["resize_short"] < min(crop):
+        return f"preprocessing.resize_short is less than center_crop {min(crop)}"
+    if model["preprocessing"]["resize_short"] * max(crop) > MAX_SIDE * min(crop):
+        return f"preprocessing.resize_short is too large for center_crop {crop}"
     if outputs is None or len(model["classes"]) > outputs:
         return f"classes has {len(model['classes'])} names, and output.shape is {model['output']['shape']}"
     return None
+
+
+def sides(preprocessing):
+    """Return [H, W] of the crop. center_crop is a single number for a square."""
+    crop = preprocessing["center_crop"]
+    return crop if isinstance(crop, list) else [crop, crop]
 
 
 def pixels(image, preprocessing):
@@ -101,9 +113,9 @@ def pixels(image, preprocessing):
 
     Args:
         image: path, file or PIL image.
-        preprocessing: that entry of model.json.
+        preprocessing: the entry "preprocessing" of model.json.
     Returns:
-        uint8 [center_crop, center_crop, 3], RGB.
+        uint8 [H, W, 3], RGB.
     """
     if not isinstance(image, Image.Image):
         image = Image.open(image)
@@ -112,16 +124,17 @@ def pixels(image, preprocessing):
         levels = np.rint(np.asarray(image)[..., None] / np.float32(257)).repeat(3, axis=2)
     else:
         levels = np.asarray(image.convert("RGB"), np.float32)
-    crop, interp = preprocessing["center_crop"], preprocessing["interp"]
-    scale = preprocessing["resize_short"] / min(levels.shape[:2])
-    for _ in range(2):  # the first axis, [H, W, 3] to [W, crop, 3], then the other
-        weights = _weights(levels.shape[0], scale, crop, interp)
+    crop, interp = sides(preprocessing), preprocessing["interp"]
+    covered = [int(preprocessing["resize_short"] * side / min(crop) + 0.5) for side in crop]
+    scale = max(covered[0] / levels.shape[0], covered[1] / levels.shape[1])
+    for side in crop:  # height ([H, W, 3] to [W, side, 3]), then width
+        weights = _weights(levels.shape[0], scale, side, interp)
         levels = np.moveaxis(np.tensordot(levels, weights, axes=(0, 1)), 2, 1)
     return np.rint(levels).clip(0, 255).astype(np.uint8)
 
 
 def _weights(size, scale, crop, interp):
-    """The resize and crop of an axis as a matrix, float32 [crop, size]."""
+    """Return resize and crop along one axis as a matrix, float32 [crop, size]."""
     weight, radius, widens = FILTERS[interp]
     resized = int(size * scale + 0.5)
     margin = int((resized - crop + 1) / 2)
@@ -136,37 +149,38 @@ def _weights(size, scale, crop, interp):
 
 
 def preprocess(image, preprocessing):
-    """As pixels, then normalised: float32 [3, center_crop, center_crop]."""
+    """Like pixels, but normalised: float32 [3, H, W]."""
     mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
     levels = pixels(image, preprocessing) * np.float32(preprocessing["scale"])
     return ((levels - mean) / std).transpose(2, 0, 1)
 
 
 def model_input(image, model):
-    """An image as a batch of one, in the type and layout that model.json, read as `model`, names."""
+    """Return an image as a batch of one, in the type and layout of `model`, the content of model.json."""
     prepare = pixels if model["input"]["dtype"] == "uint8" else preprocess
     return prepare(image, model["preprocessing"])[None]
 
 
 def read_model(path):
-    """The content of model.json.
+    """Read and check model.json.
 
     Raises:
-        ValueError: it cannot be read, or does not describe a network.
+        ValueError: the file cannot be read, or is not a valid description of a network.
     """
     try:
-        if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would wait for its writer
+        if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would block
             raise ValueError(f"not a file of up to {MAX_JSON_BYTES} bytes")
         model = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path}: cannot be read ({_reason(e)}); copy the folder of the export again") from e
-    if what := problem(model):
-        raise ValueError(f"{path}: does not describe a network ({what}); copy the folder of the export again")
+    if reason := problem(model):
+        raise ValueError(f"{path}: not a valid description of a network ({reason}); copy the export's folder again")
     return model
 
 
 def main(paths):
-    """Print the input that each image becomes and, with model.onnx and onnxruntime, the five most probable classes.
+    """Print the shape and range of each preprocessed image and, with model.onnx and onnxruntime, its five most probable
+    classes.
 
     Returns:
         exit code: 0 done, 1 some files are not images, 2 no images, or no usable model.json.
@@ -178,7 +192,7 @@ def main(paths):
         model = read_model(folder / "model.json")
     except ValueError as e:
         return _report(e, 2)
-    Image.MAX_IMAGE_PIXELS = None  # _checked_input has the limit of training
+    Image.MAX_IMAGE_PIXELS = None  # _checked_input applies the limit of training
     session = None
     if (folder / "model.onnx").is_file():
         try:
@@ -186,15 +200,15 @@ def main(paths):
 
             session = onnxruntime.InferenceSession(folder / "model.onnx")
         except ImportError:
-            _report("onnxruntime is not installed: no prediction")
+            _report("onnxruntime: not installed; install it for predictions")
         except Exception as e:  # onnxruntime's errors have no common class
-            _report(f"{folder / 'model.onnx'}: no prediction ({_reason(e)})")
+            _report(f"{folder / 'model.onnx'}: cannot be used for predictions ({_reason(e)}); export it again")
     code = 0
     for path in paths:
         try:
             images = _checked_input(path, model)
             (probabilities,) = session.run(None, {model["input"]["name"]: images})[0] if session else ((),)
-        except Exception as e:  # Pillow's plugins raise errors of all kinds at damaged files
+        except Exception as e:  # Pillow's plugins raise errors of all types for damaged files
             code = _report(f"{path}: cannot be used ({_reason(e)})", 1)
             continue
         print(f"{path}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")
@@ -204,7 +218,7 @@ def main(paths):
 
 
 def _checked_input(path, model):
-    """As model_input, for a regular file of up to MAX_PIXELS."""
+    """Like model_input, but only for a regular file with up to MAX_PIXELS pixels."""
     if not Path(path).is_file():
         raise ValueError("not a regular file")
     with Image.open(path) as image:
@@ -223,5 +237,5 @@ def _report(message, code=0):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid UTF-8
     sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from conftest import ROOT
-from paddle_resnet import libraries
+from paddle_resnet.machine import libraries
 
 PHI = """
 #include <dlfcn.h>
@@ -100,7 +100,9 @@ def test_processes_that_start_together_share_the_links(links, monkeypatch):
     def fill(folder, links):
         if not made:
             made.append(None)
-            made[0] = libraries._make_folder(links)
+            with monkeypatch.context() as other:
+                other.setattr(os, "getpid", lambda: 0)
+                made[0] = libraries._make_folder(links)
         real(folder, links)
 
     monkeypatch.setattr(libraries, "_fill", fill)
@@ -117,7 +119,7 @@ def test_links_without_a_cache_folder_are_of_this_process_alone(links, tmp_path)
     libraries._make_folder.temporary.cleanup()
 
 
-def test_library_path_wins(site):
+def test_library_path_takes_precedence(site):
     mine = site.parent / "mine"
     compile_library(mine / "libcudnn.so", cudnn("mine"))
     assert opened(site, LD_LIBRARY_PATH=str(mine)) == "mine"
@@ -162,17 +164,17 @@ def test_all_libraries_are_there(cuda_11):
 def test_missing_library_is_named(cuda_11, name):
     (cuda_11 / name).unlink()
     library = "cuBLAS 11" if "cublas" in name else "cuDNN 8"
-    says = f"needs {library} and {name} cannot be opened: python -m pip install -r requirements.txt brings it"
+    says = f"needs {library}, but {name} cannot be opened; install it with python -m pip install -r requirements.txt"
     assert says in libraries.problem()
 
 
 def test_nccl_is_needed_by_several_gpus(cuda_11):
     (cuda_11 / "libnccl.so").unlink()
     assert libraries.problem() is None
-    assert "needs NCCL 2 and libnccl.so cannot" in libraries.problem(several_gpus=True)
+    assert "needs NCCL 2, but libnccl.so cannot" in libraries.problem(several_gpus=True)
 
 
 @pytest.mark.parametrize("major", [7, 9])
 def test_library_of_another_version_is_named(cuda_11, major):
     put(cuda_11, "libcudnn.so", major)
-    assert f"needs cuDNN 8 and libcudnn.so is {cuda_11}/libcudnn.so.{major}" in libraries.problem()
+    assert f"needs cuDNN 8, but libcudnn.so is {cuda_11}/libcudnn.so.{major}" in libraries.problem()

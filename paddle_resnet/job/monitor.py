@@ -1,0 +1,286 @@
+"""The monitor: one process per rank of a job, which ends its rank when the job fails (watchdog.py: the rank's side).
+
+It is a process because no thread of the rank can run while C code holds the GIL. Paddle holds it while it sets up
+communication; so can the copy of a batch, while the GPU waits for another rank.
+
+All monitors connect to the coordinator in rank 0's monitor. It determines the first cause and sends it to all. Each
+monitor prints the cause and ends its rank with the exit code of the rank that failed. A closed connection means that a
+process is dead.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from paddle_resnet.job import channel
+from paddle_resnet.job.position import Position, describe_stall, where_is
+from utils import logger
+
+# Time limit for a rank to exit before it is killed, and for a monitor to pass on the cause.
+GRACE_S = 2
+POLL_S = 0.05
+# Signals that end a process, or that a job script may use. Some senders signal every process of a job.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_GONE = "its process exited without an error message{}: it was killed (out of memory?) or crashed; see its own log"
+
+
+def start(rank, world_size, timeout_s, master, process, position, listener=None):
+    """Start the monitor of this process.
+
+    Args:
+        rank, world_size, timeout_s, master: see watchdog.start.
+        process: socket for messages between this process and its monitor.
+        position: Position of this process.
+        listener: socket of the coordinator, on rank 0.
+    Returns:
+        subprocess.Popen.
+    """
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from paddle_resnet.job import monitor; monitor.main(sys.argv[2])"
+    )
+    descriptors = [process.fileno(), position.descriptor, *([listener.fileno()] if listener else [])]
+    facts = json.dumps([rank, world_size, timeout_s, master, os.getpid(), *descriptors])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited: the monitor exits when its rank does
+    try:
+        return subprocess.Popen(
+            # -I: do not import modules of the working directory.
+            [sys.executable, "-I", "-c", program, str(Path(__file__).parent.parent.parent), facts],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,  # a kill of the rank's session leaves the monitor time to inform others
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def main(facts):
+    rank, world_size, timeout_s, master, pid, process, position, *listener = json.loads(facts)
+
+    async def run():
+        coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
+        # Longer with many ranks, since each of them sends its position to the coordinator once per period.
+        period_s = min(max(1.0, world_size / 100), timeout_s / 10)
+        ends = socket.socket(fileno=process), Position(position)
+        await Monitor(rank, timeout_s, period_s, master, pid, *ends, coordinator).run()
+        if coordinator:
+            await coordinator.finish()
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the coordinator has a connection to each rank
+    asyncio.run(run())
+
+
+class Monitor:
+    def __init__(self, rank, timeout_s, period_s, master, pid, process, position, coordinator=None):
+        self._rank, self._timeout_s, self._period_s, self._master = rank, timeout_s, period_s, master
+        self._pid, self._process, self._position, self._coordinator = pid, process, position, coordinator
+        self._address = asyncio.get_running_loop().create_future()  # of the coordinator, with this rank's key
+        self._outcome = asyncio.get_running_loop().create_future()  # arguments of decide
+        self._to_coordinator, self._last_message = None, time.monotonic()
+        self._is_rank_gone = False
+
+    async def run(self):
+        reader, writer = await asyncio.open_unix_connection(sock=self._process, limit=1 << 30)  # all keys
+        work = map(
+            asyncio.create_task,
+            (self._receive_from_rank(reader), self._send_positions(), self._receive_from_coordinator()),
+        )
+        done, _ = await asyncio.wait({self._outcome, *work}, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()  # raises unexpected exceptions
+        message, code, final_message = self._outcome.result()
+        if message:
+            _print(f"train.py: error: {message}")
+        writer.write(bytes([code]))
+        if final_message:
+            await _until(lambda: self._to_coordinator)
+        if self._to_coordinator:
+            self._send({"at": self._position.read()})
+            if final_message:
+                self._send(final_message)
+            channel.end(self._to_coordinator)
+            await _until(lambda: not self._to_coordinator)
+        if code:
+            await _until(self._has_rank_ended)
+            if not self._has_rank_ended():
+                os.kill(self._pid, signal.SIGKILL)
+
+    def _decide(self, message, code, final_message=None):
+        """Determine how this monitor ends. Only the first call counts.
+
+        Args:
+            message: message to print, or None.
+            code: exit code for the rank; 0 if it exits by itself.
+            final_message: message to the coordinator, or None.
+        """
+        if not self._outcome.done():
+            self._outcome.set_result((message, code, final_message))
+
+    def _send(self, message):
+        if self._to_coordinator:
+            self._to_coordinator.write(channel.encode(message))
+
+    async def _receive_from_rank(self, reader):
+        while message := await channel.receive(reader):
+            if "address" in message:
+                self._address.set_result(message["address"])
+            else:
+                self._decide(None, 0, message)  # {"failed": cause, "code": exit code} or {"bye": True}
+        self._is_rank_gone = True
+        self._decide(None, 0)  # the end of the connection tells the coordinator
+
+    def _has_rank_ended(self):
+        return (
+            self._is_rank_gone or os.getppid() != self._pid
+        )  # processes that it has forked may keep its connection open
+
+    async def _send_positions(self):
+        launcher = _parent(self._pid)
+        while not self._has_rank_ended():
+            if launcher and _parent(self._pid) not in (launcher, None):
+                launcher = None
+                os.kill(self._pid, signal.SIGTERM)
+            self._send({"at": self._position.read(), "stopped": _is_stopped(self._pid)})
+            if self._coordinator:
+                self._coordinator.check_progress()
+            silence = time.monotonic() - self._last_message
+            if silence >= self._timeout_s:
+                what = "no message from rank 0" if self._to_coordinator else "not all ranks have connected"
+                where = f"after {silence:.0f} s; check PADDLE_MASTER {self._master} and the network"
+                self._decide(f"--comm-timeout-s {self._timeout_s:g}: {what} {where}", 1)
+            await asyncio.sleep(self._period_s)
+        self._decide(None, 0)
+
+    async def _receive_from_coordinator(self):
+        address = await self._address
+        if self._coordinator:
+            await self._coordinator.open(address.pop("keys"))
+        try:
+            reader, self._to_coordinator = await channel.connect(**address, rank=self._rank)
+        except OSError as e:
+            server = f"{address['host']}:{address['port']}"
+            self._decide(f"monitor of rank 0 at {server}: cannot be reached ({e}); check the network", 1)
+            return
+        while message := await channel.receive(reader):
+            self._last_message = time.monotonic()
+            match message:
+                case {"end": str(cause), "code": int(code)} if 0 < code < 256:
+                    self._decide(cause, code)
+        self._to_coordinator.close()
+        self._to_coordinator = None
+        self._decide(f"rank 0 failed first: {_GONE.format('')}", 1)
+
+
+class _Coordinator:
+    """Receives the positions of all ranks, and informs all of them when one fails or stalls."""
+
+    def __init__(self, world_size, timeout_s, listener):
+        self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
+        self._peers, self._has_connected = {}, set()  # {rank: writer}, ranks that have ever connected
+        self._seen = {}  # {rank: (position, since when)}
+        self._stopped = set()  # ranks that a signal has stopped
+        self._end = None  # message to all
+
+    async def open(self, keys):
+        """Accept connections of the ranks; keys: [(rank, key)]."""
+        self._seen = {rank: ([0, 0, "the start"], time.monotonic()) for rank, _ in keys}
+        await channel.serve(self._listener, keys, self._welcome)
+
+    async def finish(self):
+        """Wait until every rank has received the cause, including ranks that have not connected yet."""
+        if self._end:
+            await _until(lambda: len(self._has_connected) == self._world_size)
+        for peer in self._peers.values():
+            channel.end(peer)
+        await _until(lambda: not self._peers)
+
+    async def _welcome(self, rank, reader, writer):
+        if rank in self._has_connected:
+            return
+        self._has_connected.add(rank)
+        self._peers[rank] = writer
+        if self._end:
+            writer.write(channel.encode(self._end))
+        while message := await channel.receive(reader):
+            self._receive(rank, message)
+        if rank in self._seen:  # it has not sent "bye"
+            self._fail(f"rank {rank} failed first: {_GONE.format(' in ' + where_is(self._seen[rank][0]))}", 1)
+        del self._peers[rank]
+
+    def _receive(self, rank, message):
+        match message:  # anything else is ignored
+            case {"at": [int(), int(), str()] as position} if rank in self._seen:
+                if position != self._seen[rank][0]:
+                    self._seen[rank] = (position, time.monotonic())
+                self._stopped.discard(rank)
+                if message.get("stopped") is True:
+                    self._stopped.add(rank)
+            case {"failed": str(cause), "code": int(code)} if 0 < code < 256:
+                self._fail(f"rank {rank} failed first: {cause}", code)
+            case {"bye": True}:
+                self._seen.pop(rank, None)
+                self._stopped.discard(rank)
+
+    def check_progress(self):
+        self._send({"alive": True})
+        if self._seen and time.monotonic() - min(since for _, since in self._seen.values()) >= self._timeout_s:
+            positions = {rank: position for rank, (position, _) in self._seen.items()}
+            where = describe_stall(positions, sorted(self._stopped))
+            self._fail(f"--comm-timeout-s {self._timeout_s:g}: no progress for {self._timeout_s:g} s; {where}", 1)
+
+    def _fail(self, message, code):
+        if not self._end:
+            self._end = {"end": message, "code": code}
+            self._send(self._end)
+
+    def _send(self, message):
+        for peer in self._peers.values():
+            peer.write(channel.encode(message))
+
+
+async def _until(condition):
+    deadline = time.monotonic() + GRACE_S
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
+
+
+def _parent(pid):
+    """Return the process ID of a process's parent; None if the process has exited."""
+    stat = _stat(pid)
+    return stat and int(stat[1])
+
+
+def _is_stopped(pid):
+    """Whether a signal (SIGSTOP) or a debugger has stopped a process."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] in "Tt"
+
+
+def _stat(pid):
+    """Return the state, parent and later fields of a process from proc(5); None if the process has exited."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _print(line):
+    """Write a line to stderr. A full disk or a blocked pipe must not keep a rank alive."""
+
+    def write():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            logger.write_line(line, sys.stderr)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(GRACE_S)

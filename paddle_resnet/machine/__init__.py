@@ -1,0 +1,1 @@
+"""Paddle's versions, GPUs, and CUDA libraries from packages."""

@@ -1,0 +1,105 @@
+"""Networks from a user's own file: --model-arch-name FILE.py:NAME.
+
+Importing this module does not import Paddle, and check() does not execute the file.
+"""
+
+import contextlib
+import hashlib
+import re
+import symtable
+import sys
+import traceback
+import types
+from pathlib import Path
+
+from utils import files
+from utils.errors import UsageError, core
+
+MAX_BYTES = 1 << 24
+
+
+def split(arch):
+    """Return (path, NAME) for FILE.py:NAME, None for the name of a registered network."""
+    match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", arch, re.ASCII)
+    return match and match.groups()
+
+
+def check(arch):
+    """Check that FILE.py exists, is valid Python and defines NAME.
+
+    Raises:
+        UsageError: a check fails.
+    """
+    path, name = split(arch)
+    flag = f"--model-arch-name {arch}"
+    source = _read(arch)
+    try:
+        compile(source, path, "exec")
+        table = symtable.symtable(source, path, "exec")
+    except (SyntaxError, ValueError) as e:  # ValueError: null bytes
+        line = f"line {e.lineno}: " if getattr(e, "lineno", None) else ""
+        raise UsageError(f"{flag}: {line}{getattr(e, 'msg', e)}; correct {path}") from e
+    symbols = table.get_symbols()
+    if name not in [s.get_name() for s in symbols if s.is_assigned() or s.is_imported()]:
+        defined = ", ".join(s.get_name() for s in symbols if s.is_namespace()) or "no function or class"
+        raise UsageError(f"{flag}: {path} does not define {name}; use a name that it defines ({defined})")
+
+
+def sha256(arch):
+    """Return the hexadecimal sha256 of the file, None for the name of a registered network.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    return hashlib.sha256(_read(arch)).hexdigest() if split(arch) else None
+
+
+def load(arch):
+    """Return the object NAME of the file and the file's sha256. Each content of the file is executed once, as a module.
+
+    Raises:
+        UsageError: check fails, or the file raises an exception.
+    """
+    check(arch)
+    path, name = split(arch)
+    source = _read(arch)
+    # A unique name prevents conflicts with modules on sys.path.
+    module_name = f"{__name__}_{hashlib.sha256(str(Path(path).resolve()).encode() + source).hexdigest()[:16]}"
+    if module_name not in sys.modules:
+        module = types.ModuleType(module_name)
+        module.__file__ = path
+        sys.modules[module_name] = module  # required by dataclasses
+        try:
+            with errors(arch):
+                exec(compile(source, path, "exec"), vars(module))
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    with errors(arch):
+        return getattr(sys.modules[module_name], name), hashlib.sha256(source).hexdigest()
+
+
+@contextlib.contextmanager
+def errors(arch):
+    """Convert exceptions of the file's code to a UsageError with the line number. Exceptions of registered networks
+    propagate unchanged."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        if split(arch) is None:
+            raise
+        path, _ = split(arch)
+        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+        line = f"line {lines[-1]}: " if lines else ""
+        reason = f"{type(e).__name__}: {core(e).removeprefix(f'{type(e).__name__}: ')}"
+        raise UsageError(f"--model-arch-name {arch}: {line}{reason}; correct {path}") from e
+
+
+def _read(arch):
+    path, _ = split(arch)
+    try:
+        with files.open_regular(path, MAX_BYTES) as file:
+            return file.read()
+    except (OSError, ValueError) as e:  # ValueError: a null byte in the path
+        reason = getattr(e, "strerror", None) or e
+        raise UsageError(f"--model-arch-name {arch}: {path} cannot be read ({reason}); use an existing file") from e

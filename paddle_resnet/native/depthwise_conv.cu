@@ -1,0 +1,244 @@
+// Kernels of the depthwise convolution of [N, H, W, C] and its gradients. The filter is [C, 1, K, K]; sums are float32.
+//
+// Block (lanes, height): threadIdx.x is a vector of channels, so that a warp reads adjacent memory. A task is a group
+// of kDepthwisePixels adjacent pixels of a row, which one thread computes from columns that it loads once. Grid
+// (channel groups, slabs): each block has a slab of consecutive tasks, so that rows which several tasks read stay in
+// the L1 cache.
+
+#include "vector.cuh"
+
+// Position of the pixels of a task. `group`: of columns, counted from the left.
+struct Task {
+  int group, row, image;
+  __device__ Task(int task, int height, int width) {
+    const int groups = (width + kDepthwisePixels - 1) / kDepthwisePixels;
+    group = task % groups, task /= groups;
+    row = task % height;
+    image = task / height;
+  }
+};
+
+// The slab of tasks of this block.
+struct Slab {
+  int begin, end;
+  explicit __device__ Slab(int tasks) {
+    const int size = (tasks + gridDim.y - 1) / gridDim.y;
+    begin = min(static_cast<int>(blockIdx.y) * size, tasks);
+    end = min(begin + size, tasks);
+  }
+};
+
+// The filters of the block's channels, in shared memory as float32 [K * K, channels of the block].
+template <class T, int K>
+__device__ const float *load_filter(const void *filter) {
+  __shared__ __align__(16) float taps[K * K * kMaxDepthwiseLanes * T::kLanes];
+  const int channels = blockDim.x * T::kLanes, first = blockIdx.x * channels * K * K;
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < channels * K * K; i += blockDim.x * blockDim.y) {
+    taps[i % (K * K) * channels + i / (K * K)] = load_one(T(), filter, first + i);
+  }
+  __syncthreads();
+  return taps;
+}
+
+// One row of this thread's channels of the filter.
+template <class T, int K>
+__device__ __forceinline__ void load_taps(const float *taps, int row, float (&values)[K][T::kLanes]) {
+  const int channels = blockDim.x * T::kLanes;
+#pragma unroll
+  for (int j = 0; j < K; ++j) load_floats<T>(taps + (row * K + j) * channels + threadIdx.x * T::kLanes, values[j]);
+}
+
+// kColumns vectors of row `row` (of all images) from column `first` on; 0 outside of the row.
+template <int kColumns>
+__device__ __forceinline__ void load_columns(const uint4 *x, int row, int first, int width, int vectors,
+                                             uint4 (&columns)[kColumns]) {
+  const uint4 *from = x + static_cast<size_t>(row) * width * vectors + blockIdx.x * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const int column = first + c;
+    columns[c] = column >= 0 && column < width ? from[column * vectors] : make_uint4(0, 0, 0, 0);
+  }
+}
+
+template <class T, int K, int S>
+__device__ void depthwise_conv(const uint4 *x, const void *filter, int tasks, Window w, uint4 *y) {
+  constexpr int V = T::kLanes, P = kDepthwisePixels, kColumns = (P - 1) * S + K;
+  const float *shared = load_filter<T, K>(filter);
+  const Slab slab(tasks);
+  for (int i = slab.begin + threadIdx.y; i < slab.end; i += blockDim.y) {
+    const Task task(i, w.out_height, w.out_width);
+    float sums[P][V] = {};
+#pragma unroll 1
+    for (int tap = 0; tap < K; ++tap) {
+      const int row = task.row * S - w.padding + tap;
+      if (row < 0 || row >= w.height) continue;
+      uint4 columns[kColumns];
+      load_columns(x, task.image * w.height + row, task.group * P * S - w.padding, w.width, w.vectors, columns);
+      float taps[K][V];
+      load_taps<T, K>(shared, tap, taps);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        float values[V];
+        unpack16<T>(columns[c], values);
+#pragma unroll
+        for (int p = 0; p < P; ++p) {
+          const int j = c - p * S;
+          if (j < 0 || j >= K) continue;
+#pragma unroll
+          for (int k = 0; k < V; ++k) sums[p][k] = fmaf(values[k], taps[j][k], sums[p][k]);
+        }
+      }
+    }
+    uint4 *to = y + static_cast<size_t>(task.image * w.out_height + task.row) * w.out_width * w.vectors +
+                blockIdx.x * blockDim.x + threadIdx.x;
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      const int column = task.group * P + p;
+      if (column < w.out_width) to[column * w.vectors] = pack16<T>(sums[p]);
+    }
+  }
+}
+
+// Input pixel (h, w) sums dy (oh, ow) times tap (i, j) where h + padding = S oh + i, and the same for w. The groups of
+// pixels begin at a column with (w + padding) % S = 0, so that the compiler knows which taps meet a pixel of a group.
+template <class T, int K, int S>
+__device__ void depthwise_input_gradient(const uint4 *dy, const void *filter, int tasks, Window w, uint4 *dx) {
+  constexpr int V = T::kLanes, P = kDepthwisePixels, kBefore = (K - 1) / S, kColumns = kBefore + (P - 1) / S + 1;
+  static_assert(P % S == 0, "each group begins at the same tap");
+  const float *shared = load_filter<T, K>(filter);
+  const Slab slab(tasks);
+  const int skipped = w.padding % S;
+  for (int i = slab.begin + threadIdx.y; i < slab.end; i += blockDim.y) {
+    const Task task(i, w.height, w.width + skipped);
+    float sums[P][V] = {};
+    const int bottom = task.row + w.padding;
+#pragma unroll 1
+    for (int tap = bottom % S; tap < K; tap += S) {
+      const int row = (bottom - tap) / S;
+      if (bottom < tap || row >= w.out_height) continue;
+      uint4 columns[kColumns];
+      load_columns(dy, task.image * w.out_height + row, task.group * (P / S) + w.padding / S - kBefore, w.out_width,
+                   w.vectors, columns);
+      float taps[K][V];
+      load_taps<T, K>(shared, tap, taps);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        float values[V];
+        unpack16<T>(columns[c], values);
+#pragma unroll
+        for (int p = 0; p < P; ++p) {
+          const int j = p - S * (c - kBefore);
+          if (j < 0 || j >= K) continue;
+#pragma unroll
+          for (int k = 0; k < V; ++k) sums[p][k] = fmaf(values[k], taps[j][k], sums[p][k]);
+        }
+      }
+    }
+    uint4 *to = dx + static_cast<size_t>(task.image * w.height + task.row) * w.width * w.vectors +
+                blockIdx.x * blockDim.x + threadIdx.x;
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      const int column = task.group * P + p - skipped;
+      if (column >= 0 && column < w.width) to[column * w.vectors] = pack16<T>(sums[p]);
+    }
+  }
+}
+
+// Writes the sums of each slab to `partial` [slabs, K * K, channels]. K threads share a task, one for each row of the
+// filter, because the sums of a whole filter do not fit into registers.
+template <class T, int K, int S>
+__device__ void depthwise_filter_gradient(const uint4 *x, const uint4 *dy, int tasks, Window w, float *partial) {
+  constexpr int V = T::kLanes, P = kDepthwisePixels, kColumns = (P - 1) * S + K;
+  __shared__ float shared[kDepthwiseThreads * V];
+  const int lanes = blockDim.x, height = blockDim.y / K, tap = threadIdx.y % K;
+  const Slab slab(tasks);
+  float sums[K][V] = {};
+  for (int i = slab.begin + threadIdx.y / K; i < slab.end; i += height) {
+    const Task task(i, w.out_height, w.out_width);
+    const int row = task.row * S - w.padding + tap;
+    if (row < 0 || row >= w.height) continue;
+    uint4 gradients[P], columns[kColumns];
+    load_columns(dy, task.image * w.out_height + task.row, task.group * P, w.out_width, w.vectors, gradients);
+    load_columns(x, task.image * w.height + row, task.group * P * S - w.padding, w.width, w.vectors, columns);
+    float g[P][V];
+#pragma unroll
+    for (int p = 0; p < P; ++p) unpack16<T>(gradients[p], g[p]);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float values[V];
+      unpack16<T>(columns[c], values);
+#pragma unroll
+      for (int p = 0; p < P; ++p) {
+        const int j = c - p * S;
+        if (j < 0 || j >= K) continue;
+#pragma unroll
+        for (int k = 0; k < V; ++k) sums[j][k] = fmaf(g[p][k], values[k], sums[j][k]);
+      }
+    }
+  }
+  const int threads = lanes * blockDim.y, thread = threadIdx.y * lanes + threadIdx.x, channels = lanes * V;
+#pragma unroll
+  for (int j = 0; j < K; ++j) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) shared[k * threads + thread] = sums[j][k];
+    __syncthreads();
+    for (int i = thread; i < K * channels; i += threads) {
+      const int row = i / channels, channel = i % channels;
+      const float *column = shared + channel % V * threads + row * lanes + channel / V;
+      float sum = 0;
+      for (int y = 0; y < height; ++y) sum += column[y * K * lanes];
+      partial[(static_cast<size_t>(blockIdx.y) * K * K + row * K + j) * w.vectors * V + blockIdx.x * channels +
+              channel] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+// dfilter [channels, taps] = the sum of partial [slabs, taps, channels] over the slabs.
+template <class T>
+__device__ void depthwise_filter_sum(const float *partial, int slabs, int taps, int channels, void *dfilter) {
+  __shared__ float shared[kFilterSumRows][kFilterSumLanes];
+  const int i = blockIdx.x * kFilterSumLanes + threadIdx.x, size = taps * channels;
+  float sum = 0;
+  if (i < size) {
+#pragma unroll 8
+    for (int slab = threadIdx.y; slab < slabs; slab += kFilterSumRows) {
+      sum += partial[static_cast<size_t>(slab) * size + i];
+    }
+  }
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || i >= size) return;
+  for (int y = 1; y < kFilterSumRows; ++y) sum += shared[y][threadIdx.x];
+  store_one(T(), sum, dfilter, i % channels * taps + i / channels);
+}
+
+#define DEPTHWISE_KERNEL extern "C" __global__ void __launch_bounds__(kDepthwiseThreads, kDepthwiseBlocksPerProcessor)
+
+#define DEPTHWISE_KERNELS(T, K, S) \
+  DEPTHWISE_KERNEL depthwise_conv_k##K##_s##S##_##T(const uint4 *x, const void *filter, int tasks, Window window, \
+                                                    uint4 *y) { \
+    depthwise_conv<T, K, S>(x, filter, tasks, window, y); \
+  } \
+  DEPTHWISE_KERNEL depthwise_input_gradient_k##K##_s##S##_##T(const uint4 *dy, const void *filter, int tasks, \
+                                                              Window window, uint4 *dx) { \
+    depthwise_input_gradient<T, K, S>(dy, filter, tasks, window, dx); \
+  } \
+  DEPTHWISE_KERNEL depthwise_filter_gradient_k##K##_s##S##_##T(const uint4 *x, const uint4 *dy, int tasks, \
+                                                               Window window, float *partial) { \
+    depthwise_filter_gradient<T, K, S>(x, dy, tasks, window, partial); \
+  }
+
+#define DEPTHWISE_IN_TYPE(T) \
+  DEPTHWISE_KERNELS(T, 3, 1) \
+  DEPTHWISE_KERNELS(T, 3, 2) \
+  DEPTHWISE_KERNELS(T, 5, 1) \
+  DEPTHWISE_KERNELS(T, 5, 2) \
+  extern "C" __global__ void __launch_bounds__(kFilterSumLanes *kFilterSumRows) depthwise_filter_sum_##T( \
+      const float *partial, int slabs, int taps, int channels, void *dfilter) { \
+    depthwise_filter_sum<T>(partial, slabs, taps, channels, dfilter); \
+  }
+
+DEPTHWISE_IN_TYPE(f32)
+DEPTHWISE_IN_TYPE(f16)
+DEPTHWISE_IN_TYPE(bf16)

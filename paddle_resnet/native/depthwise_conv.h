@@ -1,0 +1,105 @@
+// Operators of the depthwise convolution and its gradients. They check and allocate, then launch the kernels of
+// depthwise_conv.cu, or call the reference on the CPU.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gpu.h"
+#include "max_pool.h"
+#include "reference/depthwise_conv.h"
+#include "tensors.h"
+
+namespace {
+
+Window depthwise_window(const Tensor &x, const Tensor &filter, int stride, int padding) {
+  const int channels = Shape(x).channels, kernel = filter.shape()[2];
+  if (filter.dtype() != x.dtype() || filter.shape() != std::vector<int64_t>{channels, 1, kernel, kernel})
+    PD_THROW("a depthwise convolution's filter is not [C, 1, K, K] of the input's type");
+  if ((kernel != 3 && kernel != 5) || (stride != 1 && stride != 2) || padding < 0)
+    PD_THROW("the custom depthwise convolution has kernels 3 and 5, strides 1 and 2, padding 0 or more");
+  if (x.numel() / vector_lanes(x) > INT32_MAX)
+    PD_THROW("the custom depthwise convolution takes less than 2^31 vectors of 16 bytes");
+  return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, channels / vector_lanes(x));
+}
+
+// A grid that fills the GPU: each block has a group of channels and a slab of tasks. `share`: threads that work on the
+// same task and channels.
+struct SlabGrid {
+  std::vector<unsigned> grid, block;
+  SlabGrid(const Window &window, int tasks, int share) {
+    int lanes = std::min(window.vectors, kMaxDepthwiseLanes);
+    while (window.vectors % lanes != 0) --lanes;
+    const int groups = window.vectors / lanes, height = kDepthwiseThreads / (lanes * share);
+    const int slabs = std::max(1, 2 * Gpu::get().blocks() / groups);
+    block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height * share)};
+    grid = {static_cast<unsigned>(groups), static_cast<unsigned>(std::min(slabs, (tasks + height - 1) / height))};
+  }
+};
+
+// Rows of groups of adjacent pixels.
+int depthwise_tasks(int batch, int height, int width) {
+  return batch * height * ((width + kDepthwisePixels - 1) / kDepthwisePixels);
+}
+
+std::string depthwise_kernel(const char *name, const Window &window, const Tensor &x) {
+  return name + ("_k" + std::to_string(window.kernel)) + "_s" + std::to_string(window.stride) + suffix(x);
+}
+
+// Returns y [N, OH, OW, C]. `filter`: [C, 1, K, K].
+std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int stride, int padding) {
+  Window window = depthwise_window(x, filter, stride, padding);
+  const int batch = x.shape()[0], channels = x.shape()[3];
+  Tensor y = paddle::empty({batch, window.out_height, window.out_width, channels}, x.dtype(), x.place());
+  if (x.is_gpu()) {
+    int tasks = depthwise_tasks(batch, window.out_height, window.out_width);
+    const SlabGrid grid(window, tasks, 1);
+    void *in = raw(x), *taps = raw(filter), *out = raw(y);
+    Gpu::get().launch(depthwise_kernel("depthwise_conv", window, x), x, grid.grid, grid.block,
+                      {&in, &taps, &tasks, &window, &out});
+    return {y};
+  }
+  require_float32(x);
+  reference::depthwise_conv(data<float>(x), data<float>(filter), batch, channels, window, data<float>(y));
+  return {y};
+}
+
+// Returns dx and dfilter. If `into` is given, dfilter is written there, into the buffer of a fused all-reduce.
+std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter, const Tensor &dy,
+                                          const paddle::optional<Tensors> &into, int stride, int padding) {
+  Window window = depthwise_window(x, filter, stride, padding);
+  const int batch = x.shape()[0], channels = x.shape()[3];
+  if (dy.dtype() != x.dtype() ||
+      dy.shape() != std::vector<int64_t>{batch, window.out_height, window.out_width, channels})
+    PD_THROW("a depthwise convolution's gradient is not of the type and shape of its output");
+  Tensor dx = empty_as(x), dfilter = into ? into->at(0) : empty_as(filter);
+  if (into) require_like(filter, dfilter, "memory for the gradient of the filter");
+  if (x.is_gpu()) {
+    void *in = raw(x), *taps = raw(filter), *gradient = raw(dy), *out = raw(dx), *sums = raw(dfilter);
+    // The groups of dx begin at the first input pixel that an output uses.
+    int tasks = depthwise_tasks(batch, window.height, window.width + padding % stride);
+    const SlabGrid input_grid(window, tasks, 1);
+    Gpu::get().launch(depthwise_kernel("depthwise_input_gradient", window, x), x, input_grid.grid, input_grid.block,
+                      {&gradient, &taps, &tasks, &window, &out});
+    tasks = depthwise_tasks(batch, window.out_height, window.out_width);
+    const SlabGrid filter_grid(window, tasks, window.kernel);
+    int slabs = filter_grid.grid[1], size = channels, squares = window.kernel * window.kernel;
+    Tensor partial = empty_floats({slabs, squares, channels}, x);
+    float *partials = data<float>(partial);
+    Gpu::get().launch(depthwise_kernel("depthwise_filter_gradient", window, x), x, filter_grid.grid, filter_grid.block,
+                      {&in, &gradient, &tasks, &window, &partials});
+    const unsigned blocks = (squares * channels + kFilterSumLanes - 1) / kFilterSumLanes;
+    Gpu::get().launch("depthwise_filter_sum" + suffix(x), x, {blocks, 1}, {kFilterSumLanes, kFilterSumRows},
+                      {&partials, &slabs, &squares, &size, &sums});
+    return {dx, dfilter};
+  }
+  require_float32(x);
+  reference::depthwise_conv_gradient(data<float>(x), data<float>(filter), data<float>(dy), batch, channels, window,
+                                     data<float>(dx), data<float>(dfilter));
+  return {dx, dfilter};
+}
+
+}  // namespace

@@ -1,0 +1,36 @@
+// The operator of dropout, which also computes the gradient: it launches the kernel of dropout.cu, or loops on the CPU.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gpu.h"
+#include "tensors.h"
+
+namespace {
+
+// Sets elements of x to 0 with the probability `rate`, and divides the others by 1 - rate. The int32 `seed` determines
+// the mask.
+std::vector<Tensor> DropOut(const Tensor &x, const Tensor &seed, float rate) {
+  if (x.numel() > INT32_MAX) PD_THROW("custom dropout requires less than 2^31 elements");
+  if (seed.dtype() != DataType::INT32 || seed.numel() != 1 || seed.is_gpu() != x.is_gpu())
+    PD_THROW("custom dropout requires one int32 seed on the device of its input");
+  Dropout rule = {static_cast<unsigned>(rate * 4294967296.), 1 / (1 - rate)};
+  int size = static_cast<int>(x.numel());
+  Tensor y = empty_as(x);
+  int *key = data<int>(seed);
+  if (x.is_gpu()) {
+    void *in = raw(x), *out = raw(y);
+    const unsigned blocks = static_cast<unsigned>((x.numel() + kDropoutThreads - 1) / kDropoutThreads);
+    Gpu::get().launch("dropout" + suffix(x), x, {blocks, 1}, {kDropoutThreads, 1}, {&in, &key, &rule, &size, &out});
+    return {y};
+  }
+  require_float32(x);
+  const float *in = data<float>(x);
+  float *out = data<float>(y);
+  for (int i = 0; i < size; ++i) out[i] = rule.apply(in[i], *key, i);
+  return {y};
+}
+
+}  // namespace

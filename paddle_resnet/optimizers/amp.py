@@ -1,0 +1,59 @@
+"""Mixed precision (AMP): the decorated optimizer, and the evaluation program in the same precision."""
+
+import paddle
+from paddle import static
+from paddle.static.amp import fp16_utils
+
+from paddle_resnet.machine import compat
+from paddle_resnet.models import loss_head
+
+
+def _amp_lists(program, dtype):
+    """Return Paddle's lists of the operators that run in `dtype`, with the loss head excluded.
+
+    The head is excluded by the names of its outputs, because level O2 ignores lists of operator types.
+    """
+    head = [op for op in program.global_block().ops if loss_head.contains(op)]
+    names = {name for op in head for name in op.output_arg_names}
+    return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
+
+
+def decorate(optimizer, dtype, level, loss_scale, is_dynamic):
+    """Wrap an optimizer for mixed precision of the current program.
+
+    Args:
+        optimizer: optimizer of Paddle.
+        dtype: "float16" or "bfloat16".
+        level: "O1", or "O2" with float32 master weights.
+        loss_scale: initial loss scale.
+        is_dynamic: adjust the loss scale during training.
+    """
+    compat.accept_legacy_any()
+    return static.amp.decorate(
+        optimizer,
+        amp_lists=_amp_lists(static.default_main_program(), dtype),
+        level=level,
+        dtype=dtype,
+        init_loss_scaling=loss_scale,
+        use_dynamic_loss_scaling=is_dynamic,
+    )
+
+
+def cast_evaluation_program(program, place, dtype, level):
+    """Rewrite an evaluation program in place to the precision of training. Call it after the parameters are in the
+    scope.
+
+    O1 casts the inputs of each operator and leaves the parameters in float32. O2 casts the parameters in the scope,
+    except those that are already cast for a training program.
+    """
+    dest_type, scope = getattr(paddle, dtype), static.global_scope()
+    names = fp16_utils.cast_model_to_fp16(
+        program, _amp_lists(program, dtype), use_fp16_guard=False, dest_type=dest_type, level=level
+    )
+    if level == "O2":
+        to_cast = {
+            p.name
+            for p in program.all_parameters()
+            if p.name in names and scope.find_var(p.name).get_tensor()._dtype() == paddle.float32
+        }
+        fp16_utils.cast_parameters_to_fp16(place, program, scope, to_cast, dest_type)

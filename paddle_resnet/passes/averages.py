@@ -1,0 +1,132 @@
+"""Exponential moving averages of the weights (--ema): Polyak and Juditsky, doi:10.1137/0330046.
+
+A training program averages each parameter that its optimizer updates and each BN running statistic. The averages are
+persistable float32 variables with fixed addresses, so captured steps and evaluation programs can use them. With custom
+kernels, one operator after the update, native_ema, computes all averages. It is separate from the update, so it serves
+all optimizers, and each launch of the update can take more tensors.
+"""
+
+import paddle
+from paddle import static
+from paddle.utils import unique_name
+
+from paddle_resnet.optimizers import table
+from paddle_resnet.optimizers.sparsity import MASK
+from paddle_resnet.steps import scalars
+
+SUFFIX = ".ema"  # suffix of the name of a parameter's average
+_SCOPE = "ema"  # name scope of the operators of add; Paddle appends a number to all but the first
+
+
+def decay_at(step, limit):
+    """Return the decay in a step, counted from 0. It increases to its limit, which reduces the influence of the initial
+    weights: the rule of TensorFlow's ExponentialMovingAverage with num_updates."""
+    return min(limit, (1 + step) / (10 + step))
+
+
+def add(main_prog, startup_prog, lr_scheduler, statistics, decay, is_native):
+    """Add the averages to a training program after minimize, in place: average += (1 - decay) (value - average) at the
+    end of each step. For a parameter in half precision, the value is its float32 master. Steps that dynamic loss
+    scaling skips do not change the averages.
+
+    Args:
+        main_prog: the current Program.
+        startup_prog: startup Program, which initializes the averages with the weights.
+        lr_scheduler: schedules.Schedule, the step counter.
+        statistics: names of the BN running statistics.
+        decay: limit of the decay (decay_at).
+        is_native: fusion.fuse replaces the operators by a custom operator, which skips these steps itself.
+    """
+    block, startup = main_prog.global_block(), startup_prog.global_block()
+    values = {op.input("Param")[0]: op for op in table.updates(main_prog)}
+    values = {name: (op.input("MasterParam") or [name])[0] for name, op in values.items()}
+    values |= {name: name for name in statistics}
+    weight = scalars.declare("ema_weight", lambda: 1 - decay_at(lr_scheduler.done, decay))
+    for name, value in values.items():
+        for target in (block, startup):
+            _float32(target, name + SUFFIX, block.var(name).shape, persistable=True)
+        startup.append_op(type="assign", inputs={"X": value}, outputs={"Out": name + SUFFIX})
+    with static.name_scope(_SCOPE):
+        if not is_native:
+            weight = _zero_in_skipped_steps(block, weight)
+        for name, value in values.items():
+            average = block.var(name + SUFFIX)
+            _append(block, "lerp", {"X": average, "Y": block.var(value), "Weight": weight}, average)
+        for name, value in values.items():
+            if value != name and block.has_var(name + MASK):  # ASP masks the parameter, but not its master
+                average, mask = block.var(name + SUFFIX), _cast(block, block.var(name + MASK))
+                _append(block, "elementwise_mul", {"X": average, "Y": mask}, average, axis=-1)
+
+
+def contains(op):
+    """Return whether an operator of a training program belongs to the averages."""
+    return op.attr("op_namescope").startswith(f"/{_SCOPE}")
+
+
+def of(program):
+    """Return {name of a parameter or BN statistic: name of its average} of a training program."""
+    names = [name for name in program.global_block().vars if name.endswith(SUFFIX)]
+    return {name.removesuffix(SUFFIX): name for name in names}
+
+
+def evaluate(train_prog, eval_prog, exe):
+    """Rewrite an evaluation program in place to use the averages of a training program instead of its weights. Call it
+    after cast_evaluation_program.
+
+    The program reads float32 weights from the averages directly, and weights in half precision from copies.
+
+    Args:
+        train_prog: training Program; its variables are in the global scope.
+        eval_prog: evaluation Program of the same network.
+        exe: static.Executor.
+    Returns:
+        a function without arguments that updates the copies; call it before each evaluation.
+    """
+    block, copy_prog = eval_prog.global_block(), static.Program()
+    copies = copy_prog.global_block()
+    for name, average in of(train_prog).items():
+        dtype = block.var(name).dtype
+        if dtype == paddle.float32:
+            block._rename_var(name, average)
+            continue
+        half = block._rename_var(name, f"{average}.half")
+        source = _float32(copies, average, half.shape, persistable=True)
+        copy = copies.create_var(name=half.name, shape=half.shape, dtype=dtype, persistable=True)
+        attrs = {"in_dtype": source.dtype, "out_dtype": dtype}
+        copies.append_op(type="cast", inputs={"X": source}, outputs={"Out": copy}, attrs=attrs)
+    block._sync_with_cpp()
+    if not copies.ops:
+        return lambda: None
+
+    def update():
+        exe.run(copy_prog)
+
+    update()
+    return update
+
+
+def _zero_in_skipped_steps(block, weight):
+    """Return the weight as a variable that is 0 in steps that dynamic loss scaling skips, for Paddle's operators."""
+    scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
+    if not scalings:
+        return weight
+    overflows = _cast(block, block.var(scalings[0].input("FoundInfinite")[0]))
+    proceeds, effective = (_float32(block, unique_name.generate(f"ema_weight.{i}"), [1]) for i in range(2))
+    _append(block, "scale", {"X": overflows}, proceeds, scale=-1.0, bias=1.0)
+    _append(block, "elementwise_mul", {"X": weight, "Y": proceeds}, effective, axis=-1)
+    return effective
+
+
+def _cast(block, source):
+    out = _float32(block, unique_name.generate(f"{source.name}.float32"), source.shape)
+    _append(block, "cast", {"X": source}, out, in_dtype=source.dtype, out_dtype=out.dtype)
+    return out
+
+
+def _float32(block, name, shape, persistable=False):
+    return block.create_var(name=name, shape=shape, dtype="float32", persistable=persistable, stop_gradient=True)
+
+
+def _append(block, op_type, inputs, out, **attrs):
+    attrs["op_role"] = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Optimize)
+    block.append_op(type=op_type, inputs=inputs, outputs={"Out": out}, attrs=attrs)

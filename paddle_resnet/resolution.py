@@ -1,0 +1,143 @@
+"""Flags that depend on the machine, the checkpoint and the data, resolved in one order before settings are frozen:
+
+command line, file   config.parse_args
+device               resolve_device, before the processes connect
+checkpoint           restore.inherit_flags, through settings/inheritance.py
+machine              resolve_loader and resolve_kernels
+data                 resolve_classes
+output               resolve_report
+"""
+
+import paddle
+
+from paddle_resnet.data import listing
+from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import gpus
+from paddle_resnet.native import build as native
+from utils import logger
+from utils.errors import UsageError
+from utils.mode import Mode
+
+DEFAULT_CLASSES = 1000  # those of ImageNet, for data of unknown classes
+
+
+def resolve(settings, mode=Mode.TRAIN):
+    """Resolve and freeze settings that inherit nothing from a checkpoint, for programs built from Python.
+
+    Args:
+        settings: Settings; changed unless they are frozen.
+        mode: Mode.TRAIN or Mode.EVAL: the split that determines --num-of-class.
+    Raises:
+        UsageError: see the functions below.
+    """
+    if not settings.is_frozen:
+        resolve_data(settings, mode)
+        resolve_kernels(settings)
+        settings.freeze()
+
+
+def resolve_data(settings, mode):
+    """Resolve the flags that a loader needs, unless the settings are frozen; raises like the functions below."""
+    if not settings.is_frozen:
+        resolve_device(settings)
+        resolve_loader(settings)
+        resolve_classes(settings, mode)
+
+
+def resolve_device(settings):
+    """Resolve --device auto.
+
+    Raises:
+        UsageError: --device gpu, but Paddle cannot use a GPU.
+    """
+    device = gpus.resolve(settings.device, processes.local_gpu(), processes.world_size() > 1)
+    settings.resolve("machine", device=device)
+
+
+def resolve_loader(settings):
+    """Resolve --dali-device auto and, unless it is explicit or inherited, the number of channels of --image-shape.
+
+    Raises:
+        UsageError: the device does not support the precision or a flag of the loader.
+    """
+    _check_precision(settings)
+    if settings.dali_device == "gpu" and settings.device == "cpu":
+        raise UsageError("--dali-device gpu: requires a GPU, and this run is on the CPU; use --dali-device cpu")
+    if settings.dali_device == "auto":
+        settings.resolve("--device", dali_device=settings.device)
+    if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
+        # Tensor cores and the custom kernels load pixels of four values at once; elsewhere the fourth wastes time.
+        channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
+        settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
+    if settings.cpu_decoder_load and settings.dali_device == "cpu":
+        raise UsageError(
+            f"--cpu-decoder-load {settings.cpu_decoder_load}: with --dali-device cpu, the CPU decodes all images; "
+            "remove --cpu-decoder-load"
+        )
+
+
+def _check_precision(settings):
+    if settings.amp and settings.device == "cpu":
+        raise UsageError(
+            f"--amp: requires a GPU, and this run is on the CPU, which has no {settings.amp_dtype} kernels; use --amp "
+            "false"
+        )
+    if settings.amp and settings.amp_dtype == "bfloat16":
+        major, minor = paddle.device.cuda.get_device_capability(processes.local_gpu())
+        if major < 8:
+            raise UsageError(
+                f"--amp-dtype bfloat16: requires compute capability 8.0, and this GPU has {major}.{minor}; use "
+                "--amp-dtype float16"
+            )
+
+
+def resolve_kernels(settings):
+    """Resolve --kernels auto, load the custom operators if they are used, and turn --cuda-graph off if steps cannot be
+    captured.
+
+    Raises:
+        UsageError: --kernels native, but the kernels are unavailable or do not support the layout.
+    """
+    is_on_gpu = settings.device == "gpu"
+    requested = settings.kernels
+    if requested == "native" and settings.data_layout != "NHWC":
+        raise UsageError("--kernels native: supports NHWC only; use --data-layout NHWC or --kernels paddle")
+    if requested == "auto":
+        settings.resolve("machine", kernels="native" if is_on_gpu and settings.data_layout == "NHWC" else "paddle")
+    if settings.kernels == "native":
+        try:
+            native.load(paddle.device.cuda.get_device_capability(processes.local_gpu()) if is_on_gpu else None)
+        except native.Unavailable as e:
+            if requested == "native":
+                raise UsageError(f"--kernels native: {e}; fix that, or use --kernels paddle") from e
+            logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using the slower kernels of Paddle")
+            settings.resolve("machine", kernels="paddle")
+    # A trace must attribute kernels to operators, and capturing NCCL between hosts is untested.
+    can_capture = is_on_gpu and settings.kernels == "native" and processes.is_one_host()
+    if not can_capture or settings.profile_steps is not None:
+        settings.resolve("machine", cuda_graph=False)
+
+
+def resolve_classes(settings, mode):
+    """Set --num-of-class to the number of classes in the data, unless it is explicit or inherited.
+
+    Args:
+        settings: Settings; changed.
+        mode: Mode.TRAIN or Mode.EVAL: the split that the run needs.
+    Raises:
+        UsageError: the data set cannot be read.
+    """
+    if settings.num_of_class is not None:
+        return
+    counted = None
+    if settings.data_format != "synthetic":
+        # Only rank 0 counts: the ranks must agree before the startup program of Fleet broadcasts the parameters.
+        root, data_format = settings.image_root, settings.data_format
+        counted = exchange.from_rank_0(lambda: listing.count_classes(root, mode, data_format, settings.allow_outside))
+    settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
+
+
+def resolve_report(settings, folder, name):
+    """Set --report-file to a file in the run's folder, unless it is explicit."""
+    if settings.report_file is None:
+        settings.resolve("--output-dir", report_file=str(folder / name))

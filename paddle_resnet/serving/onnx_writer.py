@@ -1,0 +1,170 @@
+"""Translate an inference network to ONNX, operator by operator. A ResNet has about a dozen types of operators."""
+
+import numpy as np
+from paddle.base.data_feeder import convert_dtype
+
+from paddle_resnet.machine import compat
+from utils.errors import UsageError
+
+OPSET = 13  # from 2020; supported by onnxruntime 1.7, TensorRT 8 and later
+IR_VERSION = 7  # file format of the same release of ONNX
+INSTALL = "pip install -r requirements-onnx.txt"
+METADATA = "paddle_resnet"  # metadata key of the content of model.json
+
+
+def require(name):
+    """Import onnx or onnxruntime.
+
+    Raises:
+        UsageError: the package is missing or broken.
+    """
+    try:
+        return __import__(name)
+    except Exception as e:  # a broken package raises errors of all kinds
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); run {INSTALL}") from e
+
+
+def to_onnx(program, inputs, outputs, read, metadata):
+    """Translate an inference program to ONNX.
+
+    Args:
+        program: static.Program of a network in models/, in NCHW, from inputs to outputs.
+        inputs: its input Variables [None, ...]. The batch size remains variable.
+        outputs: its output Variables [None, ...].
+        read: function from a parameter's name to its array.
+        metadata: text to store in the file.
+    Returns:
+        onnx.ModelProto, checked.
+    Raises:
+        UsageError: an operator or one of its attributes is not supported.
+    """
+    onnx = require("onnx")
+    block = program.global_block()
+    constants, nodes = {}, []
+    for op in block.ops:
+        if op.type == "assign_value":
+            constants[op.output("Out")[0]] = compat.assigned(op)
+            continue
+        _check_translatable(op)
+        constants |= {name: read(name) for name in op.input_arg_names if block.var(name).persistable}
+        kind, operands, result, attributes = _TRANSLATIONS[op.type](op)
+        names = []
+        for number, operand in enumerate(operands):
+            if isinstance(operand, str):
+                names += op.input(operand)
+            else:
+                names.append(f"{op.output(result)[0]}.{number}")
+                constants[names[-1]] = operand
+        nodes.append(onnx.helper.make_node(kind, names, op.output(result), name=op.output(result)[0], **attributes))
+    used = {name for node in nodes for name in node.input}
+    initializers = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items() if name in used]
+    graph = onnx.helper.make_graph(
+        nodes, "network", [_value(onnx, v) for v in inputs], [_value(onnx, v) for v in outputs], initializers
+    )
+    opset = onnx.helper.make_opsetid("", OPSET)
+    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=IR_VERSION, producer_name="paddle_resnet")
+    onnx.helper.set_model_props(model, {METADATA: metadata})
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def with_logits(serialized):
+    """Add the input of the softmax as a second output to a model of to_onnx; takes and returns serialized bytes."""
+    onnx = require("onnx")
+    model = onnx.load_from_string(serialized)
+    [logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
+    output = onnx.ValueInfoProto.FromString(model.graph.output[0].SerializeToString())
+    output.name = logits
+    model.graph.output.append(output)
+    return model.SerializeToString()
+
+
+def _value(onnx, variable):
+    dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(convert_dtype(variable.dtype)))
+    return onnx.helper.make_tensor_value_info(variable.name, dtype, ["N", *variable.shape[1:]])
+
+
+def _check_translatable(op):
+    if op.type not in _TRANSLATIONS:
+        raise _untranslatable(op)
+    for name, values in _SUPPORTED.get(op.type, {}).items():
+        if op.attr(name) not in values:
+            raise _untranslatable(op, name)
+
+
+def _untranslatable(op, attribute=None):
+    detail = f" with {attribute} {op.attr(attribute)}" if attribute else ""
+    output = next(name for name in op.output_arg_names if not op.block.var(name).persistable)
+    return UsageError(
+        f"--onnx: operator {op.type}{detail} (output {output}) cannot be translated to ONNX; remove --onnx"
+    )
+
+
+def _pads(op):
+    """Convert Paddle's order (height, width, or top, bottom, left, right) to ONNX's (top, left, bottom, right)."""
+    pads = op.attr("paddings")
+    return pads * 2 if len(pads) == 2 else [pads[0], pads[2], pads[1], pads[3]]
+
+
+def _conv(op):
+    attributes = {"strides": op.attr("strides"), "pads": _pads(op), "group": op.attr("groups")}
+    return "Conv", ["Input", "Filter"], "Output", {**attributes, "dilations": op.attr("dilations")}
+
+
+def _batch_norm(op):
+    return "BatchNormalization", ["X", "Scale", "Bias", "Mean", "Variance"], "Y", {"epsilon": op.attr("epsilon")}
+
+
+def _pool(op):
+    is_average = op.attr("pooling_type") == "avg"
+    if op.attr("adaptive"):
+        if not is_average or op.attr("ksize") != [1, 1]:
+            raise _untranslatable(op, "ksize" if is_average else "pooling_type")
+        return "GlobalAveragePool", ["X"], "Out", {}
+    attributes = {"kernel_shape": op.attr("ksize"), "strides": op.attr("strides"), "pads": _pads(op)}
+    if is_average:
+        return "AveragePool", ["X"], "Out", attributes | {"count_include_pad": int(not op.attr("exclusive"))}
+    return "MaxPool", ["X"], "Out", attributes
+
+
+def _flatten(op):
+    last = len(op.block.var(op.input("X")[0]).shape) - 1
+    if op.attr("stop_axis") not in (-1, last):  # ONNX's result always has two dimensions
+        raise _untranslatable(op, "stop_axis")
+    return "Flatten", ["X"], "Out", {"axis": 1}
+
+
+_FLOAT = 5  # Paddle's VarType.FP32
+_WINDOW = {"data_format": ("NCHW", "AnyLayout"), "padding_algorithm": ("EXPLICIT",)}
+# Attributes that the translations below do not read, and the values for which the translations are correct.
+_SUPPORTED = {
+    "conv2d": _WINDOW,
+    "depthwise_conv2d": _WINDOW,
+    "batch_norm": {"data_layout": ("NCHW", "AnyLayout"), "is_test": (True,)},
+    "pool2d": {**_WINDOW, "ceil_mode": (False,), "global_pooling": (False,)},
+    "elementwise_add": {"axis": (-1,)},
+    "elementwise_mul": {"axis": (-1,)},
+    "flatten_contiguous_range": {"start_axis": (1,)},
+    "matmul_v2": {"trans_x": (False,), "trans_y": (False,)},
+    "cast": {"out_dtype": (_FLOAT,)},
+    "dropout": {"dropout_implementation": ("upscale_in_train",), "is_test": (True,)},
+}
+# Maps each Paddle operator to (ONNX operator, input slots or constants, output slot, attributes).
+_TRANSLATIONS = {
+    "conv2d": _conv,
+    "depthwise_conv2d": _conv,
+    "batch_norm": _batch_norm,
+    "pool2d": _pool,
+    "relu": lambda op: ("Relu", ["X"], "Out", {}),
+    "relu6": lambda op: ("Clip", ["X", np.float32(0), np.float32(op.attr("threshold"))], "Out", {}),
+    "elementwise_add": lambda op: ("Add", ["X", "Y"], "Out", {}),
+    "elementwise_mul": lambda op: ("Mul", ["X", "Y"], "Out", {}),
+    "flatten_contiguous_range": _flatten,
+    "reshape2": lambda op: ("Reshape", ["X", np.array(op.attr("shape"), np.int64)], "Out", {}),
+    "dropout": lambda op: ("Identity", ["X"], "Out", {}),
+    "matmul_v2": lambda op: ("MatMul", ["X", "Y"], "Out", {}),
+    "softmax": lambda op: ("Softmax", ["X"], "Out", {"axis": op.attr("axis")}),
+    "transpose2": lambda op: ("Transpose", ["X"], "Out", {"perm": op.attr("axis")}),
+    "cast": lambda op: ("Cast", ["X"], "Out", {"to": 1}),  # TensorProto.FLOAT
+}

@@ -1,0 +1,1 @@
+"""The flags: declaration, parsing, validation and inheritance from checkpoints."""

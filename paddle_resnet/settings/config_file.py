@@ -1,0 +1,50 @@
+"""The --config file: YAML converted to command-line arguments."""
+
+import yaml
+
+from paddle_resnet.settings import parsing
+from utils import files
+from utils.errors import UsageError
+
+
+def read(path):
+    """Return the values of the flags in a --config file, {name: value}.
+
+    Raises:
+        UsageError: the file cannot be read or is not YAML, or it contains an unknown key or an invalid value.
+    """
+    values = _read_yaml(path)
+    try:
+        return parsing.parse(parsing.arguments(values))
+    except UsageError as e:
+        raise UsageError(f"--config {path}: {e}") from e
+
+
+def _read_yaml(path):
+    """Return the content of a --config file.
+
+    Raises:
+        UsageError: the file cannot be read, exceeds the size limit, or is not a YAML mapping without aliases.
+    """
+    try:
+        with files.open_regular(path, limit_bytes=64 << 10) as f:
+            values = yaml.load(f.read().decode(), _YamlLoader)
+        str(values)  # fails here, not later, if an integer has too many digits
+    except OSError as e:
+        raise UsageError(f"--config {path}: cannot be read ({e.strerror}); use a readable YAML file") from e
+    except Exception as e:  # PyYAML also raises built-in errors, such as RecursionError
+        reason = " ".join(str(e).split())[:200]
+        raise UsageError(f"--config {path}: not valid YAML ({reason}); fix that line") from e
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path}: not a mapping; write lines of the form `flag: value`")
+    return values
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Loader that rejects aliases, because a few lines of them can expand to billions of values."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias {self.peek_event().start_mark}: write the value in full")
+        return super().compose_node(parent, index)

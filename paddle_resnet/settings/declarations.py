@@ -1,0 +1,764 @@
+"""Every flag of train.py: one declaration with its name, type, default, help and kind.
+
+The kind of a flag determines which runs inherit it from a checkpoint: evaluation and fine-tuning inherit the network
+and the preprocessing, a resumed run also the recipe and the checkpoint settings. The other kinds (loader, machine,
+output) are never inherited.
+"""
+
+import argparse
+from collections import namedtuple
+from functools import partial
+
+from paddle_resnet.settings import stages
+from utils import numbers
+from utils.errors import UsageError
+from utils.mode import RunScope
+
+KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
+EVALUATED = ("network", "preprocessing")  # the kinds that an evaluation inherits
+RESUMED = (*EVALUATED, "recipe", "saving")  # the kinds that a resumed run inherits
+
+# Attributes of a flag in addition to those of its argparse action:
+# kind: one of KINDS.
+# batches: whether the flag determines the order or the content of the training batches.
+# depends_on: flags; if one of them is explicit and differs from its value in the checkpoint, this one is not inherited.
+# used_by: (flag, the values of it that use this one), such as for the flags of a schedule; None if always used.
+# before: the value assumed for checkpoints older than the flag, if it is not the default.
+Declaration = namedtuple("Declaration", "kind batches depends_on used_by before")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are UsageErrors."""
+
+    def error(self, message):
+        raise UsageError(" ".join(message.removeprefix("argument ").split()))
+
+
+def _flag(group, kind, name, batches=False, depends_on=(), used_by=None, before=None, **options):
+    if used_by is not None:
+        depends_on = (*depends_on, used_by[0])
+    action = group.add_argument(name, **options)
+    action.declaration = Declaration(kind, batches, depends_on, used_by, before)
+
+
+def _switch(default=False):
+    """Return the options of a boolean: `--flag` alone means true, `--flag false` overrides the configuration file."""
+    return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "{true,false}"}
+
+
+def _build_parser():
+    parser = Parser(
+        prog="train.py",
+        description="Train, evaluate or benchmark an image classifier: a Paddle static graph fed by NVIDIA DALI.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for title, kind, declare in (
+        ("Start and end", "output", _start),
+        ("Network", "network", _network),
+        ("Preprocessing", "preprocessing", _preprocessing),
+        ("Batches", "recipe", _batches),
+        ("Training", "recipe", _training),
+        ("Learning rate", "recipe", _learning_rate),
+        ("Mixed precision and sparsity", "recipe", _precision),
+        ("Checkpoints and evaluation", "saving", _saving),
+        ("Data and loader", "loader", _loader),
+        ("Machine", "machine", _machine),
+        ("Output", "output", _output),
+        ("Benchmark and profile", "output", _benchmark),
+    ):
+        declare(partial(_flag, parser.add_argument_group(title), kind))
+    return parser
+
+
+def _start(add):
+    add("--config", metavar="FILE", help="YAML file of flags, written with underscores")
+    add(
+        "--run-scope",
+        default="train_eval",
+        choices=[s.value for s in RunScope],
+        help="train and evaluate, only train, or only evaluate",
+    )
+    add(
+        "--resume",
+        **_switch(),
+        help="continue from the newest valid checkpoint in OUTPUT_DIR/ARCH/; if there is none, start from the "
+        "beginning",
+    )
+    add("--overwrite", **_switch(), help="delete the checkpoints of an earlier run in OUTPUT_DIR/ARCH/ first")
+    add(
+        "--from-checkpoint",
+        metavar="DIR",
+        help="load parameters and optimizer state from DIR or one of its epoch folders",
+    )
+    add(
+        "--last-epoch-of-checkpoint",
+        type=_epoch,
+        metavar="{None,auto,N}",
+        help="epoch of --from-checkpoint after which to continue; auto: the newest; None: load DIR itself and start "
+        "at epoch 0",
+    )
+    add(
+        "--from-pretrained-params",
+        metavar="DIR",
+        help="start at epoch 0 from the parameters in DIR, a checkpoint folder or PREFIX.pdparams",
+    )
+    add(
+        "--pretrained-mismatch",
+        default="error",
+        choices=["error", "skip-classifier"],
+        help="for pretrained parameters whose classifier has a different shape; skip-classifier leaves the classifier "
+        "at its initial values, for fine-tuning",
+    )
+    add(
+        "--dry-run",
+        **_switch(),
+        help="check flags, data and output folder, build the programs, load the checkpoint, and stop",
+    )
+
+
+def _network(add):
+    add(
+        "--model-arch-name",
+        default="ResNet50",
+        metavar="ARCH",
+        help="ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, MobileNetV2, or FILE.py:NAME for a network in your "
+        "own file",
+    )
+    add(
+        "--num-of-class",
+        type=numbers.num_of_class,
+        default=argparse.SUPPRESS,
+        help="number of outputs of the network (default: the number of classes in the data, or 1000 if it is unknown)",
+        before=1000,
+    )
+    add(
+        "--image-shape",
+        type=numbers.shape,
+        default=[4, 224, 224],
+        metavar="C,H,W",
+        help="shape of the network's input; C is 3 for RGB, or 4 with an additional zero channel, which is faster in "
+        "NHWC on a GPU and the default only there; H,W is the crop; unless set, --crop-size,--crop-size",
+        batches=True,
+    )
+
+
+def _preprocessing(add):
+    add(
+        "--crop-size",
+        type=numbers.side,
+        default=224,
+        help="shorter side of the crop, in pixels; unless set, that of --image-shape",
+        batches=True,
+    )
+    add(
+        "--resize-short",
+        type=numbers.side,
+        default=256,
+        help="shorter side of an image before the square center crop in evaluation, in pixels; unless set, 256/224 of "
+        "--crop-size; before a crop of H,W, images are scaled to cover --resize-short / --crop-size times H,W",
+        depends_on=("crop_size", "image_shape"),
+    )
+    add(
+        "--interp",
+        default="triangular",
+        choices=["linear", "triangular", "cubic", "lanczos3"],
+        help="resize filter in training and evaluation; all except linear antialias when shrinking; NVIDIA's example "
+        "uses triangular",
+        before="linear",
+        batches=True,
+    )
+    add(
+        "--normalize-scale",
+        type=numbers.positive_number,
+        default=1 / 255,
+        help="factor applied to pixel values before normalization",
+        batches=True,
+    )
+    add(
+        "--normalize-mean",
+        type=numbers.number_list,
+        default=[0.485, 0.456, 0.406],
+        metavar="R,G,B",
+        help="mean per channel, subtracted after --normalize-scale",
+        batches=True,
+    )
+    add(
+        "--normalize-std",
+        type=numbers.number_list,
+        default=[0.229, 0.224, 0.225],
+        metavar="R,G,B",
+        help="standard deviation per channel, the divisor after --normalize-mean",
+        batches=True,
+    )
+
+
+def _batches(add):
+    add("--batch-size", type=numbers.batch_size, default=256, help="images per process and batch", batches=True)
+    add("--data-layout", default="NCHW", choices=["NCHW", "NHWC"], help="memory layout of the images")
+    add("--dali-output-fp16", **_switch(), help="output float16 images from the loader", batches=True)
+    add(
+        "--dali-random-seed",
+        type=numbers.seed,
+        default=42,
+        help="seed of the image order and of augmentation",
+        batches=True,
+    )
+    add(
+        "--cpu-decoder-load",
+        type=numbers.ratio,
+        default=0.0,
+        help="fraction of each training batch to decode on the CPU",
+        batches=True,
+    )
+    add(
+        "--rand-crop-scale",
+        type=numbers.number_list,
+        default=[0.08, 1.0],
+        metavar="MIN,MAX",
+        help="range of the random crop's area, as a fraction of the image",
+        batches=True,
+    )
+    add(
+        "--rand-crop-ratio",
+        type=numbers.number_list,
+        default=[3 / 4, 4 / 3],
+        metavar="MIN,MAX",
+        help="range of the random crop's aspect ratio, width/height",
+        batches=True,
+    )
+    add(
+        "--color-jitter",
+        type=_not_negative_number,
+        default=0.0,
+        metavar="S",
+        help="strength of color jitter: brightness, contrast and saturation are scaled by factors from 1-S to 1+S",
+        batches=True,
+    )
+    add(
+        "--lighting",
+        type=_not_negative_number,
+        default=0.0,
+        metavar="STD",
+        help="standard deviation of PCA lighting noise (AlexNet: 0.1)",
+        batches=True,
+    )
+    add(
+        "--rotate-degrees",
+        type=_not_negative_number,
+        default=0.0,
+        metavar="D",
+        help="maximum angle of random rotations in either direction, in degrees",
+        batches=True,
+    )
+
+
+def _training(add):
+    add(
+        "--iter-unit",
+        default="epoch",
+        choices=["epoch", "batch"],
+        help="unit of --warmup-epochs, --lr-decay-epochs, --save-interval and --eval-interval; batch: training steps, "
+        "and --num-iter sets the length of the run",
+    )
+    add(
+        "--num-iter",
+        type=_positive_count_or_none,
+        metavar="{None,N}",
+        help="number of training steps, with --iter-unit batch",
+        used_by=("iter_unit", ("batch",)),
+    )
+    add(
+        "--epochs",
+        type=numbers.positive,
+        default=90,
+        help="number of epochs to train, with --iter-unit epoch",
+        used_by=("iter_unit", ("epoch",)),
+    )
+    add(
+        "--accumulate-steps",
+        type=numbers.positive,
+        default=1,
+        metavar="K",
+        help="batches per training step; averaging their gradients simulates a batch K times as large",
+    )
+    add("--seed", type=numbers.seed, default=0, help="seed of the initial parameters")
+    add(
+        "--label-smoothing",
+        type=numbers.ratio,
+        default=0.1,
+        help="fraction of the label spread evenly over all classes",
+    )
+    add(
+        "--max-bad-steps",
+        type=numbers.positive,
+        default=10,
+        help="consecutive non-finite losses after which the run stops; steps skipped by loss scaling do not count",
+    )
+    add(
+        "--optimizer",
+        default="Momentum",
+        choices=["Momentum", "Nesterov", "AdamW", "LAMB"],
+        help="update rule; see docs/training.md for the formulas",
+    )
+    add(
+        "--momentum",
+        type=numbers.ratio,
+        default=0.875,
+        help="weight of the previous velocity (Momentum, Nesterov)",
+        used_by=("optimizer", ("Momentum", "Nesterov")),
+    )
+    add(
+        "--beta1",
+        type=_below_one,
+        default=0.9,
+        help="weight of the previous first moment (AdamW, LAMB)",
+        used_by=("optimizer", ("AdamW", "LAMB")),
+    )
+    add(
+        "--beta2",
+        type=_below_one,
+        default=0.999,
+        help="weight of the previous second moment (AdamW, LAMB)",
+        used_by=("optimizer", ("AdamW", "LAMB")),
+    )
+    add(
+        "--opt-epsilon",
+        type=_epsilon,
+        default=1e-8,
+        help="term added to the square root of the second moment (AdamW, LAMB)",
+        used_by=("optimizer", ("AdamW", "LAMB")),
+    )
+    add(
+        "--weight-decay",
+        type=_not_negative_number,
+        default=3.0517578125e-05,
+        help="coefficient of L2 weight decay; decoupled from the gradient with AdamW and LAMB",
+    )
+    add(
+        "--clip-grad-norm",
+        type=_positive_or_none,
+        metavar="{None,F}",
+        help="maximum global norm of the gradients, over all parameters and processes",
+    )
+    add(
+        "--sizes",
+        type=stages.parse,
+        metavar="{None,S:E[:B[:F]],...}",
+        help="stages of training: from epoch E on, images have S x S pixels, batches have B images per process (unless "
+        "set, --batch-size), and the learning rate is multiplied by F (unless set, 1), such as 128:0:512:2,160:20; "
+        "evaluation uses --crop-size",
+    )
+    add(
+        "--mixup",
+        type=_alpha,
+        default=0.0,
+        metavar="A",
+        help="parameter of mixup, which mixes images and labels with a ratio from Beta(A, A); 0: off",
+    )
+    add(
+        "--cutmix",
+        type=_alpha,
+        default=0.0,
+        metavar="A",
+        help="parameter of CutMix, which pastes a box from another image, whose relative area is from Beta(A, A); 0: "
+        "off",
+    )
+    add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
+    add(
+        "--ema",
+        type=_beta_or_none,
+        metavar="{None,DECAY}",
+        help="decay per step of an exponential moving average of the weights, which is evaluated; such as 0.9999",
+    )
+    add("--bn-weight-decay", **_switch(), help="apply weight decay to scale and shift of batch normalization")
+
+
+def _learning_rate(add):
+    add(
+        "--lr",
+        type=_not_negative_number,
+        default=0.256,
+        help="peak learning rate for one process and one batch per step; multiplied by the number of processes and "
+        "--accumulate-steps",
+    )
+    add(
+        "--warmup-epochs",
+        type=numbers.not_negative,
+        default=5,
+        help="epochs of linear warm-up; with --iter-unit batch, steps, 0 unless set",
+        depends_on=("iter_unit",),
+    )
+    add("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate of step 0")
+    add(
+        "--lr-scheduler",
+        default="Cosine",
+        choices=["Cosine", "Piecewise", "Poly", "OneCycle", "FlatCosine"],
+        help="learning-rate schedule after the warm-up; see docs/training.md for the formulas",
+    )
+    add(
+        "--min-lr",
+        type=_not_negative_number,
+        default=0.0,
+        help="final learning rate for one process, in all schedules except Piecewise",
+        used_by=("lr_scheduler", ("Cosine", "Poly", "OneCycle", "FlatCosine")),
+    )
+    add(
+        "--lr-decay-epochs",
+        type=numbers.list_of(_not_negative_number),
+        default=[30.0, 60.0, 80.0],
+        metavar="E,...",
+        help="epochs at which Piecewise multiplies the learning rate by --lr-decay-factor; with --iter-unit batch, "
+        "steps",
+        depends_on=("iter_unit",),
+        used_by=("lr_scheduler", ("Piecewise",)),
+    )
+    add(
+        "--lr-decay-factor",
+        type=numbers.positive_number,
+        default=0.1,
+        help="factor of Piecewise at each of --lr-decay-epochs",
+        used_by=("lr_scheduler", ("Piecewise",)),
+    )
+    add(
+        "--lr-power",
+        type=numbers.positive_number,
+        default=2.0,
+        help="exponent of Poly",
+        used_by=("lr_scheduler", ("Poly",)),
+    )
+    add(
+        "--lr-rise",
+        type=numbers.ratio,
+        default=0.25,
+        help="fraction of the steps during which OneCycle rises to the peak",
+        used_by=("lr_scheduler", ("OneCycle",)),
+    )
+    add(
+        "--lr-flat",
+        type=numbers.ratio,
+        default=0.75,
+        help="fraction of the steps during which FlatCosine stays at the peak",
+        used_by=("lr_scheduler", ("FlatCosine",)),
+    )
+
+
+def _precision(add):
+    add("--amp", **_switch(), help="automatic mixed precision (GPU)")
+    add(
+        "--amp-dtype",
+        default="float16",
+        choices=["float16", "bfloat16"],
+        help="16-bit type of mixed precision; bfloat16 needs no loss scaling",
+        depends_on=("amp",),
+    )
+    add(
+        "--amp-level",
+        default=argparse.SUPPRESS,
+        choices=["O1", "O2"],
+        help="O1: float32 parameters; O2: parameters in --amp-dtype with float32 master copies (default: O1)",
+        depends_on=("amp",),
+    )
+    add(
+        "--scale-loss",
+        type=numbers.positive_number,
+        default=1.0,
+        help="loss scale; initial value if the scale is dynamic",
+        depends_on=("amp", "amp_dtype"),
+    )
+    add(
+        "--use-dynamic-loss-scaling",
+        **_switch(),
+        help="adjust the loss scale during training",
+        depends_on=("amp", "amp_dtype"),
+    )
+    add(
+        "--use-pure-fp16",
+        **_switch(),
+        help="equivalent to --amp-dtype float16 --amp-level O2",
+        depends_on=("amp", "amp_dtype", "amp_level"),
+    )
+    add("--asp", **_switch(), help="train with 2:4 sparsity")
+    add("--prune-model", **_switch(), help="prune the weights to 2:4 before training (with --asp)", depends_on=("asp",))
+    add(
+        "--mask-algo",
+        default="mask_1d",
+        choices=["mask_1d", "mask_2d_greedy", "mask_2d_best"],
+        help="algorithm that chooses the 2:4 masks",
+        depends_on=("asp",),
+    )
+    add(
+        "--fuse-resunit",
+        **_switch(),
+        help="use Paddle's fused residual unit; an error with a Paddle that lacks it, such as 2.6.2",
+    )
+
+
+def _saving(add):
+    add(
+        "--save-interval",
+        type=numbers.positive,
+        default=1,
+        help="epochs between checkpoints; with --iter-unit batch, steps, --num-iter unless set; the end of the run is "
+        "always saved",
+        depends_on=("iter_unit",),
+    )
+    add(
+        "--save-interval-steps",
+        type=numbers.not_negative,
+        default=0,
+        help="steps between additional checkpoints within an epoch; 0: none",
+        used_by=("iter_unit", ("epoch",)),
+    )
+    add(
+        "--keep-checkpoints",
+        type=numbers.positive,
+        default=3,
+        help="number of newest checkpoints of this run to keep, in addition to the best",
+    )
+    add(
+        "--checkpoint-commit",
+        default="rename",
+        choices=["rename", "marker"],
+        help="how a checkpoint is completed; rename: rename its folder; marker: write meta.json last, for storage "
+        "without atomic renames, such as object stores",
+    )
+    add(
+        "--model-prefix",
+        type=_file_name,
+        default=argparse.SUPPRESS,
+        help="prefix of the file names in new checkpoints (default: from ARCH, such as resnet_50_paddle), and in "
+        "checkpoints without meta.json that a run loads (default: resnet_50_paddle)",
+        depends_on=("model_arch_name",),
+    )
+    add(
+        "--eval-interval",
+        type=numbers.positive,
+        default=1,
+        help="epochs between evaluations; with --iter-unit batch, steps, --num-iter unless set; the end of the run is "
+        "always evaluated",
+        depends_on=("iter_unit",),
+    )
+
+
+def _loader(add):
+    add("--image-root", default="/imagenet", help="folder of the data set; see docs/data.md for its layouts")
+    add(
+        "--data-format",
+        default="auto",
+        choices=["auto", "folder", "filelist", "recordio", "tfrecord", "lmdb", "webdataset", "synthetic"],
+        help="storage format of the data set; auto: detect in --image-root; synthetic: one random batch in device "
+        "memory",
+    )
+    add(
+        "--skip-list",
+        metavar="FILE",
+        help="file with one image to skip per line, as a path relative to IMAGE_ROOT; see dataset verify",
+    )
+    add(
+        "--allow-empty-classes",
+        **_switch(),
+        help="log a warning for class folders of train/ without images; otherwise an error",
+    )
+    add("--allow-outside", **_switch(), help="allow file lists and --skip-list to contain files outside IMAGE_ROOT")
+    add(
+        "--dali-device",
+        default="auto",
+        choices=["auto", "gpu", "cpu"],
+        help="device that decodes and augments images; auto: the device of the program",
+        batches=True,
+    )
+    add("--dali-num-threads", type=numbers.threads, default=4, help="loader threads per process")
+    add(
+        "--dali-prefetch",
+        type=numbers.integer(1, 100),
+        default=3,
+        help="number of batches that the loader prepares in advance",
+    )
+    add(
+        "--hw-decoder-load",
+        type=numbers.ratio,
+        default=0.9,
+        help="fraction of each batch for the hardware JPEG decoder of the GPU, if it has one",
+    )
+
+
+def _machine(add):
+    add(
+        "--device",
+        default="auto",
+        choices=["auto", "gpu", "cpu"],
+        help="device of the program; auto: a GPU if Paddle finds one, otherwise the CPU",
+    )
+    add(
+        "--kernels",
+        default="auto",
+        choices=["auto", "native", "paddle"],
+        help="native: custom kernels for BN, ReLU, addition, max pooling, loss and optimizer, in NHWC only; paddle: "
+        "those of Paddle; auto: native on a GPU in NHWC if they can be built, otherwise paddle",
+    )
+    add(
+        "--cuda-graph",
+        **_switch(True),
+        help="capture a training step as a CUDA graph and replay it with one call; requires native kernels and GPUs "
+        "of one host, excludes --profile-steps",
+    )
+    add("--enable-cpu-affinity", **_switch(True), help="bind each process to the cores next to its GPU")
+    add(
+        "--comm-timeout-s",
+        type=numbers.integer(1, 10**6),
+        default=600,
+        help="seconds without progress of one process after which a job of several processes stops",
+    )
+
+
+def _output(add):
+    add("--output-dir", default="./output/", help="parent folder of the checkpoints, OUTPUT_DIR/ARCH/EPOCH/")
+    add(
+        "--report-file",
+        type=_path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="file for the metrics, in dllogger's JSON lines; --resume appends to it (default: "
+        "OUTPUT_DIR/ARCH/report.json, report.eval.json for an evaluation, report.benchmark.json for a benchmark)",
+    )
+    add(
+        "--tensorboard-dir",
+        type=_path,
+        metavar="DIR",
+        help="folder for TensorBoard: the metrics of the report, the first training batch and the flags",
+    )
+    add(
+        "--report-html",
+        type=_path,
+        metavar="FILE",
+        help="file for an HTML page about the run, written at its end, with curves, confused classes and images",
+    )
+    add(
+        "--predictions",
+        type=_path,
+        metavar="FILE",
+        help="CSV file for the five most probable classes of each image, with --run-scope eval_only",
+    )
+    add("--print-interval", type=numbers.positive, default=10, help="number of steps between log lines")
+    add(
+        "--show-config",
+        **_switch(True),
+        help="print flags before the first step: all if this flag is set explicitly, otherwise those that differ from "
+        "their defaults",
+    )
+    add("--verbose", **_switch(), help="list all variables in which a checkpoint does not match the network")
+    add("--print-config", **_switch(), help="print the flags as YAML and stop")
+
+
+def _benchmark(add):
+    add(
+        "--benchmark",
+        **_switch(),
+        help="measure the speed of training, or of evaluation with --run-scope eval_only, and stop",
+    )
+    add("--benchmark-steps", type=numbers.positive, default=100, help="number of steps to measure")
+    add(
+        "--benchmark-warmup-steps",
+        type=numbers.not_negative,
+        default=100,
+        help="number of steps before the measurement",
+    )
+    add(
+        "--profile-steps",
+        type=_steps,
+        metavar="{None,A:B}",
+        help="range of steps of the first epoch, A to B-1, to trace to OUTPUT_DIR/profile/",
+    )
+
+
+def _truth(text):
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"'{text}': expected true or false")
+    return words[text.lower()]
+
+
+def _file_name(text):
+    if not text or "/" in text or text.startswith("."):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a valid file name; use one without / and without a leading dot, such as resnet50"
+        )
+    return text
+
+
+def _not_negative_number(text):
+    value = numbers.number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative; use 0 or more")
+    return value
+
+
+def _positive_or_none(text):
+    """Parse a positive number, or None, which overrides the configuration file."""
+    return None if text == "None" else numbers.positive_number(text)
+
+
+def _positive_count_or_none(text):
+    """Parse a positive whole number, or None, which overrides the configuration file."""
+    return None if text == "None" else numbers.positive(text)
+
+
+def _alpha(text):
+    value = _not_negative_number(text)
+    if value > 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1e6, such as 0.2")
+    return value
+
+
+def _below_one(text):
+    value = numbers.ratio(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to below 1, such as 0.9")
+    return value
+
+
+def _beta_or_none(text):
+    return None if text == "None" else _below_one(text)
+
+
+def _epsilon(text):
+    value = numbers.number(text)
+    if value < 1e-30:
+        raise argparse.ArgumentTypeError(f"{text}: too small for float32; use 1e-30 or more, such as 1e-8")
+    return value
+
+
+def _steps(text):
+    """Parse A:B, also as A,B, which a YAML list becomes; None overrides the configuration file."""
+    if text == "None":
+        return None
+    parts = text.replace(",", ":").split(":")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"'{text}': expected two steps A:B, such as 100:110; quote them in YAML")
+    begin, end = (numbers.not_negative(part) for part in parts)
+    if begin >= end:
+        raise argparse.ArgumentTypeError(f"{begin}:{end} contains no step; use A:B with A less than B")
+    return [begin, end]
+
+
+def _path(text):
+    """Parse a path, or None, which overrides the configuration file."""
+    return None if text == "None" else text
+
+
+def _epoch(text):
+    if text == "None":
+        return None
+    return text if text == "auto" else numbers.not_negative(text)
+
+
+PARSER = _build_parser()
+ACTIONS = {action.dest: action for action in PARSER._actions if action.dest != "help"}
+FLAGS = {name: action.declaration for name, action in ACTIONS.items()}
+DEFAULTS = {name: None if a.default is argparse.SUPPRESS else a.default for name, a in ACTIONS.items()}
+
+
+def of_kinds(*kinds):
+    """Return the names of all flags of these kinds."""
+    return tuple(name for name, declaration in FLAGS.items() if declaration.kind in kinds)

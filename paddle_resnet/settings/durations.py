@@ -1,0 +1,156 @@
+"""The length of a run and the steps at which it evaluates and saves; --iter-unit is the unit of the flags."""
+
+import math
+from typing import NamedTuple
+
+from paddle_resnet.settings import stages
+from paddle_resnet.settings.values import text
+from utils.errors import UsageError
+
+
+class Stop(NamedTuple):
+    """A position after `step` batches of epoch `epoch`; `ends_epoch` is true if it uses no more batches."""
+
+    epoch: int
+    step: int | None = None
+    ends_epoch: bool = True
+    evaluates: bool = True
+    saves: bool = True
+
+    def place(self):
+        """Return {"step": batches done} for the log within an epoch, {} at its end."""
+        return {} if self.ends_epoch else {"step": self.step}
+
+
+class Part(NamedTuple):
+    """The epochs of a stage: the first one, training steps per epoch, and factor of the learning rate."""
+
+    first_epoch: int
+    steps: int
+    lr_factor: float = 1.0
+
+
+class Timeline(NamedTuple):
+    """The training steps of all epochs; their number per epoch changes with the batch size of a stage.
+
+    Attributes:
+        accumulate_steps: batches per training step.
+        parts: a Part per stage.
+    """
+
+    accumulate_steps: int
+    parts: tuple
+
+    def steps(self, epoch):
+        """Return the number of training steps of an epoch."""
+        return self._part(epoch).steps
+
+    def batches(self, epoch):
+        """Return the number of batches that training uses in an epoch."""
+        return self.steps(epoch) * self.accumulate_steps
+
+    def steps_before(self, epoch):
+        """Return the number of training steps before an epoch; a fractional epoch is a position inside an epoch."""
+        ends = [*(part.first_epoch for part in self.parts[1:]), math.inf]
+        passed = ((min(epoch, end) - part.first_epoch, part.steps) for part, end in zip(self.parts, ends, strict=True))
+        return sum(epochs * steps for epochs, steps in passed if epochs > 0)
+
+    def batches_before(self, epoch):
+        return self.steps_before(epoch) * self.accumulate_steps
+
+    def position(self, step):
+        """Return (epoch, step within it) of a training step, counted from the first step of the run."""
+        part = next(part for part in reversed(self.parts) if self.steps_before(part.first_epoch) <= step)
+        epochs, rest = divmod(step - self.steps_before(part.first_epoch), part.steps)
+        return part.first_epoch + epochs, rest
+
+    def lr_factor(self, step):
+        """Return the factor of the learning rate of a training step."""
+        return self._part(self.position(step)[0]).lr_factor
+
+    def _part(self, epoch):
+        return next(part for part in reversed(self.parts) if part.first_epoch <= epoch)
+
+
+def used_batches(batches, accumulate_steps):
+    """Return the number of batches per epoch that training uses, a multiple of --accumulate-steps.
+
+    Raises:
+        UsageError: the loader has fewer batches than --accumulate-steps.
+    """
+    if batches < accumulate_steps:
+        raise UsageError(
+            f"--accumulate-steps {accumulate_steps}: the loader has {batches} batches per epoch; use a smaller number"
+        )
+    return batches - batches % accumulate_steps
+
+
+def uniform(settings, batches):
+    """Return the Timeline of a run whose epochs all have this number of batches.
+
+    Raises:
+        UsageError: see used_batches.
+    """
+    count = settings.accumulate_steps
+    return Timeline(count, (Part(0, used_batches(batches, count) // count),))
+
+
+def timeline(settings, images):
+    """Return the Timeline of a run.
+
+    Args:
+        settings: Settings.
+        images: number of training images per process.
+    Raises:
+        UsageError: see used_batches; or a stage of --sizes has a batch size above this number of images.
+    """
+    count, parts = settings.accumulate_steps, []
+    for stage in stages.stages(settings):
+        batch_size = stage.settings.batch_size
+        if batch_size > images:
+            raise UsageError(
+                f"--sizes {text(settings.sizes)}: batch size {batch_size} exceeds the {images} training images per "
+                f"process; use {images} or less"
+            )
+        parts.append(Part(stage.first_epoch, used_batches(images // batch_size, count) // count, stage.lr_factor))
+    return Timeline(count, tuple(parts))
+
+
+def steps_of(settings, timeline, duration):
+    """Return the number of training steps of a duration in the unit of --warmup-epochs and --lr-decay-epochs."""
+    return duration if settings.iter_unit == "batch" else timeline.steps_before(duration)
+
+
+def total_steps(settings, timeline):
+    """Return the number of training steps of the run."""
+    return steps_of(settings, timeline, settings.num_iter if settings.iter_unit == "batch" else settings.epochs)
+
+
+def first_pass(settings, batches):
+    """Return the number of steps of the run's first pass over a loader with this number of batches."""
+    if settings.benchmark:
+        return settings.benchmark_warmup_steps + settings.benchmark_steps
+    return next(stops(settings, uniform(settings, batches))).step if settings.run_scope.trains else batches
+
+
+def stops(settings, timeline, done=0):
+    """Yield a Stop for each end of an epoch, each evaluation and each checkpoint after the first `done` steps.
+
+    Args:
+        settings: Settings.
+        timeline: Timeline.
+        done: number of training steps already done.
+    """
+    if settings.iter_unit == "batch":
+        total, ends = settings.num_iter, ((count, count) for count in range(done + 1, settings.num_iter + 1))
+    else:
+        total, first = settings.epochs, timeline.position(done)[0]
+        ends = ((count, timeline.steps_before(count)) for count in range(first + 1, total + 1))
+    for count, steps in ends:
+        epoch, last = timeline.position(steps - 1)
+        evaluates, saves = (
+            count == total or count % interval == 0 for interval in (settings.eval_interval, settings.save_interval)
+        )
+        ends_epoch = last + 1 == timeline.steps(epoch)
+        if ends_epoch or evaluates or saves:
+            yield Stop(epoch, (last + 1) * settings.accumulate_steps, ends_epoch, evaluates, saves)

@@ -1,0 +1,63 @@
+"""Flags that follow other flags or are inherited from an earlier run."""
+
+import re
+
+from paddle_resnet.settings.declarations import EVALUATED, FLAGS
+from paddle_resnet.settings.values import flag, network_name
+
+RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
+
+
+def follow(settings):
+    """Set the flags that follow other flags, unless they are explicit or inherited."""
+
+    def is_free(name):
+        return not settings.is_explicit(name) and not settings.is_inherited(name)
+
+    if is_free("model_prefix"):
+        settings.resolve("--model-arch-name", model_prefix=_prefix(network_name(settings.model_arch_name)))
+    if settings.amp_level is None:
+        settings.resolve("--use-pure-fp16", amp_level="O2" if settings.use_pure_fp16 else "O1")
+    if len(settings.image_shape) == 3 and min(settings.image_shape[1:]) != settings.crop_size:
+        if not settings.is_explicit("image_shape"):
+            shape = [settings.image_shape[0], settings.crop_size, settings.crop_size]
+            settings.resolve("--crop-size", image_shape=shape)
+        elif not settings.is_explicit("crop_size"):
+            settings.resolve("--image-shape", crop_size=min(settings.image_shape[1:]))
+    if is_free("resize_short"):
+        settings.resolve("--crop-size", resize_short=max(1, round(settings.crop_size * RESIZE_RATIO)))
+    if settings.iter_unit == "batch" and settings.num_iter is not None:
+        defaults = {"warmup_epochs": 0, "save_interval": settings.num_iter, "eval_interval": settings.num_iter}
+        settings.resolve("--iter-unit", **{name: value for name, value in defaults.items() if is_free(name)})
+
+
+def may_follow(name):
+    """Return whether a checkpoint, the data or the network determines a flag that is not explicit."""
+    return FLAGS[name].kind in EVALUATED or name == "model_prefix"
+
+
+def _prefix(arch):
+    """Return the file prefix of a network, as in NVIDIA's example: resnet_50_paddle for ResNet50."""
+    return re.sub(r"(?<=\D)(?=\d)", "_", arch).lower() + "_paddle"
+
+
+def inherit(settings, recorded, names, folder):
+    """Set the flags that are not explicit to the values of an earlier run.
+
+    Args:
+        settings: Settings; changed.
+        recorded: Settings of the earlier run.
+        names: names of the flags to inherit.
+        folder: path of the checkpoint, for the origin.
+    Returns:
+        ({flag: value} of the flags that changed, {flag: (value, recorded value)} of the explicit flags that differ).
+    """
+    before = settings.copy()
+    explicit = [name for name in names if settings.is_explicit(name)]
+    differing = [name for name in explicit if getattr(before, name) != getattr(recorded, name)]
+    inherited = [n for n in names if n not in explicit and not {*differing} & {*FLAGS[n].depends_on}]
+    settings.set(f"checkpoint {folder}", **{name: getattr(recorded, name) for name in inherited})
+    follow(settings)
+    values = {name: getattr(settings, name) for name in inherited}
+    taken = {flag(name): value for name, value in values.items() if value != getattr(before, name)}
+    return taken, {flag(name): (getattr(before, name), getattr(recorded, name)) for name in differing}

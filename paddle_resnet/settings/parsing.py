@@ -1,0 +1,128 @@
+"""Conversion of command-line arguments and recorded flags to values."""
+
+import argparse
+import difflib
+
+from paddle_resnet.settings import inheritance
+from paddle_resnet.settings.declarations import ACTIONS, DEFAULTS, FLAGS, PARSER
+from paddle_resnet.settings.values import Settings, flag, text
+from utils.errors import UsageError
+from utils.mode import RunScope
+
+# Names of flags in other programs.
+ALIASES = {
+    "amp": "fp16 mixed-precision use-amp",
+    "batch-size": "b bs",
+    "crop-size": "image-size img-size input-size",
+    "dali-num-threads": "j num-workers threads workers",
+    "ema": "ema-decay model-ema model-ema-decay",
+    "from-checkpoint": "checkpoint load",
+    "from-pretrained-params": "pretrained weights",
+    "image-root": "data data-dir data-path dataset",
+    "label-smoothing": "smoothing",
+    "lr": "base-lr learning-rate",
+    "lr-scheduler": "scheduler",
+    "model-arch-name": "arch backbone model model-name",
+    "num-of-class": "class-num num-classes",
+    "output-dir": "checkpoint-dir output save-dir work-dir",
+    "run-scope eval_only": "eval eval-only evaluate",
+    "tensorboard-dir": "tensorboard",
+    "weight-decay": "wd",
+}
+ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
+# Flags of newer versions of NVIDIA's example.
+ELSEWHERE = {
+    "inference-dir": "run python -m paddle_resnet.export CHECKPOINT DIR after training",
+    "qat": "quantization is not supported; remove it",
+}
+
+
+def parse(arguments):
+    """Return the flags that command-line arguments set, {name: value}.
+
+    Raises:
+        UsageError: an unknown flag or an invalid value, with one line for each.
+    """
+    unset = object()
+    args, unknown = PARSER.parse_known_args(arguments, argparse.Namespace(**dict.fromkeys(DEFAULTS, unset)))
+    if unknown:
+        raise UsageError(*_unknown_arguments(unknown))
+    values = {name: value for name, value in vars(args).items() if value is not unset}
+    if empty := [name for name, value in values.items() if value == []]:  # argparse accepts --flag=--
+        raise UsageError(*(f"{flag(name)} --: not a value; set one" for name in empty))
+    return values
+
+
+def settings(values, origins):
+    """Return Settings with these values; the other flags have their defaults or follow these."""
+    values = DEFAULTS | values
+    values["run_scope"] = RunScope(values["run_scope"])
+    made = Settings(values, origins)
+    inheritance.follow(made)
+    return made
+
+
+def from_dict(values):
+    """Return Settings from the result of Settings.as_dict, possibly of a different version: missing flags have their
+    defaults, or the values that reproduce the program before they existed; unknown flags are ignored.
+
+    Raises:
+        UsageError: an invalid value.
+    """
+    before = {name: declaration.before for name, declaration in FLAGS.items() if declaration.before is not None}
+    known = before | {name: value for name, value in values.items() if name in FLAGS}
+    parsed = parse(arguments(known))
+    return settings(parsed, dict.fromkeys(parsed, "Python"))
+
+
+def changed(values):
+    """Return the flags that differ from their defaults, given the result of Settings.as_dict."""
+    defaults = settings({}, {}).as_dict()
+    return {name: value for name, value in values.items() if value != defaults.get(name)}
+
+
+def as_file(settings):
+    """Return the content of a --config file: Settings.as_dict without the flags that are not explicit and that a
+    checkpoint, the data or the network may determine."""
+    values = settings.as_dict()
+    return {name: v for name, v in values.items() if settings.is_explicit(name) or not inheritance.may_follow(name)}
+
+
+def arguments(values):
+    """Convert {name: value} to command-line arguments.
+
+    Raises:
+        UsageError: an unknown name, or a string that YAML has parsed as a boolean.
+    """
+    result = []
+    for key, value in values.items():
+        if key not in ACTIONS or key == "config":
+            raise UsageError(_unknown("key", str(key), [name for name in ACTIONS if name != "config"]))
+        if isinstance(value, bool) and not ACTIONS[key].nargs:
+            raise UsageError(f"{key}: YAML parses the value as the boolean {value}; quote it")
+        if value is not None:  # null keeps the default
+            result.append(f"{flag(key)}={text(value)}")
+    return result
+
+
+def _unknown_arguments(arguments):
+    """Return an error message for each unknown flag, or one for the first unexpected value."""
+    flags = [option for action in PARSER._actions for option in action.option_strings]
+    unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("-")]
+    if not unknown:
+        return [f"unexpected argument '{arguments[0]}'; write each value after its --flag"]
+    return [_unknown("flag", name, flags) for name in unknown]
+
+
+def _unknown(kind, argument, known):
+    bare = {name.lstrip("-"): name for name in known}  # the common dashes would make all flags look similar
+    normalized = argument.lstrip("-").replace("_", "-")
+    if normalized in ALIASES:
+        meant = (
+            f"--{ALIASES[normalized]}" if kind == "flag" else ALIASES[normalized].replace("-", "_").replace(" ", ": ")
+        )
+        return f"unknown {kind} {argument}: did you mean {meant}?"
+    if normalized in ELSEWHERE:
+        return f"unknown {kind} {argument}: {ELSEWHERE[normalized]}"
+    near = difflib.get_close_matches(normalized if kind == "flag" else normalized.replace("-", "_"), bare, n=1)
+    return f"unknown {kind} {argument}: " + (f"did you mean {bare[near[0]]}?" if near else "see --help")

@@ -1,0 +1,67 @@
+"""The stages of a training run, one per entry of --sizes. Each stage has its own settings, and therefore its own
+loader, program and captured step; all stages share the variables.
+"""
+
+import argparse
+import itertools
+from typing import NamedTuple
+
+from paddle_resnet.settings.values import Settings
+from utils import numbers
+
+EXAMPLE = "128:0,160:20"
+FORM = "SIZE:EPOCH[:BATCH[:FACTOR]],..."
+
+
+class Stage(NamedTuple):
+    """The settings of training from an epoch on, and the factor of its learning rate."""
+
+    first_epoch: int
+    settings: Settings
+    lr_factor: float = 1.0
+
+
+def parse(text):
+    """Parse --sizes to a list of its entries, or None, which overrides the configuration file."""
+    if text == "None":
+        return None
+    entries = [entry.strip() for entry in text.split(",")]
+    epochs = [_parse_entry(entry)["first_epoch"] for entry in entries]
+    if epochs[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(epochs)):
+        raise argparse.ArgumentTypeError(f"'{text}': the epochs do not increase from 0; use a value such as {EXAMPLE}")
+    return entries
+
+
+def _parse_entry(entry):
+    """Return the fields of an entry of --sizes; batch size and factor of the learning rate are optional."""
+    fields = {
+        "size": numbers.side,
+        "first_epoch": numbers.not_negative,
+        "batch_size": numbers.batch_size,
+        "lr_factor": numbers.positive_number,
+    }
+    values = entry.split(":")
+    if not 2 <= len(values) <= len(fields):
+        raise argparse.ArgumentTypeError(f"'{entry}': expected {FORM}, such as {EXAMPLE}")
+    return {name: parse(value) for (name, parse), value in zip(fields.items(), values, strict=False)}
+
+
+def stages(settings):
+    """Return the stages of a run, in the order of their epochs; without --sizes, one with these settings."""
+    if settings.sizes is None:
+        return [Stage(0, settings)]
+    result = []
+    for fields in map(_parse_entry, settings.sizes):
+        size, of_stage = fields["size"], settings.copy()
+        of_stage.resolve("--sizes", image_shape=[settings.image_shape[0], size, size], crop_size=size)
+        of_stage.resolve("--sizes", batch_size=fields.get("batch_size", settings.batch_size))
+        of_stage.freeze()
+        result.append(Stage(fields["first_epoch"], of_stage, fields.get("lr_factor", 1.0)))
+    return result
+
+
+def stages_from(settings, epoch):
+    """Return the stage of an epoch and all later ones."""
+    every = stages(settings)
+    current = max(i for i, stage in enumerate(every) if stage.first_epoch <= epoch)
+    return every[current:]

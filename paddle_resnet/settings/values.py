@@ -1,0 +1,94 @@
+"""The values of all flags with their origins."""
+
+import dataclasses
+
+
+class Settings:
+    """One attribute per flag, with underscores: `settings.batch_size` is --batch-size.
+
+    The values may change until they are resolved (see resolution.py for the order) and frozen, before the first program
+    is built.
+
+    Args:
+        values: {name: value}.
+        origins: {name: origin} of the values that are not defaults. An origin is "command line", "file PATH",
+            "Python", "checkpoint FOLDER", "data", "machine", or the flag that a value follows.
+    """
+
+    __slots__ = ("__dict__", "_is_frozen", "_origins")
+
+    def __init__(self, values, origins):
+        object.__setattr__(self, "_is_frozen", False)
+        object.__setattr__(self, "_origins", dict(origins))
+        vars(self).update(values)
+
+    def __setattr__(self, name, value):
+        self.set("Python", **{name: value})
+
+    def set(self, origin, **values):
+        """Set values.
+
+        Raises:
+            dataclasses.FrozenInstanceError: the settings are frozen.
+            AttributeError: an unknown flag.
+        """
+        if self._is_frozen:
+            raise dataclasses.FrozenInstanceError(
+                f"settings.{next(iter(values))}: settings are frozen once a program is built; set it before, or use "
+                "settings.copy()"
+            )
+        if unknown := values.keys() - vars(self).keys():
+            raise AttributeError(f"settings.{min(unknown)}: not a flag; see train.py --help")
+        vars(self).update(values)
+        self._origins.update(dict.fromkeys(values, origin))
+
+    def resolve(self, origin, **values):
+        """Set the values that differ; the others keep their origin."""
+        if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
+            self.set(origin, **changes)
+
+    def freeze(self):
+        object.__setattr__(self, "_is_frozen", True)
+
+    @property
+    def is_frozen(self):
+        return self._is_frozen
+
+    def copy(self, **values):
+        """Return a copy with the same origins that is not frozen, and set values in it."""
+        copy = Settings(vars(self), self._origins)
+        if values:
+            copy.set("Python", **values)
+        return copy
+
+    def origin(self, name):
+        return self._origins.get(name, "default")
+
+    def is_explicit(self, name):
+        """Return whether the command line, the configuration file or Python code has set a flag."""
+        origin = self.origin(name)
+        return origin in ("command line", "Python") or origin.startswith("file ")
+
+    def is_inherited(self, name):
+        """Return whether the value of a flag comes from a checkpoint."""
+        return self.origin(name).startswith("checkpoint ")
+
+    def as_dict(self):
+        """Return the flags that describe the run as plain data."""
+        values = {name: value for name, value in vars(self).items() if name not in ("config", "print_config")}
+        return values | {"run_scope": self.run_scope.value}
+
+
+def flag(name):
+    """Return the command-line name of an attribute: --batch-size for batch_size."""
+    return "--" + name.replace("_", "-")
+
+
+def network_name(arch):
+    """Return the network's name for files and folders from --model-arch-name: NAME for FILE.py:NAME."""
+    return arch.rpartition(":")[2]
+
+
+def text(value):
+    """Format a flag's value for the command line."""
+    return ",".join(map(text, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,23 @@
+"""Random numbers of a step from a counter-based generator. They depend only on seed, step, layer and rank, so they are
+the same with and without a CUDA graph, and after a resume.
+"""
+
+import zlib
+
+import numpy as np
+
+
+def generator(seed, step, layer, rank):
+    """Return the generator of one layer in one step: Philox of Salmon et al., SC 2011.
+
+    Args:
+        seed: --seed.
+        step: number of the step in the run.
+        layer: name of the layer or operation that uses the numbers.
+        rank: rank of the process.
+    Returns:
+        np.random.Generator.
+    """
+    # The generator increments the lowest 64 bits of the counter.
+    key = np.array([seed, zlib.crc32(layer.encode())], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, step, rank, 0], np.uint64)))

@@ -1,0 +1,64 @@
+"""Host scalars: numbers that the host computes for each step, such as the learning rate.
+
+A program reads each scalar from a persistable variable, which is written before every step, captured or not. The values
+are functions of the step, so checkpoints do not contain them; only Paddle's checkpoints contain the learning rate.
+"""
+
+import numpy as np
+import paddle
+from paddle import static
+from paddle.base.data_feeder import convert_dtype
+
+PREFIX = "host_scalar."  # prefix of these variables, which checkpoints do not contain
+
+
+def declare(name, value_of, shape=(1,), dtype="float32"):
+    """Create a variable of the current program that is written before each step.
+
+    Args:
+        name: unique name in the program.
+        value_of: function without arguments that returns the value for the next step, an array or number.
+        shape, dtype: shape and type of the variable.
+    Returns:
+        the variable.
+    """
+    variable = static.create_global_var(list(shape), 0, dtype, persistable=True, name=PREFIX + name)
+    variable.stop_gradient = True
+    register(static.default_main_program(), variable.name, value_of)
+    return variable
+
+
+def register(program, name, value_of):
+    """Register an existing variable of a program to be written before each step."""
+    program.host_scalars = {**of(program), name: value_of}
+
+
+def of(program):
+    """Return {variable: function that returns its value for the next step} of a program."""
+    return getattr(program, "host_scalars", {})
+
+
+class Writer:
+    """Writes all host scalars of a program.
+
+    Args:
+        program: Program whose variables are in the global scope.
+        place: device of the program.
+    """
+
+    def __init__(self, program, place):
+        self._scalars = of(program)
+        block = program.global_block()
+        variables = {name: block.var(name) for name in self._scalars}
+        self._types = {name: (convert_dtype(v.dtype), v.shape) for name, v in variables.items()}
+        # Paddle's dropout reads its seed on the host and would wait for a copy from the GPU.
+        on_host = {op.input("Seed")[0] for op in block.ops if op.type == "dropout" and op.input("Seed")}
+        self._places = {name: paddle.CPUPlace() if name in on_host else place for name in self._scalars}
+
+    def __call__(self):
+        for name, value_of in self._scalars.items():
+            tensor = static.global_scope().find_var(name).get_tensor()
+            value = paddle.base.core.LoDTensor()
+            dtype, shape = self._types[name]
+            value.set(np.asarray(value_of(), dtype).reshape(shape), paddle.CPUPlace())
+            tensor._copy_from(value, self._places[name])  # unlike `set`, does not wait for the GPU

@@ -1,0 +1,162 @@
+"""Runs with --ema: what they evaluate, save, resume, export and predict."""
+
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+
+from conftest import NHWC, assert_one_sentence, assert_sparse, losses, phase
+from paddle_resnet import export
+from paddle_resnet.checkpoints import folders
+from paddle_resnet.serving import inference
+
+FLAGS = ["--epochs", "3", "--print-interval", "1", "--lr", "0.2"]
+EMA = [*FLAGS, "--ema", "0.8"]
+RESULTS = ("loss", "top1", "top5")
+EPOCH = "Tiny/2"
+
+
+@pytest.fixture
+def averaged(once, run_train, tmp_path):
+    """A copy of the output folder of a run with --ema, which runs once for all tests: (folder, report entries)."""
+
+    def make(folder):
+        code, report = run_train(*EMA, "--output-dir", folder / "output")
+        assert code == 0
+        (folder / "report").write_bytes(pickle.dumps(report))
+
+    folder = once("averaged", make)
+    shutil.copytree(folder / "output", tmp_path / "averaged", symlinks=True)
+    return tmp_path / "averaged", pickle.loads((folder / "report").read_bytes())
+
+
+def weights(folder, ending="pdema"):
+    return pickle.loads((folder / f"tiny.{ending}").read_bytes())
+
+
+def results(report, step=()):
+    return {name: phase(report, list(step), "val.")[name] for name in RESULTS}
+
+
+def test_training_has_the_losses_of_a_run_without_averages(run_train, averaged):
+    code, report = run_train(*FLAGS)
+    assert code == 0
+    expected, found = losses(report), losses(averaged[1])
+    for key in expected:
+        assert (found[key] == expected[key]) == (key[1] != "val"), key
+
+
+def test_evaluation_uses_the_averages_unless_a_file_is_named(run_train, averaged, capsys):
+    folder, report = averaged
+    assert weights(folder / EPOCH).keys() == weights(folder / EPOCH, "pdparams").keys()
+    for epoch in range(3):
+        start = ["--from-checkpoint", folder / f"Tiny/{epoch}"]
+        code, evaluated = run_train("--run-scope", "eval_only", *start)
+        assert code == 0
+        assert results(evaluated) == results(report, [epoch])
+    says = f"--from-checkpoint {folder / EPOCH}: loads the averages of --ema, tiny.pdema"
+    assert says in capsys.readouterr().out
+    for named, is_averaged in ((folder / EPOCH, True), (folder / EPOCH / "tiny.pdparams", False)):
+        _, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", named)
+        assert (results(evaluated) == results(report, [2])) == is_averaged
+
+
+def test_best_is_ranked_by_the_averages(averaged):
+    folder, report = averaged
+    top1 = [results(report, [epoch])["top1"] for epoch in range(3)]
+    assert (folder / "Tiny/best").resolve().name == str(top1.index(max(top1)))
+    assert folders.verify(folder / EPOCH)["best"]["top1"] == max(top1)
+
+
+def test_prediction_and_export_use_the_averages(averaged, photos, tmp_path, capsys):
+    folder = averaged[0] / EPOCH
+    expected = weights(folder)
+    network = inference.load_checkpoint(folder)
+    assert "the averages of --ema" in capsys.readouterr().err
+    for name in ("conv2d_3.w_0", "batch_norm_3.w_1", "linear_0.b_0"):
+        np.testing.assert_array_equal(network.parameter(name), expected[name])
+    export.export(folder, tmp_path / "export", verify=photos)  # against the recorded evaluation, too
+
+
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
+@pytest.mark.parametrize("stop", [{"train_step": 4}, {"eval_step": 1}, {"train_step": 6}])
+def test_a_resume_is_exact(run_train, once, stop_before, tmp_path, stop, kernels):
+    flags = [*FLAGS, *(NHWC if kernels == "native" else []), "--kernels", kernels]
+    ema = ["--ema", "0.8"]
+
+    def make(folder):
+        code, report = run_train(*flags, *ema, "--output-dir", folder)
+        assert code == 0
+        (folder / "losses").write_bytes(pickle.dumps(losses(report)))
+
+    whole = once(f"averaged_{kernels}", make)
+    stop_before(**stop)
+    code, report = run_train(*flags, *ema, "--resume")
+    assert code == 75
+    first = losses(report)
+    stop_before()
+    code, report = run_train(*flags, "--resume")  # inherits --ema
+    assert code == 0
+    assert first | losses(report) == pickle.loads((whole / "losses").read_bytes())
+    expected = weights(whole / EPOCH)
+    for name, value in weights(tmp_path / "output" / EPOCH).items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def test_a_resume_with_and_without_averages(run_train, tmp_path, capsys):
+    """Averages that a checkpoint lacks start at its weights; --ema None leaves out those that it has."""
+    assert run_train(*FLAGS, "--epochs", "1")[0] == 0
+    output = tmp_path / "output/Tiny"
+    assert not list(output.glob("*/*.pdema"))
+    before = weights(output / "0", "pdparams")
+    assert run_train(*FLAGS, "--epochs", "2", "--resume", "--ema", "0.999")[0] == 0
+    assert f"--ema: averages initialized with the weights of {output}/0" in capsys.readouterr().out
+    averaged, raw = weights(output / "1"), weights(output / "1", "pdparams")
+    changes = [np.abs(state["linear_0.w_0"] - before["linear_0.w_0"]).max() for state in (averaged, raw)]
+    assert 0 < changes[0] < changes[1]
+    assert run_train(*FLAGS, "--resume", "--ema", "None")[0] == 0
+    assert "--ema None (was 0.999)" in capsys.readouterr().err
+    assert sorted(path.name for path in (output / "2").iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
+
+
+def test_averages_of_sparse_weights_are_sparse(run_train, tmp_path):
+    assert run_train(*EMA, "--asp", "--prune-model")[0] == 0
+    assert_sparse(weights(tmp_path / "output" / EPOCH))
+
+
+def test_fine_tuning_starts_at_the_averages(run_train, averaged, tmp_path):
+    start = ["--from-pretrained-params", averaged[0] / EPOCH]
+    assert run_train("--lr", "0", "--warmup-epochs", "0", "--run-scope", "train_only", *start)[0] == 0
+    found, expected = weights(tmp_path / "output/Tiny/0", "pdparams"), weights(averaged[0] / EPOCH)
+    for name in ("conv2d_3.w_0", "linear_0.b_0"):
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_a_benchmark_takes_averages(run_train):
+    steps = ["--benchmark-steps", "2", "--benchmark-warmup-steps", "1"]
+    for scope in ("train_only", "eval_only"):
+        assert run_train("--ema", "0.9", "--benchmark", *steps, "--run-scope", scope)[0] == 0
+
+
+@pytest.mark.parametrize("damage", ["changed", "of another network"])
+def test_damaged_averages_are_errors(run_train, averaged, tmp_path, capsys, damage):
+    folder = averaged[0] / "Tiny"
+    content = b"not a pickle"
+    if damage == "of another network":
+        state = weights(folder / "2")
+        del state["conv2d_3.w_0"]
+        content = pickle.dumps(state, protocol=4)
+        meta = folders.verify(folder / "2")
+        names = meta.pop("files")
+        files = {name: lambda f, name=name: f.write((folder / "2" / name).read_bytes()) for name in names}
+        files["tiny.pdema"] = lambda f: f.write(content)
+        folder = folders.commit(tmp_path / "wrong", "2", files, meta).parent
+    else:
+        (folder / "2/tiny.pdema").write_bytes(content)
+    says = "tiny.pdema has" if damage == "changed" else "does not match the model (1 missing)"
+    starts = [["--run-scope", "eval_only", "--from-checkpoint", folder / "2"]]
+    starts.append(["--epochs", "4", "--from-checkpoint", folder, "--last-epoch-of-checkpoint", "2"])
+    for start in starts:
+        assert run_train(*start)[0] == 2
+        assert_one_sentence(capsys.readouterr().err, [says])

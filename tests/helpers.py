@@ -1,0 +1,130 @@
+"""Functions that several test modules share: programs, loaders, checkpoints, exported models. conftest.py has the
+fixtures."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+import paddle
+from paddle import static
+
+from conftest import ROOT, frozen
+from paddle_resnet import program
+from paddle_resnet.checkpoints import folders
+
+META = {
+    "sequence": 0,
+    "run": "r",
+    "epoch": 0,
+    "step": None,
+    "steps_each_epoch": 3,
+    "lr_scheduler": {"last_epoch": 3},
+    "world_size": 1,
+    "classes": ["a", "b"],
+    "arguments": {"lr": 0.1},
+    "trained": None,
+    "evaluated": None,
+    "best": None,
+    "seeds": {
+        "python": json.dumps(random.Random(0).getstate()),
+        "numpy": json.dumps(["MT19937", [1] * 624, 624, 0, 0.0]),
+    },
+    "ranks": [{"loader": {"step": 0, "conditions": {}}, "meters": {}}],
+}
+# The file with a network of docs/networks.md.
+NETWORK_EXAMPLE = re.search(
+    r"^```python\n(.*?)^```$", (ROOT / "docs/networks.md").read_text(), re.MULTILINE | re.DOTALL
+)[1]
+# A program that holds the lock of the folder in its argument.
+HOLDER = """
+    import sys, time
+    from paddle_resnet.checkpoints import folders
+    lock = folders.lock(sys.argv[1])
+    print("locked", flush=True)
+    time.sleep(1000)
+"""
+PREDICT = """
+import sys
+import numpy as np
+import paddle.inference as inference
+
+folder = sys.argv[1]
+config = inference.Config(f"{folder}/model.pdmodel", f"{folder}/model.pdiparams")
+config.disable_gpu()
+predictor = inference.create_predictor(config)
+predictor.get_input_handle("images").copy_from_cpu(np.load(f"{folder}/images.npy"))
+predictor.run()
+(name,) = predictor.get_output_names()
+assert name == sys.argv[2] or not sys.argv[2], name
+np.save(f"{folder}/probabilities.npy", predictor.get_output_handle(name).copy_to_cpu())
+"""
+
+
+def build(args, is_train=True, steps=10, seed=0):
+    """(compiled program, executor, fetchs, lr_scheduler, program) with fresh parameters."""
+    args = frozen(args)
+    paddle.seed(seed)
+    main, startup = static.Program(), static.Program()
+    fetchs, lr_scheduler, _, _ = program.build(args, main, startup, steps, is_train=is_train)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    compiled = program.compile_prog(args, main, fetchs["loss"][0].name, is_train=is_train)
+    return compiled, exe, fetchs, lr_scheduler, main
+
+
+def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
+    """[(images, labels)]"""
+    generator = np.random.RandomState(0)
+    return [
+        (generator.randn(batch, *shape).astype("float32"), generator.randint(0, classes, (batch, 1)).astype("int64"))
+        for _ in range(count)
+    ]
+
+
+def variable(name):
+    return np.array(static.global_scope().find_var(name).get_tensor())
+
+
+def epoch(loader):
+    """Images and labels of one epoch as lists of batches."""
+    batches = [(np.array(b[0]["data"]), np.array(b[0]["label"])) for b in loader]
+    loader.reset()
+    return [b[0] for b in batches], [b[1] for b in batches]
+
+
+def take(loader, count):
+    """The next batches, over the ends of epochs."""
+    batches = []
+    while len(batches) < count:
+        batch = next(loader, None)
+        if batch is None:
+            loader.reset()
+        else:
+            batches.append((np.array(batch[0]["data"]), np.array(batch[0]["label"])))
+    return batches
+
+
+def write_checkpoint(root, name, text="abc", sequence=0, **meta):
+    """Commit a checkpoint of two small files; returns its folder."""
+    files = {"a.pdparams": lambda f: f.write(text.encode()), "a.pdopt": lambda f: f.write(b"x" * 100)}
+    return folders.commit(root, name, files, META | {"sequence": sequence, **meta})
+
+
+def predict(folder, images, output=""):
+    """Probabilities from Paddle Inference, in a process of its own, without what this project sets, as where models are
+    deployed."""
+    np.save(folder / "images.npy", images)
+    environment = {name: value for name, value in os.environ.items() if name != "FLAGS_enable_pir_api"}
+    done = subprocess.run(
+        [sys.executable, "-c", PREDICT, str(folder), output],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return np.load(folder / "probabilities.npy")

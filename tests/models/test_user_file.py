@@ -1,0 +1,200 @@
+"""Networks from a user's own file."""
+
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+
+from conftest import ROOT, assert_one_sentence, losses
+from helpers import NETWORK_EXAMPLE
+from paddle_resnet import export, models, predict
+from paddle_resnet.checkpoints import folders
+from paddle_resnet.job import agreement
+from paddle_resnet.models import user_file
+
+# Executing it leaves a trace.
+MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Write the file of docs/networks.md to the current directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "net.py"
+    path.write_text(MARKED)
+    return path
+
+
+@pytest.fixture
+def own_run(run_train):
+    """Return run_train with the network of the file."""
+    return lambda *flags: run_train("--model-arch-name", "net.py:Net", *flags)
+
+
+@pytest.fixture
+def trained(own_run, file, tmp_path):
+    """Return the folder of a run of one epoch with the network of the file."""
+    code, _ = own_run()
+    assert code == 0
+    return tmp_path / "output/Net"
+
+
+def test_example_is_resumed_evaluated_exported_and_predicts(own_run, file, trained, photos, tmp_path, capsys):
+    meta = folders.read_meta(trained / "0")
+    assert meta["arguments"]["model_arch_name"] == "net.py:Net"
+    assert meta["network_sha256"] == user_file.sha256("net.py:Net")
+    assert own_run("--resume", "--epochs", "2")[0] == 0
+    assert (trained / "1").is_dir()
+    assert own_run("--run-scope", "eval_only", "--from-checkpoint", trained)[0] == 0
+    assert "the file differs from the one" not in capsys.readouterr().out
+
+    onnx = ["--onnx"] * (importlib.util.find_spec("onnxruntime") is not None)
+    flags = ["--model-arch-name", "net.py:Net", "--verify", str(photos), "--triton", *onnx]
+    assert export.main([str(trained / "1"), "exported", *flags]) == 0
+    assert json.loads((tmp_path / "exported/model.json").read_text())["arch"] == "Net"
+    image = str(next((photos / "val").glob("*/*.jpg")))
+    file.unlink()  # an export contains its network
+    capsys.readouterr()
+    assert predict.main(["exported", image, "--device", "cpu"]) == 0
+    from_export = capsys.readouterr().out
+    file.write_text(MARKED)
+    assert predict.main([str(trained / "1"), image, "--device", "cpu", "--model-arch-name", "net.py:Net"]) == 0
+    assert capsys.readouterr().out == from_export
+    assert predict.main(["exported", image, "--device", "cpu", "--model-arch-name", "net.py:Net"]) == 2
+    assert "exported; remove the flag" in capsys.readouterr().err
+
+
+def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(file, own_run, losses_with_a_stop):
+    flags = ["--model-arch-name", "net.py:Net", "--print-interval", "1"]
+    _, report = own_run("--print-interval", "1")
+    assert losses_with_a_stop(2, *flags, "--resume") == losses(report)
+
+
+def test_a_checkpoint_alone_never_executes_a_file(run_train, file, trained, tmp_path, capsys):
+    (tmp_path / "net.executed").unlink()
+    forget()
+    image = ROOT / "docs/data_way.svg"
+    starts = [
+        lambda: run_train("--model-arch-name", "Tiny", "--from-checkpoint", trained)[0],  # explicit: does not fit
+        lambda: export.main([str(trained / "0"), str(tmp_path / "exported")]),
+        lambda: predict.main([str(trained / "0"), str(image), "--device", "cpu"]),
+    ]
+    assert [start() for start in starts] == [2, 2, 2]
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    remedy = "from a file, which is imported only if a flag specifies it; add --model-arch-name net.py:Net if you trust"
+    assert [remedy in line for line in errors] == [False, True, True], errors
+    assert not (tmp_path / "net.executed").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--run-scope eval_only --from-checkpoint output/Net",
+        "--from-checkpoint output/Net/0 --last-epoch-of-checkpoint auto --epochs 2",
+        "--from-pretrained-params output/Net",
+        "--resume --from-pretrained-params output/Net",
+    ],
+)
+def test_train_needs_the_flag(run_train, file, trained, tmp_path, capsys, flags):
+    (tmp_path / "net.executed").unlink()
+    forget()
+    import train
+
+    size = "--image-shape 3,32,32 --device cpu --batch-size 8 --warmup-epochs 0 --output-dir elsewhere"
+    photos = json.loads((trained / "0/meta.json").read_text())["arguments"]["image_root"]
+    assert train.main([*size.split(), "--image-root", photos, *flags.split()]) == 2
+    assert_one_sentence(capsys.readouterr().err, [": its network net.py:Net is from a file", "add --model"])
+    assert not (tmp_path / "net.executed").exists()
+
+
+def forget():
+    """Make the next use of the file execute it again."""
+    for name in [name for name in sys.modules if name.startswith(user_file.__name__ + "_")]:
+        del sys.modules[name]
+
+
+def test_a_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_path, capsys):
+    moved = tmp_path / "elsewhere.py"
+    file.rename(moved)
+    capsys.readouterr()
+    assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "2")[0] == 0
+    printed = capsys.readouterr()
+    assert "--model-arch-name" not in printed.err and "the file differs from the one" not in printed.out + printed.err
+    moved.write_text(MARKED + "# a comment\n")
+    assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "3")[0] == 0
+    printed = capsys.readouterr()
+    assert f"elsewhere.py:Net: the file differs from the one that {trained}/1 was trained" in printed.out + printed.err
+    moved.write_text(MARKED.replace("32", "48"))
+    assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "4")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["does not match the model"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("class Net(", "class Other(", ["net.py does not define Net; use a name that it defines (Other)"]),
+        ("super().__init__()", "super().__init__(", ["line 7: '(' was never closed; correct net.py"]),
+        ("class Net(", "return\nclass Net(", ["line 5: 'return' outside function; correct net.py"]),
+        (
+            "class Net(",
+            "import nowhere_at_all\nclass Net(",
+            ["line 5: ModuleNotFoundError: No module named 'nowhere_a"],
+        ),
+        ("class Net(", "raise SystemExit(3)\nclass Net(", ["line 5: SystemExit: 3; correct net.py"]),
+        (", in_channels, data", ", data", ["TypeError: ", "unexpected keyword argument 'in_channels'; correct net.py"]),
+        ("self.stem = ", "self.stem = stem = 1 / 0 or ", ["line 8: ZeroDivisionError: division by zero; correct"]),
+        ("self.stem(images)", "self.head(images)", ["line 14: AttributeError: ", "'head'"]),
+        ("self.first, self.last = ", "self.begin, self.last = ", ["no attribute first", "3 input channels; set it to"]),
+        ("self.first, self.last = self.stem", "self.first, self.last = self.body", ["no attribute first"]),
+        ("self.first, self.last = ", "self.first, self.end = ", ["no attribute last", "set it to the classifier"]),
+        (".flatten(1))", ".flatten(1)), images", ["has the shape []; return logits [N, 3]"]),
+        ("(32, num_classes)", "(32, 5)", ["has the shape [-1, 5]; return logits [N, 3]"]),
+        ("class Net(nn.Layer):", "def Net(**_): return 3\nclass Other(nn.Layer):", ["returns int; return a paddle.nn"]),
+    ],
+    ids=lambda value: value[0][:24] if isinstance(value, list) else "",
+)
+def test_faults_in_the_file_are_errors(own_run, file, capsys, old, new, says):
+    assert old in NETWORK_EXAMPLE
+    file.write_text(NETWORK_EXAMPLE.replace(old, new))
+    code, _ = own_run("--dry-run")
+    assert code == 2
+    assert_one_sentence(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *says])
+
+
+@pytest.mark.parametrize(
+    ("arch", "says"),
+    [
+        ("nowhere.py:Net", "nowhere.py cannot be read (No such file or directory); use an existing file"),
+        ("folder.py:Net", "folder.py cannot be read (Is a directory); use an existing file"),
+        ("net.py", "unknown network; use one of ResNet18, "),
+        ("net.py:../Net", "unknown network; use one of ResNet18, "),
+        ("net.py:ConvBM", "net.py does not define ConvBM; use a name that it defines (Net)"),
+    ],
+)
+def test_wrong_names_are_errors(file, tmp_path, arch, says):
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(ValueError, match=re.escape(f"--model-arch-name {arch}: {says}")):
+        models.registered_name(arch)
+    assert not (tmp_path / "net.executed").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["Net = 3", "from somewhere import Net", "def Net(): pass", "try:\n import x as Net\nexcept E: Net = 1"]
+)
+def test_names_are_found_without_executing_the_file(tmp_path, text):
+    (tmp_path / "net.py").write_text(f"raise 1\n{text}\n")
+    assert models.registered_name(f"{tmp_path}/net.py:Net") == f"{tmp_path}/net.py:Net"
+
+
+def test_processes_must_have_the_same_file(file, parse, monkeypatch):
+    seen = []
+    monkeypatch.setattr(agreement, "_compare", seen.append)
+    args = parse("--model-arch-name", "net.py:Net")
+    for text in (NETWORK_EXAMPLE, NETWORK_EXAMPLE, MARKED):
+        file.write_text(text)
+        agreement.check_start(args)
+    first, same, other = seen
+    assert first == same
+    assert [name for name in first if first[name] != other[name]] == ["file of --model-arch-name (hash)"]

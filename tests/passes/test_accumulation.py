@@ -1,0 +1,126 @@
+"""--accumulate-steps K compared with a batch K times as large, and after a resume."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from conftest import NHWC, assert_one_sentence, losses, phase
+from helpers import build, random_batches
+from paddle_resnet.checkpoints import variables
+from paddle_resnet.models import layers
+from paddle_resnet.native import build as native
+from paddle_resnet.passes import accumulation
+from paddle_resnet.steps import random_numbers
+
+KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
+FLAGS = ["--batch-size", "4", "--epochs", "2", "--print-interval", "1", "--accumulate-steps", "3"]
+
+
+@pytest.fixture
+def without_bn(monkeypatch):
+    """BN computes its statistics per batch, not per step."""
+    monkeypatch.setattr(layers, "BatchNorm", lambda *arguments, **options: paddle.nn.Identity())
+
+
+@pytest.mark.parametrize("scaling", [None, "static", "dynamic"])
+@pytest.mark.parametrize("optimizer", ["Momentum", "AdamW"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_update_is_that_of_a_large_batch(parse, without_bn, kernels, optimizer, scaling):
+    if kernels == "native":
+        native.load()
+    found = []
+    for count in (1, 2, 4):
+        flags = ["--accumulate-steps", count, "--lr", 0.08 / count, "--clip-grad-norm", "0.5", "--optimizer", optimizer]
+        args = parse(*NHWC, *flags, "--weight-decay", "0.01")
+        args.kernels = kernels
+        if scaling:
+            args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, scaling == "dynamic", 1024.0
+        with static.scope_guard(static.Scope()):
+            compiled, exe, _, rate, main = build(args, steps=10 * count)
+            for x, y in random_batches(3, (32, 32, 4)):
+                parts = list(zip(np.split(x, count), np.split(y, count), strict=True))
+                for data, label in parts[:-1]:
+                    exe.run(compiled.accumulating, {"data": data, "label": label}, [])
+                compiled.write_scalars()
+                exe.run(compiled, {"data": parts[-1][0], "label": parts[-1][1]}, [])
+                rate.step()
+            state = variables.snapshot(main)
+            found.append(state[0] | state[1])
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, value in found[0].items():
+            scale = np.abs(value).max()
+            tolerance = 1e-5 if optimizer == "Momentum" else 1e-3  # AdamW divides small gradients by their size
+            np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=tolerance * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_overflow_in_any_batch_skips_the_step_and_is_forgotten(parse, without_bn, kernels):
+    if kernels == "native":
+        native.load()
+    args = parse(*NHWC, "--accumulate-steps", "2", "--optimizer", "AdamW", "--lr", "0.01")
+    args.kernels, args.amp, args.use_dynamic_loss_scaling, args.scale_loss = kernels, True, True, 1024.0
+    compiled, exe, _, _, main = build(args)
+    compiled.write_scalars()
+    states = []
+    for i, (x, y) in enumerate(random_batches(6, (32, 32, 4))):
+        x = np.full_like(x, 1e38) if i == 2 else x
+        exe.run(compiled if i % 2 else compiled.accumulating, {"data": x, "label": y}, [])
+        states.append(variables.snapshot(main)[0])
+    trained = [p.name for p in main.all_parameters() if p.trainable]
+    for name in trained:
+        np.testing.assert_array_equal(states[3][name], states[1][name], err_msg=name)
+    assert any(np.any(states[5][name] != states[3][name]) for name in trained)
+    assert all(np.isfinite(states[5][name]).all() for name in trained)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_resume_is_exact(run_train, losses_with_a_stop, tmp_path, capsys, stop):
+    """Epochs have seven batches, of which six are used. A run stops only at the end of a step."""
+    flags = [*FLAGS, "--resume", "--dropout", "0.5"]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert "an update every 3 steps, without the last 1" in capsys.readouterr().out
+    expected = losses(report)
+    assert sorted(key for key in expected if isinstance(key[1], int)) == [(e, s) for e in (0, 1) for s in range(6)]
+    assert phase(report, [0], "train.")["images"] == 24
+    assert losses_with_a_stop(stop, *flags) == expected
+
+
+def test_each_batch_has_its_own_random_numbers(run_train, monkeypatch):
+    drawn = []
+    generator = random_numbers.generator
+    draw = lambda seed, step, *key: drawn.append(step) or generator(seed, step, *key)  # noqa: E731
+    monkeypatch.setattr(random_numbers, "generator", draw)
+    assert run_train(*FLAGS, "--dropout", "0.5")[0] == 0
+    assert sorted(drawn) == list(range(12))
+
+
+def test_learning_rates_and_the_number_of_steps(run_train, tmp_path):
+    flags = ["--iter-unit", "batch", "--num-iter", "3", "--epochs", "90", "--lr-scheduler", "Poly", "--lr-power", "1"]
+    code, report = run_train(*FLAGS, *flags, "--lr", "0.01", "--eval-interval", "1", "--save-interval", "1")
+    assert code == 0
+    rates = [entry["data"]["train.lr"] for entry in report if "train.lr" in entry["data"]]
+    np.testing.assert_allclose(rates, np.repeat([0.03, 0.02, 0.01], 3))
+    assert {path.name for path in (tmp_path / "output/Tiny").iterdir()} >= {"0_3", "0", "1_3"}
+
+
+def test_fewer_batches_than_a_step_is_an_error(run_train, capsys):
+    assert run_train(*FLAGS, "--accumulate-steps", "8")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--accumulate-steps 8", "7 batches per epoch", "smaller"])
+
+
+def test_a_checkpoint_inside_a_step_of_a_different_size_is_an_error(run_train, stop_before, capsys):
+    stop_before(train_step=1)
+    assert run_train(*FLAGS, "--resume")[0] == 75
+    stop_before()
+    assert run_train(*FLAGS, "--resume", "--accumulate-steps", "2")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--accumulate-steps 2", "after 3 batches"])
+
+
+def test_sums_are_not_in_checkpoints(run_train, tmp_path):
+    assert run_train(*FLAGS)[0] == 0
+    for ending in ("pdparams", "pdopt"):
+        state = paddle.load(str(tmp_path / f"output/Tiny/1/tiny.{ending}"))
+        assert not [name for name in state if name.startswith(accumulation.PREFIX)]

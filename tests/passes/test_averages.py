@@ -1,0 +1,179 @@
+"""--ema in programs: averages compared with their formula, skipped steps, and variables of evaluation programs."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from conftest import NHWC, frozen
+from helpers import build, random_batches, variable
+from paddle_resnet import program
+from paddle_resnet.checkpoints import variables
+from paddle_resnet.native import build as native
+from paddle_resnet.optimizers import amp
+from paddle_resnet.passes import accumulation, all_reduces, averages
+from utils.errors import UsageError
+
+PLACE = paddle.CPUPlace()
+KERNELS = ["paddle", "native"]
+
+
+@pytest.fixture
+def train(parse):
+    """Build a training program with --ema and return (function that runs a step, program)."""
+
+    def train(kernels, *flags, **settings):
+        if kernels == "native":
+            if native.missing() is not None:
+                pytest.skip(native.missing())
+            native.load()
+        args = parse("--ema", "0.5", *NHWC, *flags)
+        args.set("Python", kernels=kernels, **settings)
+        compiled, exe, _, lr_scheduler, main = build(args)
+        batches = iter(random_batches(20, (32, 32, 4)))
+
+        def step(overflows=False):
+            images, labels = next(batches)
+            images[0] = np.inf if overflows else images[0]
+            compiled.write_scalars()
+            exe.run(compiled, {"data": images, "label": labels}, [])
+            lr_scheduler.step()
+
+        return step, main
+
+    return train
+
+
+@pytest.fixture
+def scaled(monkeypatch):
+    """Dynamic loss scaling in float32, because CPUs do not support float16."""
+
+    dist_optimizer = program.dist_optimizer
+
+    def scale(args, optimizer):
+        types = {op.type for op in static.default_main_program().global_block().ops}
+        lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types | {"scale", "sum", "elementwise_mul"})
+        scaling = {"use_dynamic_loss_scaling": True, "decr_every_n_nan_or_inf": 1}
+        return dist_optimizer(args, static.amp.decorate(optimizer, lists, 1024.0, **scaling))
+
+    monkeypatch.setattr(program, "dist_optimizer", scale)
+
+
+def state(names):
+    return {name: variable(name) for name in names}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_averages_follow_their_formula(train, kernels):
+    """In float64, for all trained parameters and the running statistics, from the initial weights on."""
+    step, main = train(kernels)
+    names = averages.of(main)
+    trained = {p.name for p in main.all_parameters() if p.trainable}
+    assert names.keys() == trained | {*all_reduces.bn_statistics(main)}
+    types = [op.type for op in main.global_block().ops]
+    assert types.count("lerp") == len(names)
+    # Only the last batch of a training step changes the averages.
+    assert "lerp" not in [op.type for op in accumulation.without_update(main).global_block().ops]
+    expected = {name: value.astype("float64") for name, value in state(names).items()}
+    for name, average in names.items():
+        np.testing.assert_array_equal(variable(average), expected[name])
+    for i in range(12):
+        step()
+        decay = min(0.5, (1 + i) / (10 + i))  # reaches its limit in step 8
+        expected = {n: decay * expected[n] + (1 - decay) * value.astype("float64") for n, value in state(names).items()}
+    for name, average in names.items():
+        assert np.any(variable(average) != variable(name))
+        np.testing.assert_allclose(variable(average), expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_skipped_step_changes_no_average(train, scaled, kernels):
+    step, main = train(kernels, use_dynamic_loss_scaling=True)
+    names = averages.of(main).values()
+    before = state(names)
+    step()
+    after = state(names)
+    assert all(np.any(after[name] != before[name]) for name in names)
+    scale = variable(variables.LOSS_SCALE)
+    step(overflows=True)
+    assert variable(variables.LOSS_SCALE) < scale
+    for name, value in state(names).items():
+        np.testing.assert_array_equal(value, after[name], err_msg=name)
+    step()
+    assert all(np.any(variable(name) != after[name]) for name in names)
+
+
+def half_program(args, monkeypatch):
+    """An evaluation program of level O2 in float16, as on a GPU."""
+    lists = amp._amp_lists
+
+    def all_supported(*arguments):  # Paddle's CPU build knows no float16 kernel and would cast nothing
+        result = lists(*arguments)
+        result.unsupported_list = set()
+        return result
+
+    monkeypatch.setattr(amp, "_amp_lists", all_supported)
+    main = static.Program()
+    args = args.copy(amp=True, amp_dtype="float16", amp_level="O2")
+    program.build(frozen(args), main, static.Program(), 1, is_train=False)
+    before = state(p.name for p in main.all_parameters())
+    amp.cast_evaluation_program(main, PLACE, "float16", "O2")
+    for name, value in before.items():  # the training program of this test is not of O2
+        static.global_scope().find_var(name).get_tensor().set(value, PLACE)
+    return main
+
+
+def test_an_evaluation_program_in_half_precision_reads_copies_that_stay(train, parse, monkeypatch):
+    step, main = train("paddle")
+    args = parse("--ema", "0.5", *NHWC)
+    evaluated = half_program(args, monkeypatch)
+    update = averages.evaluate(main, evaluated, static.Executor(PLACE))
+    names = {p.name: p.dtype for p in evaluated.all_parameters()}
+    halves = [name for name, dtype in names.items() if dtype == paddle.float16]
+    assert {name.removesuffix(".half") for name in names} == {*averages.of(main).values()}
+    assert all(name.endswith(".half") for name in halves)
+    assert {"conv2d_0.w_0.ema.half", "linear_0.w_0.ema.half"} <= {*halves}
+    assert names["batch_norm_0.w_1.ema"] == paddle.float32
+
+    def places():
+        return {name: static.global_scope().find_var(name).get_tensor()._ptr() for name in names}
+
+    before, at = state(halves), places()
+    step()
+    step()
+    for name, value in state(halves).items():
+        np.testing.assert_array_equal(value, before[name])  # until the next evaluation
+    update()
+    assert places() == at
+    for name, value in state(halves).items():
+        # Paddle's cast on a CPU rounds towards zero.
+        np.testing.assert_allclose(value, variable(name.removesuffix(".half")), rtol=2**-10, atol=2**-24)
+        assert np.any(value != before[name])
+
+
+def test_float32_masters_are_averaged_and_masked(parse, monkeypatch):
+    """ASP masks the half-precision parameters, but not their masters."""
+    lists = amp._amp_lists
+
+    def all_supported(*arguments):
+        result = lists(*arguments)
+        result.unsupported_list = set()
+        return result
+
+    monkeypatch.setattr(amp, "_amp_lists", all_supported)
+    args = parse("--ema", "0.9", "--asp", "--prune-model", *NHWC)
+    args.set("Python", amp=True, amp_dtype="float16", amp_level="O2", use_dynamic_loss_scaling=True)
+    main = static.Program()
+    program.build(frozen(args), main, static.Program(), 1)
+    ops = [op for op in main.global_block().ops if averages.contains(op)]
+    values = {op.input("X")[0]: op.input("Y")[0] for op in ops if op.type == "lerp"}
+    assert values["conv2d_1.w_0.ema"] == "conv2d_1.w_0_fp32_master_0"
+    assert values["batch_norm_0.w_0.ema"] == "batch_norm_0.w_0"
+    masked = [op.output("Out")[0] for op in ops if op.type == "elementwise_mul" and op.input("X") == op.output("Out")]
+    assert masked == [f"conv2d_{i}.w_0.ema" for i in range(9)]
+
+
+@pytest.mark.parametrize("decay", ["1", "-0.1"])
+def test_wrong_decays_are_errors(parse, decay):
+    with pytest.raises(UsageError, match="--ema: "):
+        parse("--ema", decay)

@@ -1,0 +1,74 @@
+"""Operators as ONNX; whole networks are in tests/test_export.py."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.machine import compat
+from paddle_resnet.serving import onnx_writer
+from utils.errors import UsageError
+
+
+def inference_program(layer, shape=(3, 8, 8)):
+    """(program, its inputs, its outputs, read) of a layer in evaluation mode."""
+    program, startup, scope = static.Program(), static.Program(), static.Scope()
+    with static.program_guard(program, startup), paddle.utils.unique_name.guard(), static.scope_guard(scope):
+        images = static.data("images", [None, *shape])
+        network = layer()
+        if hasattr(network, "eval"):
+            network.eval()
+        out = network(images)
+        exe = static.Executor(paddle.CPUPlace())
+        exe.run(startup)
+        array = np.random.RandomState(0).randn(2, *shape).astype("float32")
+        [expected] = exe.run(program, {"images": array}, [out])
+    return program, [images], [out], lambda name: np.array(scope.find_var(name).get_tensor()), array, expected
+
+
+F = paddle.nn.functional
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (paddle.nn.Hardswish, r"operator hard_swish \(output hardswish_\d.tmp_0\) cannot be translated to ONNX"),
+        (lambda: paddle.nn.Conv2D(3, 2, 3, padding="same"), r"operator conv2d with padding_algorithm SAME \(output"),
+        (lambda: paddle.nn.MaxPool2D(3, 2, ceil_mode=True), r"operator pool2d with ceil_mode True \(output"),
+        (lambda: paddle.nn.AdaptiveAvgPool2D(2), r"operator pool2d with ksize \[2, 2\] \(output"),
+        (lambda: paddle.nn.AdaptiveMaxPool2D(1), r"operator max_pool2d_with_index \(output"),
+        (lambda: paddle.nn.Flatten(1, 2), r"operator flatten_contiguous_range with stop_axis 2 \(output"),
+        (lambda: paddle.nn.Flatten(2), r"operator flatten_contiguous_range with start_axis 2 \(output"),
+        pytest.param(
+            lambda: lambda x: paddle.matmul(x, x, transpose_y=True),
+            r"operator matmul_v2 with trans_y True \(output",
+            marks=pytest.mark.skipif(compat.IS_PADDLE_3, reason="matmul of Paddle 3.3 rejects legacy variables"),
+        ),
+        (lambda: lambda x: F.dropout(x, 0.5), r"operator dropout with is_test False \(output"),
+        (lambda: lambda x: x.astype("float64"), r"operator cast with out_dtype 6 \(output"),
+    ],
+)
+def test_what_onnx_cannot_express_is_named(layer, says):
+    pytest.importorskip("onnx")
+    program, inputs, outputs, read, *_ = inference_program(layer)
+    with pytest.raises(UsageError, match=f"--onnx: {says}.*; remove --onnx"):
+        onnx_writer.to_onnx(program, inputs, outputs, read, "")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: paddle.nn.Conv2D(3, 2, 3, padding=[0, 1, 2, 0]),  # with bias
+        lambda: paddle.nn.AvgPool2D(3, 2, padding=1),
+        lambda: paddle.nn.AvgPool2D(3, 2, padding=1, exclusive=False),
+        lambda: paddle.nn.MaxPool2D(3, 2, padding=[0, 1, 1, 0]),
+        lambda: paddle.nn.Dropout(0.5),
+        lambda: lambda x: x.reshape([-1, 192]),
+    ],
+)
+def test_onnx_computes_what_paddle_computes(layer):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    program, inputs, outputs, read, array, expected = inference_program(layer)
+    model = onnx_writer.to_onnx(program, inputs, outputs, read, "")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"images": array})[0], expected, atol=1e-5)

@@ -1,0 +1,205 @@
+"""--iter-unit batch: an exact number of steps, with evaluations and checkpoints at steps. Epochs have three steps."""
+
+import numpy as np
+import pytest
+
+from conftest import NHWC, assert_one_sentence, losses, phase
+from paddle_resnet.optimizers import schedules
+from paddle_resnet.settings import durations
+
+STEPS = ["--epochs", "90", "--iter-unit", "batch", "--print-interval", "1"]
+SEVEN = [*STEPS, "--num-iter", "7", "--eval-interval", "2", "--save-interval", "4", "--keep-checkpoints", "9"]
+
+
+def folders_of(tmp_path, name="output"):
+    return sorted(path.name for path in (tmp_path / name / "Tiny").iterdir() if path.is_dir())
+
+
+def trained_steps(report):
+    return sorted(key for key in losses(report) if isinstance(key[1], int))
+
+
+def evaluations(report):
+    """[(epoch, steps of it, top1)]"""
+    found = [(e["step"], e["data"]) for e in report if len(e["step"]) == 1 and "val.top1" in e["data"]]
+    return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in found]
+
+
+def test_a_run_has_exactly_this_number_of_steps(run_train, tmp_path, capsys):
+    code, report = run_train(*SEVEN)
+    assert code == 0
+    assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert [at[:2] for at in evaluations(report)] == [(0, 2), (1, 1), (1, None), (2, 1)]
+    assert folders_of(tmp_path) == ["1_1", "2_1", "best", "latest"]
+    assert phase(report, [], "train.")["loss"] == phase(report, [2], "train.")["loss"]
+    assert phase(report, [2], "train.")["images"] == 8
+    assert "7 steps in total" in capsys.readouterr().out
+    best = max(evaluations(report), key=lambda at: at[2])
+    assert phase(report, [], "best.")["val.top1"] <= best[2]
+    assert run_train(*SEVEN, "--resume")[0] == 0
+    assert "all 7 steps are done" in capsys.readouterr().out
+    assert run_train(*SEVEN)[0] == 2
+
+
+def test_steps_that_are_whole_epochs_are_those_of_epochs(run_train, tmp_path):
+    flags = ["--print-interval", "1", "--lr-scheduler", "Poly", "--warmup-start-lr", "0.001"]
+    _, expected = run_train(*flags, "--epochs", "2", "--warmup-epochs", "1")
+    code, report = run_train(*STEPS, *flags, "--num-iter", "6", "--warmup-epochs", "3", "--output-dir", tmp_path / "b")
+    assert code == 0
+    found = losses(report)
+    assert {**found, (0, "val"): None} == {**losses(expected), (0, "val"): None}
+    assert folders_of(tmp_path, "b") == ["1", "best", "latest"]
+
+
+STOPS = [{"train_step": step} for step in (1, 3, 4)] + [{"eval_step": 0}, {"eval_step": 1}]
+
+
+@pytest.mark.parametrize("kernels", ["paddle", pytest.param("native", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, once, stop_before, tmp_path, stop, kernels):
+    flags = [*SEVEN, *NHWC, "--kernels", kernels, "--lr-scheduler", "Poly", "--warmup-epochs", "2"]
+    code, expected = run_train(*flags)
+    assert code == 0
+    flags += ["--resume", "--output-dir", tmp_path / "stopped"]
+    stop_before(**stop)
+    code, first = run_train(*flags)
+    assert code == 75
+    stop_before()
+    code, second = run_train(*flags)
+    assert code == 0
+    assert not {*trained_steps(first)} & {*trained_steps(second)}
+    assert losses(first) | losses(second) == losses(expected)
+    assert evaluations(first) + evaluations(second) == evaluations(expected)
+    assert phase(second, [], "best.") == phase(expected, [], "best.")
+    assert {"1_1", "2_1"} <= {*folders_of(tmp_path, "stopped")}
+
+
+def test_a_larger_number_of_steps_continues_inside_the_epoch(run_train, tmp_path):
+    flags = [*STEPS, "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "2"]
+    _, expected = run_train(*flags, "--num-iter", "5", "--output-dir", tmp_path / "a")
+    _, first = run_train(*flags, "--num-iter", "4")
+    code, second = run_train("--print-interval", "1", "--resume", "--num-iter", "5", "--epochs", "90")
+    assert code == 0
+    assert {**losses(first), **losses(second), (1, "val"): 0} == {**losses(expected), (1, "val"): 0}
+    assert evaluations(second) == evaluations(expected)
+
+
+def test_another_number_of_steps_per_epoch_is_an_error(run_train, capsys):
+    assert run_train(*STEPS, "--num-iter", "2")[0] == 0
+    assert run_train(*STEPS, "--num-iter", "4", "--batch-size", "4", "--resume")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--iter-unit batch", "3 steps per epoch", "has 7", "--batch-size"])
+
+
+def test_a_profile_must_be_before_the_first_stop(run_train, capsys):
+    assert run_train(*SEVEN, "--profile-steps", "1:3")[0] == 2
+    assert_one_sentence(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
+
+
+def test_two_processes_average_their_statistics_before_an_evaluation(launch):
+    """Both ranks then evaluate with the same network, also inside an epoch."""
+    flags = [*STEPS, "--num-iter", "2", "--batch-size", "4", "--eval-interval", "1"]
+    report, (first, second) = launch(2, *flags)
+    assert [at[:2] for at in evaluations(report)] == [(0, 1), (0, 2)]
+    for name in first.files:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+def test_stops(parse):
+    args = parse(*STEPS, "--num-iter", "7", "--eval-interval", "2", "--save-interval", "4")
+    found = [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3))]
+    assert found == [
+        (0, 2, False, True, False),
+        (0, 3, True, False, False),
+        (1, 1, False, True, True),
+        (1, 3, True, True, False),
+        (2, 1, False, True, True),
+    ]
+    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3), 4)] == found[3:]
+    args = parse("--epochs", "3", "--eval-interval", "2")
+    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3), 2)] == [
+        (0, 3, True, False, True),
+        (1, 3, True, True, True),
+        (2, 3, True, True, True),
+    ]
+
+
+TIMELINE = durations.Timeline(2, (durations.Part(0, 3), durations.Part(2, 5, 0.5), durations.Part(3, 1)))
+
+
+def test_timeline_of_stages_with_different_numbers_of_steps():
+    positions = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), *((2, i) for i in range(5)), (3, 0), (4, 0)]
+    assert [TIMELINE.position(step) for step in range(13)] == positions
+    assert [TIMELINE.steps_before(epoch) for epoch in (0, 1, 2, 2.4, 3, 4, 7)] == [0, 3, 6, 8, 11, 12, 15]
+    assert [TIMELINE.batches_before(epoch) for epoch in (1, 3)] == [6, 22]
+    assert [TIMELINE.batches(epoch) for epoch in range(4)] == [6, 6, 10, 2]
+    assert [TIMELINE.lr_factor(step) for step in (0, 5, 6, 10, 11, 12)] == [1, 1, 0.5, 0.5, 1, 1]
+
+
+@pytest.mark.parametrize("flags", [["--epochs", "4"], [*STEPS, "--num-iter", "12", "--save-interval", "1"]], ids=str)
+def test_stops_of_stages_with_different_numbers_of_steps(parse, flags):
+    args = parse(*flags, "--accumulate-steps", "2")
+    ends = [stop[:2] for stop in durations.stops(args, TIMELINE) if stop.ends_epoch]
+    assert ends == [(0, 6), (1, 6), (2, 10), (3, 2)]
+    assert next(durations.stops(args, TIMELINE, 6)).epoch == 2
+
+
+def test_the_schedule_counts_the_steps_of_each_stage(run_train):
+    """A cosine over 3, 7 and 3 steps; in the second stage, with batches of half the size, half the rate."""
+    flags = ["--epochs", "3", "--sizes", "32:0,24:1:4:0.5,32:2", "--print-interval", "1", "--lr", "0.1"]
+    code, report = run_train(*flags, "--warmup-epochs", "1")
+    assert code == 0
+    rates = [e["data"]["train.lr"] for e in report if len(e["step"]) == 2 and "train.lr" in e["data"]]
+    cosine = [0.05 * (1 + np.cos(np.pi * step / 10)) for step in range(10)]
+    expected = [0, 0.1 / 3, 0.2 / 3, *(rate / 2 for rate in cosine[:7]), *cosine[7:]]
+    np.testing.assert_allclose(rates, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_number_of_steps_ends_inside_a_stage(run_train):
+    flags = [*STEPS, "--sizes", "32:0,24:1:4", "--num-iter"]
+    code, report = run_train(*flags, "5")
+    assert code == 0
+    assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    code, report = run_train(*flags, "12", "--resume")
+    assert code == 0
+    assert trained_steps(report) == [(1, step) for step in range(2, 7)] + [(2, 0), (2, 1)]
+
+
+def test_a_stage_with_more_images_per_batch_than_the_data_set_is_an_error(run_train, capsys):
+    assert run_train("--epochs", "2", "--sizes", "32:0,24:1:31")[0] == 2
+    expected = ["--sizes 32:0,24:1:31: batch size 31 exceeds the 30 training images per process; use 30 or less"]
+    assert_one_sentence(capsys.readouterr().err, expected)
+
+
+def test_the_schedule_counts_steps(parse):
+    flags = ["--num-iter", "10", "--warmup-epochs", "2", "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "4,7"]
+    args = parse(*STEPS, *flags, "--lr", "1")
+    schedule = schedules.build_lr_scheduler(args, durations.uniform(args, 3))
+    found = []
+    for _ in range(10):
+        found.append(schedule.last_lr)
+        schedule.step()
+    np.testing.assert_allclose(found, [0, 0.5, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01])
+
+
+def test_defaults_follow_the_unit(parse):
+    args = parse(*STEPS, "--num-iter", "10")
+    assert (args.save_interval, args.eval_interval, args.warmup_epochs) == (10, 10, 0)
+    assert args.origin("eval_interval") == "--iter-unit"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--iter-unit batch --epochs 90", "--iter-unit batch: requires the number of training steps; add --num-iter"),
+        ("--iter-unit batch --num-iter 5 --epochs 3", "--epochs 3: not used by --iter-unit batch; remove it"),
+        ("--num-iter 5", "--num-iter 5: not used by --iter-unit epoch; remove it, or use --iter-unit batch"),
+        ("--iter-unit batch --num-iter 5 --epochs 90 --save-interval-steps 2", "--save-interval-steps 2: not used by"),
+        (
+            "--iter-unit batch --num-iter 5 --epochs 90 --lr-scheduler Piecewise",
+            "Piecewise has no default steps; set --lr-decay-epochs",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_the_unit_are_errors(run_train, capsys, flags, says):
+    assert run_train(*flags.split())[0] == 2
+    assert_one_sentence(capsys.readouterr().err, [says])

@@ -1,0 +1,45 @@
+"""Resolution of flags that depend on the machine and the data."""
+
+import paddle
+import pytest
+
+import config
+from paddle_resnet import resolution
+from paddle_resnet.machine import gpus
+from utils.errors import UsageError
+
+
+def resolve(args):
+    resolution.resolve_device(args)
+    resolution.resolve_loader(args)
+
+
+def test_bfloat16_on_an_old_gpu_is_an_error(monkeypatch):
+    monkeypatch.setattr(gpus, "problem", lambda *_: None)
+    flags = ["--amp", "--amp-dtype", "bfloat16"]
+    for capability, fails in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
+        monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        resolve(config.parse_args(["--amp"]))
+        if not fails:
+            resolve(config.parse_args(flags))
+            continue
+        with pytest.raises(UsageError, match=r"--amp-dtype bfloat16: .*8\.0.* 7\.5; use --amp-dtype float16"):
+            resolve(config.parse_args(flags))
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "channels"),
+    [
+        ("gpu", "--data-layout NHWC", 4),
+        ("gpu", "", 3),
+        ("cpu", "--data-layout NHWC", 3),
+        ("cpu", "--image-shape 4,224,224", 4),
+        ("gpu", "--data-layout NHWC --image-shape 3,96,96", 3),
+        ("gpu", "--data-layout NHWC --crop-size 96", 4),
+    ],
+)
+def test_default_number_of_channels_is_the_fastest(monkeypatch, device, flags, channels):
+    monkeypatch.setattr(gpus, "resolve", lambda *args: device)
+    args = config.parse_args(flags.split())
+    resolve(args)
+    assert args.image_shape == [channels, args.crop_size, args.crop_size]
