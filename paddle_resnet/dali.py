@@ -74,7 +74,7 @@ def build_dataloader(args, mode, state=None, trained=None):
         DataError: an image of the first batches cannot be read or decoded.
         StateError: the state is damaged.
     """
-    watchdog.phase(f"the list of {mode.value} images")
+    watchdog.phase(f"image listing ({mode.value})")
     resolution.resolve_data(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":

@@ -39,7 +39,7 @@ Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 def examine(output_dir):
     """Examine this machine, then test the operations of training; yields a Row for each."""
-    facts, problem = _child(_library_facts)
+    facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
     device = facts.get("device", "gpu" if gpus else "cpu")
@@ -227,7 +227,7 @@ def _disk(folder):
 
 def _tests(device, lack):
     """Run the operations of training."""
-    _, problem = _child(_decode_image, device)
+    _, problem = _in_child(_decode_image, device)
     yield Row("test: image", problem or "decoded by DALI", "no" if problem else "ok")
     # Without the custom kernels, a GPU trains with Paddle's.
     flags = [*STEP, "--device", device, *(STEP_ON_A_GPU if device == "gpu" else [])]
@@ -273,7 +273,7 @@ def _test_training(what, launcher, flags, lack):
     return Row(what, _reason(done.returncode, output), "no")
 
 
-def _child(function, *arguments):
+def _in_child(function, *arguments):
     """Call a function in its own process; returns (its result, None) or (None, the problem)."""
     code = f"from paddle_resnet import doctor; doctor._answer(doctor.{function.__name__}, *{arguments!r})"
     done = _run(["-c", code])

@@ -23,7 +23,7 @@ from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
 TOP = 5
-FIGURES = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")  # of a line of --benchmark
+BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")  # of a line of --benchmark
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # a measurement lasts at least so long and so many steps
 MAX_LINE_BYTES = 4098  # of stdin: Linux's longest path and a line break
 SHOWN_REASONS = 8  # for skipping files of a folder
@@ -171,7 +171,7 @@ def _images_below(folder):
     """Paths of the images in a folder at any depth, sorted. Links to folders are followed, but each folder is read
     once. A warning counts what is skipped."""
 
-    from paddle_resnet.data.listing import is_of_the_system
+    from paddle_resnet.data.listing import is_system_name
     from paddle_resnet.data.records import IMAGE_SUFFIXES
 
     def stop(error):
@@ -185,11 +185,11 @@ def _images_below(folder):
             folders.clear()
             continue
         read.add((status.st_dev, status.st_ino))
-        skipped["hidden or of the system"] += sum(map(is_of_the_system, [*folders, *names]))
-        folders[:] = sorted(name for name in folders if not is_of_the_system(name))
+        skipped["hidden or of the system"] += sum(map(is_system_name, [*folders, *names]))
+        folders[:] = sorted(name for name in folders if not is_system_name(name))
         for name in names:
             suffix = os.path.splitext(name)[1].lower()
-            if is_of_the_system(name):
+            if is_system_name(name):
                 continue
             if suffix in IMAGE_SUFFIXES:
                 found.append(os.path.join(parent, name))
@@ -363,7 +363,7 @@ def _print_benchmark(args, device):
     logger.info(f"{'batch':>5}  {'engine':16}  {'p50':>9}  {'p90':>9}  {'p99':>9}  {'images/s':>9}")
     with engines(args.model, device, args.model_arch_name) as models:
         for found in benchmark(models, args.benchmark_batches):
-            figures = "  ".join(f"{found[name]:9.2f}" for name in FIGURES)
+            figures = "  ".join(f"{found[name]:9.2f}" for name in BENCHMARK_COLUMNS)
             logger.info(f"{found['batch']:5}  {found['engine']:16}  {figures}")
 
 

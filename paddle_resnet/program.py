@@ -148,7 +148,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
     """
     mode = Mode.TRAIN if is_train else Mode.EVAL
     start(args, mode)
-    watchdog.phase("building a program")
+    watchdog.phase("program construction")
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
     if is_train and lr_scheduler is None:
@@ -607,7 +607,7 @@ def _loss_scale():
 
 def _over_all_processes(meters, clock, stopped):
     """Return the metrics and times over all processes, reduced on the host in float64, the same on each process."""
-    watchdog.phase("the sums over all processes")
+    watchdog.phase("metric reduction")
     loss = meters["loss"]
     own = {}
     for name, meter in meters.items():

@@ -36,10 +36,10 @@ def facts(once, monkeypatch):
     """What the libraries say, asked once, for tests of other rows: importing them takes seconds."""
 
     def make(folder):
-        (folder / "facts.json").write_text(json.dumps(doctor._child(doctor._library_facts)))
+        (folder / "facts.json").write_text(json.dumps(doctor._in_child(doctor._library_facts)))
 
     answer = json.loads((once("facts", make) / "facts.json").read_text())
-    monkeypatch.setattr(doctor, "_child", lambda function: answer)
+    monkeypatch.setattr(doctor, "_in_child", lambda function: answer)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_the_rank_that_failed_gives_the_reason_of_a_job():
 def gpu_machine(monkeypatch):
     """A machine with two GPUs, and a Paddle whose answers are made up; the children's work is done here."""
     monkeypatch.setattr(doctor, "_nvidia_gpus", lambda: [["NVIDIA H100", "81559 MiB", "550.54.15"]] * 2)
-    monkeypatch.setattr(doctor, "_child", lambda function, *arguments: (function(*arguments), None))
+    monkeypatch.setattr(doctor, "_in_child", lambda function, *arguments: (function(*arguments), None))
     monkeypatch.setattr(doctor, "_has_jpeg_unit", lambda: True)
     monkeypatch.setattr(gpus, "describe_build", lambda: "Paddle 2.6.2 for CUDA 11.8, capability 6.1 8.6")
     monkeypatch.setattr(libraries, "is_served", lambda: True)

@@ -13,7 +13,7 @@ from time import monotonic
 
 PERIOD_S = 0.25
 _live = None
-_phase, _since_s, _metrics, _due_s = "the start", 0.0, None, 0.0
+_phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def shown():
         return
     from rich.live import Live
 
-    phase("the start")
+    phase("startup")
     live = Live(
         console=console,
         get_renderable=_line,

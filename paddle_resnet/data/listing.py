@@ -73,7 +73,7 @@ class Image:
     place: tuple | bytes = ()
 
     @property
-    def whole_name(self):
+    def full_name(self):
         """Name in messages: PATH, or FILE@PLACE, not relative to image_root."""
         return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
@@ -526,17 +526,17 @@ def class_folders(path):
     """
     entries = {entry.name: _type(entry) for entry in _listed(path)}
     names = sorted(name for name, found in entries.items() if found == "folder")
-    classes = [name for name in names if not is_of_the_system(name)]
+    classes = [name for name in names if not is_system_name(name)]
     for name, found in entries.items():
-        if found == "link" and not is_of_the_system(name):
+        if found == "link" and not is_system_name(name):
             raise UsageError(f"{os.path.join(path, name)}: a broken link; repair or remove it")
     if len(classes) < len(names):
-        others = ", ".join(name for name in names if is_of_the_system(name))
+        others = ", ".join(name for name in names if is_system_name(name))
         _log_once(f"{path}: {printable(others)} ignored: hidden folders and folders of the system", logger.info)
     return classes
 
 
-def is_of_the_system(name):
+def is_system_name(name):
     """Whether a folder is hidden, or one of SYSTEM_FOLDERS."""
     return name.startswith(".") or name in SYSTEM_FOLDERS
 

@@ -188,7 +188,7 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
             dont_use_mmap=True,
             **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
         )
-        return encoded, _whole(label)
+        return encoded, _to_integer(label)
 
     return DataSet("recordio", size, classes, read, digest)
 
@@ -266,7 +266,7 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
     return DataSet("webdataset", size, classes, read, digest)
 
 
-def _whole(number):
+def _to_integer(number):
     """Add DALI operators that convert a float label to int64; a label that is not a whole number becomes -1."""
     label = fn.cast(number, dtype=types.INT64)
     is_whole = fn.cast(fn.cast(label, dtype=types.FLOAT) == number, dtype=types.INT64)

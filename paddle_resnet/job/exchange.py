@@ -150,7 +150,7 @@ def exit_barrier():
 def _wait_for_all():
     if processes.world_size() == 1:
         return
-    watchdog.phase("the end")
+    watchdog.phase("exit")
     all_gather([0])
     key = _next_exchange()
     if processes.rank() != 0:

@@ -193,7 +193,7 @@ class _Coordinator:
 
     async def open(self, keys):
         """Accept connections of the ranks; keys: [(rank, key)]."""
-        self._seen = {rank: ([0, 0, "the start"], time.monotonic()) for rank, _ in keys}
+        self._seen = {rank: ([0, 0, "startup"], time.monotonic()) for rank, _ in keys}
         await channel.serve(self._listener, keys, self._welcome)
 
     async def finish(self):

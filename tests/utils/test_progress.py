@@ -51,8 +51,8 @@ def test_a_run_on_a_terminal_shows_phases_and_steps_and_logs_the_same(photos, tm
     code, received = run_in_terminal(command, 250)
     text = plain(received)
     assert code == 0, text
-    for phase in ("the import of Paddle", "the list of train images", "building a program"):
-        assert re.search(rf"{phase}  \d+ s", text), phase
+    for phase in ("Paddle import", "image listing (train)", "program construction"):
+        assert re.search(rf"{re.escape(phase)}  \d+ s", text), phase
     steps = re.findall(
         r"epoch (\d) (train|val)  step (\d)/3  (?:\d+:)?\d+:\d\d left( \(run [\d:]+\))?  (.*?)\s*[\r\n]", text
     )
