@@ -41,7 +41,7 @@ def _run(args, argv):
     if args.data_format != "synthetic" and world_size() == 1:  # a job reports it once its processes are connected
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
-    try:  # takes seconds, so after the flags are known to be right
+    try:  # takes seconds, so the flags are checked first
         with signals.blocked():
             from paddle import static
         from paddle_resnet.machine import compat
@@ -49,7 +49,7 @@ def _run(args, argv):
         compat.check_version()
         from paddle_resnet import phases
     except ImportError as e:
-        raise RunError(f"Paddle or DALI cannot be imported ({e}): see python -m paddle_resnet.doctor") from e
+        raise RunError(f"Paddle or DALI cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
     from paddle_resnet.job import exchange, fleet, processes
 
     phases.start(args)
@@ -67,7 +67,7 @@ def _run(args, argv):
         training, evaluation = phases.compile_programs(args, exe, training, evaluation)
         phases.check_and_describe(args, training, evaluation)
         if args.dry_run:
-            logger.info("dry run: flags, data and programs are in order")
+            logger.info("dry run: flags, data and programs are valid")
         elif training is None:
             _evaluate_only(args, argv, exe, checkpoint, evaluation)
         elif args.benchmark:
@@ -90,7 +90,7 @@ def _benchmark_training(args, argv, exe, checkpoint, training):
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
-    """Train, evaluate and save, from stop to stop; then the summary."""
+    """Train, evaluate and save up to each stop, then log the summary."""
     from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
@@ -100,7 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     logger.begin(args.as_dict(), append=report.resumes(args, checkpoint))
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
-    resumed = checkpoint and checkpoint.trained  # not None: only the evaluation is left to do at the first stop
+    resumed = checkpoint and checkpoint.trained  # not None: only the evaluation at the first stop is pending
     for stop in durations.stops(
         args, training.lr_scheduler.timeline, training.lr_scheduler.done - (resumed is not None)
     ):

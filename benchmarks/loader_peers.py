@@ -1,6 +1,6 @@
-"""The CPU loader beside torchvision's, on the same files: images/s from JPEG files to normalised batches in memory.
+"""The CPU loader beside torchvision's, on the same files: images/s from JPEG files to normalized batches in memory.
 
-Both make the augmentation of ImageNet training (random-resized crop to 224, flip, normalisation, float32 NCHW) with
+Both make the augmentation of ImageNet training (random-resized crop to 224, flip, normalization, float32 NCHW) with
 batches of 32 and two threads or worker processes. They run in turn, each time in a new process, and each measures 40
 batches after 20 for warming up. Beside images/s there are images per second of processor time, which other programs on
 the machine hardly change.

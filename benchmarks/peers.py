@@ -215,7 +215,7 @@ def worker(args):
         scaler.update()
         return loss.detach(), top1, top5
 
-    def synchronise():
+    def synchronize():
         if on_gpu:
             torch.cuda.synchronize()
 
@@ -224,12 +224,12 @@ def worker(args):
     loss, first_step_at = previous[0].item(), time.time()
     for i in range(1, args.warmup_steps + args.steps):
         if i == args.warmup_steps:
-            synchronise()
+            synchronize()
             start = time.perf_counter()
         metrics = [metric.clone() for metric in step(*next(batches))]
         loss, _, _ = (metric.item() for metric in previous)
         previous = metrics
-    synchronise()
+    synchronize()
     ips = processes * args.steps * args.batch_size / (time.perf_counter() - start)
     result = {"ips": ips, "steps": args.steps, "loss": loss, "first_step_at": first_step_at}
     result["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}

@@ -21,11 +21,12 @@ from utils.mode import RunScope
 
 MIB = 2**20
 OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # omitted from the suggested evaluation command
-STARVED_FRACTION = 0.2  # of a step, during which a GPU waits for images
+STARVED_FRACTION = 0.2  # fraction of a step that the GPU waits for images
 
 
 def default_name(args):
-    """Name of the report in the run's folder if --report-file is not set: an evaluation keeps the training report."""
+    """Return the name of the report in the run's folder, for runs without --report-file. An evaluation does not replace
+    the training report."""
     if args.benchmark:
         return "report.benchmark.json"
     return "report.json" if args.run_scope.trains else "report.eval.json"
@@ -158,7 +159,7 @@ def all_done(args, checkpoint):
 
 def advise_on_loader(args, epoch, trained):
     """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. A CPU program shares
-    its cores with the loader, so waiting does not indicate a slow loader. A short first epoch is mostly start-up.
+    its cores with the loader, so waiting does not indicate a slow loader. A short first epoch is mostly startup.
 
     Args:
         args: flags.
@@ -381,7 +382,7 @@ def _write(path, header, rows):
         with open(path, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); make room") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
 
 
 if __name__ == "__main__":

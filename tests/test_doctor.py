@@ -67,7 +67,7 @@ def test_machine_without_compiler_trains_with_paddles_kernels(examine, monkeypat
     monkeypatch.setenv("CXX", "nosuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = examine()
-    assert rows["C++ compiler"].detail == "no nosuch" and rows["C++ compiler"].status == "note"
+    assert rows["C++ compiler"].detail == "nosuch: not found" and rows["C++ compiler"].status == "note"
     assert rows["tests"].detail == "cpu, no C++ compiler (nosuch)"
 
 
@@ -157,7 +157,7 @@ def gpu_machine(monkeypatch):
 def test_build_that_looks_for_its_libraries_itself(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: None)
     monkeypatch.setattr(libraries, "is_served", lambda: False)
-    assert examine()["NCCL"].detail == "found by this build of Paddle itself"
+    assert examine()["NCCL"].detail == "located by this Paddle build itself"
 
 
 def test_gpu_machine(examine, gpu_machine, monkeypatch):

@@ -115,7 +115,7 @@ def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_p
     assert [line.split(":")[0] for line in out.splitlines()] == [str(folder / f"{i}.jpg") for i in range(9)]
     unknown = "is not in an image format that DALI supports"
     assert err.splitlines() == [
-        f"warning: {folder}: skipped 2 hidden or of the system, 1 .txt (images end in {', '.join(IMAGE_SUFFIXES)})",
+        f"warning: {folder}: skipped 2 hidden or system files, 1 .txt (images end in {', '.join(IMAGE_SUFFIXES)})",
         f"{folder / '0text.jpg'} {unknown}",
         f"{folder / '5empty.jpg'} is empty",
         f"{folder / '6pipe.jpg'} cannot be read (not a regular file)",
@@ -140,7 +140,7 @@ def test_folders_are_searched_as_in_training(photos, tmp_path, capsys):
         (folder / "below" / name).write_text("")
     names = sorted(path.name for path in (photos / "val/class1").iterdir())
     assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
-    skipped = "2 .gif, 2 repeated by links, 1 .heic, 1 hidden or of the system, 1 without suffix"
+    skipped = "2 .gif, 2 repeated through links, 1 .heic, 1 hidden or system files, 1 without suffix"
     assert capsys.readouterr().err.startswith(f"warning: {folder}: skipped {skipped} (images end in .jpg, ")
     (folder / "below/loop").unlink()
     with pytest.raises(UsageError, match=r"copy: contains no images \(\.jpg, .*\); skipped: 2 \.gif, "):
@@ -204,7 +204,7 @@ def test_benchmark_names_every_engine(checkpoint, model_of, capsys, monkeypatch)
     assert predict.main([str(model_of("export", checkpoint)), *command]) == 0
     out, err = capsys.readouterr()
     assert "paddle.inference" in out and "Executor" not in out
-    assert "warning: onnxruntime is not measured: " in err and "has no model.onnx; export with --onnx" in err
+    assert "warning: skipping onnxruntime: " in err and "contains no model.onnx; export with --onnx" in err
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])
@@ -222,7 +222,7 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
     assert predict.main([str(checkpoint), "--benchmark", "--benchmark-batches", "1", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[1] for line in out.splitlines()[2:]] == ["Executor", "paddle.inference"]
-    assert err.startswith("warning: onnxruntime is not measured: ") and "has no attribute 'gone'" in err
+    assert err.startswith("warning: skipping onnxruntime: ") and "has no attribute 'gone'" in err
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
         (["{root}/empty", "{image}"], "empty: contains neither meta.json nor parameters; choose a checkpoint"),
         (["{run}/0"], "no images: add files, folders, or -"),
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
-        (["{run}/0", "{image}", "--json", "--csv", "-"], "--json and --csv - both write to stdout"),
-        (["{run}/0", "{image}", "--benchmark"], "--benchmark measures the network on random images"),
+        (["{run}/0", "{image}", "--json", "--csv", "-"], "--json: --csv - also writes to stdout"),
+        (["{run}/0", "{image}", "--benchmark"], "--benchmark: measures random images"),
         (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
         (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),
         (["{run}/0", "{image}", "--csv", "{run}/0/x.csv"], "/0 is for a checkpoint; choose a path outside it"),

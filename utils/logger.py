@@ -164,7 +164,7 @@ class _Result:
         except OSError as e:
             self._problem = e.strerror
             _abandon(self._stream)
-        raise RunError(f"stdout: cannot be written ({self._problem}); make room, or redirect it to a different file")
+        raise RunError(f"stdout: cannot be written ({self._problem}); free disk space, or redirect it")
 
 
 def _abandon(stream):
@@ -241,7 +241,7 @@ def report(step, data):
             failed, _report = _report, None
             with contextlib.suppress(OSError):  # close() tries to write the same line again
                 failed.close()
-            remedy = "make room, and restart a training run with --resume"
+            remedy = "free disk space, and restart a training run with --resume"
             raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
         for follower in _followers:
             follower.add(step, data)

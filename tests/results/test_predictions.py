@@ -168,7 +168,7 @@ def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, 
     with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now; evaluate again"):
         predictions.write(str(tmp_path / "p.csv"), args, found[:22], list("abc"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); make room"):
+    with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); free disk space"):
         predictions.write(str(tmp_path / "file/p.csv"), args, found, list("abc"))
     found[1] = [2, 1, 3, 3, *[np.nan] * 3]  # two logits are NaN
     found[2] = [2, 3, 3, 3, *[np.nan] * 3]

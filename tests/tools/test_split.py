@@ -108,7 +108,7 @@ def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
         assert not (tmp_path / "x").exists()
     with pytest.raises(SystemExit):
         dataset.main(["split", str(source), "--output", str(tmp_path / "x"), "--val", "1"])
-    assert "1 leaves a split empty" in capsys.readouterr().err
+    assert "1 leaves one split empty" in capsys.readouterr().err
     (few / "class0" / "nowhere.jpg").symlink_to("/nowhere")
     with pytest.raises(UsageError, match=r"few/class0/nowhere.jpg: a broken link"):
         split.split(few, tmp_path / "x", 0.2)

@@ -50,7 +50,7 @@ def test_a_result_that_cannot_be_written_is_a_failure(monkeypatch, capsys, name,
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         assert main(words or others) == 1
-    says = "stdout: cannot be written (No space left on device); make room, or redirect it to a different file"
+    says = "stdout: cannot be written (No space left on device); free disk space, or redirect it"
     assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: error: {says}\n")
 
 

@@ -166,7 +166,7 @@ def test_full_disk_ends_the_run_with_a_sentence():
     try:
         with pytest.raises(
             RunError,
-            match=r"^--report-file /dev/full: can no longer be written \(No space left.*; make room.*--resume$",
+            match=r"^--report-file /dev/full: can no longer be written \(No space left.*; free disk space.*--resume$",
         ):
             logger.begin({"lr": 0.1})
     finally:
