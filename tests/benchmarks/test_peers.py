@@ -22,7 +22,7 @@ def parse(monkeypatch, *words):
 def test_our_side_is_a_benchmark_with_known_flags(monkeypatch, tmp_path, task):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,2")
     args = parse(monkeypatch, "run", "--image-root", "photos", "--batch-size", "64", "--steps", "7", "--threads", "3")
-    python, *launcher = peers.ours(args, task, tmp_path / "report.json")
+    python, *launcher = peers.own_command(args, task, tmp_path / "report.json")
     start = launcher.index("train.py")
     launcher, words = launcher[:start], launcher[start + 1 :]
     of_two = ["-m", "paddle.distributed.launch", "--log_dir", str(tmp_path / "logs"), "--gpus", "5,3"]
@@ -46,18 +46,19 @@ def test_figures_of_a_report_and_of_a_failure(monkeypatch, run_train, tmp_path):
     assert found["first_step_at"] < float(entries[-1]["timestamp"])
     assert "paddle" in found["versions"]
     args = parse(monkeypatch, "run", "--image-root", tmp_path / "nowhere", "--device", "cpu")
-    result = peers.measure(args, "train, JPEG: ours", tmp_path)
+    result = peers.measure(args, "train, JPEG: paddle_resnet", tmp_path)
     assert result["returncode"] == 2
     assert f"{tmp_path}/nowhere" in result["error"]
 
 
 def test_table_has_medians_and_ratios_of_what_was_measured():
-    ours, eager, compiled = (f"train, synthetic: {who}" for who in ("ours", "PyTorch eager", "PyTorch compile"))
-    results = [{"row": ours, "ips": ips, "first_step_s": 9.0} for ips in (6000.0, 7000.0, 6800.0)]
+    names = ("paddle_resnet", "PyTorch eager", "PyTorch compile")
+    own, eager, compiled = (f"train, synthetic: {name}" for name in names)
+    results = [{"row": own, "ips": ips, "first_step_s": 9.0} for ips in (6000.0, 7000.0, 6800.0)]
     results += [{"row": compiled, "ips": ips, "first_step_s": s} for ips, s in ((800.0, 40.0), (850.0, 20.0))]
     results += [{"row": compiled, "error": "out of memory"}, {"row": eager, "error": "no torch"}]
     assert peers.table(results).splitlines()[2:] == [
-        "| train, synthetic | ours | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 9.0 (9.0 to 9.0) |",
+        "| train, synthetic | paddle_resnet | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 9.0 (9.0 to 9.0) |",
         "| train, synthetic | PyTorch eager | 0 (1 failed) |  |  |  |  |",
         "| train, synthetic | PyTorch compile | 2 (1 failed) | 825 | 800 to 850 | 8.242 x | 30.0 (20.0 to 40.0) |",
     ]
@@ -69,14 +70,15 @@ def test_warm_up_cannot_be_left_out(monkeypatch):
 
 
 def test_images_are_asked_for_before_the_first_measurement(monkeypatch):
-    args = parse(monkeypatch, "run", "--rows", "train, synthetic: ours", "--rows", "JPEG: ours")
+    args = parse(monkeypatch, "run", "--rows", "train, synthetic: paddle_resnet", "--rows", "JPEG: paddle_resnet")
     with pytest.raises(SystemExit, match="--image-root"):
         peers.run(args)
 
 
 def test_two_gpus_are_used_only_where_they_are_asked_for():
     assert not [row for row in peers.choose(None) if "two GPUs" in row]
-    assert not [row for row in peers.choose(["ours", "compile", "synthetic"]) if "two GPUs" in row]
+    assert not [row for row in peers.choose(["paddle_resnet", "compile", "synthetic"]) if "two GPUs" in row]
     both = [row for row in peers.ROWS if "two GPUs" in row]
     assert peers.choose(["two GPUs"]) == both
-    assert peers.choose(["train, synthetic: ours", "two GPUs: ours"]) == ["train, synthetic: ours", both[0]]
+    own = "train, synthetic: paddle_resnet"
+    assert peers.choose([own, "two GPUs: paddle_resnet"]) == [own, both[0]]

@@ -91,7 +91,7 @@ def test_one_measurement_is_too_little(capsys):
 def test_measurements_of_several_nodes_are_refused(capsys):
     with pytest.raises(SystemExit):
         model.main(["--measured", "1:100", "16:1500"])
-    assert "16 GPUs is not one of a node of 8" in capsys.readouterr().err
+    assert "16 GPUs are more than the 8 of a node" in capsys.readouterr().err
 
 
 def test_table_of_the_documentation_is_the_scripts(capsys):

@@ -38,12 +38,12 @@ def test_row_without_a_name_is_refused(capsys):
 def test_two_rows_of_one_name_are_refused(capsys):
     with pytest.raises(SystemExit):
         sweep.main(["--row", "a: --seed 1", "--row", "a: --seed 2"])
-    assert "a name of its own" in capsys.readouterr().err
+    assert "names must differ" in capsys.readouterr().err
 
 
 def test_measurement_that_takes_too_long_is_ended(capsys):
     assert sweep.main(["--repeats", "1", "--flags", FLAGS, "--row", "a:", "--limit-s", "0.1"]) == 1
-    assert "not through after 0.1 s" in capsys.readouterr().out
+    assert "not finished after 0.1 s" in capsys.readouterr().out
 
 
 def test_rows_take_turns_and_failures_are_counted(tmp_path, capsys):
