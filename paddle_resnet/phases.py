@@ -87,7 +87,7 @@ def _claim(args, checkpoint, folder):
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )
-    logger.setup(args.report_file)  # locks the report, before check_replaced may suggest to replace it
+    logger.setup(args.report_file)  # locks the report, before check_replaced may suggest replacing it
     report.check_replaced(args, checkpoint, folder)
 
 
@@ -169,7 +169,7 @@ def enter_stage(training, epoch, saver):
     (_, work), *later = training.later
     size, factor = text(work.settings.image_shape), work.lr_scheduler.timeline.lr_factor(work.lr_scheduler.done)
     logger.info(
-        f"epoch {epoch}: trains on images of {size}, batch {work.settings.batch_size} per process, learning rate times "
+        f"epoch {epoch}: trains on images of {size}, batch {work.settings.batch_size} per process, learning rate x "
         f"{factor:g} (--sizes)"
     )
     loader = dali.build_dataloader(work.settings, Mode.TRAIN, training.loader.state())
@@ -214,7 +214,7 @@ def compile_programs(args, exe, training, evaluation):
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        if args.amp and args.kernels != "native":  # float32 stays: it is the exact reference
+        if args.amp and args.kernels != "native":  # float32 programs are the exact reference, so they are not folded
             axis = 1 if args.data_layout == "NCHW" else -1
             updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
         compiled = program.compile_prog(args, evaluation.program, is_train=False)

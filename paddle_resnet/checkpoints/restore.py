@@ -43,7 +43,8 @@ class StartCheckpoint:
     resumes: bool = False
 
     def continues(self, root):
-        """Whether this run continues the newest checkpoint below ROOT. From an older one it would overwrite others."""
+        """Whether this run continues the newest checkpoint below ROOT. If it continued an older one, it would overwrite
+        others."""
         newest = folders.newest(root)
         return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
@@ -425,7 +426,7 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
         fetchs: result of program.build.
         place: where the program runs.
     Returns:
-        StartCheckpoint, with step 0 if the loader cannot continue inside the epoch.
+        The checkpoint, with step 0 if the loader cannot continue inside the epoch.
     """
     timeline = lr_scheduler.timeline
     if args.iter_unit == "batch" and checkpoint.resumes:

@@ -271,8 +271,8 @@ class Saver:
             ) from e
         except OSError as e:
             raise RunError(
-                f"{self._root / name}: checkpoint cannot be written ({e.strerror}), earlier ones are unchanged; make "
-                "room or choose a different --output-dir"
+                f"{self._root / name}: checkpoint cannot be written ({e.strerror}), earlier ones are unchanged; free "
+                "disk space or choose a different --output-dir"
             ) from e
         logger.info(f"checkpoint: {folder}")
         self._mark_and_delete(name, meta["best"] and _name(meta["best"]["epoch"], meta["best"].get("step")))

@@ -17,7 +17,7 @@ from utils import files
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
-WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 144  # classes, images of each, pixels
+WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 144  # number of classes, images per class, pixels
 MATRIX = 24  # maximum number of classes in the confusion matrix
 
 

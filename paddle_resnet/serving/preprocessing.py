@@ -27,7 +27,7 @@ CONVENTIONS = {
 
 
 def _cubic(x):
-    """Keys's kernel with a = -0.5: Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981."""
+    """The cubic kernel with a = -0.5 of Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981."""
     return np.where(x < 1, (1.5 * x - 2.5) * x**2 + 1, np.where(x < 2, ((-0.5 * x + 2.5) * x - 4) * x + 2, 0))
 
 

@@ -88,7 +88,7 @@ def test_gpu_counts_within_cuda_visible_devices(machine, monkeypatch, visible, l
 def test_no_near_core_among_its_own_only_warns(machine, capsys):
     affinity.bind_to_gpu(2)
     assert machine == []
-    assert "warning: --enable-cpu-affinity: none of this process's cores is local to GPU 2" in capsys.readouterr().err
+    assert "warning: --enable-cpu-affinity: no allowed core is local to GPU 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0)], ids=str)
@@ -96,7 +96,7 @@ def test_unknown_gpu_only_warns(machine, monkeypatch, capsys, visible, local_gpu
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     affinity.bind_to_gpu(local_gpu)
     assert machine == []
-    assert f"warning: --enable-cpu-affinity: GPU {local_gpu} has no core list" in capsys.readouterr().err
+    assert f"warning: --enable-cpu-affinity: NVML reports no cores of GPU {local_gpu}" in capsys.readouterr().err
 
 
 def test_missing_pynvml_only_warns(machine, monkeypatch, capsys):
@@ -117,7 +117,7 @@ def test_missing_core_list_only_warns(machine, nvml, capsys):
     nvml.nvmlDeviceGetCpuAffinity = fail(NVMLError("Not Supported"))
     affinity.bind_to_gpu(0)
     assert machine == []
-    assert "GPU 0 has no core list (Not Supported)" in capsys.readouterr().err
+    assert "NVML reports no cores of GPU 0 (Not Supported)" in capsys.readouterr().err
 
 
 def test_refusal_of_the_operating_system_only_warns(monkeypatch, capsys):
