@@ -20,9 +20,8 @@ from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
 
-FLAGS = [
-    flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")
-]  # these are resolved from the data and the machine
+# --num-of-class and --device are resolved from the data and the machine.
+FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]
 
 
 @pytest.fixture

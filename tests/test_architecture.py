@@ -115,9 +115,8 @@ def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
     assert not [(path.name, f) for path in paths for f, name in parameters(path) if name in ("args", "settings")]
-    assert ("create_strategy", "args") in parameters(
-        ROOT / "paddle_resnet/program.py"
-    )  # the check detects such parameters
+    # The check detects such parameters.
+    assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
 
 
 @pytest.mark.parametrize("name", ["train.py", "paddle_resnet/phases.py", "paddle_resnet/program.py"])

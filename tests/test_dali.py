@@ -439,7 +439,7 @@ def random_image(side, low=0, high=255):
 
 @pytest.fixture
 def without_flips(parse, copies):
-    """Return a training epoch of copies of an image, [N, 32, 32, 3] in 0 to 255, with flips undone.
+    """Return one epoch of copies of an image, [N, 32, 32, 3] in 0 to 255, with flips undone.
 
     A run without the flags shows which images are flipped; augmentation must not change that.
     """

@@ -45,7 +45,7 @@ def test_links_have_existing_targets(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
-def test_named_tests_exist(page):
+def test_referenced_tests_exist(page):
     for path, name in re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(test_\w+))?", page.read_text()):
         file = ROOT / path
         assert file.exists(), path
@@ -54,11 +54,11 @@ def test_named_tests_exist(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "log" not in page.parts], ids=identify)
-def test_named_flags_exist(page):
+def test_referenced_flags_exist(page):
     known = {option for action in PARSER._actions for option in action.option_strings}
     known |= {flag for path in COMMANDS for flag in re.findall(r'"(--[a-z0-9-]+)"', (ROOT / path).read_text())}
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
-    assert not named - known - OTHER_FLAGS
+    referenced = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+    assert not referenced - known - OTHER_FLAGS
 
 
 def test_drawings_match_their_sources(tmp_path):

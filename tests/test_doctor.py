@@ -171,7 +171,7 @@ def test_doctor_reports_gpus_and_libraries(examine, gpu_machine, monkeypatch):
     assert rows["tests"].detail.startswith("gpu, ")
 
 
-def test_unusable_gpu_has_the_error_of_train(examine, gpu_machine, monkeypatch):
+def test_unusable_gpu_has_same_error_as_train(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: f"GPU {index} is too new" if index else None)
     rows = examine()
     assert rows["test: kernel"].detail == "GPU 1 is too new" and rows["test: kernel"].status == "no"

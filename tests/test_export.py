@@ -137,9 +137,8 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
         if len(scores) == 2 and name == "loss":
             scores[-1]["loss"] += 1.5e-4
         if name.startswith("images"):
-            scores[-1]["correct"] -= (
-                1 + scores[-1]["ties"]
-            )  # changes every score, so that only the recorded one differs
+            # Every score changes, so that only the recorded one differs.
+            scores[-1]["correct"] -= 1 + scores[-1]["ties"]
         return scores[-1]
 
     monkeypatch.setattr(export, "_score", score)
@@ -387,9 +386,7 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
-    with pytest.raises(
-        UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"
-    ):  # folder of a later epoch
+    with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):  # a later epoch
         export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()
     with pytest.raises(UsageError, match="taken: already exists"):

@@ -178,12 +178,8 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
         assert [entry["probability"] for entry in prediction["top"]] == expected[i][best[i]].tolist()
     rows = list(csv.reader(table.open()))
     top = [f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")]
-    assert rows[0] == [
-        "image",
-        "prediction",
-        "predicted_class",
-        *top,
-    ]  # the columns of --predictions with three classes
+    # The columns are those of --predictions with three classes.
+    assert rows[0] == ["image", "prediction", "predicted_class", *top]
     for i, row in enumerate(rows[1:]):
         assert len(row) == len(rows[0])
         assert row[:6] == [paths[i], *[str(best[i][0]), f"class{best[i][0]}"] * 2, f"{expected[i].max():.7g}"]

@@ -109,7 +109,7 @@ def test_one_dnn_gradients_and_losses_match_paddle_kernels(parse, monkeypatch):
     np.testing.assert_allclose(losses_one_dnn, losses(parse(), batches), rtol=1e-3)
 
 
-def test_feeds_have_the_default_dtype():
+def test_feeds_have_default_dtype():
     with static.program_guard(static.Program()):
         feeds = program.create_feeds([4, 224, 224])
     assert feeds["data"].shape == (-1, 4, 224, 224)

@@ -145,7 +145,7 @@ def test_class_folder_unknown_to_network_is_rejected(root):
 
 
 def test_unnamed_classes_do_not_define_labels(root):
-    """A file list without classes.txt has unnamed classes; folders with numeric names are named classes."""
+    """A file list without classes.txt has unnamed classes; folders with numeric names have class names."""
     assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {0, 1, 2}
     shutil.rmtree(root / "val/class0")
     for i in (1, 2):

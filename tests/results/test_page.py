@@ -98,9 +98,8 @@ def test_thumbnails_show_misclassified_images_per_class(trained, photos):
         thumbnail = Image.open(io.BytesIO(base64.b64decode(data)))
         assert thumbnail.size == (144, 144)
         label = next(int(row["label"]) for row in rows if row["image"] == name)
-        assert (
-            max(range(3), key=thumbnail.resize((1, 1)).getpixel((0, 0)).__getitem__) == label
-        )  # the color of the photo
+        color = thumbnail.resize((1, 1)).getpixel((0, 0))
+        assert max(range(3), key=color.__getitem__) == label
 
 
 def test_page_of_evaluation_uses_its_predictions(run_train, checkpoint, tmp_path):
