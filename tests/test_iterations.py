@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 
@@ -87,12 +87,12 @@ def test_a_larger_number_of_steps_continues_inside_the_epoch(run_train, tmp_path
 def test_another_number_of_steps_per_epoch_is_an_error(run_train, capsys):
     assert run_train(*STEPS, "--num-iter", "2")[0] == 0
     assert run_train(*STEPS, "--num-iter", "4", "--batch-size", "4", "--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--iter-unit batch", "3 steps per epoch", "has 7", "--batch-size"])
+    assert_one_error(capsys.readouterr().err, ["--iter-unit batch", "3 steps per epoch", "has 7", "--batch-size"])
 
 
 def test_a_profile_must_be_before_the_first_stop(run_train, capsys):
     assert run_train(*SEVEN, "--profile-steps", "1:3")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
+    assert_one_error(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
 
 
 def test_two_processes_average_their_statistics_before_an_evaluation(launch):
@@ -167,7 +167,7 @@ def test_a_number_of_steps_ends_inside_a_stage(run_train):
 def test_a_stage_with_more_images_per_batch_than_the_data_set_is_an_error(run_train, capsys):
     assert run_train("--epochs", "2", "--sizes", "32:0,24:1:31")[0] == 2
     expected = ["--sizes 32:0,24:1:31: batch size 31 exceeds the 30 training images per process; use 30 or less"]
-    assert_one_sentence(capsys.readouterr().err, expected)
+    assert_one_error(capsys.readouterr().err, expected)
 
 
 def test_the_schedule_counts_steps(parse):
@@ -202,4 +202,4 @@ def test_defaults_follow_the_unit(parse):
 )
 def test_flags_that_do_not_fit_the_unit_are_errors(run_train, capsys, flags, says):
     assert run_train(*flags.split())[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [says])
+    assert_one_error(capsys.readouterr().err, [says])

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from conftest import NHWC, assert_one_sentence, assert_sparse, losses, phase
+from conftest import NHWC, assert_one_error, assert_sparse, losses, phase
 from paddle_resnet import export
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.serving import inference
@@ -159,4 +159,4 @@ def test_damaged_averages_are_errors(run_train, averaged, tmp_path, capsys, dama
     starts.append(["--epochs", "4", "--from-checkpoint", folder, "--last-epoch-of-checkpoint", "2"])
     for start in starts:
         assert run_train(*start)[0] == 2
-        assert_one_sentence(capsys.readouterr().err, [says])
+        assert_one_error(capsys.readouterr().err, [says])

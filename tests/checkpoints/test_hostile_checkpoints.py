@@ -13,7 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from conftest import assert_one_sentence, losses
+from conftest import assert_one_error, losses
 from helpers import META, write_checkpoint
 from paddle_resnet import export
 from paddle_resnet.checkpoints import arrays, folders
@@ -118,7 +118,7 @@ def test_commands_run_no_code_of_a_checkpoint(run_train, tmp_path, capsys, user)
         if user == "--from-checkpoint":
             flags = [user, root, "--epochs", "2", "--last-epoch-of-checkpoint", "auto"]
         assert run_train(*flags)[0] == 2
-        assert_one_sentence(
+        assert_one_error(
             capsys.readouterr().err, ["tiny.pdparams cannot be read (posix.mkdir is not supp", "choose a different"]
         )
     assert not path.exists()
@@ -373,7 +373,7 @@ def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path
         says = [f"{folder}: the state of the loader is damaged (", "): move it away, or start from another checkpoint"]
         if "step" in DAMAGED_STATES.get(damage, ()):
             says = ["contains only damaged checkpoints"]
-        assert_one_sentence(capsys.readouterr().err, says)
+        assert_one_error(capsys.readouterr().err, says)
 
 
 @pytest.mark.parametrize("field", IMPOSSIBLE)
@@ -479,7 +479,7 @@ def test_resume_takes_no_checkpoint_whose_meta_json_is_gone(run_train, tmp_path,
     (tmp_path / "output/Tiny/0/meta.json").unlink()
     assert run_train("--epochs", "2", "--resume")[0] == 2
     says = ["Tiny (0) have no meta.json", "--last-epoch-of-checkpoint auto to continue from one of a different program"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    assert_one_error(capsys.readouterr().err, says)
 
 
 def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, TINY, TWO_EPOCHS, assert_one_sentence, losses, read_report, wait_until
+from conftest import ROOT, TINY, TWO_EPOCHS, assert_one_error, losses, read_report, wait_until
 from paddle_resnet.checkpoints import folders
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]
@@ -248,7 +248,7 @@ def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
     for second, says in zip(others, held, strict=True):
         _, stderr = second.communicate(timeout=200)
         assert second.returncode == 2
-        assert_one_sentence(stderr, [f"{says}: another run (process {process.pid} on ", "wait until it ends, or"])
+        assert_one_error(stderr, [f"{says}: another run (process {process.pid} on ", "wait until it ends, or"])
     assert (runs.root / ".9.partial").exists()
     go_on()
     code, output = runs.finish(process)
@@ -300,7 +300,7 @@ def test_two_processes_stop_together_or_one_is_killed_and_they_go_on_bit_for_bit
         assert code != 0
         assert no_process_is_left(runs)
         log = (runs.folder / "log/workerlog.1").read_text()
-        assert_one_sentence(log, ["rank 0 failed first: its process exited"])
+        assert_one_error(log, ["rank 0 failed first: its process exited"])
         assert runs.check()[0][0] == "0"
 
     code, output = runs.run(*flags, processes=2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, losses, phase, read_report
+from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
 from utils.errors import UsageError
@@ -268,14 +268,14 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run_train, w
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "2", "--epochs", "4"]
     code, _ = run_train(*flags)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, ["output/Tiny/2 is damaged", "choose a different"])
+    assert_one_error(capsys.readouterr().err, ["output/Tiny/2 is damaged", "choose a different"])
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error(run_train, tmp_path, capsys):
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").write_text("{}")
     assert run_train("--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["only damaged checkpoints", "to start a new run"])
+    assert_one_error(capsys.readouterr().err, ["only damaged checkpoints", "to start a new run"])
 
 
 def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train, tmp_path, capsys):
@@ -303,7 +303,7 @@ def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train
     for flags in ([], ["--resume"]):
         capsys.readouterr()
         assert run_train(*FLAGS, "--output-dir", own.parent, *flags)[0] == 2
-        assert_one_sentence(capsys.readouterr().err, [" ".join(words)])
+        assert_one_error(capsys.readouterr().err, [" ".join(words)])
     files = {path: path.read_bytes() for path in (own / "1").iterdir()}
     assert run_train(*FLAGS, "--output-dir", own.parent, *words, "--resume")[0] == 0
     assert run_train(*FLAGS, "--output-dir", own.parent, "--epochs", "1", "--overwrite")[0] == 0
@@ -379,9 +379,7 @@ def test_sparse_checkpoints_of_older_versions_keep_their_dense_first_layer(run_t
 def test_another_model_is_refused_by_the_flag_that_was_given(run_train, capsys):
     assert run_train("--epochs", "1")[0] == 0
     assert run_train("--epochs", "2", "--resume", "--num-of-class", "4")[0] == 2
-    assert_one_sentence(
-        capsys.readouterr().err, ["--resume: ", "has 3 classes, but this run has 4; use --num-of-class 3"]
-    )
+    assert_one_error(capsys.readouterr().err, ["--resume: ", "has 3 classes, but this run has 4; use --num-of-class 3"])
 
 
 @pytest.mark.parametrize("link", ["gone", "to another", "a folder"])
@@ -430,7 +428,7 @@ def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypat
         assert (code, report) == (2, [])
         says = [f"{root}: contains checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
         said = capsys.readouterr().err
-        assert_one_sentence(said, says)
+        assert_one_error(said, says)
         assert ("--overwrite" in said) == ("--from-checkpoint" not in flags)  # which would delete the start
     assert run_train("--overwrite", "--dry-run")[0] == 0
     (root / "1/notes.txt").write_text("mine")
@@ -467,7 +465,7 @@ def test_what_a_run_starts_from_is_not_overwritten(run_train, tmp_path, capsys, 
     start = tmp_path / "output/Tiny" / place
     assert run_train("--from-pretrained-params", start, "--overwrite")[0] == 2
     says = [f"--overwrite: would delete --from-pretrained-params {start}", "choose a different --output-dir"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    assert_one_error(capsys.readouterr().err, says)
     assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
 
 
@@ -507,9 +505,7 @@ def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(program, "run_and_save", poisoned)
     code, _ = run_train("--epochs", "2", "--resume")
     assert code == 1
-    assert_one_sentence(
-        capsys.readouterr().err, ["output/Tiny/1: checkpoint not written", "conv2d_3.w_0", "non-finite"]
-    )
+    assert_one_error(capsys.readouterr().err, ["output/Tiny/1: checkpoint not written", "conv2d_3.w_0", "non-finite"])
     assert [p.name for p in (tmp_path / "output/Tiny").iterdir() if p.name.isdigit()] == ["0"]
 
 
@@ -517,7 +513,7 @@ def test_losses_that_stay_non_finite_end_the_run(run_train, tmp_path, capsys):
     code, _ = run_train("--lr", "1e30", "--epochs", "9", "--max-bad-steps", "4")
     assert code == 1
     error = capsys.readouterr().err
-    assert_one_sentence(error, ["--max-bad-steps 4", "4 consecutive losses", "learning rate", "lower --lr"])
+    assert_one_error(error, ["--max-bad-steps 4", "4 consecutive losses", "learning rate", "lower --lr"])
 
 
 def test_other_classes_are_warned_of_in_training_and_refused_in_an_evaluation(
@@ -533,7 +529,7 @@ def test_other_classes_are_warned_of_in_training_and_refused_in_an_evaluation(
     assert run_train(*start, "--dry-run", image_root=root)[0] == 0
     assert "trained on different classes: label 1 was ['class1'] and is ['class2']" in capsys.readouterr().err
     assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
+    assert_one_error(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
 
 
 def test_an_evaluation_takes_the_labels_of_the_checkpoint(run_train, checkpoint, photos, tmp_path, capsys):

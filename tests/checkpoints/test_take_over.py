@@ -8,7 +8,7 @@ from paddle import static
 
 import config
 import train
-from conftest import TINY, assert_one_sentence, phase, read_report
+from conftest import TINY, assert_one_error, phase, read_report
 from paddle_resnet import dali, export, resolution
 from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.tools import convert
@@ -54,7 +54,7 @@ def test_resume_does_not_start_the_default_network_next_to_another_run(checkpoin
     checkpoint.rename(tmp_path / "bare/Tiny/0")
     assert run_bare("--resume")[0] == 2
     says = f"--resume: {tmp_path}/bare/ResNet50 contains no checkpoint, but {tmp_path}/bare contains runs of Tiny; set "
-    assert_one_sentence(capsys.readouterr().err, [says, "set --model-arch-name to the network to train"])
+    assert_one_error(capsys.readouterr().err, [says, "set --model-arch-name to the network to train"])
     assert run_bare("--resume", "--model-arch-name", "Tiny")[0] == 0
 
 
@@ -127,7 +127,7 @@ def test_a_different_size_keeps_the_channels_of_the_checkpoint(checkpoint, scope
 def test_an_evaluation_leaves_out_no_classifier(run_bare, checkpoint, capsys):
     flags = ["--pretrained-mismatch", "skip-classifier", "--num-of-class", "12"]
     assert run_bare("--run-scope", "eval_only", "--from-pretrained-params", checkpoint, *flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["skip-classifier: leaves the classifier untrained"])
+    assert_one_error(capsys.readouterr().err, ["skip-classifier: leaves the classifier untrained"])
 
 
 def test_a_checkpoint_of_a_version_without_interp_is_evaluated_with_its_filter(run_train, run_bare, tmp_path):
@@ -146,7 +146,7 @@ def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, che
         )[0]
         == 2
     )
-    assert_one_sentence(capsys.readouterr().err, ["--resize-short 36: smaller than --crop-size 64"])
+    assert_one_error(capsys.readouterr().err, ["--resize-short 36: smaller than --crop-size 64"])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, che
 def test_impossible_flags_of_a_checkpoint_are_refused(run_bare, checkpoint, tmp_path, capsys, change, flags):
     changed = rewrite(checkpoint, lambda meta: meta["arguments"].update(change), tmp_path / "changed")
     assert run_bare(*flags, changed, "--dry-run")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
+    assert_one_error(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
 
 
 def without(flag):
@@ -224,7 +224,7 @@ def test_fine_tuning_finds_the_network_and_says_what_another_number_of_classes_n
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36"]
     assert run_bare(*flags, image_root=four_classes)[0] == 2
     says = ["has 3 classes, but this run has 4; add --pretrained-mismatch skip-classifier", "--num-of-class 3"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    assert_one_error(capsys.readouterr().err, says)
     assert run_bare(*flags, "--pretrained-mismatch", "skip-classifier", image_root=four_classes)[0] == 0
     assert outputs(tmp_path / "bare/Tiny/0") == 4
     assert "trained on different classes" not in capsys.readouterr().err
@@ -245,7 +245,7 @@ def test_parameters_of_another_network_are_counted_or_named(run_bare, checkpoint
     assert run_bare(*flags)[0] == 2
     said = capsys.readouterr().err
     assert "the flags differ from those of its training: --model-arch-name ResNet18 (was Tiny)" in said
-    assert_one_sentence(said, ["does not match the model (", " missing, ", "use the --model-arch-name", "--verbose"])
+    assert_one_error(said, ["does not match the model (", " missing, ", "use the --model-arch-name", "--verbose"])
     assert "conv2d_" not in said
     assert run_bare(*flags, "--verbose")[0] == 2
     sentence, *lists = capsys.readouterr().err.partition("train.py: error: ")[2].splitlines()
@@ -287,7 +287,7 @@ def test_training_counts_the_classes_and_warns_of_more_outputs(run_bare, four_cl
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "5", image_root=four_classes)[0] == 0
     assert "--num-of-class 5 is more than the 4 classes of " in capsys.readouterr().err
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "3", image_root=four_classes)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--num-of-class 3: less than the 4 class folders"])
+    assert_one_error(capsys.readouterr().err, ["--num-of-class 3: less than the 4 class folders"])
 
 
 def test_what_is_printed_of_the_flags(run_bare, capsys):

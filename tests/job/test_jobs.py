@@ -21,7 +21,7 @@ from conftest import (
     ROOT,
     TINY,
     TWO_EPOCHS,
-    assert_one_sentence,
+    assert_one_error,
     assert_sparse,
     losses,
     phase,
@@ -233,8 +233,8 @@ def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
     assert monotonic() - start < 120
     assert code == 2
     says = f"{root}/{name}: cannot be decoded (rank {rank})"
-    assert_one_sentence(logs[rank], [f"error: {says}"])
-    assert_one_sentence(logs[1 - rank], [f"rank {rank} failed first: {says}"])
+    assert_one_error(logs[rank], [f"error: {says}"])
+    assert_one_error(logs[1 - rank], [f"rank {rank} failed first: {says}"])
 
 
 STALL = "--comm-timeout-s 8: no progress for 8 s; rank {} is in"
@@ -274,7 +274,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, sa
     )
     assert monotonic() - start < 120
     assert code != 0
-    assert_one_sentence(logs[1 - int(rank)], [says])
+    assert_one_error(logs[1 - int(rank)], [says])
     assert "Traceback" not in logs[1 - int(rank)]
     assert ("Traceback" in logs[int(rank)]) == (kind == "raises")
     wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
@@ -287,7 +287,7 @@ def test_a_rank_whose_python_cannot_run_says_why_the_job_ends(launch, tmp_path):
     fault = "0 4 locks,1 4 killed_later"
     code, logs = launch(2, "--batch-size", "4", "--epochs", "3", "--fault", fault, succeeds=False)
     assert code != 0
-    assert_one_sentence(logs[0], ["rank 1 failed first: its process exited without an error message in epoch"])
+    assert_one_error(logs[0], ["rank 1 failed first: its process exited without an error message in epoch"])
     wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
 
 
@@ -321,7 +321,7 @@ def test_disagreements_are_found_before_step_1(launch, photos, tmp_path, process
     assert code == 2
     for log in logs:
         words = [words.removeprefix("rank 1 failed first: ") if log is logs[1] else words for words in says]
-        assert_one_sentence(log, words)
+        assert_one_error(log, words)
         assert "epoch 0" not in log
 
 
@@ -368,7 +368,7 @@ def test_a_lost_node_ends_the_other(launch_nodes, lost):
         os.kill(pid, signal.SIGKILL)
     assert nodes[1 - lost].wait(60) != 0
     log = (folder / f"log{1 - lost}/workerlog.0").read_text()
-    assert_one_sentence(log, [f"rank {lost} failed first: its process exited"])
+    assert_one_error(log, [f"rank {lost} failed first: its process exited"])
 
 
 def processes_with(folder):
@@ -405,4 +405,4 @@ def test_a_rank_that_is_alone_ends_after_the_timeout(photos, tmp_path, rank):
     # Rank 0 waits in Paddle's C code while it holds the GIL, and is killed.
     assert done.returncode == (1 if rank else -signal.SIGKILL)
     says = f"--comm-timeout-s 3: not all ranks have connected after 3 s; check PADDLE_MASTER 127.0.0.1:{free[0]} and"
-    assert_one_sentence(done.stderr, [says])
+    assert_one_error(done.stderr, [says])

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, assert_one_sentence
+from conftest import ROOT, assert_one_error
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 
@@ -116,4 +116,4 @@ def test_garbage_is_refused_before_paddle_is_imported():
     command = [sys.executable, "train.py", "--device", "cpu", "--data-format", "synthetic", "--epochs", "1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert_one_sentence(done.stderr, ["error: PADDLE_TRAINER_ID 'x': not a number"])
+    assert_one_error(done.stderr, ["error: PADDLE_TRAINER_ID 'x': not a number"])

@@ -5,7 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, frozen
+from conftest import NHWC, assert_one_error, frozen
 from helpers import random_batches
 from paddle_resnet import program
 from paddle_resnet.models import mixing
@@ -131,4 +131,4 @@ def test_random_numbers_differ_by_seed_step_layer_and_rank():
 )
 def test_invalid_values_are_errors(run_train, capsys, flags, says):
     assert run_train(*flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [says])
+    assert_one_error(capsys.readouterr().err, [says])

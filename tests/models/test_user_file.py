@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, assert_one_sentence, losses
+from conftest import ROOT, assert_one_error, losses
 from helpers import NETWORK_EXAMPLE
 from paddle_resnet import export, models, predict
 from paddle_resnet.checkpoints import folders
@@ -105,7 +105,7 @@ def test_train_needs_the_flag(run_train, file, trained, tmp_path, capsys, flags)
     size = "--image-shape 3,32,32 --device cpu --batch-size 8 --warmup-epochs 0 --output-dir elsewhere"
     photos = json.loads((trained / "0/meta.json").read_text())["arguments"]["image_root"]
     assert train.main([*size.split(), "--image-root", photos, *flags.split()]) == 2
-    assert_one_sentence(capsys.readouterr().err, [": its network net.py:Net is from a file", "add --model"])
+    assert_one_error(capsys.readouterr().err, [": its network net.py:Net is from a file", "add --model"])
     assert not (tmp_path / "net.executed").exists()
 
 
@@ -128,7 +128,7 @@ def test_a_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_
     assert f"elsewhere.py:Net: the file differs from the one that {trained}/1 was trained" in printed.out + printed.err
     moved.write_text(MARKED.replace("32", "48"))
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "4")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["does not match the model"])
+    assert_one_error(capsys.readouterr().err, ["does not match the model"])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_faults_in_the_file_are_errors(own_run, file, capsys, old, new, says):
     file.write_text(NETWORK_EXAMPLE.replace(old, new))
     code, _ = own_run("--dry-run")
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *says])
+    assert_one_error(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *says])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_error, losses, phase
 from helpers import build, random_batches
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.models import layers
@@ -108,7 +108,7 @@ def test_learning_rates_and_the_number_of_steps(run_train, tmp_path):
 
 def test_fewer_batches_than_a_step_is_an_error(run_train, capsys):
     assert run_train(*FLAGS, "--accumulate-steps", "8")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--accumulate-steps 8", "7 batches per epoch", "smaller"])
+    assert_one_error(capsys.readouterr().err, ["--accumulate-steps 8", "7 batches per epoch", "smaller"])
 
 
 def test_a_checkpoint_inside_a_step_of_a_different_size_is_an_error(run_train, stop_before, capsys):
@@ -116,7 +116,7 @@ def test_a_checkpoint_inside_a_step_of_a_different_size_is_an_error(run_train, s
     assert run_train(*FLAGS, "--resume")[0] == 75
     stop_before()
     assert run_train(*FLAGS, "--resume", "--accumulate-steps", "2")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--accumulate-steps 2", "after 3 batches"])
+    assert_one_error(capsys.readouterr().err, ["--accumulate-steps 2", "after 3 batches"])
 
 
 def test_sums_are_not_in_checkpoints(run_train, tmp_path):

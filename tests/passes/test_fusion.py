@@ -10,7 +10,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle import nn, static
 
-from conftest import NHWC, assert_one_sentence, frozen, losses, phase
+from conftest import NHWC, assert_one_error, frozen, losses, phase
 from helpers import random_batches
 from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
@@ -305,4 +305,4 @@ def test_a_run_trains_evaluates_and_resumes(run_train, losses_with_a_stop, tmp_p
 
 def test_unsupported_layout_is_an_error(run_train, capsys):
     assert run_train("--kernels", "native")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--kernels native", "NHWC", "--kernels paddle"])
+    assert_one_error(capsys.readouterr().err, ["--kernels native", "NHWC", "--kernels paddle"])

@@ -11,7 +11,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import models, resolution
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
@@ -229,7 +229,7 @@ def test_failing_record_names_the_reason_and_the_remedy(run_train, capsys, fake,
 
     monkeypatch.setattr(fake, "capture_begin", fail)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_sentence(capsys.readouterr().err, [f"as a CUDA graph ({reason}); use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, [f"as a CUDA graph ({reason}); use --cuda-graph false"])
     assert gc.isenabled()
 
 
@@ -250,7 +250,7 @@ def test_recording_is_ended_where_its_step_fails(run_train, capsys, fake, monkey
     monkeypatch.setattr(static.Executor, "run", fail)
     monkeypatch.setattr(fake, "capture_end", end)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_sentence(capsys.readouterr().err, ["as a CUDA graph (first); use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, ["as a CUDA graph (first); use --cuda-graph false"])
     assert ended == [False]
 
 
@@ -301,7 +301,7 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
     [graph] = fake.made
     assert graph.launches == 1
     assert run_train(*NATIVE, *flags, "--cuda-graph", "true", "--overwrite")[0] == 1
-    assert_one_sentence(capsys.readouterr().err, [f"--cuda-graph true: {says}", "use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, [f"--cuda-graph true: {says}", "use --cuda-graph false"])
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_steps_with_operators_that_cannot_be_replayed_are_not_captured(
     assert f"--cuda-graph false: operator {operator} draws random numbers" in capsys.readouterr().out
     assert not fake.made
     assert run_train(*NATIVE, "--cuda-graph", "true", "--overwrite")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"--cuda-graph true: operator {operator}", "use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, [f"--cuda-graph true: operator {operator}", "use --cuda-graph false"])
     assert (tmp_path / "output/Tiny/0/meta.json").is_file()
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from paddle.profiler import Profiler
 
-from conftest import assert_one_sentence, phase
+from conftest import assert_one_error, phase
 
 BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]
 
@@ -67,7 +67,7 @@ def test_steps_outside_the_run_are_an_error_before_the_first_step(run_train, tmp
     code, report = run_train(*flags)
     assert code == 2
     end = 6 if "--benchmark" in flags else 3
-    assert_one_sentence(capsys.readouterr().err, [f"--profile-steps {says}", f"0:{end}"])
+    assert_one_error(capsys.readouterr().err, [f"--profile-steps {says}", f"0:{end}"])
     assert report == []
     assert not (tmp_path / "output/profile").exists()
 
