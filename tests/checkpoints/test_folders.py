@@ -286,4 +286,4 @@ def test_file_system_without_locks_triggers_warning(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(locks.fcntl, "lockf", fail)
     folders.lock(tmp_path).close()
-    assert f"{tmp_path}/.lock: the file system has no locks (No locks available)" in capsys.readouterr().err
+    assert f"{tmp_path}/.lock: the file system does not support locks (No locks available)" in capsys.readouterr().err

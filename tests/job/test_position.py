@@ -10,9 +10,9 @@ from paddle_resnet.job.position import Position
 def test_monitor_reads_position_of_rank():
     writer = Position()
     reader = Position(os.dup(writer.descriptor))
-    assert reader.read() == [0, 0, "the start"]
+    assert reader.read() == [0, 0, "startup"]
     writer.step(3, waits=True)
-    assert reader.read() == [0, 7, "the start"]
+    assert reader.read() == [0, 7, "startup"]
     writer.phase("epoch 0 train")
     assert reader.read() == [1, 0, "epoch 0 train"]
     writer.step(2**38, waits=False)

@@ -79,9 +79,9 @@ def test_missing_library_is_reported_before_missing_kernel(gpu, monkeypatch):
 
 
 def test_cpu_build_or_missing_gpu_is_reported(gpu, monkeypatch, capsys):
-    assert "detects no GPU 1" in gpus.problem(1)
+    assert "does not detect GPU 1" in gpus.problem(1)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
-    assert "detects no GPU 0" in gpus.problem(0)
+    assert "does not detect GPU 0" in gpus.problem(0)
     assert gpus.resolve("auto", 0, False) == "cpu"
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
     assert "is a CPU build; use --device cpu" in gpus.problem(0)

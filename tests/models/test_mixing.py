@@ -91,7 +91,7 @@ def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
         weights = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
         images = (1 - weights) * images + weights * images[::-1]
         mixed += [(images.astype("float32"), labels), (images.astype("float32"), labels[::-1].copy())]
-        ratios.append(mix.share)
+        ratios.append(mix.fraction)
     parts = losses_of(parse(*flags), mixed)
     expected = [ratio * parts[2 * i] + (1 - ratio) * parts[2 * i + 1] for i, ratio in enumerate(ratios)]
     assert result == pytest.approx(expected, rel=1e-5)
