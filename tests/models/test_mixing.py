@@ -86,8 +86,8 @@ def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
     result = losses_of(parse(*flags, flag, "0.5"), batches)
     mixed, ratios = [], []
     for step, (images, labels) in enumerate(batches):
-        drawn = random_numbers.generator(5, step, "mix", 0)
-        mix = mixing.draw(drawn, {flag.removeprefix("--"): 0.5}, 32, 32)
+        random = random_numbers.generator(5, step, "mix", 0)
+        mix = mixing.draw(random, {flag.removeprefix("--"): 0.5}, 32, 32)
         weights = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
         images = (1 - weights) * images + weights * images[::-1]
         mixed += [(images.astype("float32"), labels), (images.astype("float32"), labels[::-1].copy())]
@@ -115,9 +115,9 @@ def test_dropout_differs_in_each_step_and_is_deterministic(parse, kernels):
 
 def test_random_numbers_depend_on_seed_step_layer_and_rank():
     keys = [(0, 0, "mix", 0), (1, 0, "mix", 0), (0, 1, "mix", 0), (0, 0, "dropout", 0), (0, 0, "mix", 1)]
-    drawn = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
-    assert len(set(drawn)) == len(keys)
-    assert drawn == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
+    numbers = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
+    assert len(set(numbers)) == len(keys)
+    assert numbers == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ def fake(monkeypatch):
         return []
 
     def resolve_kernels(args):
-        wanted, origin = args.cuda_graph, args.origin("cuda_graph")
+        requested, origin = args.cuda_graph, args.origin("cuda_graph")
         resolve(args)
         assert not args.cuda_graph  # on a CPU
-        args.set(origin, cuda_graph=wanted)
+        args.set(origin, cuda_graph=requested)
 
     resolve = resolution.resolve_kernels
     monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
