@@ -34,7 +34,7 @@ class Index:
         path: the index file.
         images: int64 [n, 2], offset and size in bytes of each record, or for "webdataset" of each image file. A
             RecordIO index stores no sizes; they are 0.
-        labels: int64 [n, 2], the same for the label: the record, or for "webdataset" the .cls file.
+        labels: int64 [n, 2], offset and size of each label's location: the record, or for "webdataset" the .cls file.
     """
 
     path: str

@@ -19,13 +19,13 @@ from utils import files
 from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
 
-LIMIT_BYTES = 1 << 30  # of a report: ten million steps
+LIMIT_BYTES = 1 << 30  # limit for a report of ten million steps
 LINE_BYTES = 1 << 20
-LIMIT_S = 1e10  # of a run
+LIMIT_S = 1e10  # limit for the duration of a run
 
 
 def _is_loss(value):
-    return is_number(value) and abs(value) < 1e39  # beyond the range of float32
+    return is_number(value) and abs(value) < 1e39  # more than the range of float32
 
 
 def _is_size(value):
@@ -271,7 +271,7 @@ def _add(run, entry):
         data = {name: _metric(name, value, is_summary=step == []) for name, value in data.items()}
     run.total_s = run.before_s + elapsed_s
     if run.total_s > LIMIT_S:
-        raise _Misfit(f"the times of all starts exceed {LIMIT_S:g} s")
+        raise _Misfit(f"the total time of all starts exceeds {LIMIT_S:g} s")
     if is_start:
         run.epoch_s = run.total_s
     elif len(step) == 2:
@@ -309,7 +309,7 @@ def _metric(name, value, is_summary):
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:
-        return value  # also texts, such as versions
+        return value  # includes texts, such as versions
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if not METRICS.get(metric, _is_loss)(value):

@@ -107,8 +107,8 @@ def _start(add):
         "--pretrained-mismatch",
         default="error",
         choices=["error", "skip-classifier"],
-        help="for pretrained parameters whose classifier has a different shape; skip-classifier leaves the classifier "
-        "at its initial values, for fine-tuning",
+        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: keep the "
+        "initial values of the classifier, for fine-tuning",
     )
     add(
         "--dry-run",

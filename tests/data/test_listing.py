@@ -95,7 +95,7 @@ def test_a_label_of_a_file_list_is_less_than_the_number_of_images(tmp_path, labe
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
-    with pytest.raises(UsageError, match=f"the file lists have 2 images and label {label}; number the"):
+    with pytest.raises(UsageError, match=f"the file lists contain 2 images and label {label}; number the"):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
