@@ -71,7 +71,7 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
     Args:
         out: logits [N, class_num].
-        feeds: result of create_feeds. If it also has "weights" [N, class_num] in float32, whose rows sum to 1,
+        feeds: result of create_feeds. If it also contains "weights" [N, class_num] in float32, whose rows sum to 1,
             these replace the label in the loss.
         class_num: number of classes.
         label_smoothing: fraction of each label spread evenly over all classes, in training only: Szegedy et al.,

@@ -212,7 +212,7 @@ def _lmdb_environment(folder):
 
 
 def _check_lmdb(folder):
-    """Raise UsageError if an LMDB is damaged. A separate process checks it, because the damage may end that process."""
+    """Raise UsageError if an LMDB is damaged. The check runs in a separate process, because reading it may crash."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
