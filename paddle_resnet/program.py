@@ -406,7 +406,9 @@ class _Pass:
         self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
         self.first_step = 0 if args.benchmark else loader.step
         if self._batches_each_step > 1 and len(loader) == iterators.UNKNOWN_LENGTH:
-            raise UsageError(f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length")
+            raise UsageError(
+                f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length; implement its __len__"
+            )
         self._used = durations.used_batches(len(loader), args.accumulate_steps) if mode is Mode.TRAIN else len(loader)
         self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else end_step or self._used
         self._clock = StepClock()

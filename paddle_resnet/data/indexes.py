@@ -275,8 +275,8 @@ def _webdataset_rows(data, f, shard_size):
     extensions = flat[::width]
     places = np.stack([_numbers(flat[1::width], shard_size), _numbers(flat[2::width], shard_size)], axis=1)
     _check_tar_places(f, places, shard_size)
-    part_of = {word: _part(word) for word in set(extensions)}
-    parts = np.array([part_of[word] for word in extensions])
+    part_of = {extension: _part(extension) for extension in set(extensions)}
+    parts = np.array([part_of[extension] for extension in extensions])
     of_parts = []
     for part in ("image", "label"):
         of_part = np.flatnonzero(parts == part)

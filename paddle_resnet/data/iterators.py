@@ -201,7 +201,7 @@ class Adapter:
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
                 names = ", ".join(f'"{name}": ...' for name in self._inputs)
-                raise UsageError(f"run: the loader must yield [{{{names}}}]")
+                raise UsageError(f"run: the loader yields a batch of a different form; yield [{{{names}}}]")
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:

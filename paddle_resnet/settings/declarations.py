@@ -673,10 +673,10 @@ def _benchmark(add):
 
 
 def _truth(text):
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in words:
+    values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"'{text}': expected true or false")
-    return words[text.lower()]
+    return values[text.lower()]
 
 
 def _file_name(text):
