@@ -113,7 +113,7 @@ def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, c
 
 def test_share_for_the_cpu_of_less_than_half_an_image_is_refused(parse, photos):
     args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # of 8
-    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
+    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
 
