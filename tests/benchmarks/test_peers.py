@@ -52,9 +52,7 @@ def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
 
 
 def test_table_has_medians_and_ratios():
-    own, eager, compiled = (
-        f"train, synthetic: {who}" for who in ("paddle_resnet", "PyTorch eager", "PyTorch compile")
-    )
+    own, eager, compiled = (f"train, synthetic: {who}" for who in ("paddle_resnet", "PyTorch eager", "PyTorch compile"))
     results = [{"row": own, "ips": ips, "first_step_s": 9.0} for ips in (6000.0, 7000.0, 6800.0)]
     results += [{"row": compiled, "ips": ips, "first_step_s": s} for ips, s in ((800.0, 40.0), (850.0, 20.0))]
     results += [{"row": compiled, "error": "out of memory"}, {"row": eager, "error": "no torch"}]
