@@ -429,7 +429,7 @@ class _Pass:
         they are not in step.
 
         Raises:
-            Preempted: training is to stop; raised before the same step on every rank.
+            Preempted: training stops; every rank raises this before the same step.
         """
         if self._mode is Mode.TRAIN:
             if step % self._batches_each_step == 0 and exchange.stop_agreed():

@@ -43,7 +43,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
             if what in outputs:
                 taken[identity] = f"{what} {path}"
             if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
-                logger.warn(f"{what} {path}: replaces an existing file")  # report.py knows whose report it replaces
+                logger.warn(f"{what} {path}: replaces an existing file")  # report.py logs this itself
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
 
 

@@ -20,7 +20,7 @@ IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
 RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to its payload: length and two checksums
-LABEL_DIGITS = 9  # maximum length of a label in a tar file, also in the pipeline
+LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 
 
