@@ -42,7 +42,7 @@ def read_pickle(path):
         raise UnreadableError(e.strerror) from e
     except UnreadableError:
         raise
-    except Exception as e:  # damaged bytes fail in many ways, in pickletools and in NumPy
+    except Exception as e:  # damaged bytes cause various exceptions in pickletools and NumPy
         raise UnreadableError(f"{type(e).__name__}: {e}") from e
     if not isinstance(state, dict):
         raise UnreadableError("not a table of arrays")
@@ -70,7 +70,7 @@ def read_npz(path):
         raise UnreadableError(e.strerror or str(e)) from e
     except UnreadableError:
         raise
-    except Exception as e:  # damaged bytes fail in many ways, in zipfile and in NumPy
+    except Exception as e:  # damaged bytes cause various exceptions in zipfile and NumPy
         raise UnreadableError(f"{type(e).__name__}: {e}") from e
 
 
@@ -81,7 +81,7 @@ class _Array:
 
 
 def _interpret(file):
-    """Return the object in a pickle, with arrays as _Array. Raises UnreadableError for opcodes that arrays lack."""
+    """Return the object in a pickle, with arrays as _Array. Raises UnreadableError for opcodes of other objects."""
     stack, marks, memo = [], [], {}
     to_encode = os.fstat(file.fileno()).st_size  # characters; limits repeated encoding of a memoized text
     for opcode, argument, _ in pickletools.genops(file):
