@@ -274,7 +274,7 @@ def phase(report, step, prefix):
     return {k.removeprefix(prefix): v for k, v in found[-1].items() if k.startswith(prefix)}
 
 
-def assert_one_sentence(stderr, says):
+def assert_one_error(stderr, says):
     errors = [line for line in stderr.splitlines() if line.startswith("train.py: error: ")]
     assert len(errors) == 1, stderr
     for words in says:

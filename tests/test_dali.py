@@ -8,7 +8,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
-from conftest import TINY, assert_one_sentence, frozen
+from conftest import TINY, assert_one_error, frozen
 from helpers import epoch, take
 from paddle_resnet import dali
 from paddle_resnet.data import listing, readers
@@ -396,7 +396,7 @@ def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path,
         assert done.returncode == 0, done.stderr[-2000:]  # the GPU's decoder fills in missing pixels
         return
     assert done.returncode == 2, done.stderr[-2000:]
-    assert_one_sentence(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
+    assert_one_error(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
 
 
 @pytest.mark.parametrize("mode", [Mode.TRAIN, Mode.EVAL])
