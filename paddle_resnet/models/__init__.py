@@ -41,6 +41,7 @@ class Network:
 
 
 RESNET = "1512.03385"
+RESNET_D = {"stem": "deep", "average_shortcut": True}
 # By --model-arch-name. A new network is one line here; its constructor takes num_classes, in_channels and data_format.
 MODELS = {
     "ResNet18": Network("resnet", "ResNet18", RESNET),
@@ -48,6 +49,11 @@ MODELS = {
     "ResNet50": Network("resnet", "ResNet50", RESNET),
     "ResNet101": Network("resnet", "ResNet101", RESNET),
     "ResNet152": Network("resnet", "ResNet152", RESNET),
+    "ResNet18_vd": Network("resnet", "ResNet18", "1812.01187", RESNET_D | {"first_projection": True}),
+    "ResNet50_vd": Network("resnet", "ResNet50", "1812.01187", RESNET_D),
+    "SE_ResNet50_vd": Network("resnet", "ResNet50", "1709.01507", RESNET_D | {"se": True}),
+    "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", {"groups": 32, "group_width": 4}),
+    "XResNet50": Network("resnet", "ResNet50", "1812.01187", RESNET_D | {"zero_init": True, "classifier_std": 2**-5}),
     "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
 }
 
