@@ -1,4 +1,4 @@
-"""Locks between processes: a hidden file that names its owner."""
+"""Locks between processes: hidden files that contain the name of their owner."""
 
 import contextlib
 import errno
@@ -31,7 +31,7 @@ def acquire(path, warn):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno not in (errno.EACCES, errno.EAGAIN):
-                warn(f"{path}: the file system has no locks ({e.strerror}); start no second run there")
+                warn(f"{path}: the file system does not support locks ({e.strerror}); do not start a second run there")
                 return file
             file.seek(0)
             owner = file.read().strip() or "unknown"

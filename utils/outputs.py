@@ -65,7 +65,7 @@ def _has_content(path):
 
 
 def _identity(path):
-    """A value that is equal for two paths of one file. Devices such as /dev/null may be several outputs."""
+    """Return a value that is equal for two paths of the same file. Devices such as /dev/null may be several outputs."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

@@ -139,7 +139,7 @@ def bad_image(message, data_set, image_root):
 
 
 def _whole_name(source, image_root):
-    """Convert DALI's source_info of an image to the form of listing.Image.whole_name. It contains the path of a record
+    """Convert DALI's source_info of an image to the form of listing.Image.full_name. It contains the path of a record
     file as passed to DALI, and that of an image file relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)

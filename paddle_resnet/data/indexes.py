@@ -277,7 +277,7 @@ def _webdataset_rows(data, f, shard_size):
     _check_tar_places(f, places, shard_size)
     part_of = {word: _part(word) for word in set(extensions)}
     parts = np.array([part_of[word] for word in extensions])
-    found = []
+    of_parts = []
     for part in ("image", "label"):
         of_part = np.flatnonzero(parts == part)
         rows, first = np.unique(row_of[of_part], return_index=True)
@@ -288,8 +288,8 @@ def _webdataset_rows(data, f, shard_size):
                 f"{f.name}: the sample at byte {row[1].decode()} has {extensions}, not an image "
                 f"({', '.join(IMAGE_EXTENSIONS)}) and a .cls; write the shard again without it"
             )
-        found.append(places[of_part[first]])
-    return found
+        of_parts.append(places[of_part[first]])
+    return of_parts
 
 
 def _part(extension):

@@ -31,14 +31,14 @@ class StateError(UsageError):
 
 
 class _Steps:
-    """Step counts of an iterator with `images` images per epoch, of which `_left` are still to come."""
+    """Step counts of an iterator with `images` images per epoch, of which `_left` remain."""
 
     def __len__(self):
         return -(-self.images // self.batch_size)
 
     @property
     def step(self):
-        """Number of batches already taken in this epoch."""
+        """Number of batches taken in this epoch."""
         return -(-(self.images - self._left) // self.batch_size)
 
 
@@ -205,7 +205,7 @@ class Adapter:
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:
-            raise UsageError("run: the loader has no batch; pass an iterable that starts again for each epoch")
+            raise UsageError("run: the loader yields no batch; pass an iterable that starts again for each epoch")
 
     def write_into(self, targets):
         """Ignored: the batches exist already."""
@@ -250,7 +250,7 @@ class EmptyIterator:
 
 
 class SyntheticIterator(_Steps):
-    """The same random batch every step, in device memory: measures the program without a loader.
+    """Yields the same random batch in device memory each step, to measure the program without a loader.
 
     Args:
         args: settings of shape, type and number of the images and classes.

@@ -51,7 +51,7 @@ def _mapped_at(path):
 
 
 if __name__ == "__main__":
-    found = problem(sys.argv[1])
-    if found is not None:
-        print(" ".join(found.split()))
+    reason = problem(sys.argv[1])
+    if reason is not None:
+        print(" ".join(reason.split()))
         sys.exit(2)

@@ -40,7 +40,7 @@ def first_images(root, images, arguments):
     """Return the first training images of a run, from several epochs if the data set has fewer.
 
     Returns:
-        (list of uint8 arrays [H, W, 3] in RGB without normalisation, list of class names)
+        (list of uint8 arrays [H, W, 3] in RGB without normalization, list of class names)
     """
     loader, args = open_loader(root, arguments)
     pictures, classes = [], []

@@ -282,4 +282,4 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(locks.fcntl, "lockf", no_locks)
     folders.lock(tmp_path).close()
-    assert f"{tmp_path}/.lock: the file system has no locks (No locks available)" in capsys.readouterr().err
+    assert f"{tmp_path}/.lock: the file system does not support locks (No locks available)" in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_error_of_the_writer_ends_the_run_at_the_next_save(args, run, tmp_path):
     saver.finish()
     (tmp_path / "Tiny" / ".1.partial").write_text("a file where the folder shall be")
     saver.save(1)
-    with pytest.raises(RunError, match="Tiny/1: checkpoint cannot be written .*; make room"):
+    with pytest.raises(RunError, match="Tiny/1: checkpoint cannot be written .*; free disk space"):
         saver.save(2)
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 

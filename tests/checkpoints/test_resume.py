@@ -353,7 +353,7 @@ def test_the_best_has_a_checkpoint_and_is_of_no_abandoned_branch(run_train, tmp_
     assert (phase(report, [], "best.")["epoch"], (root / "best").resolve().name) == (3, "3")
     assert phase(report, [], "best.")["val.top1"] == 0.9
     meta = folders.read_meta(root / "1")
-    saved = restore.Found(str(root / "1"), 2, meta=meta, resumes=True)
+    saved = restore.StartCheckpoint(str(root / "1"), 2, meta=meta, resumes=True)
     assert saver.best_before(root, saved)["epoch"] == 1
 
 
@@ -486,9 +486,9 @@ def test_a_folder_without_a_whole_checkpoint_holds_no_run(parse, tmp_path):
     )
     with pytest.raises(UsageError, match=says):
         saver.check_folder(args, None)
-    saver.check_folder(args, restore.Found(str(root / "4"), 5))  # goes on from it
+    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))  # goes on from it
     with pytest.raises(UsageError, match="different program"):
-        saver.check_folder(args, restore.Found(str(root / "4"), 0))
+        saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 0))
 
 
 def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsys):

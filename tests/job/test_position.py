@@ -10,9 +10,9 @@ from paddle_resnet.job.position import Position
 def test_monitor_reads_what_the_rank_writes():
     mine = Position()
     theirs = Position(os.dup(mine.descriptor))
-    assert theirs.read() == [0, 0, "the start"]
+    assert theirs.read() == [0, 0, "startup"]
     mine.step(3, waits=True)
-    assert theirs.read() == [0, 7, "the start"]
+    assert theirs.read() == [0, 7, "startup"]
     mine.phase("epoch 0 train")
     assert theirs.read() == [1, 0, "epoch 0 train"]
     mine.step(2**38, waits=False)

@@ -71,7 +71,7 @@ def test_programs_are_legacy_ones_under_the_launcher_too(monkeypatch, tmp_path):
     command = [sys.executable, *launcher, "train.py", *flags, "--output-dir", tmp_path / "output"]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "dry run: flags, data and programs are in order" in (tmp_path / "log/workerlog.0").read_text()
+    assert "dry run: flags, data and programs are valid" in (tmp_path / "log/workerlog.0").read_text()
 
 
 @only_paddle_3

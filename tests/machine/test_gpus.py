@@ -78,9 +78,9 @@ def test_missing_library_comes_before_the_kernel(gpu, monkeypatch):
 
 
 def test_no_gpu_build_and_no_gpu(gpu, monkeypatch, capsys):
-    assert "detects no GPU 1" in gpus.problem(1)
+    assert "does not detect GPU 1" in gpus.problem(1)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
-    assert "detects no GPU 0" in gpus.problem(0)
+    assert "does not detect GPU 0" in gpus.problem(0)
     assert gpus.resolve("auto", 0, False) == "cpu"
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
     assert "is a CPU build; use --device cpu" in gpus.problem(0)

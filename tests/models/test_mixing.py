@@ -95,7 +95,7 @@ def test_a_mixed_batch_has_the_loss_of_its_formula(parse, kernels, flag):
         theirs = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
         images = (1 - theirs) * images + theirs * images[::-1]
         mixed += [(images.astype("float32"), labels), (images.astype("float32"), labels[::-1].copy())]
-        shares.append(mix.share)
+        shares.append(mix.fraction)
     parts = losses_of(parse(*flags), mixed)
     expected = [share * parts[2 * i] + (1 - share) * parts[2 * i + 1] for i, share in enumerate(shares)]
     assert found == pytest.approx(expected, rel=1e-5)
