@@ -339,6 +339,7 @@ def test_a_network_whose_operators_do_not_repeat_is_not_captured(run_train, monk
 def test_captured_steps_draw_the_random_numbers_of_uncaptured_ones(run_train, deterministic, capsys, flags):
     """Mixed images and dropout; the comparison of untested operators finds no difference."""
     flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
+    flags += ["--drop-path", "0.3"]
     code, expected = run_train(*flags, "--cuda-graph", "false")
     assert code == 0
     capsys.readouterr()

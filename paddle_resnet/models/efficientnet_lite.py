@@ -7,14 +7,13 @@ connect, which here are flags: --dropout 0.2 (Lite2: 0.3) and --drop-path 0.2.
 """
 
 import math
-from functools import partial
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 from paddle.nn.initializer import Uniform
 
-from paddle_resnet.models.layers import ConvBN, FanOutNormal, InvertedResidual
+from paddle_resnet.models.layers import ConvBN, FanOutNormal, InvertedResidual, rounded
 
 # Per stage: expansion of the channels inside a block, kernel size, output channels, number of blocks, stride of the
 # first block.
@@ -23,13 +22,6 @@ STAGES = (
     *((6, 5, 112, 3, 1), (6, 5, 192, 4, 2), (6, 3, 320, 1, 1)),
 )
 STEM, HEAD = 32, 1280
-
-
-def _scaled(channels, width):
-    """Return channels * width, rounded to a multiple of 8, but not down by more than 10 %."""
-    scaled = channels * width
-    rounded = max(8, int(scaled + 4) // 8 * 8)
-    return rounded + 8 if rounded < 0.9 * scaled else rounded
 
 
 class EfficientNetLite(nn.Layer):
@@ -49,7 +41,7 @@ class EfficientNetLite(nn.Layer):
         channels = STEM
         for stage, (expansion, kernel_size, out_channels, count, stride) in enumerate(stages):
             is_scaled = 0 < stage < len(stages) - 1
-            out_channels = _scaled(out_channels, width)
+            out_channels = rounded(out_channels * width, 8)
             for i in range(math.ceil(depth * count) if is_scaled else count):
                 shape = channels, channels * expansion, out_channels, kernel_size, stride if i == 0 else 1
                 self.blocks.append(InvertedResidual(*shape, **common))
@@ -73,8 +65,3 @@ class EfficientNetLite(nn.Layer):
             x = block(x)
         x = self.global_pool(F.relu6(self.head(x)))
         return self.classifier(paddle.flatten(x, 1))
-
-
-Lite0 = partial(EfficientNetLite, 1.0, 1.0)
-Lite1 = partial(EfficientNetLite, 1.0, 1.1)
-Lite2 = partial(EfficientNetLite, 1.1, 1.2)

@@ -5,7 +5,7 @@ import math
 import paddle
 import paddle.nn.functional as F
 from paddle import nn, static
-from paddle.nn.initializer import Initializer, KaimingNormal, Normal
+from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, Uniform
 from paddle.utils import unique_name
 
 
@@ -24,6 +24,12 @@ def dropout(x, rate, seed):
     attrs = {"dropout_prob": rate, "is_test": False, "dropout_implementation": "upscale_in_train"}
     block.append_op(type="dropout", inputs={"X": x, "Seed": seed}, outputs={"Out": out, "Mask": mask}, attrs=attrs)
     return out
+
+
+def rounded(channels, divisor):
+    """Return a number of channels, rounded to a multiple of the divisor, but not down by more than 10 %."""
+    result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+    return result + divisor if result < 0.9 * channels else result
 
 
 class FanOutNormal(Initializer):
@@ -53,6 +59,7 @@ class ConvBN(nn.Layer):
         epsilon, momentum: batch normalization; momentum is the weight of the previous running statistics.
         padding: default kernel_size // 2 on all sides; "SAME" pads as TensorFlow does, at stride 2 and an even size
             with one more row and column at the bottom and right than at the top and left.
+        scale: initial scale of the batch normalization.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class ConvBN(nn.Layer):
         epsilon=1e-5,
         momentum=0.9,
         padding=None,
+        scale=1.0,
     ):
         super().__init__()
         self.conv = nn.Conv2D(
@@ -80,10 +88,82 @@ class ConvBN(nn.Layer):
             bias_attr=False,
             data_format=data_format,
         )
-        self.bn = BatchNorm(channels, momentum=momentum, epsilon=epsilon, data_format=data_format)
+        scale = paddle.ParamAttr(initializer=Constant(scale))
+        self.bn = BatchNorm(channels, momentum, epsilon, weight_attr=scale, data_format=data_format)
 
     def forward(self, x):
         return self.bn(self.conv(x))
+
+
+class DropPath(nn.Layer):
+    """Stochastic depth: Huang et al., arXiv:1603.09382, per image. It is applied to the branch of a residual block and
+    returns its input, unless --drop-path sets the attributes rate and seed, which are those of dropout().
+
+    With --drop-path, it sets the branch of an image to 0 with the probability rate, and divides the others by
+    1 - rate. The input is [N, ...].
+    """
+
+    rate, seed = 0.0, None
+
+    def forward(self, x):
+        if not self.rate:
+            return x
+        block = static.default_main_program().global_block()
+        places = list(range(1, len(x.shape)))
+        ones = block.create_var(name=unique_name.generate("drop_path.ones"), dtype=x.dtype, stop_gradient=True)
+        first = paddle.slice(x, places, [0] * len(places), [1] * len(places))
+        first.stop_gradient = True
+        block.append_op(type="fill_any_like", inputs={"X": first}, outputs={"Out": ones}, attrs={"value": 1.0})
+        factors = dropout(ones, self.rate, self.seed)
+        factors.stop_gradient = True
+        return x * factors
+
+
+class BlurPool(nn.Layer):
+    """Halve height and width, rounded up, after a blur with the filter [1, 2, 1] / 4 in both directions: Zhang,
+    arXiv:1904.11486. The image is padded with its edges. Two average pools of 2x2, the first of which omits the
+    padding, are the same filter.
+
+    Args:
+        data_format: "NCHW" or "NHWC".
+    """
+
+    def __init__(self, data_format):
+        super().__init__()
+        self.first = nn.AvgPool2D(2, stride=1, padding=1, exclusive=True, data_format=data_format)
+        self.second = nn.AvgPool2D(2, stride=2, data_format=data_format)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class SqueezeExcitation(nn.Layer):
+    """Multiply each channel by a factor between 0 and 1 that depends on the means of all channels: Hu et al.,
+    arXiv:1709.01507.
+
+    Args:
+        channels: channels of input and output.
+        hidden: channels between the two fully connected layers, which are 1x1 convolutions.
+        data_format: "NCHW" or "NHWC".
+        activation: function between the layers.
+        gate: function that returns the factors.
+        initializer: initializer of the weights; by default uniform up to fan-in^-0.5, as in PaddleClas.
+    """
+
+    def __init__(self, channels, hidden, data_format, activation=F.relu, gate=F.sigmoid, initializer=None):
+        super().__init__()
+
+        def conv(inputs, outputs):
+            limit = inputs**-0.5
+            attr = paddle.ParamAttr(initializer=initializer or Uniform(-limit, limit))
+            return nn.Conv2D(inputs, outputs, 1, weight_attr=attr, data_format=data_format)
+
+        self.pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)
+        self.reduce, self.expand = conv(channels, hidden), conv(hidden, channels)
+        self.activation, self.gate = activation, gate
+
+    def forward(self, x):
+        return x * self.gate(self.expand(self.activation(self.reduce(self.pool(x)))))
 
 
 class InvertedResidual(nn.Layer):
@@ -95,18 +175,21 @@ class InvertedResidual(nn.Layer):
             convolution is omitted if hidden equals in_channels.
         kernel_size, stride: of the depthwise convolution.
         activation: function after the first two convolutions.
+        se: SqueezeExcitation before the projection, as a function that constructs it; None to omit it.
         common: arguments of every ConvBN.
     """
 
-    def __init__(self, in_channels, hidden, channels, kernel_size, stride, activation=F.relu6, **common):
+    def __init__(self, in_channels, hidden, channels, kernel_size, stride, activation=F.relu6, se=None, **common):
         super().__init__()
         self.expand = None if hidden == in_channels else ConvBN(in_channels, hidden, 1, 1, **common)
         self.depthwise = ConvBN(hidden, hidden, kernel_size, stride, groups=hidden, **common)
+        self.se = se and se(hidden)
         self.project = ConvBN(hidden, channels, 1, 1, **common)
         self.activation = activation
-        self.has_shortcut = stride == 1 and in_channels == channels
+        self.drop_path = DropPath() if stride == 1 and in_channels == channels else None
 
     def forward(self, x):
         y = x if self.expand is None else self.activation(self.expand(x))
-        y = self.project(self.activation(self.depthwise(y)))
-        return x + y if self.has_shortcut else y
+        y = self.activation(self.depthwise(y))
+        y = self.project(y if self.se is None else self.se(y))
+        return y if self.drop_path is None else x + self.drop_path(y)

@@ -367,6 +367,14 @@ def _training(add):
     )
     add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
     add(
+        "--drop-path",
+        type=_below_one,
+        default=0.0,
+        metavar="P",
+        help="rate of stochastic depth: the probability with which the last residual block omits its branch for an "
+        "image; it rises linearly from the first block; 0: off",
+    )
+    add(
         "--ema",
         type=_beta_or_none,
         metavar="{None,DECAY}",

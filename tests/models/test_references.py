@@ -1,4 +1,9 @@
-"""Logits and gradients of networks compared with independent implementations with the same weights."""
+"""Logits and gradients of networks compared with those of timm and torchvision with the same weights."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -16,92 +21,55 @@ def float64():
     paddle.set_default_dtype("float32")
 
 
-def parameters_of(model):
-    """Return the tensors of a PyTorch model in the order of their layers, without counters of batches."""
-    return [tensor for name, tensor in model.state_dict(keep_vars=True).items() if not name.endswith("batches_tracked")]
+@pytest.fixture
+def reference(once):
+    """Return a function from a network's name to the arrays of reference_networks.py."""
+    for package in ("timm", "torchvision"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
 
+    def reference(arch):
+        def compute(folder):
+            script = Path(__file__).with_name("reference_networks.py")
+            subprocess.run([sys.executable, script, folder / "arrays.npz", arch], check=True)
 
-def randomized(model):
-    """Return a PyTorch model in float64 with BN scales, shifts and statistics that differ from 0 and 1, so that an
-    interchange of two of them is an error."""
-    torch = pytest.importorskip("torch")
-    torch.manual_seed(0)
-    model = model.double().train()
-    with torch.no_grad():
-        for tensor in parameters_of(model):
-            if tensor.ndim == 1:
-                tensor += torch.empty_like(tensor).uniform_(0.1, 0.3)
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Dropout):
-            layer.p = 0.0
-    return model
+        return np.load(once(f"reference_{arch}", compute) / "arrays.npz")
 
-
-def torch_results(model, images, slopes):
-    """Return (logits in evaluation, logits in training, gradients) of a PyTorch model, and its weights before, in the
-    layout of Paddle."""
-    torch = pytest.importorskip("torch")
-    tensors = parameters_of(model)
-    weights = [in_layout(tensor.detach().numpy().copy()) for tensor in tensors]
-    x = torch.from_numpy(images)
-    with torch.no_grad():
-        evaluated = model.eval()(x).numpy()
-    out = model.train()(x)
-    (out * torch.from_numpy(slopes)).mean().backward()
-    gradients = [in_layout(tensor.grad.numpy()) for tensor in tensors if tensor.requires_grad]
-    return [evaluated, out.detach().numpy(), *gradients], weights
-
-
-def in_layout(array):
-    return array.T if array.ndim == 2 else array  # Linear is [out, in] in PyTorch, [in, out] in Paddle
-
-
-def results(arch, images, slopes, weights, layout):
-    """Return the same as torch_results of a network of the registry."""
-    x = images if layout == "NCHW" else images.transpose(0, 2, 3, 1)
-    found = []
-    for is_train in (False, True):
-        main, startup = static.Program(), static.Program()
-        with static.program_guard(main, startup), paddle.utils.unique_name.guard():
-            model = MODELS[arch](data_format=layout)
-            if not is_train:
-                model.eval()
-            out = model(static.data("data", [None, *x.shape[1:]], dtype="float64"))
-            fetched = [out]
-            if is_train:
-                loss = paddle.mean(out * static.data("slopes", [None, 1000], dtype="float64"))
-                fetched += [gradient for _, gradient in static.append_backward(loss)]
-        with static.scope_guard(static.Scope()):
-            exe = static.Executor(paddle.CPUPlace())
-            exe.run(startup)
-            for parameter, array in zip(main.all_parameters(), weights, strict=True):
-                assert tuple(parameter.shape) == array.shape
-                static.global_scope().find_var(parameter.name).get_tensor().set(array, exe.place)
-            found += exe.run(main, {"data": x, "slopes": slopes} if is_train else {"data": x}, fetched)
-    return found
-
-
-def timm_model(name):
-    return pytest.importorskip("timm").create_model(name)
-
-
-REFERENCES = {
-    "EfficientNet_Lite0": lambda: timm_model("tf_efficientnet_lite0"),
-    "EfficientNet_Lite1": lambda: timm_model("tf_efficientnet_lite1"),
-    "EfficientNet_Lite2": lambda: timm_model("tf_efficientnet_lite2"),
-}
+    return reference
 
 
 @pytest.mark.parametrize("layout", [pytest.param("NCHW", marks=pytest.mark.soak), "NHWC"])
-@pytest.mark.parametrize("arch", REFERENCES)
-def test_logits_and_gradients_equal_those_of_the_reference(float64, arch, layout):
-    random = np.random.RandomState(1)
-    images, slopes = random.randn(2, 3, 66, 66), random.randn(2, 1000)
-    expected, weights = torch_results(randomized(REFERENCES[arch]()), images, slopes)
-    found = results(arch, images, slopes, weights, layout)
-    worst = 0
-    for ours, theirs in zip(found, expected, strict=True):
-        if np.abs(theirs).max() > 1e-12:  # below are gradients that are 0, except rounding
-            worst = max(worst, np.abs(ours - theirs).max() / np.abs(theirs).max())
-        np.testing.assert_allclose(ours, theirs, atol=1e-6 * np.abs(theirs).max() + 1e-14, rtol=0)
-    print(f"{arch} {layout}: largest difference relative to the largest value {worst:.1e}")
+@pytest.mark.parametrize(
+    "arch",
+    [
+        *("EfficientNet_Lite0", "EfficientNet_Lite1", "EfficientNet_Lite2"),
+        *("MobileNetV3_Large", "MobileNetV3_Small", "GhostNet"),
+    ],
+)
+def test_logits_and_gradients_equal_those_of_the_reference(reference, float64, arch, layout):
+    arrays = reference(arch)
+    images = arrays["images"] if layout == "NCHW" else arrays["images"].transpose(0, 2, 3, 1)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        out = MODELS[arch](data_format=layout)(static.data("data", [None, *images.shape[1:]], dtype="float64"))
+        evaluation = main.clone(for_test=True)
+        loss = paddle.mean(out * static.data("slopes", [None, 1000], dtype="float64"))
+        gradients = [gradient for _, gradient in static.append_backward(loss)]
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    parameters = main.all_parameters()
+    assert len(parameters) == sum(name.startswith("weight.") for name in arrays)
+    for i, parameter in enumerate(parameters):
+        assert tuple(parameter.shape) == arrays[f"weight.{i}"].shape
+        static.global_scope().find_var(parameter.name).get_tensor().set(arrays[f"weight.{i}"], exe.place)
+    found = exe.run(evaluation, {"data": images}, [out])
+    found += exe.run(main, {"data": images, "slopes": arrays["slopes"]}, [out, *gradients])
+    assert len(gradients) == sum(name.startswith("gradient.") for name in arrays)
+    names = ["evaluation", "training", *(f"gradient.{i}" for i in range(len(gradients)))]
+    largest = 0
+    for name, ours in zip(names, found, strict=True):
+        size = np.abs(arrays[name]).max()
+        if size > 1e-12:  # the other gradients are 0, except for rounding
+            largest = max(largest, np.abs(ours - arrays[name]).max() / size)
+        np.testing.assert_allclose(ours, arrays[name], atol=1e-5 * size + 1e-14, rtol=0, err_msg=name)
+    print(f"{arch} {layout}: largest difference, relative to the largest value of its array: {largest:.1e}")
