@@ -195,6 +195,5 @@ def test_invalid_values_are_errors(run_train, capsys, flags, says):
 def test_drop_path_without_residual_blocks_is_an_error(run_train, monkeypatch, capsys):
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (), width=8))
     assert run_train("--drop-path", "0.1")[0] == 2
-    assert_one_sentence(
-        capsys.readouterr().err, ["--drop-path 0.1: --model-arch-name Tiny has no", "remove --drop-path"]
-    )
+    expected = ["--drop-path 0.1: --model-arch-name Tiny has no", "remove --drop-path"]
+    assert_one_sentence(capsys.readouterr().err, expected)
