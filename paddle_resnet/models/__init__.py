@@ -41,6 +41,9 @@ class Network:
 
 
 RESNET = "1512.03385"
+LITE = "1905.11946"
+# Pixel values minus 127, divided by 128, and --resize-short = --crop-size + 32 at the published size.
+LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
 RESNET_D = {"stem": "deep", "average_shortcut": True}
 # By --model-arch-name. A new network is one line here; its constructor takes num_classes, in_channels and data_format.
 MODELS = {
@@ -55,6 +58,18 @@ MODELS = {
     "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", {"groups": 32, "group_width": 4}),
     "XResNet50": Network("resnet", "ResNet50", "1812.01187", RESNET_D | {"zero_init": True, "classifier_std": 2**-5}),
     "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
+    "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244"),
+    "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244"),
+    "GhostNet": Network("ghostnet", "GhostNet", "1911.11907"),
+    "EfficientNet_Lite0": Network(
+        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.0, "depth": 1.0}, 224, 256 / 224, LITE_PREPROCESSING
+    ),
+    "EfficientNet_Lite1": Network(
+        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.0, "depth": 1.1}, 240, 272 / 240, LITE_PREPROCESSING
+    ),
+    "EfficientNet_Lite2": Network(
+        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.1, "depth": 1.2}, 260, 292 / 260, LITE_PREPROCESSING
+    ),
 }
 
 

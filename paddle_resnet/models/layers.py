@@ -1,9 +1,11 @@
 """Layers shared by several networks."""
 
+import math
+
 import paddle
 import paddle.nn.functional as F
 from paddle import nn, static
-from paddle.nn.initializer import Constant, KaimingNormal, Uniform
+from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, Uniform
 from paddle.utils import unique_name
 
 
@@ -24,6 +26,23 @@ def dropout(x, rate, seed):
     return out
 
 
+def rounded(channels, divisor):
+    """Return a number of channels, rounded to a multiple of the divisor, but not down by more than 10 %."""
+    result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+    return result + divisor if result < 0.9 * channels else result
+
+
+class FanOutNormal(Initializer):
+    """Normal distribution of the filters with the variance 2 / fan-out, He et al., arXiv:1502.01852, equation 14. The
+    fan-out of a depthwise filter is its number of taps, as in TensorFlow's reference code for EfficientNet."""
+
+    def forward(self, var, block=None):
+        outputs, inputs, *kernel = var.shape
+        is_depthwise = inputs == 1
+        fan_out = math.prod(kernel) * (1 if is_depthwise else outputs)
+        return Normal(std=(2 / fan_out) ** 0.5)(var, block)
+
+
 class BatchNorm(nn.BatchNorm2D):
     """Batch normalization with the parameter names of NVIDIA's RN50v1.5 example, batch_norm_N, from the class name."""
 
@@ -38,6 +57,8 @@ class ConvBN(nn.Layer):
         groups: groups of the convolution; depthwise if equal to in_channels.
         initializer: initializer of the filters.
         epsilon, momentum: batch normalization; momentum is the weight of the previous running statistics.
+        padding: default kernel_size // 2 on all sides; "SAME" pads as TensorFlow does, at stride 2 and an even size
+            with one more row and column at the bottom and right than at the top and left.
         scale: initial scale of the batch normalization.
     """
 
@@ -52,6 +73,7 @@ class ConvBN(nn.Layer):
         initializer=None,
         epsilon=1e-5,
         momentum=0.9,
+        padding=None,
         scale=1.0,
     ):
         super().__init__()
@@ -60,7 +82,7 @@ class ConvBN(nn.Layer):
             channels,
             kernel_size,
             stride=stride,
-            padding=kernel_size // 2,
+            padding=kernel_size // 2 if padding is None else padding,
             groups=groups,
             weight_attr=paddle.ParamAttr(initializer=initializer or KaimingNormal()),
             bias_attr=False,
@@ -142,3 +164,32 @@ class SqueezeExcitation(nn.Layer):
 
     def forward(self, x):
         return x * self.gate(self.expand(self.activation(self.reduce(self.pool(x)))))
+
+
+class InvertedResidual(nn.Layer):
+    """A 1x1 convolution to more channels, a depthwise convolution, and a 1x1 projection without activation; the input
+    is added if the shape is unchanged: Sandler et al., arXiv:1801.04381.
+
+    Args:
+        in_channels, hidden, channels: channels of the input, of the depthwise convolution and of the output. The first
+            convolution is omitted if hidden equals in_channels.
+        kernel_size, stride: of the depthwise convolution.
+        activation: function after the first two convolutions.
+        se: SqueezeExcitation before the projection, as a function that constructs it; None to omit it.
+        common: arguments of every ConvBN.
+    """
+
+    def __init__(self, in_channels, hidden, channels, kernel_size, stride, activation=F.relu6, se=None, **common):
+        super().__init__()
+        self.expand = None if hidden == in_channels else ConvBN(in_channels, hidden, 1, 1, **common)
+        self.depthwise = ConvBN(hidden, hidden, kernel_size, stride, groups=hidden, **common)
+        self.se = se and se(hidden)
+        self.project = ConvBN(hidden, channels, 1, 1, **common)
+        self.activation = activation
+        self.drop_path = DropPath() if stride == 1 and in_channels == channels else None
+
+    def forward(self, x):
+        y = x if self.expand is None else self.activation(self.expand(x))
+        y = self.activation(self.depthwise(y))
+        y = self.project(y if self.se is None else self.se(y))
+        return y if self.drop_path is None else x + self.drop_path(y)
