@@ -168,6 +168,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             images, weights = _mix(args, images, feeds["label"], lr_scheduler)
             targets = feeds | weights
             _drop_out(args, model, lr_scheduler)
+            _drop_paths(args, model, lr_scheduler)
         out = logits(model, images, args.model_arch_name, args.num_of_class)
         if args.kernels == "native":
             loss_head.use_native(main_prog)
@@ -235,12 +236,32 @@ def _drop_out(args, model, lr_scheduler):
     if not args.dropout:
         return
 
+    seed = _declare_seed(args, "dropout", lr_scheduler)
+    model.last.register_forward_pre_hook(lambda _, inputs: layers.dropout(inputs[0], args.dropout, seed))
+
+
+def _drop_paths(args, model, lr_scheduler):
+    """Add --drop-path to the residual blocks of a network. The rate rises linearly with the depth of the block."""
+    if not args.drop_path:
+        return
+    paths = [layer for layer in model.sublayers() if isinstance(layer, layers.DropPath)]
+    if not paths:
+        raise UsageError(
+            f"--drop-path {args.drop_path:g}: --model-arch-name {args.model_arch_name} has no residual blocks with a "
+            "layer layers.DropPath; remove --drop-path"
+        )
+    for i, path in enumerate(paths, 1):
+        path.rate, path.seed = args.drop_path * i / len(paths), _declare_seed(args, f"drop_path.{i}", lr_scheduler)
+
+
+def _declare_seed(args, layer, lr_scheduler):
+    """Return a variable [1] int32 with the seed of a layer's dropout in each step."""
+
     def draw():
-        generator = random_numbers.generator(args.seed, lr_scheduler.batches, "dropout", processes.rank())
+        generator = random_numbers.generator(args.seed, lr_scheduler.batches, layer, processes.rank())
         return generator.integers(1, 2**31)
 
-    seed = scalars.declare("dropout.seed", draw, dtype="int32")
-    model.last.register_forward_pre_hook(lambda _, inputs: layers.dropout(inputs[0], args.dropout, seed))
+    return scalars.declare(f"{layer}.seed", draw, dtype="int32")
 
 
 def compile_prog(args, program, loss_name=None, is_train=True):

@@ -9,6 +9,7 @@ import argparse
 from collections import namedtuple
 from functools import partial
 
+from paddle_resnet.models import MODELS
 from paddle_resnet.settings import stages
 from utils import numbers
 from utils.errors import UsageError
@@ -122,8 +123,8 @@ def _network(add):
         "--model-arch-name",
         default="ResNet50",
         metavar="ARCH",
-        help="ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, MobileNetV2, or FILE.py:NAME for a network in your "
-        "own file",
+        help=f"{', '.join(MODELS)}, or FILE.py:NAME for a network in your own file; python -m paddle_resnet.models "
+        "lists their sizes",
     )
     add(
         "--num-of-class",
@@ -365,6 +366,14 @@ def _training(add):
         "off",
     )
     add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
+    add(
+        "--drop-path",
+        type=_below_one,
+        default=0.0,
+        metavar="P",
+        help="rate of stochastic depth: the probability with which the last residual block omits its branch for an "
+        "image; it rises linearly from the first block; 0: off",
+    )
     add(
         "--ema",
         type=_beta_or_none,

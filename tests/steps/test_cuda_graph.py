@@ -111,7 +111,7 @@ def test_captured_run_has_same_results(run_train, tmp_path, fake):
 
 
 def test_captured_step_draws_same_random_numbers(run_train, tmp_path, fake):
-    flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4"]
+    flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4", "--drop-path", "0.5"]
     expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
     assert results(run_train, tmp_path / "captured", *flags)[0] == expected[0]
     assert fake.made[0].launches > 0
