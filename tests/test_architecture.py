@@ -26,10 +26,10 @@ FLOORS = [
     ["paddle_resnet.optimizers"],
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
-    ["paddle_resnet.models"],
     ["paddle_resnet.machine"],
     ["config"],
     ["paddle_resnet.settings"],
+    ["paddle_resnet.models"],
     ["utils"],
 ]
 LIBRARIES_OF_UTILS = {"paddle", "nvidia"}

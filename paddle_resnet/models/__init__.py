@@ -4,24 +4,52 @@ Importing this package does not import Paddle, so an unknown name is reported im
 """
 
 import importlib
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 from paddle_resnet.models import user_file
 from utils.errors import UsageError
 
-# The constructors in each module of this package.
-FAMILIES = {
-    "resnet": ("ResNet18", "ResNet34", "ResNet50", "ResNet101", "ResNet152"),
-    "mobilenet_v2": ("MobileNetV2",),
+RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of this package. Calling it imports its module and Paddle, and constructs the network.
+
+    Attributes:
+        module: module in this package.
+        constructor: name in the module.
+        paper: arXiv number.
+        options: arguments of the constructor that define the variant.
+        image_size: side of its images, the default of --crop-size.
+        resize_ratio: default ratio of --resize-short to --crop-size.
+        preprocessing: {flag's attribute: default} of the other preprocessing flags that differ from the general
+            defaults, such as normalize_mean.
+    """
+
+    module: str
+    constructor: str
+    paper: str
+    options: dict = field(default_factory=dict)
+    image_size: int = 224
+    resize_ratio: float = RESIZE_RATIO
+    preprocessing: dict = field(default_factory=dict)
+
+    def __call__(self, **arguments):
+        module = importlib.import_module(f"paddle_resnet.models.{self.module}")
+        return getattr(module, self.constructor)(**self.options, **arguments)
+
+
+RESNET = "1512.03385"
+# By --model-arch-name. A new network is one line here; its constructor takes num_classes, in_channels and data_format.
+MODELS = {
+    "ResNet18": Network("resnet", "ResNet18", RESNET),
+    "ResNet34": Network("resnet", "ResNet34", RESNET),
+    "ResNet50": Network("resnet", "ResNet50", RESNET),
+    "ResNet101": Network("resnet", "ResNet101", RESNET),
+    "ResNet152": Network("resnet", "ResNet152", RESNET),
+    "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
 }
-
-
-def _construct(family, name, **options):
-    return getattr(importlib.import_module(f"paddle_resnet.models.{family}"), name)(**options)
-
-
-MODELS = {name: partial(_construct, family, name) for family, names in FAMILIES.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -113,6 +141,12 @@ def logits(model, images, arch, num_classes):
 def ends(program):
     """Return the Ends of the network that build_model has built in a program."""
     return program.network_ends
+
+
+def registered(arch):
+    """Return the Network of --model-arch-name, which is case-insensitive; None if it is not in the registry."""
+    network = {name.lower(): network for name, network in MODELS.items()}.get(arch.lower())
+    return network if isinstance(network, Network) else None
 
 
 def registered_name(arch):

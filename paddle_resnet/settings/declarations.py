@@ -9,6 +9,7 @@ import argparse
 from collections import namedtuple
 from functools import partial
 
+from paddle_resnet.models import MODELS
 from paddle_resnet.settings import stages
 from utils import numbers
 from utils.errors import UsageError
@@ -122,8 +123,8 @@ def _network(add):
         "--model-arch-name",
         default="ResNet50",
         metavar="ARCH",
-        help="ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, MobileNetV2, or FILE.py:NAME for a network in your "
-        "own file",
+        help=f"{', '.join(MODELS)}, or FILE.py:NAME for a network in your own file; python -m paddle_resnet.models "
+        "lists their sizes",
     )
     add(
         "--num-of-class",
