@@ -10,7 +10,7 @@ from conftest import ROOT
 # From the top to the bottom; a line may import from the lines below it and from itself.
 FLOORS = [
     ["train"],
-    ["paddle_resnet.dataset", "paddle_resnet.doctor", "paddle_resnet.export", "paddle_resnet.predict"],
+    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "predict", "weights")],
     ["paddle_resnet.serving"],
     ["paddle_resnet.phases"],
     ["paddle_resnet.program"],
