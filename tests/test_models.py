@@ -7,6 +7,11 @@ from paddle_resnet.models import MODELS
 from utils.errors import UsageError
 
 EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "MobileNetV2": 3_504_872}
+EXPECTED_PARAMETERS |= {
+    "EfficientNet_Lite0": 4_652_008,
+    "EfficientNet_Lite1": 5_416_680,
+    "EfficientNet_Lite2": 6_092_072,
+}
 
 
 def describe(network, shape):

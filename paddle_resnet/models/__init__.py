@@ -41,6 +41,9 @@ class Network:
 
 
 RESNET = "1512.03385"
+LITE = "1905.11946"
+# Pixel values minus 127, divided by 128, and --resize-short = --crop-size + 32 at the published size.
+LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
 # By --model-arch-name. A new network is one line here; its constructor takes num_classes, in_channels and data_format.
 MODELS = {
     "ResNet18": Network("resnet", "ResNet18", RESNET),
@@ -49,6 +52,9 @@ MODELS = {
     "ResNet101": Network("resnet", "ResNet101", RESNET),
     "ResNet152": Network("resnet", "ResNet152", RESNET),
     "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
+    "EfficientNet_Lite0": Network("efficientnet_lite", "Lite0", LITE, {}, 224, 256 / 224, LITE_PREPROCESSING),
+    "EfficientNet_Lite1": Network("efficientnet_lite", "Lite1", LITE, {}, 240, 272 / 240, LITE_PREPROCESSING),
+    "EfficientNet_Lite2": Network("efficientnet_lite", "Lite2", LITE, {}, 260, 292 / 260, LITE_PREPROCESSING),
 }
 
 

@@ -108,8 +108,11 @@ def _pads(op):
 
 
 def _conv(op):
-    attributes = {"strides": op.attr("strides"), "pads": _pads(op), "group": op.attr("groups")}
-    return "Conv", ["Input", "Filter"], "Output", {**attributes, "dilations": op.attr("dilations")}
+    attributes = {"strides": op.attr("strides"), "group": op.attr("groups")}
+    if op.attr("padding_algorithm") == "SAME":  # Paddle ignores dilations then
+        return "Conv", ["Input", "Filter"], "Output", attributes | {"auto_pad": "SAME_UPPER"}
+    attributes |= {"pads": _pads(op), "dilations": op.attr("dilations")}
+    return "Conv", ["Input", "Filter"], "Output", attributes
 
 
 def _batch_norm(op):
@@ -137,10 +140,11 @@ def _flatten(op):
 
 _FLOAT = 5  # Paddle's VarType.FP32
 _WINDOW = {"data_format": ("NCHW", "AnyLayout"), "padding_algorithm": ("EXPLICIT",)}
+_CONV = _WINDOW | {"padding_algorithm": ("EXPLICIT", "SAME")}
 # Attributes that the translations below do not read, and the values for which the translations are correct.
 _SUPPORTED = {
-    "conv2d": _WINDOW,
-    "depthwise_conv2d": _WINDOW,
+    "conv2d": _CONV,
+    "depthwise_conv2d": _CONV,
     "batch_norm": {"data_layout": ("NCHW", "AnyLayout"), "is_test": (True,)},
     "pool2d": {**_WINDOW, "ceil_mode": (False,), "global_pooling": (False,)},
     "elementwise_add": {"axis": (-1,)},

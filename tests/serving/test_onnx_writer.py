@@ -33,7 +33,7 @@ F = paddle.nn.functional
     ("layer", "says"),
     [
         (paddle.nn.Hardswish, r"operator hard_swish \(output hardswish_\d.tmp_0\) cannot be translated to ONNX"),
-        (lambda: paddle.nn.Conv2D(3, 2, 3, padding="same"), r"operator conv2d with padding_algorithm SAME \(output"),
+        (lambda: paddle.nn.Conv2D(3, 2, 3, padding="valid"), r"operator conv2d with padding_algorithm VALID \(output"),
         (lambda: paddle.nn.MaxPool2D(3, 2, ceil_mode=True), r"operator pool2d with ceil_mode True \(output"),
         (lambda: paddle.nn.AdaptiveAvgPool2D(2), r"operator pool2d with ksize \[2, 2\] \(output"),
         (lambda: paddle.nn.AdaptiveMaxPool2D(1), r"operator max_pool2d_with_index \(output"),
@@ -59,6 +59,8 @@ def test_what_onnx_cannot_express_is_named(layer, says):
     "layer",
     [
         lambda: paddle.nn.Conv2D(3, 2, 3, padding=[0, 1, 2, 0]),  # with bias
+        lambda: paddle.nn.Conv2D(3, 2, 3, stride=2, padding="same"),
+        lambda: paddle.nn.Conv2D(3, 2, 3, padding="same", dilation=2),
         lambda: paddle.nn.AvgPool2D(3, 2, padding=1),
         lambda: paddle.nn.AvgPool2D(3, 2, padding=1, exclusive=False),
         lambda: paddle.nn.MaxPool2D(3, 2, padding=[0, 1, 1, 0]),
