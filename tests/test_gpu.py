@@ -55,7 +55,7 @@ STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPA
 STOPS |= {"O2 EMA inside an epoch": ([*O2, "--ema", "0.9"], 4)}
 
 
-@pytest.mark.parametrize("hardware_decodes", [0, 0.9])
+@pytest.mark.parametrize("hardware_load", [0, 0.9])
 def test_gpu_loader_images_match_cpu_loader(parse, photos, hardware_load):
     images, labels = [], []
     for device in ("cpu", "gpu"):
