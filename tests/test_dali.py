@@ -113,7 +113,7 @@ def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, c
 
 def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
     args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # 0.06 x batch size 8
-    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
+    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
 

@@ -342,6 +342,7 @@ def test_network_with_nondeterministic_operators_is_not_captured(run_train, monk
 def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deterministic, capsys, flags):
     """The runs use mixup, CutMix and dropout, and the check of untested operators passes."""
     flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
+    flags += ["--drop-path", "0.3"]
     code, expected = run_train(*flags, "--cuda-graph", "false")
     assert code == 0
     capsys.readouterr()

@@ -72,10 +72,10 @@ def fake(monkeypatch):
         return []
 
     def resolve_kernels(args):
-        wanted, origin = args.cuda_graph, args.origin("cuda_graph")
+        requested, origin = args.cuda_graph, args.origin("cuda_graph")
         resolve(args)
         assert not args.cuda_graph  # on a CPU
-        args.set(origin, cuda_graph=wanted)
+        args.set(origin, cuda_graph=requested)
 
     resolve = resolution.resolve_kernels
     monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
@@ -111,7 +111,7 @@ def test_captured_run_has_same_results(run_train, tmp_path, fake):
 
 
 def test_captured_step_draws_same_random_numbers(run_train, tmp_path, fake):
-    flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4"]
+    flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4", "--drop-path", "0.5"]
     expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
     assert results(run_train, tmp_path / "captured", *flags)[0] == expected[0]
     assert fake.made[0].launches > 0
