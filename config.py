@@ -1,6 +1,6 @@
 """The command line of train.py.
 
-This module imports neither Paddle nor DALI, so that `--help` and a misspelled flag answer at once.
+This module imports neither Paddle nor DALI, so that `--help` and errors in flags appear immediately.
 """
 
 import sys
@@ -13,7 +13,7 @@ def parse_args(argv=None):
     """Read the flags.
 
     Args:
-        argv: list of arguments, default the command line. Its flags take precedence over those in `--config FILE`,
+        argv: list of arguments; default: the command line. Its flags take precedence over those in `--config FILE`,
             which take precedence over the defaults.
     Returns:
         Settings (paddle_resnet/settings/values.py): one attribute per flag with underscores; run_scope is a RunScope.

@@ -40,8 +40,8 @@ def _run(args, argv):
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
     if args.data_format != "synthetic" and world_size() == 1:  # a job reports it once its processes are connected
         listing.check_root(args.image_root)
-    progress.phase("the import of Paddle")
-    try:  # takes seconds, so after the flags are known to be right
+    progress.phase("Paddle import")
+    try:  # takes seconds, so the flags are checked first
         with signals.blocked():
             from paddle import static
         from paddle_resnet.machine import compat
@@ -49,58 +49,58 @@ def _run(args, argv):
         compat.check_version()
         from paddle_resnet import phases
     except ImportError as e:
-        raise RunError(f"Paddle or DALI cannot be imported ({e}): see python -m paddle_resnet.doctor") from e
+        raise RunError(f"Paddle or DALI cannot be imported ({e}); run python -m paddle_resnet.doctor") from e
     from paddle_resnet.job import exchange, fleet, processes
 
     phases.start(args)
     with exchange.exit_barrier():
         fleet.connect(args.comm_timeout_s)
-        found = phases.find_start(args)
-        if args.run_scope.trains and found and found.is_done(args):
-            return report.all_done(args, found)
-        phases.claim_outputs(args, found)
+        checkpoint = phases.find_start(args)
+        if args.run_scope.trains and checkpoint and checkpoint.is_done(args):
+            return report.all_done(args, checkpoint)
+        phases.claim_outputs(args, checkpoint)
         fleet.start(args)
         exe = static.Executor(processes.place(args.device))
-        train_loader, eval_loader = phases.open_data(args, found)
-        training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, found.epoch if found else 0)
-        found = phases.set_weights(args, found, training, evaluation)
+        train_loader, eval_loader = phases.open_data(args, checkpoint)
+        training, evaluation = phases.build_programs(args, exe, train_loader, eval_loader, checkpoint)
+        checkpoint = phases.set_weights(args, checkpoint, training, evaluation)
         training, evaluation = phases.compile_programs(args, exe, training, evaluation)
         phases.check_and_describe(args, training, evaluation)
         if args.dry_run:
-            logger.info("dry run: flags, data and programs are in order")
+            logger.info("dry run: flags, data and programs are valid")
         elif training is None:
-            _evaluate_only(args, argv, exe, found, evaluation)
+            _evaluate_only(args, argv, exe, checkpoint, evaluation)
         elif args.benchmark:
-            _benchmark_training(args, argv, exe, found, training)
+            _benchmark_training(args, argv, exe, checkpoint, training)
         else:
-            _run_epochs(args, argv, exe, found, training, evaluation)
+            _run_epochs(args, argv, exe, checkpoint, training, evaluation)
 
 
-def _evaluate_only(args, argv, exe, found, evaluation):
+def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     from paddle_resnet.checkpoints import restore
 
     logger.begin(args.as_dict())
-    epoch = restore.log_evaluated(args, found)
+    epoch = restore.log_evaluated(args, checkpoint)
     report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
 
 
-def _benchmark_training(args, argv, exe, found, training):
-    logger.begin(args.as_dict(), append=report.resumes(args, found))
+def _benchmark_training(args, argv, exe, checkpoint, training):
+    logger.begin(args.as_dict(), append=report.resumes(args, checkpoint))
     report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
-def _run_epochs(args, argv, exe, found, training, evaluation):
-    """Train, evaluate and save, from stop to stop; then the summary."""
+def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
+    """Train, evaluate and save up to each stop, then log the summary."""
     from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
 
-    saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, found)
-    training = phases.show_on_tensorboard(args, training, found)
-    logger.begin(args.as_dict(), append=report.resumes(args, found))
+    saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
+    training = phases.show_on_tensorboard(args, training, checkpoint)
+    logger.begin(args.as_dict(), append=report.resumes(args, checkpoint))
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
-    resumed = found and found.trained  # not None: only the evaluation is left to do at the first stop
+    resumed = checkpoint and checkpoint.trained  # not None: only the evaluation at the first stop is pending
     for stop in durations.stops(
         args, training.lr_scheduler.timeline, training.lr_scheduler.done - (resumed is not None)
     ):
@@ -120,7 +120,7 @@ def _run_epochs(args, argv, exe, found, training, evaluation):
         if stop.saves:
             saver.save(stop.epoch, stop.place().get("step"), trained if stop.ends_epoch else None, evaluated)
     saver.finish()
-    report.summarise(args, argv, training.program, trained, evaluated, saver.best, saver.folder)
+    report.summarize(args, argv, training.program, trained, evaluated, saver.best, saver.folder)
 
 
 def _train(exe, training, stop, save=None):

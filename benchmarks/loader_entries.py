@@ -1,7 +1,7 @@
-"""Start-up time, memory and speed of the loader against the number of images: `python benchmarks/loader_entries.py`.
+"""Measure startup time, memory and speed of the loader by number of images: `python benchmarks/loader_entries.py`.
 
-Makes data sets of N entries in 1,000 classes: hard links to 1,000 JPEG files for class folders and file lists, and
-containers of the same tiny images. Each measurement is a process of its own. Prints a Markdown table.
+Creates data sets of N images in 1,000 classes: class folders and file lists with hard links to 1,000 small JPEG files,
+and record files with the same images. Each measurement is a separate process. Prints a Markdown table.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
-CONTAINERS = ("recordio", "tfrecord", "lmdb", "webdataset")
+RECORD_FORMATS = ("recordio", "tfrecord", "lmdb", "webdataset")
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = 1000
 COLUMNS = ("format", "images", "n", "seconds to the first batch", "images/s", "peak memory (MB)")
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def make_files(root, entries):
-    """Class folders root/train/CLASS/, and a file list beside them."""
+    """Create class folders root/folder/train/CLASS/, and root/filelist/ with a list of the same files."""
     from PIL import Image
 
     sources = root / "sources"
@@ -46,10 +46,10 @@ def make_files(root, entries):
 
 
 def measure(image_root, data_format):
-    """Print seconds to the first batch, images/s after it and the peak of resident memory in MB."""
+    """Print seconds for imports, seconds to the first batch, images/s after it, and peak resident memory in MB."""
     start = perf_counter()
     import config
-    import paddle_resnet  # noqa: F401  before Paddle
+    import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
     from paddle_resnet import dali, resolution
     from utils.mode import Mode
 
@@ -79,7 +79,7 @@ def measure(image_root, data_format):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--entries", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_281_167])
-    parser.add_argument("--formats", nargs="+", default=["folder", "filelist", *CONTAINERS])
+    parser.add_argument("--formats", nargs="+", default=["folder", "filelist", *RECORD_FORMATS])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--measure", nargs=2, metavar=("DIR", "FORMAT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -94,7 +94,7 @@ def main():
             root = Path(folder)
             make_files(root, entries)
             for data_format in args.formats:
-                if data_format in CONTAINERS:
+                if data_format in RECORD_FORMATS:
                     convert.convert(root / "folder", root / data_format, data_format)
                 _, seconds, rate, memory = np.array([run(root, data_format) for _ in range(args.repeats)]).T
                 times = f"{np.median(seconds):.1f} ({seconds.min():.1f} to {seconds.max():.1f})"
@@ -104,10 +104,10 @@ def main():
 
 
 def run(root, data_format):
-    """What measure() prints in a process of its own."""
+    """Call measure in a separate process, and return the numbers that it prints."""
     command = [sys.executable, __file__, "--measure", str(root / data_format), data_format]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+    return [float(number) for number in done.stdout.splitlines()[-1].split()]
 
 
 if __name__ == "__main__":

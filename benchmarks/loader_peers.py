@@ -1,14 +1,15 @@
-"""The CPU loader beside torchvision's, on the same files: images/s from JPEG files to normalised batches in memory.
+"""Compare the CPU loader with torchvision's on the same files: images/s from JPEG files to normalized batches in
+memory.
 
-Both make the augmentation of ImageNet training (random-resized crop to 224, flip, normalisation, float32 NCHW) with
-batches of 32 and two threads or worker processes. They run in turn, each time in a new process, and each measures 40
-batches after 20 for warming up. Beside images/s there are images per second of processor time, which other programs on
-the machine hardly change.
+Both apply the augmentation of ImageNet training (random-resized crop to 224, flip, normalization, float32 NCHW) with
+batches of 32 and two threads or worker processes. They run in turn, each time in a new process that measures 40 batches
+after 20 warm-up batches. The table also reports images per second of processor time, which other programs on the
+machine hardly affect.
 
     python benchmarks/loader_peers.py compare DIR --torch-python PYTHON
 
-DIR holds train/CLASS/*.jpg. PYTHON is an interpreter with torch and torchvision, which need not be this one: their
-CPU builds, `pip install torch torchvision` in a virtual environment of their own, are enough.
+DIR contains train/CLASS/*.jpg. PYTHON is an interpreter with torch and torchvision, for example of a separate virtual
+environment with their CPU builds (`pip install torch torchvision`).
 """
 
 import argparse
@@ -25,7 +26,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def measure(batches):
-    """(images/s, images per second of processor time) of an endless iterator of batches."""
+    """Return (images/s, images per second of processor time) of an endless iterator of batches."""
     for _ in range(WARMUP):
         next(batches)
     start, cpu_start = perf_counter(), cpu_time()
@@ -36,7 +37,7 @@ def measure(batches):
 
 
 def cpu_time():
-    """Seconds of processor time of this process and its workers so far."""
+    """Return the processor time that this process and its workers have used so far, in seconds."""
     ticks = 0
     for worker in multiprocessing.active_children():
         fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
@@ -69,9 +70,8 @@ def torchvision(root, decode):
 
     transform = v2.Compose(
         [
-            v2.RandomResizedCrop(
-                SIDE, antialias=decode == "pil"
-            ),  # on tensors it can be left out, as DALI's default does
+            # --interp linear has no antialiasing. Pillow cannot disable it.
+            v2.RandomResizedCrop(SIDE, antialias=decode == "pil"),
             v2.RandomHorizontalFlip(),
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
@@ -99,16 +99,16 @@ def compare(root, torch_python, repeats):
         for name in LOADERS:
             python = torch_python if name.startswith("torchvision") else sys.executable
             command = [python, __file__, "one", root, "--loader", name]
-            found = subprocess.run(command, check=True, capture_output=True, text=True)
-            rates[name].append([float(word) for word in found.stdout.split()[-2:]])
-    ours = [statistics.median(column) for column in zip(*rates["DALI (paddle_resnet)"], strict=True)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            rates[name].append([float(number) for number in done.stdout.split()[-2:]])
+    own = [statistics.median(column) for column in zip(*rates["DALI (paddle_resnet)"], strict=True)]
     for i, what in enumerate(("images/s", "images per second of processor time")):
-        print(f"\n| loader | n | median {what} | lowest to highest | DALI is |\n|---|---|---|---|---|")
+        print(f"\n| loader | n | median {what} | lowest to highest | speedup of DALI |\n|---|---|---|---|---|")
         for name, rows in rates.items():
-            found = [row[i] for row in rows]
-            middle = statistics.median(found)
-            spread = f"{min(found):,.0f} to {max(found):,.0f}"
-            print(f"| {name} | {repeats} | {middle:,.0f} | {spread} | {ours[i] / middle:.2f} x |")
+            column = [row[i] for row in rows]
+            middle = statistics.median(column)
+            spread = f"{min(column):,.0f} to {max(column):,.0f}"
+            print(f"| {name} | {repeats} | {middle:,.0f} | {spread} | {own[i] / middle:.2f} x |")
 
 
 if __name__ == "__main__":
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("command", choices=["compare", "one"])
     parser.add_argument("root", metavar="DIR")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--loader", choices=list(LOADERS), help="the one that `one` measures")
+    parser.add_argument("--loader", choices=list(LOADERS), help="loader that `one` measures")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if args.command == "one":

@@ -1,26 +1,30 @@
-"""ResNet-50 of this project beside PyTorch's, on one GPU, in turn: training on synthetic images and on JPEG files, and
-evaluation on JPEG files; training on synthetic images on two GPUs, too, where --rows asks for it.
+"""Compare the speed of this project and of PyTorch on one GPU, in turn: training and evaluation on synthetic images and
+on JPEG files. With --rows "two GPUs", also training on synthetic images on two GPUs. --arch selects the networks.
 
     python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
+    python benchmarks/peers.py run --rows synthetic --arch ResNet50 --arch MobileNetV2 --torch-python PYTHON
     python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
 
-Every measurement is a process of its own: `train.py --benchmark`, or this file's `worker` for a peer. All of them do
-the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight decay except on BN, label smoothing
-0.1, loss, top1 and top5 each step and read by the host a step later. The clock starts and stops with an empty queue.
-Peers run as their users run them: torch.autocast and GradScaler, cuDNN's search, a fused optimizer; with torch.compile
-the loss and the accuracy are compiled, too. Both sides decode with DALI's mixed decoder and the same settings, a peer
-with DALI's dynamic executor, the default, ours with the older one (paddle_resnet/dali.py says why); ours pads the
-images to 4 channels, as its recipes do, a peer has 3. A peer evaluates with all its parameters in float16. On two GPUs
-each process has the batch size of one, and a peer trains under DistributedDataParallel.
+Each measurement is a separate process: `train.py --benchmark` for this project, `worker` of this file for a baseline.
+All do the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight decay except on BN, label
+smoothing 0.1, and loss, top1 and top5 of each step, which the host reads one step later. All GPU work is complete when
+the clock starts and when it stops. Baselines use the usual settings: torch.autocast and GradScaler, cuDNN's algorithm
+search and a fused optimizer. torch.compile also compiles the loss and the accuracy. Both sides decode with DALI's mixed
+decoder and the same settings. The baselines use DALI's dynamic executor, its default; this project uses the older one
+(see paddle_resnet/dali.py). This project pads images to 4 channels, as its recipes do; the baselines use 3. In an
+evaluation, all parameters of a baseline are float16. On two GPUs, each process has the same batch size as on one, and
+baselines train with DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has the loss of the first step. PyTorch starts
-with an empty cache of compiled kernels, which the later of a row's repetitions find filled; ours keeps the machine's,
-which takes some seconds where it is empty (docs/kernels.md).
+with an empty kernel cache in the first repetition and reuses it in later ones. This project uses the cache of the
+machine; filling an empty one takes some seconds (docs/kernels.md).
 
-DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, torchvision and nvidia-dali.
+DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
+nvidia-dali. The networks of the baselines are timm's.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -31,60 +35,81 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OWN = "paddle_resnet"
 HALF = ["--amp", "--use-pure-fp16", "--scale-loss", "128", "--use-dynamic-loss-scaling", "--dali-output-fp16"]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# {row: (task, who, words for the worker)}; the peers of a task stand behind ours.
+TIMM = {  # {--arch: name of the same network in timm}
+    "ResNet18": "resnet18",
+    "ResNet34": "resnet34",
+    "ResNet50": "resnet50",
+    "ResNet101": "resnet101",
+    "ResNet152": "resnet152",
+    "ResNet50_vd": "resnet50d",
+    "SE_ResNet50_vd": "seresnet50",  # without the deep stem and the averaging shortcuts
+    "ResNeXt50_32x4d": "resnext50_32x4d",
+    "MobileNetV2": "mobilenetv2_100",
+    "MobileNetV3_Large": "mobilenetv3_large_100",
+    "MobileNetV3_Small": "mobilenetv3_small_100",
+    "GhostNet": "ghostnet_100",
+    "EfficientNet_Lite0": "efficientnet_lite0",
+    "EfficientNet_Lite1": "efficientnet_lite1",
+    "EfficientNet_Lite2": "efficientnet_lite2",
+}
+# {row: (task, trainer, arguments of the worker)}; in each task, this project comes first.
 ROWS = {
-    "train, synthetic: ours": ("train, synthetic", "ours", []),
+    f"train, synthetic: {OWN}": ("train, synthetic", OWN, []),
     "train, synthetic: PyTorch eager": ("train, synthetic", "torch", []),
     "train, synthetic: PyTorch compile": ("train, synthetic", "torch", ["--compile", "default"]),
     "train, synthetic: PyTorch max-autotune": ("train, synthetic", "torch", ["--compile", "max-autotune"]),
-    "train, synthetic, two GPUs: ours": ("train, synthetic, two GPUs", "ours", []),
+    f"train, synthetic, two GPUs: {OWN}": ("train, synthetic, two GPUs", OWN, []),
     "train, synthetic, two GPUs: PyTorch compile": ("train, synthetic, two GPUs", "torch", ["--compile", "default"]),
-    "train, JPEG: ours": ("train, JPEG", "ours", []),
+    f"train, JPEG: {OWN}": ("train, JPEG", OWN, []),
     "train, JPEG: PyTorch eager": ("train, JPEG", "torch", []),
     "train, JPEG: PyTorch compile": ("train, JPEG", "torch", ["--compile", "default"]),
-    "evaluate, JPEG: ours": ("evaluate, JPEG", "ours", []),
+    f"evaluate, synthetic: {OWN}": ("evaluate, synthetic", OWN, []),
+    "evaluate, synthetic: PyTorch compile": ("evaluate, synthetic", "torch", ["--compile", "default"]),
+    f"evaluate, JPEG: {OWN}": ("evaluate, JPEG", OWN, []),
     "evaluate, JPEG: PyTorch compile": ("evaluate, JPEG", "torch", ["--compile", "default"]),
 }
 TWO = "two GPUs"
 DEFAULT_ROWS = [row for row in ROWS if "max-autotune" not in row and TWO not in row]
-WORKER_FLAGS = ("image_root", "arch", "device", "batch_size", "crop_size", "threads", "steps", "warmup_steps")
+WORKER_FLAGS = ("image_root", "device", "batch_size", "crop_size", "threads", "steps", "warmup_steps")
 
 
 def run(args):
-    """Measure the rows in turn, --repeats times; one JSON line each goes to --output at once."""
+    """Measure the rows in turn, --repeats times, and append a JSON line to --output after each measurement."""
     rows = choose(args.rows)
     if args.image_root is None and any("JPEG" in row for row in rows):
-        sys.exit("--image-root: name the folder with train/ and val/, or choose --rows synthetic")
+        sys.exit("--image-root: not set; set it to a folder with train/ and val/, or add --rows synthetic")
     results = []
     with tempfile.TemporaryDirectory() as folder, open(args.output, "a", encoding="utf-8") as output:
-        for repetition in range(args.repeats):
-            for row in rows:
-                result = {"row": row, "repetition": repetition, **measure(args, row, Path(folder))}
-                results.append(result)
-                output.write(json.dumps(result) + "\n")
-                output.flush()
-                print(f"{repetition} {row}: {result.get('error') or round(result['ips'])}", flush=True)
+        for repetition, arch, row in itertools.product(range(args.repeats), args.arch or ["ResNet50"], rows):
+            result = {"row": row, "arch": arch, "repetition": repetition, **measure(args, arch, row, Path(folder))}
+            results.append(result)
+            output.write(json.dumps(result) + "\n")
+            output.flush()
+            print(f"{repetition} {arch} {row}: {result.get('error') or round(result['ips'])}", flush=True)
     print(table(results))
     return 1 if any("error" in result for result in results) else 0
 
 
 def choose(wanted):
-    """The rows with the wanted words in their name; of two GPUs only where the words say so."""
+    """Return the rows whose names contain one of the texts. Rows for two GPUs require a text that contains "two
+    GPUs"."""
     if not wanted:
         return DEFAULT_ROWS
-    return [row for row in ROWS if any(words in row and (TWO in words or TWO not in row) for words in wanted)]
+    return [row for row in ROWS if any(text in row and (TWO in text or TWO not in row) for text in wanted)]
 
 
-def measure(args, row, folder):
-    """{"ips": images/s, "first_step_s": seconds, ...} of one process, or {"error": its last words}."""
-    task, who, words = ROWS[row]
+def measure(args, arch, row, folder):
+    """Return {"ips": images/s, "first_step_s": seconds, ...} of one process, or {"error": its last line of output}."""
+    task, trainer, arguments = ROWS[row]
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    command = ours(args, task, report) if who == "ours" else theirs(args, task, words)
+    is_own = trainer == OWN
+    command = own_command(args, arch, task, report) if is_own else baseline_command(args, arch, task, arguments)
     environment = dict(os.environ)
-    if who == "torch":
+    if not is_own:
         values = {name: getattr(args, name) for name in WORKER_FLAGS}
         command += [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
         if args.torch_env_clear:
@@ -98,17 +123,17 @@ def measure(args, row, folder):
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         return {"error": lines[-1], "command": command, "returncode": done.returncode, "stderr": lines[-40:]}
-    result = read_report(report) if who == "ours" else json.loads(done.stdout.splitlines()[-1])
+    result = read_report(report) if is_own else json.loads(done.stdout.splitlines()[-1])
     result["first_step_s"] = result.pop("first_step_at") - start
     return {**result, "command": command}
 
 
-def theirs(args, task, words):
+def baseline_command(args, arch, task, arguments):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_for_two(task) else []
-    return [args.torch_python, *launcher, __file__, "worker", task, *words]
+    return [args.torch_python, *launcher, __file__, "worker", task, "--arch", arch, *arguments]
 
 
-def ours(args, task, report):
+def own_command(args, arch, task, report):
     scope = "train_only" if task.startswith("train") else "eval_only"
     side = str(args.crop_size)
     command = [args.paddle_python]
@@ -118,9 +143,9 @@ def ours(args, task, report):
         command += ["--gpus", gpus] if args.device == "gpu" else ["--nproc_per_node", "2"]
     command += ["train.py", "--benchmark", "--run-scope", scope, "--report-file", str(report)]
     command += ["--benchmark-steps", str(args.steps), "--benchmark-warmup-steps", str(args.warmup_steps)]
-    command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", args.arch]
+    command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", arch]
     command += ["--crop-size", side, "--image-shape", f"4,{side},{side}", "--device", args.device]
-    command += ["--interp", "linear"]  # as the peers' pipeline
+    command += ["--interp", "linear"]  # like the pipeline of the baselines
     command += ["--show-config", "false", "--print-interval", str(10**9)]
     command += HALF if args.device == "gpu" else []
     if "synthetic" in task:
@@ -133,7 +158,7 @@ def is_for_two(task):
 
 
 def read_report(path):
-    """The figures of the summary, the last line of a --report-file."""
+    """Return the metrics of the summary, the last line of a --report-file."""
     entry = json.loads(path.read_text().splitlines()[-1].removeprefix("DLLL "))
     data = {name.rpartition(".")[2]: value for name, value in entry["data"].items()}
     start = float(entry["timestamp"]) - float(entry["elapsedtime"])
@@ -142,34 +167,43 @@ def read_report(path):
 
 
 def table(results):
-    """A markdown table of the rows that occur; a failed measurement is counted and has no figure."""
+    """Return a Markdown table of the rows that were measured. Failed measurements are counted, but not averaged."""
     lines = [
-        "| task | trainer | n | median images/s | lowest to highest | ours is | first step, s |",
-        "|---|---|---|---|---|---|---|",
+        "| network | task | trainer | n | median images/s | lowest to highest | speedup of paddle_resnet | GPU memory, "
+        "MiB | first step, s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    found = {row: [r for r in results if r["row"] == row] for row in ROWS}
-    rates = {row: [r["ips"] for r in measured if "error" not in r] for row, measured in found.items()}
-    for row, (task, _, _) in ROWS.items():
-        if not found[row]:
+    archs = dict.fromkeys(r.get("arch", "ResNet50") for r in results)
+    by_row = {
+        (arch, row): [r for r in results if (r.get("arch", "ResNet50"), r["row"]) == (arch, row)]
+        for arch, row in itertools.product(archs, ROWS)
+    }
+    rates = {key: [r["ips"] for r in measured if "error" not in r] for key, measured in by_row.items()}
+    for (arch, row), measured in by_row.items():
+        if not measured:
             continue
-        failed = len(found[row]) - len(rates[row])
-        n = f"{len(rates[row])}{f' ({failed} failed)' if failed else ''}"
-        cells = ["", "", "", ""]
-        if rates[row]:
-            middle = statistics.median(rates[row])
-            cells[0], cells[1] = f"{middle:,.0f}", f"{min(rates[row]):,.0f} to {max(rates[row]):,.0f}"
-            if rates[f"{task}: ours"]:
-                cells[2] = f"{statistics.median(rates[f'{task}: ours']) / middle:.3f} x"
-            waits = [r["first_step_s"] for r in found[row] if "error" not in r]
-            cells[3] = f"{statistics.median(waits):.1f} ({min(waits):.1f} to {max(waits):.1f})"
-        lines.append("| " + " | ".join([task, row.partition(": ")[2], n, *cells]) + " |")
+        task, ips = ROWS[row][0], rates[arch, row]
+        failed = len(measured) - len(ips)
+        n = f"{len(ips)}{f' ({failed} failed)' if failed else ''}"
+        cells = [""] * 5
+        if ips:
+            middle = statistics.median(ips)
+            cells[0], cells[1] = f"{middle:,.0f}", f"{min(ips):,.0f} to {max(ips):,.0f}"
+            if rates[arch, f"{task}: {OWN}"]:
+                cells[2] = f"{statistics.median(rates[arch, f'{task}: {OWN}']) / middle:.3f} x"
+            succeeded = [r for r in measured if "error" not in r]
+            memory = [r["peak_memory_allocated_mib"] for r in succeeded if "peak_memory_allocated_mib" in r]
+            cells[3] = f"{statistics.median(memory):,.0f}" if memory else ""
+            waits = [r["first_step_s"] for r in succeeded]
+            cells[4] = f"{statistics.median(waits):.1f} ({min(waits):.1f} to {max(waits):.1f})"
+        lines.append("| " + " | ".join([arch, task, row.partition(": ")[2], n, *cells]) + " |")
     return "\n".join(lines)
 
 
 def worker(args):
-    """One measurement of PyTorch; prints it as a JSON line."""
+    """Measure PyTorch once, and print the result as a JSON line."""
+    import timm
     import torch
-    import torchvision
 
     training, on_gpu = args.task.startswith("train"), args.device == "gpu"
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -180,7 +214,7 @@ def worker(args):
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    model = getattr(torchvision.models, args.arch.lower())().to(device, memory_format=torch.channels_last)
+    model = timm.create_model(TIMM[args.arch]).to(device, memory_format=torch.channels_last)
     norms = [p for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d) for p in m.parameters()]
     others = [p for p in model.parameters() if all(p is not norm for norm in norms)]
     groups = [{"params": others, "weight_decay": 3.0517578125e-05}, {"params": norms, "weight_decay": 0.0}]
@@ -215,7 +249,7 @@ def worker(args):
         scaler.update()
         return loss.detach(), top1, top5
 
-    def synchronise():
+    def synchronize():
         if on_gpu:
             torch.cuda.synchronize()
 
@@ -224,12 +258,12 @@ def worker(args):
     loss, first_step_at = previous[0].item(), time.time()
     for i in range(1, args.warmup_steps + args.steps):
         if i == args.warmup_steps:
-            synchronise()
+            synchronize()
             start = time.perf_counter()
         metrics = [metric.clone() for metric in step(*next(batches))]
         loss, _, _ = (metric.item() for metric in previous)
         previous = metrics
-    synchronise()
+    synchronize()
     ips = processes * args.steps * args.batch_size / (time.perf_counter() - start)
     result = {"ips": ips, "steps": args.steps, "loss": loss, "first_step_at": first_step_at}
     result["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -243,7 +277,7 @@ def worker(args):
 
 
 def torch_batches(args, training, device):
-    """Endless (images [N, 3, H, W] in channels last, labels [N])."""
+    """Yield (images [N, 3, H, W] in channels last, labels [N]) endlessly."""
     import torch
 
     dtype = torch.float16 if device.type == "cuda" else torch.float32
@@ -255,13 +289,14 @@ def torch_batches(args, training, device):
             yield images, labels
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-    # Without the reader's size the iterator never ends an epoch; ours leaves the time of a restart out.
+    # Without the reader's size, the iterator never ends an epoch. This project's benchmark excludes the time between
+    # epochs, too.
     for batch in DALIGenericIterator([dali_pipeline(args, training, device)], ["data", "label"], auto_reset=False):
         yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
 
 
 def dali_pipeline(args, training, device):
-    """What paddle_resnet.dali builds with its default flags, but for the fourth channel."""
+    """Build the same pipeline as paddle_resnet.dali with default flags, except for the fourth channel."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"
@@ -307,31 +342,32 @@ def parse_args():
     commands = parser.add_subparsers(dest="command", required=True)
     both = argparse.ArgumentParser(add_help=False)
     both.add_argument("--image-root", metavar="DIR")
-    both.add_argument("--arch", default="ResNet50")
-    both.add_argument("--device", default="gpu", choices=["gpu", "cpu"], help="cpu, in float32: to try this file")
+    both.add_argument(
+        "--device", default="gpu", choices=["gpu", "cpu"], help="cpu computes in float32, for tests of this file"
+    )
     both.add_argument("--batch-size", type=int, default=256)
     both.add_argument("--crop-size", type=int, default=224)
-    both.add_argument("--threads", type=int, default=14, help="of DALI")
+    both.add_argument("--threads", type=int, default=14, help="CPU threads of DALI")
     both.add_argument("--steps", type=int, default=100)
     both.add_argument("--warmup-steps", type=int, default=50)
 
     run = commands.add_parser("run", parents=[both])
-    run.add_argument("--rows", action="append", metavar="WORDS", help=f"those with WORDS in their name: {list(ROWS)}")
+    run.add_argument("--rows", action="append", metavar="TEXT", help=f"rows whose names contain TEXT: {list(ROWS)}")
+    run.add_argument("--arch", action="append", choices=TIMM, help="network (default: ResNet50); repeat it for more")
     run.add_argument("--repeats", type=int, default=3)
-    run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="JSON lines are added to it")
+    run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="file to which JSON lines are appended")
     run.add_argument("--paddle-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-python", default=sys.executable, metavar="PYTHON")
     run.add_argument("--torch-pythonpath", metavar="DIR", help="folder with nvidia-dali for --torch-python")
-    run.add_argument(
-        "--torch-env-clear", action="store_true", help="no PYTHONPATH and LD_LIBRARY_PATH of this process for PyTorch"
-    )
+    run.add_argument("--torch-env-clear", action="store_true", help="unset PYTHONPATH and LD_LIBRARY_PATH for PyTorch")
     worker = commands.add_parser("worker", parents=[both])
     worker.add_argument("task", choices=sorted({task for task, _, _ in ROWS.values()}))
+    worker.add_argument("--arch", choices=TIMM, default="ResNet50")
     worker.add_argument("--compile", choices=["default", "max-autotune"])
     commands.add_parser("table").add_argument("files", nargs="+", metavar="FILE")
     args = parser.parse_args()
     if getattr(args, "warmup_steps", 1) < 1:
-        parser.error("--warmup-steps: give at least 1, so that no compilation is measured")
+        parser.error("--warmup-steps: must be at least 1 to exclude compilation; use a larger number")
     return args
 
 

@@ -1,36 +1,39 @@
-"""Expected speed of data-parallel training on many GPUs, from a small model fitted to measurements on few.
+"""Predict the speed of data-parallel training on many GPUs with a small model, fitted to measurements on a few GPUs.
 
-`python benchmarks/scaling_model.py --help`; docs/scaling.md has its table. The step of a job is the step of one GPU and
-- the exposed part of the all-reduces, which are rings: within a node they follow the backward pass, so all is exposed;
-  between nodes, buckets overlap with the backward pass, and at least one of them is exposed;
+See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains its table. The step time of a job is the sum
+of
+- the step time of one GPU;
+- the exposed part of the all-reduces, which are rings: within a node they follow the backward pass, so they are exposed
+  entirely; between nodes, buckets overlap with the backward pass, and at least one of them is exposed;
 - a constant if there are several nodes (Setup.several_nodes_s);
 - a loss fitted to measurements: a constant overhead, or jitter, because a job waits for the slowest of n steps. On
   H200s it is constant: 2 and 4 GPUs both lose 0.9 ms, including the all-reduces, because active NVLink draws 26 W of
-  the 700 W of each GPU, its limit (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+  each GPU's power limit of 700 W (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 """
 
 import argparse
 import math
 from dataclasses import dataclass
 
-# ResNet-50 on H200s, AMP O2, NHWC, 256 images a GPU, synthetic: {GPUs: images/s}, medians of benchmarks/.
+# ResNet-50 on H200s, AMP O2, NHWC, 256 synthetic images per GPU: {GPUs: images/s}, medians from benchmarks/.
 MEASURED = {1: 8338.0, 2: 16203.0, 4: 32408.0}
 GPUS = (8, 64, 1024)
 
 
 @dataclass
 class Setup:
-    """What the model is told.
+    """Parameters of the model.
 
     Attributes:
-        batch: images a GPU and step.
-        gradient_bytes: all-reduced by each GPU in each step.
-        buckets: all-reduces a step between nodes, beside the backward pass; within one there is one, behind it.
+        batch: images per GPU and step.
+        gradient_bytes: bytes that each GPU all-reduces per step.
+        buckets: all-reduces per step between nodes, overlapping with the backward pass. Within a node, there is a
+            single one, after it.
         gpus_per_node: GPUs that NVLink connects.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
-        network: bytes/s that a node sends to others, all its adapters together.
-        latency_s: seconds that one hop of an all-reduce between nodes takes, however short the message.
-        backward: share of a step of one GPU that the backward pass takes, beside which gradients travel between nodes.
+        network: bytes/s that a node sends to others, over all adapters.
+        latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.
+        backward: fraction of a one-GPU step spent in the backward pass, which transfers between nodes overlap.
         several_nodes_s: additional seconds per step on several nodes, because a step is not a CUDA graph and NCCL's
             kernels take multiprocessors from the backward pass. Measured on two GPUs of one node: 32.10 ms, of which
             0.03 are exposed, instead of 31.59, of which 0.17 are exposed.
@@ -48,10 +51,10 @@ class Setup:
 
 
 def all_reduce_s(setup, gpus, size):
-    """Seconds that an all-reduce of `size` bytes takes.
+    """Return the seconds that an all-reduce of `size` bytes takes.
 
-    Within a node, a ring: each GPU sends 2 (n-1)/n of the bytes. Between nodes, the same over the network, split over
-    the GPUs of a node so that the node sends the bytes once, and a tree's latency.
+    Within a node it is a ring: each GPU sends 2 (n-1)/n of the bytes. Between nodes, the same applies to the network;
+    the bytes are divided among the GPUs of a node, so that the node sends them once. A tree's latency is added.
     """
     local = min(gpus, setup.gpus_per_node)
     nodes = math.ceil(gpus / setup.gpus_per_node)
@@ -62,8 +65,8 @@ def all_reduce_s(setup, gpus, size):
 
 
 def exposed_s(setup, gpus, step_s):
-    """Seconds per step of exposed communication: within a node all of it; between nodes all that does not fit
-    beside the backward pass, and at least the last bucket, whose gradients are the last to be computed."""
+    """Return the seconds of exposed communication per step: within a node all of it; between nodes the part that
+    exceeds the backward pass, but at least the last bucket, whose gradients are computed last."""
     if gpus <= setup.gpus_per_node:
         return all_reduce_s(setup, gpus, setup.gradient_bytes)
     bucket = all_reduce_s(setup, gpus, setup.gradient_bytes / setup.buckets)
@@ -73,17 +76,17 @@ def exposed_s(setup, gpus, step_s):
 def fit(setup, measured):
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
-    overhead is what any number of GPUs costs, such as the power that NVLink takes. jitter is the deviation of a GPU's
-    step, of which a job waits for the largest of n. Neither can be negative. Measurements on one number of GPUs beside
-    one are all overhead: a best case.
+    The overhead is independent of the number of GPUs, for example because NVLink draws power. The jitter is the
+    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither can be negative. With a
+    single measurement besides the one of one GPU, the loss is attributed to overhead: a best case.
 
     Args:
         setup: Setup.
-        measured: {GPUs: images/s}, 1 among them and at least one more, of one node.
+        measured: {GPUs: images/s} for 1 and at least one larger number of GPUs of one node.
     Returns:
-        (seconds a step of one GPU, overhead, jitter), in seconds.
+        (step time of one GPU, overhead, jitter), in seconds.
     Raises:
-        ValueError: there are too few, or some of several nodes.
+        ValueError: there are too few measurements, or some are of several nodes.
     """
     alone, rows = _losses(setup, measured)
     mean_x, mean_y = (sum(column) / len(rows) for column in zip(*rows, strict=True))
@@ -94,17 +97,19 @@ def fit(setup, measured):
 
 
 def fit_jitter(setup, measured):
-    """As fit, with all that is lost taken for jitter: the worst case, which grows with the number of GPUs."""
+    """Like fit, but attribute the loss to jitter: the worst case, because jitter grows with the number of GPUs."""
     alone, rows = _losses(setup, measured)
     return alone, 0.0, max(0.0, sum(x * y for x, y in rows) / sum(x * x for x, _ in rows))
 
 
 def _losses(setup, measured):
-    """(seconds a step of one GPU, [(sqrt(2 ln n), seconds that a step on n GPUs takes longer)])."""
+    """Return (step time of one GPU in seconds, [(sqrt(2 ln n), additional seconds per step on n GPUs)])."""
     if 1 not in measured or len(measured) < 2:
-        raise ValueError("measurements on one GPU and on at least one larger number are needed")
+        raise ValueError("--measured: requires one GPU and at least one larger number; add a measurement")
     if max(measured) > setup.gpus_per_node:
-        raise ValueError(f"a measurement on {max(measured)} GPUs is not one of a node of {setup.gpus_per_node}")
+        raise ValueError(
+            f"--measured: {max(measured)} GPUs are more than the {setup.gpus_per_node} of a node; remove them"
+        )
     alone = setup.batch / measured[1]
     return alone, [
         (math.sqrt(2 * math.log(n)), n * setup.batch / ips - alone - exposed_s(setup, n, alone))
@@ -114,7 +119,7 @@ def _losses(setup, measured):
 
 
 def predict(setup, fitted, gpus):
-    """{"step_s", "ips", "efficiency", "exposed_s"} on a number of GPUs."""
+    """Return {"step_s", "ips", "efficiency", "exposed_s"} for a number of GPUs."""
     alone, overhead, jitter = fitted
     exposed = exposed_s(setup, gpus, alone)
     step = alone if gpus == 1 else alone + exposed + overhead + jitter * math.sqrt(2 * math.log(gpus))
@@ -123,7 +128,7 @@ def predict(setup, fitted, gpus):
 
 
 def table(setup, measured, gpus=GPUS, file_bytes=110e3):
-    """Markdown: measured and expected figures by number of GPUs."""
+    """Return a Markdown table of measured and predicted speeds by number of GPUs."""
     fitted, worst = fit(setup, measured), fit_jitter(setup, measured)
     alone, overhead, jitter = (f"{seconds * 1e3:.2f} ms" for seconds in fitted)
     columns = ["GPUs", "all-reduces ms", "exposed ms", "step ms", "images/s", "efficiency", "worst case"]
@@ -161,13 +166,17 @@ def main(argv=None):
         "--measured", type=_measurement, nargs="+", default=list(MEASURED.items()), metavar="GPUS:IPS", help="images/s"
     )
     setup = Setup()
-    parser.add_argument("--batch", type=int, default=setup.batch, help="images a GPU")
-    parser.add_argument("--gradient-mb", type=float, default=setup.gradient_bytes / 1e6, help="a step")
-    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces a step between nodes")
+    parser.add_argument("--batch", type=int, default=setup.batch, help="images per GPU")
+    parser.add_argument(
+        "--gradient-mb", type=float, default=setup.gradient_bytes / 1e6, help="megabytes to all-reduce per step"
+    )
+    parser.add_argument("--buckets", type=int, default=setup.buckets, help="all-reduces per step between nodes")
     parser.add_argument("--gpus-per-node", type=int, default=setup.gpus_per_node, help="GPUs per node")
-    parser.add_argument("--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="GB/s a GPU in an all-reduce")
+    parser.add_argument("--nvlink-gb-s", type=float, default=setup.nvlink / 1e9, help="GB/s per GPU in an all-reduce")
     parser.add_argument("--network-gb-s", type=float, default=setup.network / 1e9, help="GB/s per node, all adapters")
-    parser.add_argument("--latency-us", type=float, default=setup.latency_s * 1e6, help="of a hop between nodes")
+    parser.add_argument(
+        "--latency-us", type=float, default=setup.latency_s * 1e6, help="latency of a hop between nodes"
+    )
     parser.add_argument("--file-kb", type=float, default=110.0, help="mean size of an image file")
     args = parser.parse_args(argv)
     setup = Setup(

@@ -1,12 +1,13 @@
-"""Benchmarks of this project under different flags or environments, in turn, as a table of medians.
+"""Run benchmarks of this project with different flags or environments in turn, and print a table of medians.
 
     python benchmarks/sweep.py --repeats 3 --flags "--data-format synthetic --data-layout NHWC --amp" \\
         --row "graph:" --row "no graph: --cuda-graph false" --row "two GPUs: GPUS=0,1 NCCL_ALGO=Ring"
 
-A row is its name and what it adds to --flags; words NAME=VALUE before the first flag go into the environment. GPUS
-names the GPUs: several start through Paddle's launcher, a process each. Every measurement is a process of its own, of
-`train.py --benchmark --run-scope train_only` unless the flags say otherwise; the rows take turns --repeats times, so
-that a machine that gets slower does so for all of them. A single flag wants an equals sign: --flags=--amp.
+A row consists of its name and the arguments to add to --flags. Arguments NAME=VALUE before the first flag set
+environment variables. GPUS lists the GPUs to use; with several, Paddle's launcher starts one process per GPU. Each
+measurement is a separate process, by default `train.py --benchmark --run-scope train_only`. The rows are measured in
+turn, --repeats times, so that a change in the machine's speed affects all of them. A single flag requires an equals
+sign: --flags=--amp.
 """
 
 import argparse
@@ -26,56 +27,56 @@ BENCHMARK = ["--benchmark", "--run-scope", "train_only", "--show-config", "false
 
 
 def parse_row(text):
-    """(name, {variable: value}, flags) of "NAME: VARIABLE=VALUE ... --flag ..."."""
+    """Parse "NAME: VARIABLE=VALUE ... --flag ...". Return (name, {variable: value}, flags)."""
     name, colon, rest = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} has no colon behind its name")
-    words = shlex.split(rest)
-    count = next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))
-    return name.strip(), dict(word.split("=", 1) for word in words[:count]), words[count:]
+        raise argparse.ArgumentTypeError(f"{text!r} has no colon after its name; use 'NAME: FLAGS'")
+    arguments = shlex.split(rest)
+    count = next((i for i, argument in enumerate(arguments) if not re.match(r"\w+=", argument)), len(arguments))
+    return name.strip(), dict(argument.split("=", 1) for argument in arguments[:count]), arguments[count:]
 
 
 def command(row, common, python, folder):
-    """(words, environment) of one measurement, whose report is FOLDER/report.json."""
+    """Return (arguments, environment) of a measurement that writes FOLDER/report.json."""
     _, variables, flags = row
     gpus = variables.get("GPUS", "0").split(",")
     environment = os.environ | variables
-    words = [python]
+    start = [python]
     if len(gpus) > 1:
-        words += ["-m", "paddle.distributed.launch", "--gpus", ",".join(gpus), "--log_dir", f"{folder}/log"]
+        start += ["-m", "paddle.distributed.launch", "--gpus", ",".join(gpus), "--log_dir", f"{folder}/log"]
     elif "GPUS" in variables:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[0]
     places = ["--report-file", f"{folder}/report.json", "--output-dir", f"{folder}/output"]
-    return [*words, "train.py", *BENCHMARK, *common, *flags, *places], environment
+    return [*start, "train.py", *BENCHMARK, *common, *flags, *places], environment
 
 
 def measure(row, common, python, limit_s):
-    """Figures of one process or job, or {"error": the last words of the first process}."""
+    """Return the metrics of a process or job, or {"error": the last line of output of its first process}."""
     with tempfile.TemporaryDirectory() as folder:
-        words, environment = command(row, common, python, folder)
+        arguments, environment = command(row, common, python, folder)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(words, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+        process = subprocess.Popen(arguments, cwd=ROOT, env=environment, start_new_session=True, **pipes)
         try:
             output, errors = process.communicate(timeout=limit_s)
         except BaseException as e:
-            os.killpg(process.pid, signal.SIGKILL)  # a launcher's processes, too
+            os.killpg(process.pid, signal.SIGKILL)  # includes the launcher's processes
             process.wait()
             if isinstance(e, subprocess.TimeoutExpired):
-                return {"error": f"not through after {limit_s:g} s", "command": words}
+                return {"error": f"not finished after {limit_s:g} s", "command": arguments}
             raise
         if process.returncode:
             log = Path(folder, "log/workerlog.0")
             text = log.read_text() if log.exists() else errors
-            return {"error": (text.strip() or output.strip() or "no message").splitlines()[-1], "command": words}
+            return {"error": (text.strip() or output.strip() or "no message").splitlines()[-1], "command": arguments}
         last = Path(folder, "report.json").read_text().splitlines()[-1]
     data = json.loads(last.removeprefix("DLLL "))["data"]
     return {name.rpartition(".")[2]: value for name, value in data.items()}
 
 
 def table(names, results):
-    """Markdown; what failed is counted and has no figure."""
+    """Return a Markdown table. Failed measurements are counted, but not averaged."""
     columns = ["row", "n", "median images/s", "lowest to highest", "median step, ms", "99th percentile, ms"]
-    columns += ["waits for data, ms", "loss", "first step, s"]
+    columns += ["wait for data, ms", "loss", "first step, s"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in names:
         measured = [result for row, result in results if row == name and "error" not in result]
@@ -98,16 +99,16 @@ def table(names, results):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", action="append", required=True, type=parse_row, metavar="'NAME: WORDS'")
-    parser.add_argument("--flags", default="", type=shlex.split, metavar="WORDS", help="of train.py, for all rows")
+    parser.add_argument("--row", action="append", required=True, type=parse_row, metavar="'NAME: FLAGS'", help="a row")
+    parser.add_argument("--flags", default="", type=shlex.split, metavar="FLAGS", help="flags of train.py for all rows")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", metavar="FILE", help="JSON lines are added to it, one a measurement")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of one measurement")
+    parser.add_argument("--output", metavar="FILE", help="file to which a JSON line per measurement is appended")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="time limit per measurement in seconds")
     parser.add_argument("--python", default=sys.executable)
     args = parser.parse_args(argv)
     names = [name for name, _, _ in args.row]
     if len(set(names)) < len(names):
-        parser.error(f"--row: give each a name of its own, not {', '.join(names)}")
+        parser.error(f"--row: names must differ, but are {', '.join(names)}; rename one")
     results = []
     for repetition in range(args.repeats):
         for row in args.row:

@@ -62,19 +62,19 @@ def build_dataloader(args, mode, state=None, trained=None):
             changed, a warning names the change: at the end of an epoch, the order of the images continues, and the
             random numbers of the augmentation start again; inside an epoch, or with a different data set, the loader
             starts with the order of the first epoch.
-        trained: class of each output of a trained network, which then defines the labels of class folders; None: the
-            data set does.
+        trained: class of each output of a trained network, which then defines the labels of class folders. None: the
+            data set defines them.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
-        images. `len()` is the number of steps per epoch, the same on every process in training; `step` the number of
-        steps done; `data_set_size` the number of images of the whole split; `classes` and `class_names` (in reports) in
-        label order; `digest` that of readers.DataSet, None for synthetic images.
+        images. Attributes: `len()`: number of steps per epoch, in training the same on every process; `step`: number of
+        steps done; `data_set_size`: number of images in the split, over all processes; `classes` and, for reports,
+        `class_names`: in label order; `digest`: that of readers.DataSet, None for synthetic images.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
         StateError: the state is damaged.
     """
-    watchdog.phase(f"the list of {mode.value} images")
+    watchdog.phase(f"image listing ({mode.value})")
     resolution.resolve_data(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
@@ -88,16 +88,16 @@ def build_dataloader(args, mode, state=None, trained=None):
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
         raise UsageError(
-            f"--batch-size {args.batch_size} exceeds the {per_process} training images per process in "
-            f"{args.image_root}: give --batch-size {per_process} or less"
+            f"--batch-size {args.batch_size}: exceeds the {per_process} training images per process in "
+            f"{args.image_root}; use {per_process} or less"
             if per_process
-            else f"{world_size} processes are too many for the {data_set.size} training images in {args.image_root}: "
-            f"start at most {data_set.size}"
+            else f"--image-root {args.image_root}: {data_set.size} training images are too few for {world_size} "
+            f"processes; start at most {data_set.size}"
         )
     if mode is Mode.TRAIN and args.cpu_decoder_load and _decoded_by_cpu(args) == 0:
         raise UsageError(
-            f"--cpu-decoder-load {args.cpu_decoder_load} of --batch-size {args.batch_size} is less than half an image: "
-            f"give {1 / args.batch_size:.2g} or more, or leave it out"
+            f"--cpu-decoder-load {args.cpu_decoder_load}: less than half an image per batch of {args.batch_size}; use "
+            f"{1 / args.batch_size:.2g} or more, or remove the flag"
         )
     conditions = _conditions(args, data_set.data_format, data_set.size, data_set.digest)
     state, continues_order_alone = _usable(args, state, conditions, per_process // args.batch_size)
@@ -114,8 +114,8 @@ def build_dataloader(args, mode, state=None, trained=None):
     if per_process == 0:
         if args.benchmark:
             raise UsageError(
-                f"{world_size} processes are too many for a benchmark on the {data_set.size} validation images in "
-                f"{args.image_root}: start at most {data_set.size}"
+                f"--image-root {args.image_root}: {data_set.size} validation images are too few for a benchmark with "
+                f"{world_size} processes; start at most {data_set.size}"
             )
         if images == 0:
             return EmptyIterator(data_set)
@@ -127,7 +127,7 @@ def build_dataloader(args, mode, state=None, trained=None):
 
 
 def open_data_set(args, mode, trained=None):
-    """The split that the flags name, without the images of --skip-list: readers.DataSet. Errors as for
+    """Return the readers.DataSet of a split, without the images of --skip-list. Raises the UsageError of
     build_dataloader."""
     skip = frozenset()
     if args.skip_list is not None:
@@ -139,7 +139,7 @@ def open_data_set(args, mode, trained=None):
 
 
 def _conditions(args, data_format, size, digest=None):
-    """What must be unchanged for a loader to resume from a state."""
+    """Return the conditions that must be unchanged for a loader to resume from a state."""
     flags = {flag(name): getattr(args, name) for name, declaration in FLAGS.items() if declaration.batches}
     counts = {"number of images": size, "number of processes": processes.world_size()}
     files = {LIST: digest[:16]} if digest else {}
@@ -147,7 +147,7 @@ def _conditions(args, data_format, size, digest=None):
 
 
 def _restored(pipeline, make):
-    """The iterator of a pipeline that has a checkpoint of DALI's. Building the pipeline first distinguishes a damaged
+    """Return the iterator of a pipeline with a DALI checkpoint. Building the pipeline first distinguishes a damaged
     checkpoint from images that cannot be decoded.
 
     Raises:
@@ -177,7 +177,7 @@ def _usable(args, state, conditions, steps):
     Returns:
         (state, or None if it cannot be used; whether only the order of the images continues).
     Raises:
-        StateError: it is of a later step than an epoch has.
+        StateError: its step exceeds the steps per epoch.
     """
     if state is None:
         return None, False
@@ -208,13 +208,13 @@ def _usable(args, state, conditions, steps):
 
 
 def _with_reader_of(checkpoint, fresh):
-    """A fresh checkpoint of a pipeline with the position of the reader from another pipeline's checkpoint. Both are
-    protobuf messages that begin with the state of the first operator, the reader."""
+    """Return a fresh checkpoint of a pipeline, with the reader's position from the checkpoint of a different pipeline.
+    Both are protobuf messages that begin with the state of the first operator, the reader."""
     return _first_operator(checkpoint) + fresh[len(_first_operator(fresh)) :]
 
 
 def _first_operator(checkpoint):
-    """The first field of a protobuf message, a message itself: its tag, its length as a varint, its content."""
+    """Return the first field of a protobuf message, which is itself a message: tag, length as a varint, content."""
     length, place = 0, 1
     while True:
         byte = checkpoint[place : place + 1]
@@ -233,10 +233,10 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         args: flags.
         data_set: readers.DataSet.
         mode: Mode.TRAIN: random-resized crop, color jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
-            shorter side to --resize-short, centre crop.
+            shorter side to --resize-short, center crop.
         shard_id: number of the shard, from 0.
         num_shards: number of shards.
-        checkpoint: DALI checkpoint of such a training pipeline to resume from, in bytes, or None.
+        checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
     Returns:
         nvidia.dali.Pipeline with the outputs images and labels, on the device of --dali-device.
     """
@@ -245,7 +245,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         batch_size=args.batch_size,
         num_threads=args.dali_num_threads,
         device_id=processes.local_gpu() if on_gpu else None,
-        # Another seed for each shard, so that their random crops differ.
+        # Each shard has its own seed, so that random crops differ between shards.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
         # The plugin releases batches of the dynamic executor, DALI's default, while Paddle still copies them. With the
@@ -276,7 +276,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
-    # (pixel * scale - mean) / std in the operator's own terms.
+    # The operator computes (pixel - mean) / std, so both are divided by the scale.
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
@@ -311,7 +311,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
 
 
 def _decoded_by_cpu(args):
-    """Number of images of each training batch that --cpu-decoder-load assigns to the CPU."""
+    """Return the number of images per training batch that --cpu-decoder-load assigns to the CPU."""
     return round(args.cpu_decoder_load * args.batch_size)
 
 
@@ -352,14 +352,14 @@ def _jitter(images, strength, seeds):
 
 
 def _rotate(images, degrees, seed):
-    """Rotate about the centre by an angle from [-degrees, degrees], on the same canvas with black corners."""
+    """Rotate about the center by an angle from [-degrees, degrees], on the same canvas with black corners."""
     angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
     return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
 
 
 def _lighting(std, seed):
-    """Offset [3] for the RGB values (0 to 255) of an image: the sum of ImageNet's eigenvectors, each times its
-    eigenvalue and a number from N(0, std).
+    """Return the offset [3] for the RGB values (0 to 255) of an image: the sum of ImageNet's eigenvectors, each
+    multiplied by its eigenvalue and a number from N(0, std).
     """
     alpha = fn.random.normal(shape=[3], mean=0, stddev=std, seed=seed)
     return fn.reductions.sum(types.Constant(np.float32(PCA_VECTORS * PCA_VALUES)) * alpha, axes=[1])

@@ -21,7 +21,7 @@ SIDE = 64  # pixels of a sample image
 def write_sample(output):
     """Write scikit-learn's 1,797 handwritten digits as JPEG class folders.
 
-    The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 grey levels,
+    The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
     enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The folder is written
     atomically; a complete one is left unchanged.
 
@@ -56,8 +56,8 @@ def _write_images(output, names, digits):
         for name, pixels in zip(names, digits.images, strict=True):
             path = partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            grey = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
-            grey.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
+            gray = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
+            gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, quality=95)
 
 
 def main(argv=None):
@@ -103,7 +103,7 @@ def _run_sample(args):
 
 
 def _add_split(commands):
-    command = _add(commands, "split", _run_split, "create train/ and val/ from one folder of class folders, with links")
+    command = _add(commands, "split", _run_split, "create train/ and val/ from a folder of class folders, using links")
     command.add_argument("source", metavar="DIR", help="folder of class folders, which is not changed")
     command.add_argument("--output", required=True, metavar="DIR", help="folder to create, an IMAGE_ROOT for train.py")
     command.add_argument(
@@ -157,7 +157,7 @@ def _add_convert(commands):
     command.add_argument("--workers", type=numbers.threads, metavar="N", help="processes (default: one per core)")
     command.add_argument("--skip-list", metavar="FILE", help="file with the images to omit, as for train.py")
     command.add_argument(
-        "--unchecked", action="store_true", help="skip decoding all images first, for a verified data set"
+        "--unchecked", action="store_true", help="do not decode all images before converting (for a verified data set)"
     )
     _add_allow_outside(command)
 
@@ -291,7 +291,7 @@ def _claim_file(flag, path, root):
 
 
 def _add_info(commands):
-    command = _add(commands, "info", _run_info, "count images and classes, measure the images")
+    command = _add(commands, "info", _run_info, "count images and classes, and measure image sizes")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", metavar="FILE", help="draw class balance and image sizes: .png, .pdf or .svg")
     _add_allow_outside(command)
@@ -305,14 +305,14 @@ def _run_info(args):
 
 
 def _add_speed(commands):
-    command = _add(commands, "speed", _run_speed, "measure the loader alone", True)
+    command = _add(commands, "speed", _run_speed, "measure the speed of the loader alone", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument(
         "--threads",
         type=numbers.list_of(numbers.threads),
         default=[4],
         metavar="N,...",
-        help="--dali-num-threads values",
+        help="values of --dali-num-threads",
     )
     command.add_argument(
         "--loads",
@@ -332,13 +332,13 @@ def _run_speed(args):
 
 
 def _add_allow_outside(command):
-    command.add_argument("--allow-outside", action="store_true", help="allow file lists to contain files outside DIR")
+    command.add_argument("--allow-outside", action="store_true", help="accept file lists with files outside DIR")
 
 
 def _fraction(text):
     value = numbers.ratio(text)
     if value in (0, 1):
-        raise argparse.ArgumentTypeError(f"{text} leaves a split empty; use a fraction between 0 and 1, such as 0.2")
+        raise argparse.ArgumentTypeError(f"{text} leaves one split empty; use a fraction between 0 and 1, such as 0.2")
     return value
 
 

@@ -39,7 +39,7 @@ Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 def examine(output_dir):
     """Examine this machine, then test the operations of training; yields a Row for each."""
-    facts, problem = _child(_library_facts)
+    facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
     device = facts.get("device", "gpu" if gpus else "cpu")
@@ -51,7 +51,7 @@ def examine(output_dir):
     yield from _machine(device, len(gpus))
     yield _disk(Path(output_dir))
     if not problem and facts["trains"]:
-        yield from _tests(device, facts["lack"])
+        yield from _tests(device, facts["missing"])
 
 
 def _nvidia_gpus():
@@ -95,27 +95,27 @@ def _library_facts():
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
-        # With the message of train.py.
+        # These are the messages of train.py.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
-        rows.append(("test: kernel", problem or f"Paddle runs one on {count} GPU(s)", "no" if problem else "ok"))
+        rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
-    lack = native.missing(capability)
+    missing = native.missing(capability)
     rows += [_dali(device), _nvrtc(native, capability), _kernel_cache(native)]
     capabilities = [".".join(map(str, paddle.device.cuda.get_device_capability(i))) for i in range(count)]
     return {
         "device": device,
         "rows": rows,
         "trains": not (version_problem or problem),
-        "lack": lack,
+        "missing": missing,
         "capabilities": capabilities,
     }
 
 
 def _library(libraries, name, what):
     if not libraries.is_served():
-        return (what, "found by this build of Paddle itself", "ok")
+        return (what, "located by this Paddle build itself", "ok")
     path = libraries.find(name)
-    return (what, path, "ok") if path else (what, "none", "note", "python -m pip install -r requirements.txt")
+    return (what, path, "ok") if path else (what, "not found", "note", "python -m pip install -r requirements.txt")
 
 
 def _dali(device):
@@ -144,7 +144,7 @@ def _nvrtc(native, capability):
     library = native._nvrtc()
     if library is None:
         status = "no" if capability else "ok"
-        return ("NVRTC", "none", status, "python -m pip install -r requirements.txt" if capability else "")
+        return ("NVRTC", "not found", status, "python -m pip install -r requirements.txt" if capability else "")
     import ctypes
 
     major, minor = ctypes.c_int(), ctypes.c_int()
@@ -169,7 +169,7 @@ def _compiler():
     path = shutil.which(command[0])
     if path is None:
         remedy = "install it, or set CXX; without a compiler, training uses Paddle's kernels, which are slower"
-        return Row("C++ compiler", f"no {command[0]}", "note", remedy)
+        return Row("C++ compiler", f"{command[0]}: not found", "note", remedy)
     done = subprocess.run([path, "--version"], capture_output=True, text=True)
     return Row("C++ compiler", (done.stdout.splitlines() or [path])[0])
 
@@ -225,13 +225,13 @@ def _disk(folder):
     return Row("disk", f"{free / GIB:.1f} GiB free for {folder}", "ok" if is_enough else "note", remedy)
 
 
-def _tests(device, lack):
+def _tests(device, missing):
     """Run the operations of training."""
-    _, problem = _child(_decode_image, device)
+    _, problem = _in_child(_decode_image, device)
     yield Row("test: image", problem or "decoded by DALI", "no" if problem else "ok")
     # Without the custom kernels, a GPU trains with Paddle's.
     flags = [*STEP, "--device", device, *(STEP_ON_A_GPU if device == "gpu" else [])]
-    yield _test_training("test: training step", [], [*flags, "--kernels", "paddle" if lack else "native"], lack)
+    yield _test_training("test: training step", [], [*flags, "--kernels", "paddle" if missing else "native"], missing)
     launch = ["-m", "paddle.distributed.launch", *(["--nproc_per_node", "2"] if device == "cpu" else [])]
     yield _test_training("test: all-reduce", launch, [*flags, "--kernels", "paddle"], None)
 
@@ -258,7 +258,7 @@ def _decode_image(device):
         raise ValueError(f"DALI decodes incorrect pixels: {pixels.shape}, {pixels[0, 0]}")
 
 
-def _test_training(what, launcher, flags, lack):
+def _test_training(what, launcher, flags, missing):
     begin = monotonic()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), str(ROOT / "train.py"), *flags]
@@ -267,13 +267,13 @@ def _test_training(what, launcher, flags, lack):
         logs = sorted(Path(folder).glob("log/workerlog.*"))
         output = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
     if done.returncode == 0:
-        kernels = f"with Paddle's kernels, which are slower ({lack})" if lack else "with the custom kernels"
+        kernels = f"with Paddle's kernels, which are slower ({missing})" if missing else "with the custom kernels"
         detail = f"{len(logs)} processes" if launcher else kernels
-        return Row(what, f"{detail}, {monotonic() - begin:.0f} s", "note" if lack else "ok")
+        return Row(what, f"{detail}, {monotonic() - begin:.0f} s", "note" if missing else "ok")
     return Row(what, _reason(done.returncode, output), "no")
 
 
-def _child(function, *arguments):
+def _in_child(function, *arguments):
     """Call a function in its own process; returns (its result, None) or (None, the problem)."""
     code = f"from paddle_resnet import doctor; doctor._answer(doctor.{function.__name__}, *{arguments!r})"
     done = _run(["-c", code])
@@ -314,9 +314,9 @@ def _print_table(rows):
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("what", "detail", "status", "remedy"):
         table.add_column(title, overflow="fold")
-    colours = {"ok": "green", "note": "yellow", "no": "red"}
+    colors = {"ok": "green", "note": "yellow", "no": "red"}
     for row in rows:
-        table.add_row(row.what, Text(str(row.detail)), Text(row.status, colours[row.status]), Text(row.remedy))
+        table.add_row(row.what, Text(str(row.detail)), Text(row.status, colors[row.status]), Text(row.remedy))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

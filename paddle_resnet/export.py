@@ -18,7 +18,7 @@ from utils.errors import RunError, UsageError, printable
 # Tolerances of --verify between an engine and the checkpoint. If the two largest probabilities of an image differ by
 # less than TIE, rounding decides which class is first; top1 may differ only in such images. Losses are computed from
 # logits, because probabilities below 1e-38 become zero, and some engines clip them earlier.
-LOSS_TOLERANCE = 1e-4  # of the mean loss, relative if the loss is above 1
+LOSS_TOLERANCE = 1e-4  # for the mean loss, relative if the loss is above 1
 TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
 PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits at the largest minus this, so recorded losses can be lower
@@ -35,9 +35,9 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         checkpoint: as for inference.load_checkpoint.
         output: folder to create. It appears only when it is complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
-        verify: folder of a data set. On its validation images, all exported networks must match the checkpoint. None:
-            no check.
-        uint8: input "images" is uint8 [N, H, W, 3], and the network normalises it. Otherwise it is normalised float32
+        verify: folder of a data set on whose validation images all exported networks must match the checkpoint; None to
+            skip this check.
+        uint8: input "images" is uint8 [N, H, W, 3], and the network normalizes it. Otherwise it is normalized float32
             [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is always NCHW,
             regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
@@ -61,9 +61,8 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         from paddle_resnet.serving import inference, onnx_writer
 
     checkpoint = inference.resolve(checkpoint)
-    read = [
-        ("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")
-    ]  # empty if it has no parameters
+    # Empty if the folder contains no parameters; load_checkpoint reports that.
+    read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
     read += [] if verify is None else [("the data set", verify)]
     outputs.claim(folders={"OUT": output}, protected=read)
     for package in ("onnx", "onnxruntime") if onnx else ():
@@ -126,9 +125,9 @@ def _write_paddle(network, folder):
         block._rename_var(written, name)
     program = program._remove_training_info()
     for op in program.global_block().ops:
-        if op.has_attr("op_callstack"):  # it contains paths of this machine
+        if op.has_attr("op_callstack"):  # contains paths of this machine
             op._remove_attr("op_callstack")
-    # Not written by Paddle's C++ function, which ignores a full disk.
+    # Python writes the files, because Paddle's C++ function ignores a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
     return {
         model.name: folders.write_file(model, lambda file: file.write(program.desc.serialize_to_string())),
@@ -170,7 +169,7 @@ def _verify(network, folder, image_root):
     """Evaluate the checkpoint and the exported networks on all validation images, on the CPU.
 
     Args:
-        network: Network of the checkpoint with normalised images as input.
+        network: Network of the checkpoint with normalized images as input.
         folder: folder with the exported networks.
         image_root: folder of the data set.
     Raises:
@@ -289,14 +288,14 @@ def main(argv=None):
     """Run and return the exit code: 0 done, 1 an exported network differs from the checkpoint, 2 usage error or
     unusable checkpoint, 130 interrupted. The output is kept only if the code is 0."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint or run: output/ResNet50")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint or run folder, such as output/ResNet50")
     parser.add_argument("output", metavar="OUT", help="folder to create")
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
-    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set to compare the exported networks on")
-    parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalised by the network")
+    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to compare the exports")
+    parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalized by the network")
     parser.add_argument("--triton", action="store_true", help="also write triton/, a model repository")
     parser.add_argument(
-        "--model-arch-name", metavar="FILE.py:NAME", help="network of the checkpoint, if it is in a file"
+        "--model-arch-name", metavar="FILE.py:NAME", help="network of the checkpoint, if it is defined in a file"
     )
     return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
 

@@ -44,37 +44,37 @@ def find_start(args):
     """Find the checkpoint from which the run starts, inherit its flags, resolve the others and freeze the settings.
 
     Returns:
-        restore.Found; None if the run starts from scratch.
+        restore.StartCheckpoint; None if the run starts from scratch.
     Raises:
         UsageError: the processes differ, or flags, checkpoint, data or output folder cannot be used.
     """
     agreement.check_start(args)
     restore.resolve_network(args)
-    found = restore.find(args)
-    restore.inherit_flags(args, found)
+    checkpoint = restore.find(args)
+    restore.inherit_flags(args, checkpoint)
     resolution.resolve_loader(args)
     for warning in validation.warnings(args):
         logger.warn(warning)
-    progress.phase("the custom kernels")
+    progress.phase("kernel compilation")
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     resolution.resolve_report(args, folders.run_folder(args), report.default_name(args))
     args.freeze()
-    saver.check_folder(args, found)
-    return found
+    saver.check_folder(args, checkpoint)
+    return checkpoint
 
 
-def claim_outputs(args, found):
+def claim_outputs(args, checkpoint):
     """Check that the run can write all its files.
 
     Raises:
         UsageError: as for outputs.claim; or a file contains the report of a different run.
     """
     folder = folders.run_folder(args)
-    exchange.from_rank_0(lambda: _claim(args, found, folder))
+    exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
 
 
-def _claim(args, found, folder):
+def _claim(args, checkpoint, folder):
     is_saving = args.run_scope.trains and not args.benchmark
     starts = [(flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
     read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
@@ -87,43 +87,44 @@ def _claim(args, found, folder):
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )
-    logger.setup(args.report_file)  # locks the report, before check_replaced may suggest to replace it
-    report.check_replaced(args, found, folder)
+    logger.setup(args.report_file)  # locks the report, before check_replaced may suggest replacing it
+    report.check_replaced(args, checkpoint, folder)
 
 
-def open_data(args, found):
+def open_data(args, checkpoint):
     """Return the loaders that the run needs, (training loader, evaluation loader), each a loader or None.
 
     Args:
         args: Settings.
-        found: restore.Found or None.
+        checkpoint: restore.StartCheckpoint or None.
     Raises:
         UsageError: as for dali.build_dataloader and trace.check; or the loader state of the checkpoint is damaged.
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
     try:
-        stage = stages_from(args, found.epoch if found else 0)[0].settings
-        train_loader = dali.build_dataloader(stage, Mode.TRAIN, found and found.loader_state) if trains else None
+        stage = stages_from(args, checkpoint.epoch if checkpoint else 0)[0].settings
+        state = checkpoint and checkpoint.loader_state
+        train_loader = dali.build_dataloader(stage, Mode.TRAIN, state) if trains else None
     except dali.StateError as e:
-        raise UsageError(f"{found.folder}: {e}; move it away, or choose a different checkpoint") from e
-    folder, meta = restore.origin(args, found)
+        raise UsageError(f"{checkpoint.folder}: {e}; move it away, or choose a different checkpoint") from e
+    folder, meta = restore.origin(args, checkpoint)
     trained = None if trains else restore.recorded_classes(meta)  # the data set defines those of a training run
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
-    restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not found)
+    restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     dali.warn_of_unused_outputs(args, train_loader or eval_loader)
     trace.check(args.profile_steps, durations.first_pass(args, len(train_loader or eval_loader)))
     return train_loader, eval_loader
 
 
-def build_programs(args, exe, train_loader, eval_loader, epoch=0):
+def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
     """Build the programs and initialize the parameters, which training, evaluation and later stages share.
 
     Args:
         args: Settings.
         exe: static.Executor.
         train_loader, eval_loader: result of open_data.
-        epoch: first epoch to train.
+        checkpoint: restore.StartCheckpoint or None.
     Returns:
         (training, evaluation), each a Work or None.
     """
@@ -133,7 +134,7 @@ def build_programs(args, exe, train_loader, eval_loader, epoch=0):
     if train_loader is not None:
         images = train_loader.data_set_size // processes.world_size()
         lr_scheduler = build_lr_scheduler(args, durations.timeline(args, images))
-        first, *later = stages_from(args, epoch)
+        first, *later = stages_from(args, checkpoint.epoch if checkpoint else 0)
         training = _training(first.settings, train_loader, startup_prog, lr_scheduler)
         later = [(s.first_epoch, _training(s.settings, None, static.Program(), lr_scheduler)) for s in later]
         training = training._replace(later=later)
@@ -150,14 +151,14 @@ def _training(args, loader, startup_prog, lr_scheduler):
     return Work(args, loader, main_prog, fetchs, lr_scheduler, optimizer)
 
 
-def show_on_tensorboard(args, training, found):
+def show_on_tensorboard(args, training, checkpoint):
     """Return the training Work, with a loader that writes TensorBoard events if --tensorboard-dir is set."""
     if args.tensorboard_dir is None:
         return training
     from paddle_resnet.results import tensorboard
 
     timeline = training.lr_scheduler.timeline
-    return training._replace(loader=tensorboard.follow(args, training.loader, timeline, found))
+    return training._replace(loader=tensorboard.follow(args, training.loader, timeline, checkpoint))
 
 
 def enter_stage(training, epoch, saver):
@@ -168,7 +169,7 @@ def enter_stage(training, epoch, saver):
     (_, work), *later = training.later
     size, factor = text(work.settings.image_shape), work.lr_scheduler.timeline.lr_factor(work.lr_scheduler.done)
     logger.info(
-        f"epoch {epoch}: trains on images of {size}, batch {work.settings.batch_size} per process, learning rate times "
+        f"epoch {epoch}: trains on images of {size}, batch {work.settings.batch_size} per process, learning rate x "
         f"{factor:g} (--sizes)"
     )
     loader = dali.build_dataloader(work.settings, Mode.TRAIN, training.loader.state())
@@ -178,21 +179,22 @@ def enter_stage(training, epoch, saver):
     return work._replace(loader=loader, compiled=compiled, later=later)
 
 
-def set_weights(args, found, training, evaluation):
+def set_weights(args, checkpoint, training, evaluation):
     """Load the weights from which the run starts, restore the state of training, prune, and cast.
 
     Returns:
-        found, with the position at which training continues.
+        The checkpoint with the position at which training continues, or None.
     Raises:
         UsageError: the weights or the state do not match this run.
     """
     place = processes.place(args.device)
-    progress.phase("the weights")
-    is_sparse = variables.load_start(args, found, (training or evaluation).program, place)
+    progress.phase("weight loading")
+    is_sparse = variables.load_start(args, checkpoint, (training or evaluation).program, place)
     if training:
-        has_averages = variables.load_averages(args, found, training.program, place)
-        if found is not None:
-            found = restore.restore(args, found, training.lr_scheduler, training.loader, training.fetchs, place)
+        has_averages = variables.load_averages(args, checkpoint, training.program, place)
+        if checkpoint is not None:
+            fetchs, lr_scheduler = training.fetchs, training.lr_scheduler
+            checkpoint = restore.restore(args, checkpoint, lr_scheduler, training.loader, fetchs, place)
         if args.amp:
             training.optimizer.amp_init(place, scope=static.global_scope())
         if args.prune_model and not is_sparse:
@@ -201,20 +203,20 @@ def set_weights(args, found, training, evaluation):
         if args.asp:
             logger.info(sparsity.describe(training.program))
         if not has_averages:
-            variables.start_averages(found, training.program, place)
+            variables.start_averages(checkpoint, training.program, place)
     if evaluation and args.amp:
         amp.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level)
-    return found
+    return checkpoint
 
 
 def compile_programs(args, exe, training, evaluation):
     """Return (training, evaluation) with their compiled programs."""
-    progress.phase("the compilation of the programs")
+    progress.phase("program compilation")
     if training:
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        if args.amp and args.kernels != "native":  # float32 stays: it is the exact reference
+        if args.amp and args.kernels != "native":  # float32 programs are the exact reference, so they are not folded
             axis = 1 if args.data_layout == "NCHW" else -1
             updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
         compiled = program.compile_prog(args, evaluation.program, is_train=False)

@@ -23,24 +23,26 @@ from utils.errors import RunError, UsageError, printable
 from utils.meters import latency_percentiles
 
 TOP = 5
-FIGURES = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")  # of a line of --benchmark
-BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # a measurement lasts at least so long and so many steps
-MAX_LINE_BYTES = 4098  # of stdin: Linux's longest path and a line break
-SHOWN_REASONS = 8  # for skipping files of a folder
+BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")
+BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and steps of a measurement
+MAX_LINE_BYTES = 4098  # Linux's longest path and a line break
+SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
 
 def predict(model, paths, batch_size=32, device="cpu", threads=4):
     """Yield (path, probabilities, problem) for each image file, in order.
 
-    Images are decoded, resized and normalised as in an evaluation: dali.py, Mode.EVAL.
+    Images are decoded, resized and normalized as in an evaluation: dali.py, Mode.EVAL.
 
     Args:
         model: inference.Model.
         paths: image files.
         batch_size: images per batch.
-        device, threads: "cpu" or "gpu", and CPU threads, of DALI.
+        device: "cpu" or "gpu", where DALI decodes.
+        threads: number of DALI's CPU threads.
     Returns:
-        iterator; probabilities are float32 [classes], or None with the problem of a file that cannot be decoded.
+        iterator. probabilities are float32 [classes]; for a file that cannot be decoded, they are None and problem
+        describes the error.
     """
     for files_read, images in _images(model.description, paths, batch_size, device, threads):
         rows = iter(() if images is None else model.run(images))
@@ -49,10 +51,10 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
 
 
 def _images(description, paths, batch_size, device, threads):
-    """Yield ([(path, problem or None)], images of those without a problem) of each batch.
+    """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
-    DALI decodes some batches ahead. It stops at the first image that it cannot decode; the images of the batches that
-    it had read are then decoded one by one."""
+    DALI decodes some batches ahead and stops at the first image that it cannot decode. The images of the batches
+    already read are then decoded one by one."""
     remaining, ahead = iter(paths), deque()
 
     def batches():
@@ -84,7 +86,7 @@ def _images(description, paths, batch_size, device, threads):
 
 
 def _alone(description, path, problem, device, threads, error):
-    """Decode one image, as _images, after DALI stopped with an error at it or at a different one."""
+    """Decode a single image, after DALI stopped at this or a different image. Return an item of _images."""
     from paddle_resnet.data import bad_images
 
     encoded, problem = (None, problem) if problem else _read(path)
@@ -95,15 +97,15 @@ def _alone(description, path, problem, device, threads, error):
             problem = bad_images.decode(encoded.tobytes())
             if problem is None:
                 reason = str(error).strip().splitlines()[-1]
-                raise RunError(f"{path}: this pipeline cannot load it ({reason}); remove it") from error
+                raise RunError(f"{path}: DALI cannot load this image ({reason}); remove it") from error
         else:
             return [(path, None)], images
     return [(path, problem)], None
 
 
 def _read(path):
-    """(bytes of an image file, uint8 [size], None), or (None, what is wrong with it). DALI itself would wait for the
-    writer of a pipe, and read a device without end."""
+    """Return (bytes of an image file, uint8 [size], None), or (None, problem). If DALI opened the files, it would wait
+    for the writer of a pipe and read devices endlessly."""
     from paddle_resnet.data import bad_images
 
     try:
@@ -117,8 +119,8 @@ def _read(path):
 
 
 def _decoded(description, batches, batch_size, device, threads):
-    """Yield the images of each batch of encoded ones as the network takes them; DALI raises RuntimeError for an image
-    that it cannot decode."""
+    """Decode batches of encoded images, and yield the input of the network for each. DALI raises RuntimeError for an
+    image that it cannot decode."""
     from paddle_resnet import dali
     from paddle_resnet.data import readers
     from paddle_resnet.serving import inference
@@ -135,22 +137,22 @@ def _decoded(description, batches, batch_size, device, threads):
         yield np.array(images.as_cpu().as_tensor()).astype(description["input"]["dtype"])
 
 
-def find_images(words, stdin):
-    """The image files that words name: files, folders (searched at any depth), `-` (paths on stdin, one per line).
+def find_images(arguments, stdin):
+    """Return the image paths from arguments: files, folders (searched at any depth), `-` (one path per line of stdin).
 
     Raises:
         UsageError: a folder contains no images or cannot be listed, stdin cannot be read, or there is no path.
     """
     paths = []
-    for word in words:
-        if word == "-":
+    for argument in arguments:
+        if argument == "-":
             paths += _paths_on(stdin)
-        elif os.path.isdir(word):
-            paths += _images_below(word)
+        elif os.path.isdir(argument):
+            paths += _images_below(argument)
         else:
-            paths.append(word)
+            paths.append(argument)
     if not paths:
-        raise UsageError("no images: add files, folders, or - for paths on stdin")
+        raise UsageError("IMAGE: missing; add files, folders, or - for paths on stdin")
     return paths
 
 
@@ -168,61 +170,61 @@ def _paths_on(stdin):
 
 
 def _images_below(folder):
-    """Paths of the images in a folder at any depth, sorted. Links to folders are followed, but each folder is read
-    once. A warning counts what is skipped."""
+    """Return the sorted paths of the images in a folder, at any depth. Links to folders are followed, but each folder
+    is read once. A warning counts the files that are skipped."""
 
-    from paddle_resnet.data.listing import is_of_the_system
+    from paddle_resnet.data.listing import is_system_name
     from paddle_resnet.data.records import IMAGE_SUFFIXES
 
     def stop(error):
-        raise UsageError(f"{error.filename} cannot be listed ({error.strerror}): make it readable or remove it")
+        raise UsageError(f"{error.filename}: cannot be listed ({error.strerror}); make it readable or remove it")
 
-    found, skipped, read = [], Counter(), set()
+    paths, skipped, read = [], Counter(), set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=stop):
         status = os.stat(parent)
         if (status.st_dev, status.st_ino) in read:
-            skipped["repeated by links"] += 1
+            skipped["repeated through links"] += 1
             folders.clear()
             continue
         read.add((status.st_dev, status.st_ino))
-        skipped["hidden or of the system"] += sum(map(is_of_the_system, [*folders, *names]))
-        folders[:] = sorted(name for name in folders if not is_of_the_system(name))
+        skipped["hidden or system files"] += sum(map(is_system_name, [*folders, *names]))
+        folders[:] = sorted(name for name in folders if not is_system_name(name))
         for name in names:
             suffix = os.path.splitext(name)[1].lower()
-            if is_of_the_system(name):
+            if is_system_name(name):
                 continue
             if suffix in IMAGE_SUFFIXES:
-                found.append(os.path.join(parent, name))
+                paths.append(os.path.join(parent, name))
             else:
                 skipped[suffix or "without suffix"] += 1
     suffixes = ", ".join(IMAGE_SUFFIXES)
     reasons = sorted((-count, what) for what, count in skipped.items() if count)
     counts = ", ".join(f"{-count} {what}" for count, what in reasons[:SHOWN_REASONS])
     counts += ", ..." if len(reasons) > SHOWN_REASONS else ""
-    if not found:
+    if not paths:
         skips = f"; skipped: {counts}" if counts else ""
         raise UsageError(f"{folder}: contains no images ({suffixes}){skips}; choose a different folder")
     if counts:
         logger.warn(printable(f"{folder}: skipped {counts} (images end in {suffixes})"))
-    return sorted(found)
+    return sorted(paths)
 
 
 def top(probabilities, classes):
-    """[(label, class name, probability)] of the most probable classes; of equal ones the lower label comes first."""
+    """Return [(label, class name, probability)] of the most probable classes; equal ones are in label order."""
     names = classes + [str(i) for i in range(len(classes), len(probabilities))]
     return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
 
 
 def benchmark(models, batch_sizes):
-    """Measure networks, [inference.Model], from random images in host memory to probabilities there. Yields for each
-    batch size and model {"engine", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms"}.
+    """Measure networks, [inference.Model], from random images in host memory to probabilities in host memory. Yield
+    {"engine", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms"} for each batch size and model.
     """
     random = np.random.default_rng(0)
     for batch in batch_sizes:
         for model in models:
-            taken = model.description["input"]
-            images = 2 * random.random((batch, *taken["shape"][1:]), dtype=np.float32)
-            images = images.astype(taken["dtype"], copy=False)
+            expected = model.description["input"]
+            images = 2 * random.random((batch, *expected["shape"][1:]), dtype=np.float32)
+            images = images.astype(expected["dtype"], copy=False)
             model.run(images)
             times_s = []
             while len(times_s) < BENCHMARK_STEPS or sum(times_s) < BENCHMARK_S:
@@ -235,8 +237,8 @@ def benchmark(models, batch_sizes):
 
 @contextlib.contextmanager
 def engines(path, device, model_arch_name=None):
-    """All ways to run a model, [inference.Model]; a checkpoint is exported to a temporary folder first. onnxruntime is
-    left out with a warning if it or onnx is missing or broken."""
+    """Yield a list of inference.Model: the model in each engine that can run it. A checkpoint is first exported to a
+    temporary folder. If onnx or onnxruntime is missing or broken, onnxruntime is omitted with a warning."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference
 
@@ -245,7 +247,7 @@ def engines(path, device, model_arch_name=None):
         yield models
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder, problem = Path(path), f"{path} has no {inference.NAME}.onnx; export with --onnx"
+        folder, problem = Path(path), f"{path}: contains no {inference.NAME}.onnx; export with --onnx"
         if models[0].engine == "Executor":
             folder = Path(temporary) / "export"
             try:
@@ -259,7 +261,7 @@ def engines(path, device, model_arch_name=None):
                 raise UsageError(problem)
             models.append(inference.open_onnx(file, device))
         except UsageError as e:
-            logger.warn(f"onnxruntime is not measured: {e}")
+            logger.warn(f"skipping onnxruntime: {e}")
         yield models
 
 
@@ -268,8 +270,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
     parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
-    parser.add_argument("--model-arch-name", metavar="FILE.py:NAME", help="network of a checkpoint that is from a file")
-    parser.add_argument("--csv", metavar="FILE|-", help="write a table with one line per image; - is stdout")
+    parser.add_argument(
+        "--model-arch-name", metavar="FILE.py:NAME", help="network of the checkpoint, if it is from a file"
+    )
+    parser.add_argument("--csv", metavar="FILE|-", help="CSV file to write, one line per image; - is stdout")
     parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")
     parser.add_argument("--device", choices=["auto", "gpu", "cpu"], default="auto", help="(default: auto)")
     parser.add_argument(
@@ -291,9 +295,9 @@ def main(argv=None):
 
 def _main(args):
     if args.json and args.csv == "-":
-        raise UsageError("--json and --csv - both write to stdout; remove one, or set --csv to a file")
+        raise UsageError("--json: --csv - also writes to stdout; remove one, or set --csv to a file")
     if args.benchmark and (args.images or args.json or args.csv):
-        raise UsageError("--benchmark measures the network on random images; remove images, --csv and --json")
+        raise UsageError("--benchmark: measures random images; remove images, --csv and --json")
     if args.model_arch_name is not None:
         args.model_arch_name = registered_name(args.model_arch_name)
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
@@ -317,14 +321,14 @@ def _main(args):
                 bad += 1
                 logger.write_line(printable(f"{path} {problem}"), sys.stderr)
                 continue
-            found = top(row, model.description["classes"])
+            best = top(row, model.description["classes"])
             if write:
-                write([path, *found[0][:2], *predictions.top_cells(found)])
+                write([path, *best[0][:2], *predictions.top_cells(best)])
             if args.json:
-                best = [{"label": label, "class": name, "probability": p} for label, name, p in found]
-                logger.write_line(json.dumps({"image": path, "top": best}), sys.stdout)
+                entries = [{"label": label, "class": name, "probability": p} for label, name, p in best]
+                logger.write_line(json.dumps({"image": path, "top": entries}), sys.stdout)
             elif args.csv != "-":
-                line = f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in found)
+                line = f"{path}: " + ", ".join(f"{name} {p:.4f}" for _, name, p in best)
                 logger.write_line(printable(line), sys.stdout)
     return exit_codes.FAILURE if bad else exit_codes.DONE
 
@@ -340,7 +344,7 @@ def _claim_csv(args, paths):
 
 @contextlib.contextmanager
 def _csv_writer(path, k):
-    """A function that writes a line with the k most probable classes, or None without a path."""
+    """Yield a function that writes a line with the k most probable classes, or None without a path."""
     if path is None:
         yield None
         return
@@ -348,7 +352,7 @@ def _csv_writer(path, k):
     try:
         if path != "-":
             files.touch(path)
-        # Names of files need not be UTF-8.
+        # File names may not be valid UTF-8.
         options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
         with contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", **options) as file:
             write = csv.writer(file, lineterminator="\n").writerow
@@ -362,11 +366,11 @@ def _print_benchmark(args, device):
     logger.info(f"{args.model} on {device}, random images in host memory, latency in ms")
     logger.info(f"{'batch':>5}  {'engine':16}  {'p50':>9}  {'p90':>9}  {'p99':>9}  {'images/s':>9}")
     with engines(args.model, device, args.model_arch_name) as models:
-        for found in benchmark(models, args.benchmark_batches):
-            figures = "  ".join(f"{found[name]:9.2f}" for name in FIGURES)
-            logger.info(f"{found['batch']:5}  {found['engine']:16}  {figures}")
+        for result in benchmark(models, args.benchmark_batches):
+            metrics = "  ".join(f"{result[name]:9.2f}" for name in BENCHMARK_COLUMNS)
+            logger.info(f"{result['batch']:5}  {result['engine']:16}  {metrics}")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a pipe to `head` ends it silently
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command without an error
     sys.exit(main())

@@ -71,7 +71,7 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
     Args:
         out: logits [N, class_num].
-        feeds: result of create_feeds. If it also has "weights" [N, class_num] in float32, each row with the sum 1,
+        feeds: result of create_feeds. If it also contains "weights" [N, class_num] in float32, whose rows sum to 1,
             these replace the label in the loss.
         class_num: number of classes.
         label_smoothing: fraction of each label spread evenly over all classes, in training only: Szegedy et al.,
@@ -148,7 +148,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
     """
     mode = Mode.TRAIN if is_train else Mode.EVAL
     start(args, mode)
-    watchdog.phase("building a program")
+    watchdog.phase("program construction")
     channels, height, width = args.image_shape
     image_shape = [channels, height, width] if args.data_layout == "NCHW" else [height, width, channels]
     if is_train and lr_scheduler is None:
@@ -228,7 +228,7 @@ def _mix(args, images, label, lr_scheduler):
     rows = declare("rows", [1, 1, height, 1] if is_nchw else [1, height, 1, 1])
     columns = declare("columns", [1, 1, 1, width] if is_nchw else [1, 1, width, 1])
     mixed = mixing.mix_images(images, rows, columns)
-    return mixed, {"weights": mixing.mix_labels(label, declare("share", [1]), args.num_of_class)}
+    return mixed, {"weights": mixing.mix_labels(label, declare("fraction", [1]), args.num_of_class)}
 
 
 def _drop_out(args, model, lr_scheduler):
@@ -348,7 +348,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         fetchs: result of build.
         epoch: number of the epoch, for the log.
         mode: Mode.TRAIN or Mode.EVAL.
-        lr_scheduler: if given, it advances after each step.
+        lr_scheduler: schedule to advance after each step, or None.
     Returns:
         dict of metrics over all processes:
         loss, top1, top5: means over images; the loss over images with a finite loss, NaN if there are none.
@@ -427,7 +427,9 @@ class _Pass:
         self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
         self.first_step = 0 if args.benchmark else loader.step
         if self._batches_each_step > 1 and len(loader) == iterators.UNKNOWN_LENGTH:
-            raise UsageError(f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length")
+            raise UsageError(
+                f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length; implement its __len__"
+            )
         self._used = durations.used_batches(len(loader), args.accumulate_steps) if mode is Mode.TRAIN else len(loader)
         self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else end_step or self._used
         self._clock = StepClock()
@@ -448,7 +450,7 @@ class _Pass:
         they are not in step.
 
         Raises:
-            Preempted: training is to stop; raised before the same step on every rank.
+            Preempted: training stops; every rank raises this before the same step.
         """
         if self._mode is Mode.TRAIN:
             if step % self._batches_each_step == 0 and exchange.stop_agreed():
@@ -628,7 +630,7 @@ def _loss_scale():
 
 def _over_all_processes(meters, clock, stopped):
     """Return the metrics and times over all processes, reduced on the host in float64, the same on each process."""
-    watchdog.phase("the sums over all processes")
+    watchdog.phase("metric reduction")
     loss = meters["loss"]
     own = {}
     for name, meter in meters.items():

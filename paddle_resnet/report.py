@@ -21,11 +21,12 @@ from utils.mode import RunScope
 
 MIB = 2**20
 OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # omitted from the suggested evaluation command
-STARVED_FRACTION = 0.2  # of a step, during which a GPU waits for images
+STARVED_FRACTION = 0.2  # fraction of a step that the GPU waits for images
 
 
 def default_name(args):
-    """Name of the report in the run's folder if --report-file is not set: an evaluation keeps the training report."""
+    """Return the name of the report in the run's folder, for runs without --report-file. An evaluation does not replace
+    the training report."""
     if args.benchmark:
         return "report.benchmark.json"
     return "report.json" if args.run_scope.trains else "report.eval.json"
@@ -55,18 +56,18 @@ def _tables(args):
     return paths | ({"predictions": args.predictions} if args.predictions is not None else {})
 
 
-def resumes(args, found):
+def resumes(args, checkpoint):
     """Whether the run appends to its report: with --resume, and if it continues the run of a checkpoint."""
     trains = args.run_scope.trains and not args.benchmark
-    return trains and (args.resume or (found is not None and found.resumes))
+    return trains and (args.resume or (checkpoint is not None and checkpoint.resumes))
 
 
-def check_replaced(args, found, run_folder):
+def check_replaced(args, checkpoint, run_folder):
     """Check the file that the report would replace or append to.
 
     Args:
         args: flags.
-        found: the checkpoint that the run starts from (restore.Found), or None.
+        checkpoint: the one that the run starts from (restore.StartCheckpoint), or None.
         run_folder: the folder of its checkpoints.
     Raises:
         UsageError: the file is not a report; it is the report of a training run and --overwrite is not set; or the run
@@ -87,8 +88,8 @@ def check_replaced(args, found, run_folder):
         raise UsageError(f"--report-file {path}: exists and is not a report; choose a different file")
     if not kind:
         return
-    if resumes(args, found):
-        if kind != "training" or not _is_of_run(path, found, run_folder):
+    if resumes(args, checkpoint):
+        if kind != "training" or not _is_of_run(path, checkpoint, run_folder):
             raise UsageError(f"--report-file {path}: the report of a different {kind} run; choose a different file")
         return
     if kind == "training" and not args.overwrite:
@@ -100,11 +101,11 @@ def check_replaced(args, found, run_folder):
     logger.info(f"--report-file {path}: replaces the report of an earlier {kind} run")
 
 
-def _is_of_run(path, found, run_folder):
+def _is_of_run(path, checkpoint, run_folder):
     """Whether a report belongs to the run that this one resumes. Its folder may have been moved with the report."""
     from paddle_resnet.results import reading
 
-    own = {run_folder, *([Path(found.folder).parent] if found else [])}
+    own = {run_folder, *([Path(checkpoint.folder).parent] if checkpoint else [])}
     recorded = reading.run_folders(path)
     places = {folder.resolve() for folder in own}
     return bool(path.resolve().parent in places or recorded & own or {folder.resolve() for folder in recorded} & places)
@@ -141,23 +142,24 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
     )
 
 
-def all_done(args, found):
+def all_done(args, checkpoint):
     """Log that all steps are done.
 
     Raises:
         UsageError: --resume is not set. With --resume, a command that is repeated until all steps are done ends here.
     """
+    folder = checkpoint.folder
     if not args.resume:
         if args.iter_unit == "batch":
-            raise UsageError(f"--num-iter {args.num_iter}: all are done in {found.folder}; use a larger number")
-        raise UsageError(f"--epochs {args.epochs}: all are done in {found.folder}; use more than {found.epoch}")
+            raise UsageError(f"--num-iter {args.num_iter}: all are done in {folder}; use a larger number")
+        raise UsageError(f"--epochs {args.epochs}: all are done in {folder}; use more than {checkpoint.epoch}")
     length = f"{args.epochs} epochs" if args.iter_unit == "epoch" else f"{args.num_iter} steps"
-    logger.info(f"--resume: all {length} are done in {found.folder}")
+    logger.info(f"--resume: all {length} are done in {folder}")
 
 
 def advise_on_loader(args, epoch, trained):
     """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. A CPU program shares
-    its cores with the loader, so waiting does not indicate a slow loader. A short first epoch is mostly start-up.
+    its cores with the loader, so waiting does not indicate a slow loader. A short first epoch is mostly startup.
 
     Args:
         args: flags.
@@ -268,7 +270,7 @@ def _print_table(title, result, environment):
     logger.info(drawn.getvalue().rstrip("\n"))
 
 
-def summarise(args, argv, program, trained, evaluated, best, folder):
+def summarize(args, argv, program, trained, evaluated, best, folder):
     """Log the results of a training run, and print the command that evaluates its last checkpoint with its own report.
 
     Args:
@@ -385,7 +387,7 @@ def _write(path, header, rows):
         with open(path, "w", encoding="utf-8", newline="") as f:
             csv.writer(f).writerows([header, *rows])
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); make room") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-DEFAULT_CLASSES = 1000  # those of ImageNet, for data of unknown classes
+DEFAULT_CLASSES = 1000  # ImageNet's number, if the classes of the data are unknown
 
 
 def resolve(settings, mode=Mode.TRAIN):

@@ -1,4 +1,4 @@
-"""Programs that use the package's functions alone, without the phases of train.py."""
+"""Training with the package's public functions, without the phases of train.py."""
 
 import inspect
 import re
@@ -20,7 +20,8 @@ from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
 
-FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]  # to be resolved
+# --num-of-class and --device are resolved from the data and the machine.
+FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def flags(photos):
 
 
 def train(args, loader, epochs=2):
-    """[result of program.run for each epoch], by the public functions only."""
+    """Return the result of program.run for each epoch."""
     place = paddle.CUDAPlace(0) if paddle.is_compiled_with_cuda() else paddle.CPUPlace()
     main, startup, exe = static.Program(), static.Program(), static.Executor(place)
     paddle.seed(0)
@@ -57,15 +58,15 @@ class Sized(Unsized):
 
 
 def copies(loader, epochs):
-    """The batches of each epoch as NumPy arrays."""
-    found = []
+    """Copy the batches of each epoch to NumPy arrays."""
+    actual = []
     for _ in range(epochs):
-        found.append([[{name: np.array(value) for name, value in batch.items()}] for [batch] in loader])
+        actual.append([[{name: np.array(value) for name, value in batch.items()}] for [batch] in loader])
         loader.reset()
-    return found
+    return actual
 
 
-def test_functions_start_what_they_need(flags):
+def test_public_functions_resolve_flags_and_start_fleet(flags):
     args = config.parse_args(flags)
     loader = dali.build_dataloader(args, Mode.TRAIN)
     first, second = train(args, loader)
@@ -73,18 +74,18 @@ def test_functions_start_what_they_need(flags):
     assert args.num_of_class == 3 and args.is_frozen and "auto" not in (args.device, args.dali_device, args.kernels)
 
 
-def test_any_iterable_of_batches_is_a_loader(flags):
-    """With the batches of the package's own loader, it gives the same numbers."""
+def test_run_accepts_any_iterable_of_batches(flags):
+    """Copies of the batches of the package's loader give the same losses as the loader."""
     args = config.parse_args(flags)
     expected = [epoch["loss"] for epoch in train(args, dali.build_dataloader(args, Mode.TRAIN))]
     for kind in (Unsized, Sized):
         loader = kind(copies(dali.build_dataloader(config.parse_args(flags), Mode.TRAIN), 2))
         with static.scope_guard(static.Scope()):
-            found = train(config.parse_args(flags), loader)
-        assert [(epoch["loss"], epoch["steps"]) for epoch in found] == [(loss, 3) for loss in expected]
+            actual = train(config.parse_args(flags), loader)
+        assert [(epoch["loss"], epoch["steps"]) for epoch in actual] == [(loss, 3) for loss in expected]
 
 
-def test_build_alone_resolves_flags_and_starts_fleet(flags, monkeypatch):
+def test_build_resolves_flags_and_starts_fleet_once(flags, monkeypatch):
     starts, start = [], fleet.start
     monkeypatch.setattr(fleet, "start", lambda args: (starts.append(args), start(args)))
     args = config.parse_args(flags)
@@ -94,12 +95,12 @@ def test_build_alone_resolves_flags_and_starts_fleet(flags, monkeypatch):
     assert starts == [args]
 
 
-def test_missing_calls_are_named(flags):
+def test_calls_in_wrong_order_raise_errors(flags):
     args = config.parse_args(flags)
     main, startup, exe = static.Program(), static.Program(), static.Executor(paddle.CPUPlace())
-    for early in (lambda: program.compile_prog(args, main), lambda: program.create_strategy(args)):
+    for premature_call in (lambda: program.compile_prog(args, main), lambda: program.create_strategy(args)):
         with pytest.raises(UsageError, match="--device auto: not resolved yet; call program.build with these flags"):
-            early()
+            premature_call()
     fetchs, *_ = program.build(args, main, startup, 3)
     with pytest.raises(UsageError, match="run: the program is not compiled; pass the result of compile_prog"):
         program.run(args, [], exe, main, fetchs, 0)
@@ -114,9 +115,9 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (iter(()), "the loader has no batch"),
-        ([{"data": IMAGES, "label": LABELS}], r"the loader must yield \[{"),
-        ([[{"data": IMAGES}]], r"the loader must yield \[{"),
+        (iter(()), "the loader yields no batch"),
+        ([{"data": IMAGES, "label": LABELS}], r"yields a batch of a different form; yield \[{"),
+        ([[{"data": IMAGES}]], r"yields a batch of a different form; yield \[{"),
         (
             [[{"data": IMAGES, "label": LABELS[:, 0]}]],
             r"yields label in int64 \['N'\], but the program takes int64 \['N', 1\]",
@@ -127,9 +128,9 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
             r"yields data in float32 \['N', 3, 9, 32\], but the program takes",
         ),
     ],
-    ids=["no batch", "no list", "no label", "one dimension", "int32", "another size"],
+    ids=["no batch", "no list", "no label", "one dimension", "int32", "different size"],
 )
-def test_batches_that_do_not_fit_are_errors(batches, message):
+def test_incompatible_batches_raise_errors(batches, message):
     main = static.Program()
     with static.program_guard(main):
         program.create_feeds([3, 32, 32])
@@ -137,8 +138,8 @@ def test_batches_that_do_not_fit_are_errors(batches, message):
         next(iter(iterators.adapted(batches, SimpleNamespace(_program=main))))
 
 
-def test_batches_stay_until_the_gpu_has_read_them():
-    """The loader may reuse memory to which nothing refers; the GPU is up to two steps behind the request."""
+def test_adapter_keeps_batches_until_gpu_has_read_them():
+    """The loader may reuse unreferenced memory, and the GPU lags up to two steps behind the host."""
 
     class Counted(np.ndarray):
         alive = 0
@@ -157,7 +158,7 @@ def test_batches_stay_until_the_gpu_has_read_them():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("auto_reset", [True, False])
-def test_plain_dali_iterator_feeds_a_gpu(flags, photos, auto_reset):
+def test_plain_dali_iterator_trains_on_gpu(flags, photos, auto_reset):
     @pipeline_def(batch_size=8, num_threads=2, device_id=0, seed=1)
     def batches():
         encoded, label = fn.readers.file(file_root=str(photos / "train"), pad_last_batch=True, name="Reader")
@@ -174,13 +175,13 @@ def test_plain_dali_iterator_feeds_a_gpu(flags, photos, auto_reset):
 PAGE = (ROOT / "docs/api.md").read_text()
 
 
-def test_programs_of_the_page_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
-    """In their order, with the tiny network and its data."""
+def test_api_page_programs_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
+    """The programs run in the order of the page, with the tiny network and its data."""
     monkeypatch.chdir(tmp_path)
-    names = {"output/digits/ResNet18/best": checkpoint, "data/digits": photos, "ResNet18": "Tiny"}
+    replacements = {"output/digits/ResNet18/best": checkpoint, "data/digits": photos, "ResNet18": "Tiny"}
     namespace = {}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
-        for name, own in names.items():
+        for name, own in replacements.items():
             block = block.replace(name, str(own))
         exec(block, namespace)
     assert namespace["trained"]["images"] == 16
@@ -189,12 +190,12 @@ def test_programs_of_the_page_run(photos, checkpoint, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.splitlines()[-1].startswith(str(photos / "val"))
 
 
-def test_signatures_of_the_page_are_those_of_the_functions():
+def test_api_page_signatures_match_functions():
     listed = re.findall(r"^(\w+)\.(\w+)(\(.*\))$", PAGE.partition("## Functions")[2], re.MULTILINE)
     modules = {
         module.__name__.rpartition(".")[2]: module for module in (config, dali, inference, preprocessing, program)
     }
     for module, name, signature in listed:
-        found = str(inspect.signature(getattr(modules[module], name)))
-        assert found.replace("<Mode.TRAIN: 'train'>", "Mode.TRAIN") == signature
+        actual = str(inspect.signature(getattr(modules[module], name)))
+        assert actual.replace("<Mode.TRAIN: 'train'>", "Mode.TRAIN") == signature
     assert listed

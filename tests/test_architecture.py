@@ -1,4 +1,4 @@
-"""The direction of imports: a module uses only what stands below it."""
+"""Import layers: a module imports only from its own layer and lower ones."""
 
 import ast
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 from conftest import ROOT
 
-# From the top to the bottom; a line may import from the lines below it and from itself.
-FLOORS = [
+# From top to bottom; a layer may import from itself and from the layers below it.
+LAYERS = [
     ["train"],
-    ["paddle_resnet.dataset", "paddle_resnet.doctor", "paddle_resnet.export", "paddle_resnet.predict"],
+    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "predict", "weights")],
     ["paddle_resnet.serving"],
     ["paddle_resnet.phases"],
     ["paddle_resnet.program"],
@@ -45,81 +45,82 @@ def modules():
 
 
 def imports(path, known):
-    """The modules that a file imports, at its top or in a function; of a package, the names that are modules."""
-    found = set()
+    """Return the modules that a file imports, at the top or in a function, including submodules of a package."""
+    imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names & known or {node.module}
-    return found
+            imported |= names & known or {node.module}
+    return imported
 
 
-def floor(module):
-    """The index of a module's line; None for a library's and for `paddle_resnet` itself, which sets the environment."""
-    for index, names in enumerate(FLOORS):
+def layer(module):
+    """Return the layer index of a module, or None for a library and for `paddle_resnet`, which sets the environment."""
+    for index, names in enumerate(LAYERS):
         if any(module == name or module.startswith(f"{name}.") for name in names):
             return index
     return None
 
 
-def test_every_module_has_a_floor():
-    assert [module for module in modules() if floor(module) is None] == ["paddle_resnet"]
+def test_every_module_belongs_to_one_layer():
+    assert [module for module in modules() if layer(module) is None] == ["paddle_resnet"]
 
 
-def test_imports_run_downwards():
+def test_modules_import_only_from_lower_layers():
     known = modules()
-    upwards = [
+    violations = [
         f"{module} imports {other}"
         for module, path in known.items()
         for other in imports(path, set(known))
-        if module != "paddle_resnet" and floor(other) is not None and floor(other) < floor(module)
+        if module != "paddle_resnet" and layer(other) is not None and layer(other) < layer(module)
     ]
-    assert not upwards
+    assert not violations
 
 
-def test_no_circle():
+def test_imports_have_no_cycle():
     known = modules()
-    below = {module: imports(path, set(known)) & set(known) for module, path in known.items()}
-    while free := [module for module, others in below.items() if not others & set(below)]:
-        for module in free:
-            del below[module]
-    assert not below
+    remaining = {module: imports(path, set(known)) & set(known) for module, path in known.items()}
+    while leaves := [module for module, dependencies in remaining.items() if not dependencies & set(remaining)]:
+        for module in leaves:
+            del remaining[module]
+    assert not remaining
 
 
 LIGHT = ("config", "utils", "paddle_resnet.settings")
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if name.startswith(LIGHT)])
-def test_config_settings_and_utils_need_neither_paddle_nor_dali(module):
+def test_config_settings_and_utils_import_neither_paddle_nor_dali(module):
     roots = {name.partition(".")[0] for name in imports(modules()[module], set())}
     assert not roots & LIBRARIES_OF_UTILS
 
 
-def test_the_check_sees_an_import_that_runs_up(tmp_path):
+def test_layer_check_detects_import_from_higher_layer(tmp_path):
     path = Path(tmp_path / "module.py")
     path.write_text("def f():\n    from paddle_resnet import program\n    from paddle_resnet.job import exchange\n")
     assert imports(path, set(modules())) == {"paddle_resnet.program", "paddle_resnet.job.exchange"}
-    assert floor("paddle_resnet.program") < floor("paddle_resnet.job.exchange")
+    assert layer("paddle_resnet.program") < layer("paddle_resnet.job.exchange")
 
 
 def parameters(path):
-    """(function, parameter) of each function in a file."""
+    """Return (function, parameter) pairs of a file."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     return [(f.name, a.arg) for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
 
 
 @pytest.mark.parametrize("folder", ["machine", "models", "native", "passes", "steps", "tools"])
-def test_low_modules_take_values_and_not_all_settings(folder):
+def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
     assert not [(path.name, f) for path in paths for f, name in parameters(path) if name in ("args", "settings")]
-    assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")  # the check sees one
+    # The check detects such parameters.
+    assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
 
 
 @pytest.mark.parametrize("name", ["train.py", "paddle_resnet/phases.py", "paddle_resnet/program.py"])
-def test_functions_of_the_spine_fit_a_screen(name):
+def test_spine_functions_are_shorter_than_60_lines(name):
     tree = ast.parse((ROOT / name).read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= 60]

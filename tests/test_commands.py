@@ -1,4 +1,4 @@
-"""The commands of README and docs: train.py knows their flags, and they run as written, in a copy of the repository."""
+"""Commands in README and docs: their flags parse, and they run as written in a copy of the repository."""
 
 import importlib.util
 import json
@@ -15,36 +15,36 @@ import config
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
 
-# The tutorial leaves what later pages look at.
+# The tutorial comes first because later pages use its output.
 PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
 STARTS = ("make ", "find ", "python ", ".venv/bin/python ")
 NOT_RUN = {
     r"^make (venv|test)\b": "tests/test_makefile.py, .ci/run",
     r" -m pytest ": "the tests themselves",
     r" -m pip install ": "changes the environment of the tests",
-    r"\bDIR\b|\.\.\.|\bVERSION\b": "a place to be filled in",
-    r"--gpus|--nnodes": "several GPUs or machines",
+    r"\bDIR\b|\.\.\.|\bVERSION\b": "contains a placeholder",
+    r"--gpus|--nnodes": "requires several GPUs or machines",
 }
 if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
     NOT_RUN[r"onnx"] = "requirements-onnx.txt is not installed"
 
 
 def commands(page):
-    """The commands of a page's code blocks, each on one line."""
+    """Yield the commands of a page's code blocks, each on one line."""
     for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         for line in [] if kind else re.sub(r" *\\\n *", " ", block).splitlines():
             if line.startswith(STARTS):
                 yield line.split("  #")[0].rstrip()
 
 
-def test_commands_are_found():
-    found = {page.name: len(list(commands(page))) for page in PAGES}
+def test_pages_contain_commands():
+    counts = {page.name: len(list(commands(page))) for page in PAGES}
     for name in ("README.md", "tutorial.md", "data.md", "export.md", "install.md", "reports.md", "training.md"):
-        assert found[name] > 0, name
+        assert counts[name] > 0, name
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(PAGES), ids=lambda page: page.name)
-def test_flags_of_train_py(page, monkeypatch):
+def test_documented_train_commands_parse(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for command in commands(page):
         _, is_train, flags = command.partition("train.py ")
@@ -54,9 +54,9 @@ def test_flags_of_train_py(page, monkeypatch):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_commands_run_as_written(tmp_path):
+def test_documented_commands_run_as_written(tmp_path):
     if not (Path(sys.prefix) / "paddle").is_file():
-        pytest.skip("needs the .venv that make has installed")
+        pytest.skip("requires the .venv that make installs")
     files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(files, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
         if (ROOT / name).is_file():
@@ -64,16 +64,16 @@ def test_commands_run_as_written(tmp_path):
             shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "net.py").write_text(NETWORK_EXAMPLE)
-    failed, has_run = [], []
+    failed, executed = [], []
     for command in dict.fromkeys(command for page in PAGES for command in commands(page)):
         if any(re.search(pattern, command) for pattern in NOT_RUN):
             continue
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-        has_run.append(command)
+        executed.append(command)
         if done.returncode:
             failed.append(f"{command}\nexit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
     assert not failed, "\n\n".join(failed)
-    assert len(has_run) > 20
+    assert len(executed) > 20
 
 
 WITHOUT_PADDLE = """
@@ -94,8 +94,8 @@ assert train.main(["--image-root", "/nowhere", "--data-format", "synthetic"]) ==
 """
 
 
-def test_reports_and_wrong_names_need_neither_paddle_nor_dali(tmp_path):
-    """Mistakes in names and paths are reported before Paddle is imported, which takes seconds."""
+def test_reports_and_name_errors_need_neither_paddle_nor_dali(tmp_path):
+    """Invalid names and paths are reported before Paddle is imported, which takes seconds."""
     report = tmp_path / "report.json"
     entry = {"type": "LOG", "datetime": "0", "elapsedtime": "0", "step": "PARAMETER", "data": {"batch_size": 8}}
     report.write_text(f"DLLL {json.dumps(entry)}\n")

@@ -17,7 +17,7 @@ from utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
 
-# The flags of NVIDIA's RN50v1.5 Paddle example, with its defaults: its users' commands depend on them.
+# Flags and defaults of NVIDIA's RN50v1.5 Paddle example, on which its users' commands depend.
 NVIDIA = {
     "output-dir": "./output/",
     "run-scope": RunScope.TRAIN_EVAL,
@@ -25,7 +25,7 @@ NVIDIA = {
     "save-interval": 1,
     "eval-interval": 1,
     "print-interval": 10,
-    "report-file": None,  # in OUTPUT_DIR/ARCH, by the kind of run: tests/test_report.py
+    "report-file": None,  # OUTPUT_DIR/ARCH, depending on the kind of run; see tests/test_report.py
     "data-layout": "NCHW",
     "benchmark": False,
     "benchmark-steps": 100,
@@ -50,7 +50,7 @@ NVIDIA = {
     "normalize-std": [0.229, 0.224, 0.225],
     "resize-short": 256,
     "model-arch-name": "ResNet50",
-    "num-of-class": None,  # 1000 there: here that of the data
+    "num-of-class": None,  # 1000 in the example; resolved from the data here
     "bn-weight-decay": False,
     "iter-unit": "epoch",
     "accumulate-steps": 1,
@@ -105,7 +105,7 @@ def config_file(tmp_path):
 
 
 @pytest.mark.parametrize("flag", NVIDIA)
-def test_default_of_nvidias_flags(flag):
+def test_nvidia_flags_keep_their_defaults(flag):
     value = getattr(parse(), flag.replace("-", "_"))
     assert value == NVIDIA[flag]
     assert type(value) is type(NVIDIA[flag])
@@ -123,7 +123,7 @@ def test_default_of_nvidias_flags(flag):
         "--mask-algo mask_1d --epochs 90 --lr 0.256",
     ],
 )
-def test_commands_in_the_style_of_nvidias_example(flags):
+def test_nvidia_commands_parse(flags):
     parse(flags)
 
 
@@ -173,13 +173,13 @@ def test_commands_in_the_style_of_nvidias_example(flags):
         ("--from-checkpoint d --last-epoch-of-checkpoint 3", "last_epoch_of_checkpoint", 3),
     ],
 )
-def test_value(text, name, value):
+def test_flag_value_is_parsed(text, name, value):
     parsed = getattr(parse(text), name)
     assert parsed == value
     assert type(parsed) is type(value)
 
 
-def test_argv_defaults_to_the_command_line(monkeypatch):
+def test_argv_defaults_to_command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
     assert config.parse_args().epochs == 7
 
@@ -201,7 +201,7 @@ def test_argv_defaults_to_the_command_line(monkeypatch):
         ("# only a comment", "epochs", 90),
     ],
 )
-def test_yaml_wins_over_the_default(config_file, text, name, value):
+def test_yaml_takes_precedence_over_default(config_file, text, name, value):
     assert getattr(parse(f"--config {config_file(text)}"), name) == value
 
 
@@ -214,13 +214,13 @@ def test_yaml_wins_over_the_default(config_file, text, name, value):
         ("normalize_mean: [0, 0, 0]", "--normalize-mean 1,1,1", "normalize_mean", [1.0, 1.0, 1.0]),
     ],
 )
-def test_command_line_wins_over_yaml(config_file, text, flags, name, value):
+def test_command_line_takes_precedence_over_yaml(config_file, text, flags, name, value):
     path = config_file(text)
     assert getattr(parse(f"--config {path} {flags}"), name) == value
     assert getattr(parse(f"{flags} --config={path}"), name) == value
 
 
-def test_flags_of_yaml_and_command_line_are_checked_together(config_file):
+def test_yaml_and_command_line_conflicts_are_errors(config_file):
     message = error_of(f"--config {config_file('from_checkpoint: a')} --from-pretrained-params b")
     assert "--from-checkpoint a: cannot be combined with --from-pretrained-params b" in message
 
@@ -237,12 +237,12 @@ def test_flags_of_yaml_and_command_line_are_checked_together(config_file):
         "--run-scope eval_only --from-checkpoint d --last-epoch-of-checkpoint 0 --weight-decay 1e-7",
     ],
 )
-def test_as_dict_is_a_config_file(config_file, flags):
+def test_as_dict_round_trips_through_config_file(config_file, flags):
     values = parse(flags).as_dict()
     assert parse(f"--config {config_file(yaml.safe_dump(values))}").as_dict() == values
 
 
-def test_as_dict_leaves_out_what_does_not_describe_the_run(config_file):
+def test_as_dict_excludes_config_and_print_config(config_file):
     values = parse(f"--config {config_file('')} --print-config").as_dict()
     assert set(values) == FLAGS.keys() - {"config", "print_config"}
 
@@ -318,7 +318,7 @@ def test_missing_value_is_an_error(name):
         ("--last-epoch-of-checkpoint", "-1"),
     ],
 )
-def test_value_of_the_wrong_type_is_an_error(config_file, flag, value):
+def test_value_of_wrong_type_is_an_error(config_file, flag, value):
     path = config_file(f"{flag[2:].replace('-', '_')}: {value}")
     for message in (error_of(f"{flag} {value}"), error_of(f"--config {path}")):
         assert flag in message
@@ -359,7 +359,7 @@ def test_invalid_list_is_an_error(flag, value):
 @pytest.mark.parametrize(
     ("flag", "value", "part"), [("--image-shape", "4,x,224", "'x'"), ("--normalize-std", "1,,1", "''")]
 )
-def test_list_with_an_element_of_the_wrong_type_is_an_error(flag, value, part):
+def test_list_element_of_wrong_type_is_an_error(flag, value, part):
     message = error_of(f"{flag} {value}")
     assert flag in message
     assert part in message
@@ -453,7 +453,7 @@ def test_unreadable_config_file_is_an_error(tmp_path):
     assert f"--config {tmp_path}: cannot be read" in error_of(f"--config {tmp_path}")
 
 
-def test_flags_need_neither_paddle_nor_dali():
+def test_parsing_imports_neither_paddle_nor_dali():
     code = "import sys, config; config.parse_args([]); sys.exit(bool({'paddle', 'nvidia.dali'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
@@ -484,14 +484,14 @@ def test_numbers_out_of_range_are_errors(flags, expected):
         config.parse_args(flags)
 
 
-WHOLE_NUMBERS = [flag(a.dest) for a in PARSER._actions if type(a.default) is int] + [
+INTEGER_FLAGS = [flag(a.dest) for a in PARSER._actions if type(a.default) is int] + [
     *("--num-of-class", "--image-shape", "--profile-steps", "--last-epoch-of-checkpoint")
 ]
 
 
 @pytest.mark.parametrize("value", ["9" * 11, "9" * 400, "9" * 5000])
-@pytest.mark.parametrize("name", WHOLE_NUMBERS)
-def test_every_whole_number_has_an_upper_limit(name, value):
+@pytest.mark.parametrize("name", INTEGER_FLAGS)
+def test_integer_flags_have_an_upper_limit(name, value):
     with pytest.raises(UsageError, match=rf"^{name}: .*use a whole number from [01] to [0-9]+$") as error:
         config.parse_args([name, f"1:{value}" if name == "--profile-steps" else value])
     assert len(str(error.value)) < 200
@@ -540,7 +540,7 @@ def test_hostile_config_file_is_an_immediate_error(config_file, content, expecte
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_or_device_as_config_file_is_an_immediate_error(tmp_path):
+def test_pipe_or_device_as_config_file_is_an_immediate_error(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         assert f"--config {path}: cannot be read (not a regular file)" in error_of(f"--config {path}")
@@ -554,8 +554,8 @@ def test_all_conflicts_are_reported_together(config_file):
         )
     lines = str(error.value).splitlines()
     assert len(lines) == 4
-    for words in ("--prune-model", "--scale-loss 128", "--resize-short 100", "--last-epoch-of-checkpoint 3"):
-        assert sum(words in line for line in lines) == 1
+    for part in ("--prune-model", "--scale-loss 128", "--resize-short 100", "--last-epoch-of-checkpoint 3"):
+        assert sum(part in line for line in lines) == 1
     with pytest.raises(UsageError) as error:
         parse("--learning-rate 1 --epochs 3 --workers 4")
     assert str(error.value).splitlines() == [
@@ -565,7 +565,7 @@ def test_all_conflicts_are_reported_together(config_file):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("flags", "expected"),
     [
         ("--from-checkpoint a --from-pretrained-params b", "cannot be combined with --from-pretrained-params b"),
         ("--resume --overwrite", "--resume: continues the run that --overwrite deletes"),
@@ -573,22 +573,22 @@ def test_all_conflicts_are_reported_together(config_file):
         ("--pretrained-mismatch skip-classifier", "requires --from-pretrained-params DIR; add it"),
     ],
 )
-def test_starts_that_exclude_each_other(words, expected):
-    assert expected in error_of(words)
+def test_mutually_exclusive_start_flags_are_errors(flags, expected):
+    assert expected in error_of(flags)
 
 
-def test_aliases_mean_flags_that_exist():
+def test_aliases_refer_to_existing_flags():
     flags = {option for action in PARSER._actions for option in action.option_strings}
     assert not {f"--{alias}" for alias in parsing.ALIASES} & flags
-    assert {f"--{meant.split()[0]}" for meant in parsing.ALIASES.values()} <= flags
+    assert {f"--{target.split()[0]}" for target in parsing.ALIASES.values()} <= flags
 
 
-def test_an_alias_as_a_key_is_reported_as_a_key(config_file):
+def test_alias_as_yaml_key_suggests_the_key(config_file):
     assert "unknown key learning_rate: did you mean lr?" in error_of(f"--config {config_file('learning_rate: 1')}")
     assert "did you mean image_root?" in error_of(f"--config {config_file('data-dir: x')}")
 
 
-def test_each_value_has_an_origin(config_file):
+def test_settings_record_the_origin_of_each_value(config_file):
     path = config_file("{epochs: 90, lr: null, crop_size: 64, momentum: 0.5}")
     args = parse(f"--config {path} --amp --crop-size 32")
     origins = {"epochs": f"file {path}", "momentum": f"file {path}", "amp": "command line", "crop_size": "command line"}
@@ -611,7 +611,7 @@ def test_frozen_settings_cannot_be_assigned():
 
 
 @pytest.mark.parametrize(
-    ("given", "names", "expected"),
+    ("explicit", "names", "expected"),
     [
         (
             "",
@@ -630,18 +630,18 @@ def test_frozen_settings_cannot_be_assigned():
         ("--model-prefix new", ["model_arch_name", "model_prefix"], {"model_prefix": "new"}),
     ],
 )
-def test_flags_of_an_earlier_run_are_inherited_unless_explicit(given, names, expected):
+def test_flags_of_earlier_run_are_inherited_unless_explicit(explicit, names, expected):
     recorded = {"model_arch_name": "ResNet18", "model_prefix": "old", "image_shape": [3, 96, 96], "crop_size": 96}
     recorded = parsing.from_dict(recorded | {"interp": "cubic", "resize_short": 110})
-    args = parse(given)
-    taken, differing = inheritance.inherit(args, recorded, names, "here")
+    args = parse(explicit)
+    inherited, differing = inheritance.inherit(args, recorded, names, "here")
     for name, value in expected.items():
         assert getattr(args, name) == value, name
     differs = {"--crop-size 64": (64, 96), "--image-shape 4,64,64": ([4, 64, 64], [3, 96, 96])}
     differs |= {"--interp lanczos3": ("lanczos3", "cubic"), "--model-prefix new": ("new", "old")}
-    assert differing == ({given.split()[0]: differs[given]} if given else {})
-    assert not taken.keys() & differing.keys()
-    for name, value in taken.items():
+    assert differing == ({explicit.split()[0]: differs[explicit]} if explicit else {})
+    assert not inherited.keys() & differing.keys()
+    for name, value in inherited.items():
         assert value == getattr(args, name[2:].replace("-", "_")), name
 
 
@@ -654,21 +654,21 @@ def test_flags_of_an_earlier_run_are_inherited_unless_explicit(given, names, exp
         ("--image-shape 3,64,96", [3, 64, 96], 73),
     ],
 )
-def test_a_rectangle_is_inherited_unless_a_flag_sets_another_size(flags, image_shape, resize_short):
+def test_rectangular_size_is_inherited_unless_a_flag_sets_a_different_size(flags, image_shape, resize_short):
     recorded = parse("--image-shape 3,96,144 --resize-short 110")
     args = parse(flags)
     inheritance.inherit(args, parsing.from_dict(recorded.as_dict()), IMAGES, "here")
     validation.check(args)
-    found = args.image_shape, args.crop_size, args.resize_short
-    assert found == (image_shape, min(image_shape[1:]), resize_short)
+    actual = args.image_shape, args.crop_size, args.resize_short
+    assert actual == (image_shape, min(image_shape[1:]), resize_short)
 
 
-def test_each_flag_has_one_kind():
+def test_each_flag_has_a_known_kind():
     assert {declaration.kind for declaration in FLAGS.values()} == set(KINDS)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("explicit", "expected"),
     [
         ("", {"amp": True, "amp_level": "O2", "scale_loss": 128, "asp": True, "lr": 0.1, "epochs": 7}),
         ("--amp false", {"amp": False, "amp_level": "O1", "scale_loss": 1, "use_dynamic_loss_scaling": False}),
@@ -679,28 +679,30 @@ def test_each_flag_has_one_kind():
         ("--lr-scheduler Cosine", {"lr_power": 2}),
     ],
 )
-def test_a_resumed_run_inherits_recipe_and_saving(given, expected):
+def test_resumed_run_inherits_recipe_and_saving_flags(explicit, expected):
     text = "--amp --use-pure-fp16 --scale-loss 128 --use-dynamic-loss-scaling --asp --prune-model --lr 0.1 --epochs 7"
     recorded = parse(
         f"{text} --mask-algo mask_2d_best --keep-checkpoints 9 --dali-num-threads 9 --lr-scheduler Poly --lr-power 3"
     )
-    args = parse(f"--resume {given}")
+    args = parse(f"--resume {explicit}")
     _, differing = inheritance.inherit(args, parsing.from_dict(recorded.as_dict()), of_kinds(*RESUMED), "here")
     validation.check(args)
     for name, value in {**expected, "dali_num_threads": 4}.items():
         assert getattr(args, name) == value, name
-    assert set(differing) == {word for word in given.split() if word.startswith("--")}
+    assert set(differing) == {word for word in explicit.split() if word.startswith("--")}
 
 
 @pytest.mark.parametrize(
     ("text", "resize_short"),
     [("", 256), ("--crop-size 32", 37), ("--image-shape 3,96,96", 110), ("--crop-size 32 --resize-short 256", 256)],
 )
-def test_resize_short_follows_the_crop_unless_it_is_explicit(text, resize_short):
+def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
     args = parse(text)
     assert args.resize_short == resize_short
-    warned = [warning for warning in validation.warnings(args) if warning.startswith("--resize-short 256: 8.00 times")]
-    assert len(warned) == (args.crop_size == 32 and resize_short == 256)
+    warnings = [
+        warning for warning in validation.warnings(args) if warning.startswith("--resize-short 256: 8.00 times")
+    ]
+    assert len(warnings) == (args.crop_size == 32 and resize_short == 256)
     assert parsing.as_file(args).get("resize_short") == (256 if "--resize-short" in text else None)
 
 
@@ -722,18 +724,18 @@ def test_a_network_has_its_own_preprocessing_unless_flags_are_explicit(monkeypat
 
 
 @pytest.mark.parametrize("flag", ["--data-layout NHWC", "--dali-output-fp16"])
-def test_flags_that_only_slow_down_a_cpu_trigger_warnings(flag):
+def test_flags_that_slow_down_cpus_trigger_warnings_on_cpu_only(flag):
     for device in ("cpu", "gpu"):
-        warned = [warning.split(":")[0] for warning in validation.warnings(parse(f"{flag} --device {device}"))]
-        assert warned == [flag] * (device == "cpu")
+        warnings = [warning.split(":")[0] for warning in validation.warnings(parse(f"{flag} --device {device}"))]
+        assert warnings == [flag] * (device == "cpu")
 
 
-def test_stages_of_square_images_need_a_square():
+def test_sizes_with_rectangular_image_shape_are_an_error():
     message = error_of("--data-format synthetic --epochs 3 --image-shape 3,32,48 --sizes 24:0,32:2")
     assert "--sizes 24:0,32:2: trains on square images, but --image-shape 3,32,48 is not square" in message
 
 
-def test_a_start_may_name_the_sizes_that_do_not_fit_yet():
+def test_sizes_are_checked_after_inheritance():
     args = parse("--from-checkpoint d --resize-short 110")
     with pytest.raises(UsageError, match="--resize-short 110: smaller than --crop-size 224"):
         validation.check(args)
@@ -741,7 +743,7 @@ def test_a_start_may_name_the_sizes_that_do_not_fit_yet():
     validation.check(args)
 
 
-def test_flags_that_an_old_checkpoint_lacks_have_their_old_meaning():
+def test_flags_missing_in_old_checkpoint_have_their_old_defaults():
     assert parsing.from_dict({"lr": 1}).interp == "linear"
     assert parsing.from_dict({"interp": "cubic"}).interp == "cubic"
 

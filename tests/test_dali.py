@@ -8,7 +8,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
-from conftest import TINY, assert_one_sentence, frozen
+from conftest import TINY, assert_one_error, frozen
 from helpers import epoch, take
 from paddle_resnet import dali
 from paddle_resnet.data import listing, readers
@@ -20,7 +20,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def shard(monkeypatch):
-    """Make the loader believe it is one rank of several."""
+    """Simulate one rank of a job of several processes."""
 
     def shard(rank, world_size):
         monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: rank)
@@ -31,7 +31,7 @@ def shard(monkeypatch):
 
 @pytest.fixture
 def numbered(tmp_path):
-    """One class a file: 10 images for training and 10 for validation, so that the label names the image."""
+    """One image per class, 10 for training and 10 for validation, so that the label identifies the image."""
     for split in ("train", "val"):
         for i in range(10):
             (tmp_path / split / f"{i:02d}").mkdir(parents=True)
@@ -41,7 +41,7 @@ def numbered(tmp_path):
 
 @pytest.fixture(scope="session")
 def distinct(tmp_path_factory):
-    """37 images a split, the label names the image, in every format: {--data-format: --image-root}."""
+    """37 images per split, identified by label, in every format: {--data-format: --image-root}."""
     root = tmp_path_factory.mktemp("distinct")
     roots = {
         "folder": root / "folder",
@@ -65,7 +65,7 @@ def load(parse, root, mode, *flags):
 
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 8, 10])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
+def test_loader_resumes_with_next_batch(parse, photos, shard, rank, done):
     shard(rank, 2)
     args = parse("--image-root", photos, "--batch-size", "3")
     loader = dali.build_dataloader(args, Mode.TRAIN)
@@ -81,7 +81,7 @@ def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--batch-size", "4"], "--batch-size is 4 and was 3"),
         (["--dali-random-seed", "1"], "--dali-random-seed is 1 and was 42"),
@@ -101,24 +101,24 @@ def test_loader_goes_on_with_the_next_batch(parse, photos, shard, rank, done):
         (["--normalize-std", "1,1,1"], "--normalize-std is [1.0, 1.0, 1.0] and was "),
     ],
 )
-def test_loader_with_other_batches_starts_an_epoch_and_says_why(parse, photos, capsys, flags, says):
+def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, capsys, flags, message):
     args = parse("--image-root", photos, "--batch-size", "3")
     loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 2)
     args = parse("--image-root", photos, "--batch-size", "3", *flags)
     fresh = dali.build_dataloader(args, Mode.TRAIN, loader.state())
     assert fresh.step == 0
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_share_for_the_cpu_of_less_than_half_an_image_is_refused(parse, photos):
-    args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # of 8
-    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
+def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
+    args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # 0.06 x batch size 8
+    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
 
 
-def test_loader_goes_on_from_a_checkpoint_older_than_a_flag(parse, photos, capsys):
+def test_loader_resumes_from_checkpoint_without_newer_flag(parse, photos, capsys):
     loader = dali.build_dataloader(parse("--image-root", photos), Mode.TRAIN)
     take(loader, 2)
     state = loader.state()
@@ -127,15 +127,15 @@ def test_loader_goes_on_from_a_checkpoint_older_than_a_flag(parse, photos, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_loader_of_fewer_processes_starts_an_epoch_and_says_why(parse, photos, capsys, monkeypatch):
+def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, capsys, monkeypatch):
     args = parse("--image-root", photos, "--batch-size", "3")
     with monkeypatch.context() as two:
         two.setattr(processes, "world_size", lambda: 2)
         loader = dali.build_dataloader(args, Mode.TRAIN)
     take(loader, 2)
     assert dali.build_dataloader(args, Mode.TRAIN, loader.state()).step == 0
-    said = capsys.readouterr().err
-    assert "cannot resume inside the epoch: number of processes is 1 and was 2" in said
+    stderr = capsys.readouterr().err
+    assert "cannot resume inside the epoch: number of processes is 1 and was 2" in stderr
 
 
 @pytest.mark.parametrize(
@@ -146,27 +146,27 @@ def test_loader_of_fewer_processes_starts_an_epoch_and_says_why(parse, photos, c
         *(pytest.param(name, "more", marks=pytest.mark.soak) for name in listing.STORAGE_FORMATS),
     ],
 )
-def test_at_the_end_of_an_epoch_the_order_continues(parse, distinct, shard, capsys, data_format, change):
-    """With a different number of processes or a different batch; the order of image files is the same for any."""
+def test_order_continues_after_epoch_with_changed_job(parse, distinct, shard, capsys, data_format, change):
+    """The number of processes or the batch size changes; the order of image files depends on neither."""
 
-    def loaders(world_size, batch, states=None):
+    def build(world_size, batch, states=None):
         flags = ["--num-of-class", "37", "--data-format", data_format, "--batch-size", batch]
-        made = []
+        loaders = []
         for rank in range(world_size):
             shard(rank, world_size)
             args = parse("--image-root", distinct[data_format], *flags)
-            made.append(dali.build_dataloader(args, Mode.TRAIN, states and states[min(rank, len(states) - 1)]))
-        return made
+            loaders.append(dali.build_dataloader(args, Mode.TRAIN, states and states[min(rank, len(states) - 1)]))
+        return loaders
 
-    def order(made):
-        return [label for loader in made for label in np.concatenate(epoch(loader)[1])[:, 0].tolist()]
+    def order(loaders):
+        return [label for loader in loaders for label in np.concatenate(epoch(loader)[1])[:, 0].tolist()]
 
     before, after = {"fewer": ((2, 2), (1, 4)), "more": ((1, 4), (2, 2)), "batch": ((1, 4), (1, 2))}[change]
-    first = loaders(*before)
+    first = build(*before)
     order(first)
-    resumed = loaders(*after, [loader.state() for loader in first])
+    resumed = build(*after, [loader.state() for loader in first])
     assert ": the order of the images continues" in capsys.readouterr().err
-    reference = loaders(*after)
+    reference = build(*after)
     epochs = [order(reference) for _ in range(3)]
     continued = [order(resumed) for _ in range(2)]
     assert all(len(set(labels)) == len(labels) >= 36 for labels in continued)
@@ -175,7 +175,7 @@ def test_at_the_end_of_an_epoch_the_order_continues(parse, distinct, shard, caps
         assert continued == epochs[1:]
 
 
-def test_more_processes_draw_crops_of_their_own_at_the_end_of_an_epoch(parse, photos, shard):
+def test_added_processes_draw_their_own_crops_after_epoch(parse, photos, shard):
     args = parse("--image-root", photos, "--batch-size", "3")
     loader = dali.build_dataloader(args, Mode.TRAIN)
     epoch(loader)
@@ -187,7 +187,7 @@ def test_more_processes_draw_crops_of_their_own_at_the_end_of_an_epoch(parse, ph
     assert mirrors[0] != mirrors[1]
 
 
-def test_batches_are_what_the_program_feeds(parse, photos):
+def test_batches_match_program_feeds(parse, photos):
     loader = load(parse, photos, Mode.TRAIN)
     assert isinstance(loader, DALIGenericIterator)
     images, labels = epoch(loader)
@@ -207,7 +207,7 @@ def test_batches_are_what_the_program_feeds(parse, photos):
     ],
 )
 @pytest.mark.parametrize("source", ["folder", "synthetic"])
-def test_layout_channels_and_dtype(parse, photos, flags, shape, dtype, source):
+def test_batch_follows_layout_channels_and_dtype_flags(parse, photos, flags, shape, dtype, source):
     batch = next(iter(load(parse, photos, Mode.EVAL, "--data-format", source, *flags)))
     images = np.array(batch[0]["data"])
     assert images.shape == shape
@@ -225,7 +225,7 @@ def test_layout_channels_and_dtype(parse, photos, flags, shape, dtype, source):
         (["--image-shape", "3,48,32"], (54, 70), slice(3, 51), slice(19, 51)),
     ],
 )
-def test_evaluation_image_is_resized_cropped_and_normalised(parse, tmp_path, flags, size, rows, columns):
+def test_evaluation_image_is_resized_cropped_and_normalized(parse, tmp_path, flags, size, rows, columns):
     pixels = np.random.RandomState(0).randint(0, 255, (*size, 3), dtype=np.uint8)
     (tmp_path / "val" / "a").mkdir(parents=True)
     Image.fromarray(pixels).save(tmp_path / "val" / "a" / "x.png")
@@ -235,14 +235,14 @@ def test_evaluation_image_is_resized_cropped_and_normalised(parse, tmp_path, fla
     np.testing.assert_allclose(image, expected.transpose(2, 0, 1), atol=1e-5)
 
 
-def test_normalize_flags(parse, numbered):
+def test_normalize_flags_scale_and_shift_pixels(parse, numbered):
     flags = ["--normalize-scale", "1", "--normalize-mean", "10,0,0", "--normalize-std", "2,1,1"]
     images, labels = epoch(load(parse, numbered, Mode.EVAL, *flags))
     for image, label in zip(np.concatenate(images), np.concatenate(labels), strict=True):
         np.testing.assert_allclose(image[0], (20 * label[0] - 10) / 2)
 
 
-def test_training_order_changes_every_epoch_and_follows_the_seed(parse, numbered):
+def test_training_order_depends_on_epoch_and_seed(parse, numbered):
     def orders(seed):
         loader = load(parse, numbered, Mode.TRAIN, "--batch-size", "10", "--dali-random-seed", seed)
         return [np.concatenate(epoch(loader)[1])[:, 0].tolist() for _ in range(3)]
@@ -254,7 +254,7 @@ def test_training_order_changes_every_epoch_and_follows_the_seed(parse, numbered
     assert first != orders(2)
 
 
-def test_training_images_are_augmented_and_evaluation_images_are_not(parse, photos):
+def test_only_training_images_are_augmented(parse, photos):
     for mode, same in ((Mode.TRAIN, False), (Mode.EVAL, True)):
         loader = load(parse, photos, mode)
         first, second = (np.sort(np.concatenate(epoch(loader)[0]).ravel()) for _ in range(2))
@@ -262,7 +262,7 @@ def test_training_images_are_augmented_and_evaluation_images_are_not(parse, phot
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 5])
-def test_training_drops_the_last_partial_batch_and_no_image_comes_twice(parse, numbered, batch):
+def test_training_drops_partial_batch_and_repeats_no_image(parse, numbered, batch):
     loader = load(parse, numbered, Mode.TRAIN, "--batch-size", batch)
     assert len(loader) == 10 // batch
     for _ in range(3):
@@ -274,7 +274,7 @@ def test_training_drops_the_last_partial_batch_and_no_image_comes_twice(parse, n
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("batch", [1, 3, 4])
-def test_shards_train_in_step_and_share_no_image_of_an_epoch(parse, numbered, shard, world_size, batch):
+def test_training_shards_have_equal_length_and_no_common_image(parse, numbered, shard, world_size, batch):
     if 10 // world_size < batch:
         batch = 1
     loaders = []
@@ -299,7 +299,7 @@ SHARDS_AND_BATCHES = [(1, 1), (1, 3), (1, 7), (1, 32), (2, 3), (3, 7), (4, 1), (
         for both in itertools.product([1, 2, 3, 4, 10, 11, 23], [1, 3, 7, 32])
     ],
 )
-def test_evaluation_yields_every_image_once(parse, numbered, shard, world_size, batch):
+def test_evaluation_yields_each_image_once(parse, numbered, shard, world_size, batch):
     loaders = []
     for rank in range(world_size):
         shard(rank, world_size)
@@ -311,7 +311,7 @@ def test_evaluation_yields_every_image_once(parse, numbered, shard, world_size, 
         assert len(loader) == len(epoch(loader)[1])
 
 
-def test_synthetic_batches_are_fixed_and_have_the_length_of_imagenet(parse):
+def test_synthetic_batches_are_constant_and_as_many_as_for_imagenet(parse):
     args = parse("--data-format", "synthetic", "--batch-size", "64")
     loader = dali.build_dataloader(args, Mode.TRAIN)
     assert len(loader) == 1281167 // 64
@@ -327,13 +327,13 @@ def test_synthetic_batches_are_fixed_and_have_the_length_of_imagenet(parse):
     assert sizes[-1] == 50000 % 64
 
 
-def test_batch_larger_than_the_data_set_is_refused(parse, numbered):
+def test_batch_larger_than_data_set_is_an_error(parse, numbered):
     with pytest.raises(UsageError, match="--batch-size 11 .* 10 training images.* --batch-size 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "11")
     assert len(load(parse, numbered, Mode.EVAL, "--batch-size", "11")) == 1
 
 
-def test_more_processes_than_training_images_are_refused(parse, numbered, shard):
+def test_more_processes_than_training_images_is_an_error(parse, numbered, shard):
     shard(0, 11)
     with pytest.raises(UsageError, match="11 processes .* 10 .* at most 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "1")
@@ -345,14 +345,14 @@ BROKEN = {
     "empty": lambda jpeg: b"",
     "cut in the header": lambda jpeg: jpeg[:20],
     "cut in the image": lambda jpeg: jpeg[: len(jpeg) // 2],
-    "no image": lambda jpeg: b"this is no image " * 50,
+    "not an image": lambda jpeg: b"this is not an image " * 50,
     "overwritten": lambda jpeg: jpeg[:200] + b"\0" * (len(jpeg) - 200),
 }
 
 
 @pytest.mark.parametrize("damage", BROKEN)
 @pytest.mark.parametrize("name", ["val/class0/00.jpg", "val/class2/20.jpg", "train/class1/13.jpg"])
-def test_image_that_cannot_be_decoded_is_named(parse, photos, tmp_path, monkeypatch, damage, name):
+def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, monkeypatch, damage, name):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     (root / name).write_bytes(BROKEN[damage]((photos / name).read_bytes()))
@@ -369,8 +369,8 @@ def test_image_that_cannot_be_decoded_is_named(parse, photos, tmp_path, monkeypa
     assert len(np.concatenate(epoch(loader)[1])) == (22 if name.startswith("val") else 23)
 
 
-# In evaluation another operator decodes.
-QUICK = [("train_only", "cut in the image"), ("train_only", "no image"), ("eval_only", "cut in the image")]
+# Evaluation decodes with a different operator.
+QUICK = [("train_only", "cut in the image"), ("train_only", "not an image"), ("eval_only", "cut in the image")]
 LARGE_BATCHES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
     for case in itertools.product(["train_only", "eval_only"], BROKEN)
@@ -379,8 +379,8 @@ LARGE_BATCHES = [
 
 @pytest.mark.parametrize(("scope", "damage"), LARGE_BATCHES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, damage, scope, device):
-    """In a process of its own, because DALI's decoders have crashed there."""
+def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path, damage, scope, device):
+    """In a separate process, because DALI's decoders have crashed in such batches."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -393,25 +393,25 @@ def test_image_that_cannot_be_decoded_in_a_large_batch(train_process, tmp_path, 
     places = ["--image-root", tmp_path, "--output-dir", tmp_path / "o", "--report-file", tmp_path / "r.json"]
     done = train_process(*TINY, *flags, *places)
     if device == "gpu" and damage == "cut in the image":
-        assert done.returncode == 0, done.stderr[-2000:]  # the GPU's decoder fills in what is missing
+        assert done.returncode == 0, done.stderr[-2000:]  # the GPU's decoder fills in missing pixels
         return
     assert done.returncode == 2, done.stderr[-2000:]
-    assert_one_sentence(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
+    assert_one_error(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
 
 
 @pytest.mark.parametrize("mode", [Mode.TRAIN, Mode.EVAL])
-def test_images_do_not_come_from_the_dynamic_executor(parse, numbered, mode):
-    """DALI's default, with which losses have differed from run to run on GPUs."""
+def test_pipelines_do_not_use_dynamic_executor(parse, numbered, mode):
+    """With the dynamic executor, DALI's default, losses on GPUs have differed between runs."""
     assert load(parse, numbered, mode)._pipes[0].exec_dynamic is False
 
 
-def test_other_failures_of_the_loader_are_not_blamed_on_an_image(parse, numbered):
+def test_unrelated_loader_error_is_not_attributed_to_an_image(parse, numbered):
     loader = load(parse, numbered, Mode.EVAL)
     with pytest.raises(RuntimeError, match="out of memory"), loader._naming_bad_images():
         raise RuntimeError("CUDA runtime API error: out of memory")
 
 
-# The augmentations, against numpy. The images are PNG files; these flags switch crop and normalisation off.
+# The tests below compare augmentations with NumPy on PNG files. These flags disable crop and normalization.
 RAW = [
     *("--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1", "--data-layout", "NHWC"),
     *("--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1"),
@@ -421,7 +421,7 @@ LUMA = np.array([0.299, 0.587, 0.114])
 
 @pytest.fixture
 def copies(tmp_path):
-    """Write one image count times into train/ and once into val/."""
+    """Write COUNT copies of an image to train/ and one to val/."""
 
     def copies(pixels, count=64):
         for split, n in (("train", count), ("val", 1)):
@@ -433,18 +433,18 @@ def copies(tmp_path):
     return copies
 
 
-def asymmetric(side, low=0, high=255):
+def random_image(side, low=0, high=255):
     return np.random.RandomState(0).randint(low, high + 1, (side, side, 3))
 
 
 @pytest.fixture
-def unflipped(parse, copies):
-    """One training epoch of an image with augmentation flags, [N, 32, 32, 3] in 0 to 255, the flips undone.
+def without_flips(parse, copies):
+    """Return one epoch of copies of an image, [N, 32, 32, 3] in 0 to 255, with flips undone.
 
-    Which images are flipped is seen without the flags: the augmentation must not change it.
+    A run without the flags shows which images are flipped; augmentation must not change that.
     """
 
-    def unflipped(pixels, *flags, count=64):
+    def without_flips(pixels, *flags, count=64):
         root = copies(pixels, count)
         plain, images = (np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, *f))[0]) for f in ((), flags))
         flipped = [np.array_equal(image, pixels[:, ::-1]) for image in plain]
@@ -452,12 +452,12 @@ def unflipped(parse, copies):
         assert all(flip or np.array_equal(image, pixels) for image, flip in zip(plain, flipped, strict=True))
         return np.stack([image[:, ::-1] if flip else image for image, flip in zip(images, flipped, strict=True)])
 
-    return unflipped
+    return without_flips
 
 
-def test_random_crop_has_areas_and_ratios_from_the_ranges(parse, copies):
+def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
     ramp = np.tile(np.arange(200), (200, 1))
-    root = copies(np.stack([ramp, ramp.T, ramp], axis=-1), 128)  # red and green tell where a pixel comes from
+    root = copies(np.stack([ramp, ramp.T, ramp], axis=-1), 128)  # red and green encode the position of a pixel
     ranges = ["--rand-crop-scale", "0.2,0.6", "--rand-crop-ratio", "0.5,2"]
     windows = []
     for image in np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, *ranges))[0]):
@@ -468,14 +468,14 @@ def test_random_crop_has_areas_and_ratios_from_the_ranges(parse, copies):
         windows.append((abs(dx) * 32, dy * 32, dx > 0))
     width, height, upright = np.array(windows).T
     area, ratio = width * height / 200**2, np.log2(width / height)
-    for found, low, high in ((area, 0.2, 0.6), (ratio, -1, 1)):
-        assert low - 0.02 < found.min() < low + 0.1 * (high - low)
-        assert high - 0.15 * (high - low) < found.max() < high + 0.02
+    for actual, low, high in ((area, 0.2, 0.6), (ratio, -1, 1)):
+        assert low - 0.02 < actual.min() < low + 0.1 * (high - low)
+        assert high - 0.15 * (high - low) < actual.max() < high + 0.02
     assert 0.3 < upright.mean() < 0.7
 
 
-def test_without_augmentation_flags_the_random_numbers_stay_the_same(parse, photos):
-    """Batches of DALI's plain operators, written out once more: seeds follow their number and order."""
+def test_default_augmentation_matches_plain_dali_operators(parse, photos):
+    """The reference uses plain operators in the same number and order, on which DALI's seeds depend."""
 
     @pipeline_def(batch_size=8, num_threads=2, device_id=None, seed=42)
     def plain():
@@ -498,7 +498,7 @@ def test_without_augmentation_flags_the_random_numbers_stay_the_same(parse, phot
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
 
 
-def test_augmentation_follows_the_seed_and_leaves_evaluation_alone(parse, photos):
+def test_augmentation_depends_on_seed_and_spares_evaluation(parse, photos):
     def images(seed, mode=Mode.TRAIN, flags=AUGMENTATION):
         loader = load(parse, photos, mode, *flags, "--dali-random-seed", seed)
         return np.concatenate([*epoch(loader)[0], *epoch(loader)[0]])
@@ -513,8 +513,8 @@ def test_augmentation_follows_the_seed_and_leaves_evaluation_alone(parse, photos
     "flags", [[], ["--color-jitter", "0.4"], ["--lighting", "0.1"]], ids=["crop", "jitter", "lighting"]
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
-    """On copies of one image; the crops and flips of a uniform one look the same."""
-    root = copies(np.full((40, 40, 3), 100) if flags else asymmetric(40), 16)
+    """Jitter and lighting use a uniform image, so that crops and flips make no difference."""
+    root = copies(np.full((40, 40, 3), 100) if flags else random_image(40), 16)
     images = []
     for rank in (0, 1):
         shard(rank, 2)
@@ -522,9 +522,9 @@ def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
     assert not np.array_equal(*images)
 
 
-def test_lighting_adds_one_colour_an_image_from_the_principal_components(unflipped):
-    pixels = asymmetric(32)
-    added = unflipped(pixels, "--lighting", "0.1", count=256) - pixels
+def test_lighting_adds_principal_components_per_image(without_flips):
+    pixels = random_image(32)
+    added = without_flips(pixels, "--lighting", "0.1", count=256) - pixels
     assert np.ptp(added, axis=(1, 2)).max() < 1e-3
     components = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
     alpha = np.linalg.solve(components * [55.46, 4.794, 1.148], added[:, 0, 0].T)
@@ -533,9 +533,9 @@ def test_lighting_adds_one_colour_an_image_from_the_principal_components(unflipp
     assert np.abs(np.corrcoef(alpha) - np.eye(3)).max() < 0.25
 
 
-def test_color_jitter_scales_saturation_contrast_and_brightness(unflipped):
-    pixels = asymmetric(32, 100, 156)  # too narrow to be clipped
-    images = unflipped(pixels, "--color-jitter", "0.3")
+def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
+    pixels = random_image(32, 100, 156)  # a narrow range avoids clipping
+    images = without_flips(pixels, "--color-jitter", "0.3")
     luma = pixels @ LUMA
     chroma = pixels - luma[..., None]
     factors = []
@@ -556,12 +556,12 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(unflipped):
 
 
 def rotated(pixels, degrees):
-    """Bilinear rotation about the centre, black outside."""
+    """Rotate an image around its center with bilinear interpolation, black outside."""
     side = len(pixels)
-    angle, centre = np.deg2rad(degrees), (side - 1) / 2
-    y, x = np.mgrid[:side, :side] - centre
-    source_x = np.cos(angle) * x - np.sin(angle) * y + centre
-    source_y = np.sin(angle) * x + np.cos(angle) * y + centre
+    angle, center = np.deg2rad(degrees), (side - 1) / 2
+    y, x = np.mgrid[:side, :side] - center
+    source_x = np.cos(angle) * x - np.sin(angle) * y + center
+    source_y = np.sin(angle) * x + np.cos(angle) * y + center
     padded = np.pad(pixels.astype(float), ((side, side), (side, side), (0, 0)))
     x0, y0 = np.floor(source_x).astype(int), np.floor(source_y).astype(int)
     result = np.zeros(pixels.shape)
@@ -572,20 +572,20 @@ def rotated(pixels, degrees):
     return result
 
 
-def test_rotation_is_about_the_centre_by_a_uniform_angle(unflipped):
+def test_rotation_is_around_center_by_uniform_angle(without_flips):
     ramp = 7.0 * np.arange(32) + 16
     pixels = np.stack([np.tile(ramp, (32, 1)), np.tile(ramp, (32, 1)).T, np.full((32, 32), 100)], axis=-1)
     y, x = np.mgrid[:32, :32] - 15.5
     inside = x**2 + y**2 < 14**2
     angles = []
-    for image in unflipped(pixels, "--rotate-degrees", "25"):
-        # Inside, red and green tell where a pixel comes from: (cos x - sin y, sin x + cos y).
+    for image in without_flips(pixels, "--rotate-degrees", "25"):
+        # Inside, red and green encode the position of a pixel: (cos x - sin y, sin x + cos y).
         red, green = (image[..., i][inside] / 7 - (16 / 7 + 15.5) for i in (0, 1))
         sine, cosine = (green * x[inside] - red * y[inside]).sum(), (red * x[inside] + green * y[inside]).sum()
         angle = np.rad2deg(np.arctan2(sine, cosine))
         difference = np.abs(image - rotated(pixels, angle))
         assert difference[inside].max() < 1
-        assert np.quantile(difference, 0.98) < 4  # at the border a hundredth of a degree shows
+        assert np.quantile(difference, 0.98) < 4  # at the border, a hundredth of a degree is visible
         angles.append(angle)
     assert np.abs(angles).max() < 25.1
     assert np.abs(np.mean(angles)) < 4 * 25 / np.sqrt(3 * len(angles))
@@ -605,35 +605,35 @@ FILTERS = {
 
 
 def resize_weights(size, new_size, interp):
-    """[new_size, size]: the filter, as wide as a new pixel if it averages; the border pixel goes on for ever."""
+    """Return filter weights [new_size, size]; averaging filters are as wide as a new pixel, borders are replicated."""
     scale = size / new_size
     width = max(1, scale) if interp != "linear" else 1
-    centre = (np.arange(new_size) + 0.5) * scale - 0.5
+    center = (np.arange(new_size) + 0.5) * scale - 0.5
     weights = np.zeros((new_size, size))
     for pixel in range(-3 * size, 4 * size):
-        weights[:, np.clip(pixel, 0, size - 1)] += FILTERS[interp]((pixel - centre) / width)
+        weights[:, np.clip(pixel, 0, size - 1)] += FILTERS[interp]((pixel - center) / width)
     return weights / weights.sum(axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize("side", [20, 48, 77])
 @pytest.mark.parametrize("interp", FILTERS)
-def test_interp_is_the_filter_of_both_resizes(parse, copies, interp, side):
-    pixels = asymmetric(side)
+def test_interp_selects_filter_in_training_and_evaluation(parse, copies, interp, side):
+    pixels = random_image(side)
     root = copies(pixels, 8)
     weights = resize_weights(side, 32, interp)
     expected = np.clip(np.einsum("ij,jkc,lk->ilc", weights, pixels.astype(float), weights), 0, 255)
     for mode in Mode:
         loader = load(parse, root, mode, *RAW, "--resize-short", "32", "--interp", interp)
         for image in np.concatenate(epoch(loader)[0]):
-            error = min(np.abs(found - expected).max() for found in (image, image[:, ::-1]))
-            assert error < 0.6  # rounding to whole numbers
+            error = min(np.abs(actual - expected).max() for actual in (image, image[:, ::-1]))
+            assert error < 0.6  # rounding to integers
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
-def test_every_format_evaluates_the_same_batches(parse, photos, converted, data_format):
+def test_evaluation_batches_are_equal_in_every_format(parse, photos, converted, data_format):
     expected = epoch(load(parse, photos, Mode.EVAL, "--data-format", "folder"))
-    found = epoch(load(parse, converted[data_format], Mode.EVAL, "--data-format", data_format))
-    for left, right in zip(expected, found, strict=True):
+    actual = epoch(load(parse, converted[data_format], Mode.EVAL, "--data-format", data_format))
+    for left, right in zip(expected, actual, strict=True):
         assert len(left) == len(right)
         for a, b in zip(left, right, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -641,21 +641,23 @@ def test_every_format_evaluates_the_same_batches(parse, photos, converted, data_
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 @pytest.mark.parametrize(("world_size", "batch"), [(1, 4), (2, 4), (3, 3), (4, 7)])
-def test_every_format_trains_in_step_on_each_image_once_at_most(parse, distinct, shard, data_format, world_size, batch):
+def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
+    parse, distinct, shard, data_format, world_size, batch
+):
     loaders = []
     for rank in range(world_size):
         shard(rank, world_size)
         flags = ["--data-format", data_format, "--batch-size", batch, "--num-of-class", "37"]
         loaders.append(load(parse, distinct[data_format], Mode.TRAIN, *flags))
-    orders, of_rank_0 = [], set()
+    orders, seen_by_rank_0 = [], set()
     for _ in range(4):
         epochs = [epoch(loader)[1] for loader in loaders]
         assert {len(batches) for batches in epochs} == {37 // world_size // batch}
-        of_rank_0.update(np.concatenate(epochs[0])[:, 0].tolist())
+        seen_by_rank_0.update(np.concatenate(epochs[0])[:, 0].tolist())
         orders.append([label for batches in epochs for label in np.concatenate(batches)[:, 0].tolist()])
         assert len(set(orders[-1])) == len(orders[-1])
     assert len({tuple(order) for order in orders}) == 4
-    assert len(of_rank_0) > 37 // world_size + 1 or world_size == 1  # not the same shard in every epoch
+    assert len(seen_by_rank_0) > 37 // world_size + 1 or world_size == 1  # the shard changes between epochs
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
@@ -663,7 +665,7 @@ def test_every_format_trains_in_step_on_each_image_once_at_most(parse, distinct,
     ("world_size", "batch"),
     [(1, 4), (2, 5), (3, 3), (16, 4), pytest.param(37, 1, marks=pytest.mark.soak), (40, 2)],
 )
-def test_every_format_evaluates_each_image_once(parse, distinct, shard, data_format, world_size, batch):
+def test_evaluation_of_every_format_yields_each_image_once(parse, distinct, shard, data_format, world_size, batch):
     loaders = []
     for rank in range(world_size):
         shard(rank, world_size)
@@ -675,7 +677,7 @@ def test_every_format_evaluates_each_image_once(parse, distinct, shard, data_for
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
-def test_training_order_of_every_format_follows_the_seed(parse, distinct, data_format):
+def test_training_order_of_every_format_depends_on_seed(parse, distinct, data_format):
     def orders(seed):
         flags = ["--data-format", data_format, "--num-of-class", "37", "--dali-random-seed", seed]
         loader = load(parse, distinct[data_format], Mode.TRAIN, *flags)
@@ -686,7 +688,7 @@ def test_training_order_of_every_format_follows_the_seed(parse, distinct, data_f
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
-def test_every_image_type_is_decoded_in_every_format(parse, tmp_path, data_format):
+def test_every_format_decodes_every_image_type(parse, tmp_path, data_format):
     pixels = np.random.RandomState(0).randint(0, 255, (40, 48, 3), dtype=np.uint8)
     for split in ("train", "val"):
         for suffix in listing.IMAGE_SUFFIXES:
@@ -712,9 +714,7 @@ def test_every_image_type_is_decoded_in_every_format(parse, tmp_path, data_forma
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize(("batches", "buffer"), [(0, 5), (3, 4096), (8, 5), (13, 5), (15, 4096)])
-def test_checkpoint_of_a_pipeline_goes_on_with_the_same_batches(
-    distinct, monkeypatch, data_format, mode, batches, buffer
-):
+def test_pipeline_checkpoint_resumes_with_same_batches(distinct, monkeypatch, data_format, mode, batches, buffer):
     monkeypatch.setattr(readers, "SHUFFLE_BUFFER", buffer)
     data_set = readers.open_split(str(distinct[data_format]), data_format, mode, 37, seed=5)
 

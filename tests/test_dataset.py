@@ -11,7 +11,7 @@ from utils.errors import UsageError
 
 
 def files(folder):
-    """{path within the folder: path} of all files."""
+    """Return {path within the folder: path} of all files."""
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -38,13 +38,13 @@ def test_sample_images_are_rgb_jpegs_of_64_pixels(sample):
     assert kinds == {("JPEG", "RGB", (64, 64))}
 
 
-def test_sample_images_lie_under_their_label_and_every_fifth_in_val(sample):
-    found = {int(path.stem): (path.parts[-3], int(path.parts[-2])) for path in files(sample).values()}
-    assert found == {i: ("val" if i % 5 == 4 else "train", label) for i, label in enumerate(load_digits().target)}
+def test_sample_images_are_sorted_by_label_with_every_fifth_in_val(sample):
+    actual = {int(path.stem): (path.parts[-3], int(path.parts[-2])) for path in files(sample).values()}
+    assert actual == {i: ("val" if i % 5 == 4 else "train", label) for i, label in enumerate(load_digits().target)}
 
 
 @pytest.mark.parametrize("index", [0, 4, 777, 1796])
-def test_sample_image_shows_its_digit(sample, index):
+def test_sample_image_matches_its_digit(sample, index):
     [path] = sample.glob(f"*/*/{index:04d}.jpg")
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("L").resize((8, 8), Image.Resampling.BOX), dtype=float) / 255 * 16
@@ -52,20 +52,20 @@ def test_sample_image_shows_its_digit(sample, index):
     assert np.abs(digits - pixels).mean((1, 2)).argmin() == index
 
 
-def test_same_bytes_in_another_folder(sample, tmp_path):
+def test_sample_is_byte_identical_in_every_folder(sample, tmp_path):
     dataset.write_sample(tmp_path / "digits")
-    expected, found = files(sample), files(tmp_path / "digits")
-    assert found.keys() == expected.keys()
-    assert all(found[name].read_bytes() == path.read_bytes() for name, path in expected.items())
+    expected, actual = files(sample), files(tmp_path / "digits")
+    assert actual.keys() == expected.keys()
+    assert all(actual[name].read_bytes() == path.read_bytes() for name, path in expected.items())
 
 
-def test_complete_sample_is_left_as_it_is(sample):
+def test_complete_sample_is_not_rewritten(sample):
     before = {name: path.stat().st_mtime_ns for name, path in files(sample).items()}
     assert dataset.write_sample(sample) == (1438, 359)
     assert {name: path.stat().st_mtime_ns for name, path in files(sample).items()} == before
 
 
-def test_left_overs_of_an_interrupted_run_do_not_matter(sample, tmp_path):
+def test_sample_replaces_partial_output_of_interrupted_run(sample, tmp_path):
     left_over = tmp_path / "digits.partial" / "train" / "0" / "left_over.jpg"
     left_over.parent.mkdir(parents=True)
     left_over.write_bytes(b"half an image")
@@ -74,7 +74,7 @@ def test_left_overs_of_an_interrupted_run_do_not_matter(sample, tmp_path):
     assert files(tmp_path / "digits").keys() == files(sample).keys()
 
 
-def test_interrupted_run_leaves_no_folder_under_the_name(tmp_path, monkeypatch):
+def test_interrupted_sample_leaves_no_output_folder(tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -84,7 +84,7 @@ def test_interrupted_run_leaves_no_folder_under_the_name(tmp_path, monkeypatch):
     assert not (tmp_path / "digits").exists()
 
 
-def test_foreign_folder_is_refused_and_kept(tmp_path, capsys):
+def test_sample_rejects_and_keeps_unrelated_folder(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     assert dataset.main(["sample", "--output", str(tmp_path)]) == 2
     captured = capsys.readouterr()
@@ -96,7 +96,7 @@ def test_foreign_folder_is_refused_and_kept(tmp_path, capsys):
     assert files(tmp_path).keys() == {"mine.txt"}
 
 
-def test_file_in_the_place_of_the_folder_is_refused(tmp_path):
+def test_sample_rejects_existing_file(tmp_path):
     path = tmp_path / "digits"
     path.write_text("mine")
     with pytest.raises(UsageError, match="exists and is not the sample data set"):
@@ -104,13 +104,13 @@ def test_file_in_the_place_of_the_folder_is_refused(tmp_path):
     assert path.read_text() == "mine"
 
 
-def test_command_says_what_it_wrote(sample, capsys):
+def test_sample_command_prints_image_counts(sample, capsys):
     assert dataset.main(["sample", "--output", str(sample)]) == 0
     assert capsys.readouterr().out == f"{sample}: 1438 training and 359 validation images in 10 classes\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["sample"], ["other"]])
-def test_bad_command_line_exits_with_2(argv, capsys):
+def test_invalid_command_line_exits_with_code_2(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         dataset.main(argv)
     assert stop.value.code == 2
@@ -118,11 +118,11 @@ def test_bad_command_line_exits_with_2(argv, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["split", "x", "--output", "y", "--val", "1.5"], "1.5 is not between 0 and 1"),
         (["split", "x", "--output", "y", "--val", "some"], "'some' is not a number"),
-        (["split", "x", "--output", "y", "--val", "1"], "1 leaves a split empty; use a fraction between 0 and 1"),
+        (["split", "x", "--output", "y", "--val", "1"], "1 leaves one split empty; use a fraction between 0 and 1"),
         (["split", "x", "--output", "y", "--seed", "9" * 400], "is too large; use a whole number from 0 to"),
         (["speed", "x", "--threads", "2,many"], "'many' is not a whole number; use a whole number from 1 to 1024"),
         (["speed", "x", "--threads", "99999"], "99999 is too large"),
@@ -132,31 +132,31 @@ def test_bad_command_line_exits_with_2(argv, capsys):
         (["convert", "--from", "x", "--to", "lmdb", "--output", "y", "--workers", "100000"], "100000 is too large"),
     ],
 )
-def test_value_that_is_none_is_named(argv, says, capsys):
+def test_invalid_value_exits_with_code_2_and_an_error(argv, message, capsys):
     with pytest.raises(SystemExit) as stop:
         dataset.main(argv)
     assert stop.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_sample_below_a_file_is_refused(tmp_path, capsys):
+def test_sample_in_folder_below_a_file_exits_with_code_2(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     output = tmp_path / "file/digits"
     assert dataset.main(["sample", "--output", str(output)]) == 2
-    says = f"--output {output}: cannot be written (Not a directory); choose a different path"
-    assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {says}\n"
+    message = f"--output {output}: cannot be written (Not a directory); choose a different path"
+    assert capsys.readouterr().err == f"paddle_resnet.dataset: error: {message}\n"
 
 
-def test_workers_that_are_killed_are_named(tmp_path, capsys, monkeypatch):
-    """Out of memory, for instance, which cannot be caused here."""
+def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypatch):
+    """The kernel may kill workers when memory runs out; the test simulates that."""
 
     def killed(*args, **options):
         raise BrokenProcessPool
 
     monkeypatch.setattr(convert, "convert", killed)
     monkeypatch.setattr(verify, "verify", killed)
-    words = ["convert", "--from", str(tmp_path / "data"), "--to", "lmdb", "--output", str(tmp_path / "x")]
-    for argv, says in ((words, "with fewer --workers"), (["verify", str(tmp_path)], "with more free memory")):
+    arguments = ["convert", "--from", str(tmp_path / "data"), "--to", "lmdb", "--output", str(tmp_path / "x")]
+    for argv, message in ((arguments, "with fewer --workers"), (["verify", str(tmp_path)], "with more free memory")):
         assert dataset.main(argv) == 2
         err = capsys.readouterr().err
-        assert "a worker process was killed, possibly out of memory" in err and says in err
+        assert "a worker process was killed, possibly out of memory" in err and message in err

@@ -1,4 +1,4 @@
-"""What README, docs and benchmarks name exists: files, tests, flags, modules and figures."""
+"""Files, tests, flags, modules and figures referenced in README, docs and benchmarks exist."""
 
 import ast
 import re
@@ -22,9 +22,9 @@ COMMANDS = (
 # Flags of Paddle's launcher and of Slurm.
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
 OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}
-# Of NVIDIA's example, which this project lacks.
+# Flags of NVIDIA's example that this project lacks.
 OTHER_FLAGS |= {"--inference-dir", "--qat", "--checkpoint-dir", "--precision", "--workspace-size"}
-OTHER_FLAGS |= {"--model-repository"}  # of Triton
+OTHER_FLAGS |= {"--model-repository"}  # Triton
 
 
 def identify(page):
@@ -32,7 +32,7 @@ def identify(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
-def test_links_lead_somewhere(page):
+def test_links_have_existing_targets(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -45,7 +45,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
-def test_named_tests_exist(page):
+def test_referenced_tests_exist(page):
     for path, name in re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(test_\w+))?", page.read_text()):
         file = ROOT / path
         assert file.exists(), path
@@ -54,23 +54,23 @@ def test_named_tests_exist(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "log" not in page.parts], ids=identify)
-def test_named_flags_exist(page):
+def test_referenced_flags_exist(page):
     known = {option for action in PARSER._actions for option in action.option_strings}
     known |= {flag for path in COMMANDS for flag in re.findall(r'"(--[a-z0-9-]+)"', (ROOT / path).read_text())}
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
-    assert not named - known - OTHER_FLAGS
+    referenced = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+    assert not referenced - known - OTHER_FLAGS
 
 
-def test_drawings_say_what_their_sources_say(tmp_path):
+def test_drawings_match_their_sources(tmp_path):
     subprocess.run([sys.executable, ROOT / "docs/drawings/draw.py", tmp_path], check=True)
     for name in ("data_way.svg", "step_timeline.svg"):
-        expected, found = (
+        expected, actual = (
             re.findall(r"<text[^>]*>(.+?)</text>", (p / name).read_text()) for p in (tmp_path, ROOT / "docs")
         )
-        assert found == expected != []
+        assert actual == expected != []
 
 
-def test_drawings_name_modules_and_figures_that_exist():
+def test_drawing_sources_reference_existing_modules_and_figures():
     data_way = yaml.safe_load((ROOT / "docs/drawings/data_way.yaml").read_text())
     for row in data_way["rows"]:
         for box in row["boxes"]:

@@ -1,4 +1,4 @@
-"""The doctor on this machine, healthy and with something wrong."""
+"""The doctor on this machine, healthy and with simulated faults."""
 
 import json
 import os
@@ -14,37 +14,37 @@ from paddle_resnet import doctor
 from paddle_resnet.machine import gpus, libraries
 
 
-def test_healthy_machine_trains(tmp_path):
-    """The real thing, as a user starts it."""
+def test_doctor_passes_on_healthy_machine(tmp_path):
+    """The command runs in a separate process, as a user starts it."""
     command = [sys.executable, "-m", "paddle_resnet.doctor", "--json", "--output-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert told["works"]
-    statuses = {row["what"]: row["status"] for row in told["rows"]}
-    found = {row["what"]: row["detail"] for row in told["rows"]}
+    report = json.loads(done.stdout)
+    assert report["works"]
+    statuses = {row["what"]: row["status"] for row in report["rows"]}
+    details = {row["what"]: row["detail"] for row in report["rows"]}
     expected = ["driver", "Paddle", "DALI", "NVRTC", "kernel cache", "C++ compiler", "cores", "memory", "/dev/shm"]
     expected += ["ulimits", "disk", "test: image", "test: training step", "test: all-reduce"]
     assert set(expected) <= set(statuses)
     assert "no" not in statuses.values()
-    assert paddle.__version__ in found["Paddle"]
-    assert str(tmp_path) in found["disk"]
+    assert paddle.__version__ in details["Paddle"]
+    assert str(tmp_path) in details["disk"]
 
 
 @pytest.fixture
 def facts(once, monkeypatch):
-    """What the libraries say, asked once, for tests of other rows: importing them takes seconds."""
+    """Query the library facts once for tests of other rows, because importing the libraries takes seconds."""
 
     def make(folder):
-        (folder / "facts.json").write_text(json.dumps(doctor._child(doctor._library_facts)))
+        (folder / "facts.json").write_text(json.dumps(doctor._in_child(doctor._library_facts)))
 
     answer = json.loads((once("facts", make) / "facts.json").read_text())
-    monkeypatch.setattr(doctor, "_child", lambda function: answer)
+    monkeypatch.setattr(doctor, "_in_child", lambda function: answer)
 
 
 @pytest.fixture
 def examine(monkeypatch, tmp_path):
-    """{what: Row} without the long tests."""
+    """Return {what: Row} without the slow tests."""
     monkeypatch.setattr(doctor, "_tests", lambda device, lack: iter([doctor.Row("tests", f"{device}, {lack}")]))
 
     def examine(output_dir=tmp_path):
@@ -53,7 +53,7 @@ def examine(monkeypatch, tmp_path):
     return examine
 
 
-def test_table_and_exit_code(examine, facts, capsys, tmp_path):
+def test_doctor_prints_table_and_exits_by_status(examine, facts, capsys, tmp_path):
     assert doctor.main(["--output-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "C++ compiler" in out and "training works on this machine" in out
@@ -63,21 +63,21 @@ def test_table_and_exit_code(examine, facts, capsys, tmp_path):
     assert "choose a different --output-dir" in out and "training would fail on this machine" in out
 
 
-def test_machine_without_compiler_trains_with_paddles_kernels(examine, monkeypatch, tmp_path):
+def test_missing_compiler_is_a_note(examine, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "nosuch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = examine()
-    assert rows["C++ compiler"].detail == "no nosuch" and rows["C++ compiler"].status == "note"
+    assert rows["C++ compiler"].detail == "nosuch: not found" and rows["C++ compiler"].status == "note"
     assert rows["tests"].detail == "cpu, no C++ compiler (nosuch)"
 
 
-def test_cache_that_cannot_be_written(examine, monkeypatch, tmp_path):
+def test_unwritable_kernel_cache_is_a_note(examine, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert examine()["kernel cache"].status == "note"
 
 
-def test_small_machine(examine, facts, monkeypatch):
+def test_low_memory_disk_and_ulimits_are_notes(examine, facts, monkeypatch):
     monkeypatch.setattr(doctor, "_available_memory", lambda: 2**30)
     monkeypatch.setattr(doctor, "LEAST_DISK", 2**60)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
@@ -86,7 +86,7 @@ def test_small_machine(examine, facts, monkeypatch):
     assert rows["ulimits"].remedy == "ulimit -n 4096"
 
 
-def test_container_without_shared_memory(examine, facts, monkeypatch):
+def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch):
     real = os.statvfs
 
     def statvfs(path):
@@ -95,53 +95,53 @@ def test_container_without_shared_memory(examine, facts, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # one process needs none
+    assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # one process needs no shared memory
 
 
 def in_children(monkeypatch, tmp_path, code):
-    """Run code in every Python that is started from here."""
+    """Run code at the start of every Python child process."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-def test_library_that_crashes_is_a_finding(examine, monkeypatch, tmp_path):
+def test_crashing_library_is_reported(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     rows = examine()
     assert rows["Paddle"].detail == "killed by SIGSEGV" and rows["Paddle"].status == "no"
     assert "tests" not in rows and "disk" in rows
 
 
-def test_paddle_that_is_not_installed_is_a_finding(examine, monkeypatch, tmp_path):
+def test_missing_paddle_is_reported(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import sys\nsys.modules['paddle'] = None")
     rows = examine()
     assert "ModuleNotFoundError: " in rows["Paddle"].detail and rows["Paddle"].status == "no"
     assert "requirements.txt" in rows["Paddle"].remedy
 
 
-def test_unsupported_paddle_is_a_finding(examine, monkeypatch, tmp_path):
+def test_unsupported_paddle_is_reported(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import paddle\npaddle.__version__ = '2.4.1'")
     row = examine()["Paddle"]
     assert row.status == "no" and "Paddle 2.4.1 is not supported" in row.detail
 
 
-def test_hanging_child_is_a_finding(monkeypatch):
+def test_hanging_child_process_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
     done = doctor._run(["-c", "import time; time.sleep(60)"])
     assert doctor._reason(done.returncode, done.stderr) == "Error: not finished after 1 s"
 
 
-def test_the_rank_that_failed_gives_the_reason_of_a_job():
-    said = "FatalError: `Segmentation fault` is detected\ntrain.py: Error: rank 0 failed first: its process ended\n"
-    assert doctor._reason(1, said) == "FatalError: `Segmentation fault` is detected"
-    (last,) = said.splitlines()[1:]
+def test_reason_prefers_error_of_failed_rank():
+    stderr = "FatalError: `Segmentation fault` is detected\ntrain.py: Error: rank 0 failed first: its process ended\n"
+    assert doctor._reason(1, stderr) == "FatalError: `Segmentation fault` is detected"
+    (last,) = stderr.splitlines()[1:]
     assert doctor._reason(1, last) == last
 
 
 @pytest.fixture
 def gpu_machine(monkeypatch):
-    """A machine with two GPUs, and a Paddle whose answers are made up; the children's work is done here."""
+    """Simulate a machine with two GPUs; functions for child processes run in this process."""
     monkeypatch.setattr(doctor, "_nvidia_gpus", lambda: [["NVIDIA H100", "81559 MiB", "550.54.15"]] * 2)
-    monkeypatch.setattr(doctor, "_child", lambda function, *arguments: (function(*arguments), None))
+    monkeypatch.setattr(doctor, "_in_child", lambda function, *arguments: (function(*arguments), None))
     monkeypatch.setattr(doctor, "_has_jpeg_unit", lambda: True)
     monkeypatch.setattr(gpus, "describe_build", lambda: "Paddle 2.6.2 for CUDA 11.8, capability 6.1 8.6")
     monkeypatch.setattr(libraries, "is_served", lambda: True)
@@ -154,13 +154,13 @@ def gpu_machine(monkeypatch):
         monkeypatch.setattr(f"paddle.{name}", value)
 
 
-def test_build_that_looks_for_its_libraries_itself(examine, gpu_machine, monkeypatch):
+def test_paddle_build_with_its_own_libraries_is_reported(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: None)
     monkeypatch.setattr(libraries, "is_served", lambda: False)
-    assert examine()["NCCL"].detail == "found by this build of Paddle itself"
+    assert examine()["NCCL"].detail == "located by this Paddle build itself"
 
 
-def test_gpu_machine(examine, gpu_machine, monkeypatch):
+def test_doctor_reports_gpus_and_libraries(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: None)
     rows = examine()
     assert rows["driver"].detail == "550.54.15"
@@ -171,19 +171,19 @@ def test_gpu_machine(examine, gpu_machine, monkeypatch):
     assert rows["tests"].detail.startswith("gpu, ")
 
 
-def test_gpu_that_paddle_cannot_use_has_the_words_of_train(examine, gpu_machine, monkeypatch):
+def test_unusable_gpu_has_same_error_as_train(examine, gpu_machine, monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda index, several: f"GPU {index} is too new" if index else None)
     rows = examine()
     assert rows["test: kernel"].detail == "GPU 1 is too new" and rows["test: kernel"].status == "no"
     assert "tests" not in rows
 
 
-def test_training_that_fails_says_why(monkeypatch):
+def test_failed_training_reports_its_error(monkeypatch):
     row = doctor._test_training("test", [], ["--epochs", "none"], None)
     assert row.status == "no" and row.detail.startswith("train.py: error: ") and "--epochs" in row.detail
 
 
-def test_markup_in_a_finding_is_text(capsys):
+def test_markup_in_detail_is_printed_literally(capsys):
     doctor._print_table([doctor.Row("disk", "/data/[red]x", "no", "give [/another]")])
     printed = capsys.readouterr().out
     assert "/data/[red]x" in printed

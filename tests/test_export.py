@@ -30,14 +30,14 @@ FLAGS = {
     "NCHW": [],
     "NHWC with four channels": NHWC,
     "ASP": ["--asp", "--prune-model"],
-    "other preprocessing": PREPROCESSING,
+    "custom preprocessing": PREPROCESSING,
     "rectangle": ["--image-shape", "3,32,48"],
 }
 
 
 @pytest.fixture
 def trained(run_train, tmp_path):
-    """Train an epoch; returns (checkpoint folder, its figures)."""
+    """Train an epoch; returns (checkpoint folder, evaluation metrics)."""
 
     def trained(*flags):
         code, report = run_train(*flags)
@@ -51,23 +51,23 @@ def trained(run_train, tmp_path):
     "flags",
     [pytest.param(flags, id=name, marks=pytest.mark.soak if name == "NCHW" else []) for name, flags in FLAGS.items()],
 )
-def test_exported_model_scores_like_the_evaluation(trained, parse, photos, tmp_path, flags):
+def test_exported_model_matches_evaluation_metrics(trained, parse, photos, tmp_path, flags):
     checkpoint, expected = trained(*flags)
-    found = export.export(checkpoint, tmp_path / "exported")
-    assert found == json.loads((tmp_path / "exported/model.json").read_text())
-    assert found["classes"] == ["class0", "class1", "class2"]
-    assert found["evaluated"]["top1"] == expected["top1"]
-    # The loader makes images as model.json says they are to be made.
-    told = found["preprocessing"]
-    words = ["--resize-short", told["resize_short"], "--interp", told["interp"]]
-    if isinstance(told["center_crop"], list):
-        words += ["--image-shape", "3,{},{}".format(*told["center_crop"])]
+    description = export.export(checkpoint, tmp_path / "exported")
+    assert description == json.loads((tmp_path / "exported/model.json").read_text())
+    assert description["classes"] == ["class0", "class1", "class2"]
+    assert description["evaluated"]["top1"] == expected["top1"]
+    # The loader preprocesses images as described in model.json.
+    preprocessing_flags = description["preprocessing"]
+    flags_of_model = ["--resize-short", preprocessing_flags["resize_short"], "--interp", preprocessing_flags["interp"]]
+    if isinstance(preprocessing_flags["center_crop"], list):
+        flags_of_model += ["--image-shape", "3,{},{}".format(*preprocessing_flags["center_crop"])]
     for name in ("scale", "mean", "std"):
-        words.append(f"--normalize-{name}={','.join(map(str, np.atleast_1d(told[name])))}")
-    args = parse("--image-root", photos, "--batch-size", 23, *words)
+        flags_of_model.append(f"--normalize-{name}={','.join(map(str, np.atleast_1d(preprocessing_flags[name])))}")
+    args = parse("--image-root", photos, "--batch-size", 23, *flags_of_model)
     batches = [batch for (batch,) in dali.build_dataloader(args, Mode.EVAL)]
     images, labels = (np.concatenate([np.array(batch[name]) for batch in batches]) for name in ("data", "label"))
-    assert list(images.shape[1:]) == found["input"]["shape"][1:]
+    assert list(images.shape[1:]) == description["input"]["shape"][1:]
     probabilities = predict(tmp_path / "exported", images, "probabilities")
     assert probabilities.shape == (23, 3)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-5)
@@ -80,7 +80,7 @@ QUICK = [
     ("NCHW", "float32"),
     ("NHWC with four channels", "uint8"),
     ("ASP", "uint8"),
-    ("other preprocessing", "float32"),
+    ("custom preprocessing", "float32"),
     ("rectangle", "uint8"),
 ]
 
@@ -92,20 +92,20 @@ QUICK = [
         for case in itertools.product(FLAGS, ["float32", "uint8"])
     ],
 )
-def test_all_that_is_written_scores_like_the_checkpoint(trained, photos, tmp_path, capsys, name, images):
+def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_path, capsys, name, images):
     pytest.importorskip("onnxruntime")
     checkpoint, expected = trained(*FLAGS[name])
     uint8, width = images == "uint8", 48 if name == "rectangle" else 32
-    found = export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, uint8=uint8)
-    assert found["input"]["shape"] == ([None, 32, width, 3] if uint8 else [None, 3, 32, width])
+    description = export.export(checkpoint, tmp_path / "exported", onnx=True, verify=photos, uint8=uint8)
+    assert description["input"]["shape"] == ([None, 32, width, 3] if uint8 else [None, 3, 32, width])
     scores = [line for line in capsys.readouterr().out.splitlines() if line.endswith("23 images")]
     assert [line.split(":")[0] for line in scores[-3:]] == ["Executor", "paddle.inference", "onnxruntime"]
-    for line in scores[-3:]:  # with four digits of the loss
+    for line in scores[-3:]:  # the loss is printed with four decimals
         assert f"top1 {expected['top1']:.6g}, " in line
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=6e-5)
 
 
-def test_onnx_file(checkpoint, tmp_path):
+def test_onnx_file_matches_paddle_inference(checkpoint, tmp_path):
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     description = export.export(checkpoint, tmp_path / "exported", onnx=True)
@@ -117,16 +117,16 @@ def test_onnx_file(checkpoint, tmp_path):
     )
     session = onnxruntime.InferenceSession(tmp_path / "exported/model.onnx")
     images = np.random.RandomState(0).normal(size=(7, 3, 32, 32)).astype("float32")
-    (found,) = session.run(["probabilities"], {"images": images})
-    assert found.shape == (7, 3)
-    np.testing.assert_allclose(found, predict(tmp_path / "exported", images, "probabilities"), atol=1e-4)
+    (actual,) = session.run(["probabilities"], {"images": images})
+    assert actual.shape == (7, 3)
+    np.testing.assert_allclose(actual, predict(tmp_path / "exported", images, "probabilities"), atol=1e-4)
     (single,) = session.run(["probabilities"], {"images": images[:1]})
-    np.testing.assert_allclose(single, found[:1], atol=1e-5)
+    np.testing.assert_allclose(single, actual[:1], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
-def test_what_disagrees_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
-    """The second score is that of Paddle Inference."""
+def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
+    """The second score comes from Paddle Inference."""
     scores = []
     real = export._score
 
@@ -137,7 +137,8 @@ def test_what_disagrees_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, n
         if len(scores) == 2 and name == "loss":
             scores[-1]["loss"] += 1.5e-4
         if name.startswith("images"):
-            scores[-1]["correct"] -= 1 + scores[-1]["ties"]  # all of them, so only the recorded one differs
+            # Every score changes, so that only the recorded one differs.
+            scores[-1]["correct"] -= 1 + scores[-1]["ties"]
         return scores[-1]
 
     monkeypatch.setattr(export, "_score", score)
@@ -151,10 +152,10 @@ def test_what_disagrees_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, n
 
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["correct", "wrong"])
-def test_verify_compares_what_the_probabilities_of_a_poor_network_do_not_show(
+def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong
 ):
-    """Probabilities are 0 or 1 for all but some images, and Paddle's evaluation clips losses at 64."""
+    """Nearly all probabilities are 0 or 1, and Paddle's evaluation clips losses at 64."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     checkpoint, recorded = trained("--lr", "5")
     assert 5 < recorded["loss"] <= 65
@@ -178,8 +179,8 @@ def test_verify_compares_what_the_probabilities_of_a_poor_network_do_not_show(
         assert losses == [pytest.approx(losses[0], rel=1e-5)] * (2 + onnx)
 
 
-def test_an_engine_whose_softmax_is_wrong_is_reported(checkpoint, photos, tmp_path, monkeypatch):
-    """Its logits are right."""
+def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch):
+    """The logits of the engine are correct."""
     real = inference.open_paddle
 
     def open_paddle(*args, **options):
@@ -195,7 +196,7 @@ def test_an_engine_whose_softmax_is_wrong_is_reported(checkpoint, photos, tmp_pa
         export.export(checkpoint, tmp_path / "exported", verify=photos)
 
 
-def test_ties_and_rounding_are_no_disagreement():
+def test_agreement_check_tolerates_ties_and_rounding():
     score = {"images": 100, "correct": 70, "ties": 1, "loss": 2.0}
     export._check_agreement("a", score, "b", score | {"correct": 72, "loss": 2.0001})
     for other in ({"correct": 73}, {"loss": 2.0003}, {"loss": float("nan")}):
@@ -203,7 +204,7 @@ def test_ties_and_rounding_are_no_disagreement():
             export._check_agreement("a", score, "b", score | other)
 
 
-def test_an_onnx_file_that_computes_something_else_is_not_kept(checkpoint, tmp_path, monkeypatch):
+def test_onnx_file_with_wrong_weights_is_not_kept(checkpoint, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     real = onnx_writer.to_onnx
     monkeypatch.setattr(
@@ -215,7 +216,7 @@ def test_an_onnx_file_that_computes_something_else_is_not_kept(checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_missing_packages_are_named(checkpoint, tmp_path, capsys, monkeypatch, package):
+def test_missing_onnx_package_is_an_error(checkpoint, tmp_path, capsys, monkeypatch, package):
     pytest.importorskip("onnx") if package == "onnxruntime" else None
     monkeypatch.setitem(sys.modules, package, None)
     assert export.main([str(checkpoint), str(tmp_path / "exported"), "--onnx"]) == 2
@@ -225,7 +226,7 @@ def test_missing_packages_are_named(checkpoint, tmp_path, capsys, monkeypatch, p
     assert not (tmp_path / "exported").exists()
 
 
-def test_folder_of_an_export(checkpoint, photos, tmp_path):
+def test_export_folder_contains_model_and_standalone_script(checkpoint, photos, tmp_path):
     export.export(checkpoint, tmp_path / "exported")
     files = ["labels.txt", "model.json", "model.pdiparams", "model.pdmodel", "preprocess.py"]
     assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == files
@@ -240,7 +241,7 @@ def test_folder_of_an_export(checkpoint, photos, tmp_path):
     assert done.stdout.startswith(f"{image}: float32 [1, 3, 32, 32], from -")
 
 
-def test_the_script_reports_what_it_cannot_use(checkpoint, photos, tmp_path, capsys, monkeypatch):
+def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, capsys, monkeypatch):
     export.export(checkpoint, tmp_path / "exported")
     model = tmp_path / "exported/model.json"
     monkeypatch.setattr(preprocessing, "__file__", str(model.with_name("preprocess.py")))
@@ -264,7 +265,7 @@ def test_the_script_reports_what_it_cannot_use(checkpoint, photos, tmp_path, cap
     assert "large.png: cannot be used (80 x 80 pixels, more than the limit of 4,900)" in err
     assert preprocessing.main([]) == 2
     assert capsys.readouterr().err == "usage: python preprocess.py IMAGE...\n"
-    for damage, says in (
+    for damage, message in (
         (lambda: model.write_text("[" * 100000), "cannot be read (maximum recursion depth exceeded"),
         (lambda: model.write_text('{"preprocessing": {"resize_short": 0}}'), "(preprocessing.resize_short is 0)"),
         (lambda: model.write_bytes(b"\xff"), "cannot be read ('utf-8' codec can't decode"),
@@ -273,10 +274,10 @@ def test_the_script_reports_what_it_cannot_use(checkpoint, photos, tmp_path, cap
         damage()
         assert preprocessing.main([str(image)]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and err.startswith(f"{model}: ") and says in err and err.count("\n") == 1
+        assert out == "" and err.startswith(f"{model}: ") and message in err and err.count("\n") == 1
 
 
-def test_the_script_beside_an_onnx_file_predicts(checkpoint, photos, tmp_path, capsys, monkeypatch):
+def test_preprocess_script_predicts_with_onnx_file(checkpoint, photos, tmp_path, capsys, monkeypatch):
     pytest.importorskip("onnxruntime")
     export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=True)
     (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
@@ -286,21 +287,21 @@ def test_the_script_beside_an_onnx_file_predicts(checkpoint, photos, tmp_path, c
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module that it is a copy of says the same; without onnxruntime, it says what the image becomes.
+    # The module prints the same as its copy. Without onnxruntime it prints only the shape of the image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
     capsys.readouterr()
     preprocessing.main([str(image)])
     assert capsys.readouterr().out.splitlines() == lines
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     preprocessing.main([str(image)])
-    said = capsys.readouterr()
-    assert said.out.splitlines() == lines[:1]
-    assert said.err == "onnxruntime: not installed; install it for predictions\n"
+    output = capsys.readouterr()
+    assert output.out.splitlines() == lines[:1]
+    assert output.err == "onnxruntime: not installed; install it for predictions\n"
 
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
-def test_triton_repository(checkpoint, tmp_path, uint8):
-    """Its shape. Whether Triton takes it is not tested."""
+def test_triton_repository_layout(checkpoint, tmp_path, uint8):
+    """The test checks the files but does not load them in Triton."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=onnx, uint8=uint8, triton=True)
     root = tmp_path / "exported/triton"
@@ -312,13 +313,13 @@ def test_triton_repository(checkpoint, tmp_path, uint8):
     for model in root.iterdir():
         text = (model / "config.pbtxt").read_text()
         assert f'name: "{model.name}"\nbackend: "{model.name.removeprefix("tiny_")}"\n' in text
-        taken = "TYPE_UINT8 dims: [32, 32, 3]" if uint8 else "TYPE_FP32 dims: [3, 32, 32]"
-        assert f'name: "images" data_type: {taken}' in text
+        image_type = "TYPE_UINT8 dims: [32, 32, 3]" if uint8 else "TYPE_FP32 dims: [3, 32, 32]"
+        assert f'name: "images" data_type: {image_type}' in text
         assert 'name: "probabilities" data_type: TYPE_FP32 dims: [3] label_filename: "labels.txt"' in text
         assert (model / "labels.txt").exists()
 
 
-def test_an_interrupt_is_a_sentence_and_leaves_nothing(checkpoint, tmp_path, capsys, monkeypatch):
+def test_interrupt_exits_with_code_130_and_leaves_no_output(checkpoint, tmp_path, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -328,8 +329,8 @@ def test_an_interrupt_is_a_sentence_and_leaves_nothing(checkpoint, tmp_path, cap
     assert not list(tmp_path.glob("*exported*"))
 
 
-def test_leftovers_of_a_killed_export_are_removed_and_a_running_one_is_not(checkpoint, tmp_path):
-    """Also in a folder whose name is not UTF-8."""
+def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_path):
+    """The folder name is not UTF-8."""
     folder = tmp_path / os.fsdecode(b"\xff")
     left = folder / ".exported.partial"
     (left / "exported/model.json").mkdir(parents=True)
@@ -346,7 +347,7 @@ def test_leftovers_of_a_killed_export_are_removed_and_a_running_one_is_not(check
     assert (folder / "exported/model.json").is_file()
 
 
-def test_names_of_classes_may_have_any_bytes(checkpoint, tmp_path, monkeypatch):
+def test_class_names_may_contain_any_bytes(checkpoint, tmp_path, monkeypatch):
     classes = ["a\nb", os.fsdecode(b"\xff"), "ä"]
     real = inference._describe
     monkeypatch.setattr(inference, "_describe", lambda *ends: real(*ends) | {"classes": classes})
@@ -355,7 +356,7 @@ def test_names_of_classes_may_have_any_bytes(checkpoint, tmp_path, monkeypatch):
     assert inference.open_paddle(tmp_path / "exported", "cpu").description["classes"] == classes
 
 
-def test_sparse_weights_stay_sparse(trained, tmp_path):
+def test_export_keeps_weights_sparse(trained, tmp_path):
     checkpoint, _ = trained(*FLAGS["ASP"])
     params = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
     assert_sparse(params)
@@ -377,7 +378,7 @@ def test_sparse_weights_stay_sparse(trained, tmp_path):
                 assert_two_of_four(arrays[name])
 
 
-def test_checkpoints_that_cannot_be_exported(trained, tmp_path):
+def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
     checkpoint, _ = trained("--save-interval-steps", "2", "--keep-checkpoints", "9")
     with pytest.raises(UsageError, match="0_2: saved after 2 steps of epoch 0"):
         export.export(checkpoint.with_name("0_2"), tmp_path / "exported")
@@ -385,7 +386,7 @@ def test_checkpoints_that_cannot_be_exported(trained, tmp_path):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
-    with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):  # of a later epoch
+    with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):  # a later epoch
         export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()
     with pytest.raises(UsageError, match="taken: already exists"):
@@ -401,8 +402,8 @@ def test_checkpoints_that_cannot_be_exported(trained, tmp_path):
     assert not (tmp_path / "exported").exists()
 
 
-def test_a_checkpoint_of_nvidias_example_is_exported(checkpoint, tmp_path, capsys, monkeypatch):
-    """It has no meta.json. The command takes the folder of its run."""
+def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, monkeypatch):
+    """The checkpoint has no meta.json, and the command gets the folder of the run."""
     export.export(checkpoint, tmp_path / "own")
     (checkpoint / "meta.json").unlink()
     for end in ("pdparams", "pdopt"):
@@ -411,15 +412,19 @@ def test_a_checkpoint_of_nvidias_example_is_exported(checkpoint, tmp_path, capsy
     checkpoint = checkpoint.rename(tmp_path / "run/89")
     monkeypatch.setattr(inference, "MODELS", {name: models.MODELS[name] for name in ("ResNet18", "Tiny")})
     capsys.readouterr()
-    found = export.export(tmp_path / "run", tmp_path / "exported")
-    said = capsys.readouterr().err
-    assert f"{tmp_path}/run: uses the checkpoint {checkpoint}" in said
-    says = "no meta.json, so the architecture is inferred from the parameters (Tiny), the preprocessing is that of"
-    assert f"warning: {checkpoint}: {says}" in said
-    assert found["input"]["shape"] == [None, 3, 224, 224] and found["output"]["shape"] == [None, 3]
-    assert (found["classes"], found["epoch"], found["evaluated"]) == ([], 89, None)
-    told = found["preprocessing"]
-    assert (told["resize_short"], told["center_crop"], told["interp"]) == (256, 224, "triangular")
+    description = export.export(tmp_path / "run", tmp_path / "exported")
+    stderr = capsys.readouterr().err
+    assert f"{tmp_path}/run: uses the checkpoint {checkpoint}" in stderr
+    message = "no meta.json, so the architecture is inferred from the parameters (Tiny), the preprocessing is that of"
+    assert f"warning: {checkpoint}: {message}" in stderr
+    assert description["input"]["shape"] == [None, 3, 224, 224] and description["output"]["shape"] == [None, 3]
+    assert (description["classes"], description["epoch"], description["evaluated"]) == ([], 89, None)
+    preprocessing_flags = description["preprocessing"]
+    assert (preprocessing_flags["resize_short"], preprocessing_flags["center_crop"], preprocessing_flags["interp"]) == (
+        256,
+        224,
+        "triangular",
+    )
     parameters = [(tmp_path / name / "model.pdiparams").read_bytes() for name in ("own", "exported")]
     assert parameters[0] == parameters[1]
     images = np.zeros((1, 3, 224, 224), np.float32)
@@ -431,7 +436,7 @@ def test_a_checkpoint_of_nvidias_example_is_exported(checkpoint, tmp_path, capsy
         export.export(tmp_path / "own", tmp_path / "none")
 
 
-def test_command(trained, tmp_path, capsys):
+def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, capsys):
     checkpoint, _ = trained()
     assert export.main([str(checkpoint), str(tmp_path / "exported")]) == 0
     assert "exported: Tiny, 3 classes, images [None, 3, 32, 32]" in capsys.readouterr().out
@@ -439,12 +444,12 @@ def test_command(trained, tmp_path, capsys):
     assert "exported: already exists; remove it or choose a different folder" in capsys.readouterr().err
 
 
-def test_full_disk_is_a_sentence_and_leaves_nothing(checkpoint, tmp_path, capsys):
-    """RLIMIT_FSIZE lets every write beyond a size fail."""
+def test_full_disk_exits_with_code_2_and_leaves_no_output(checkpoint, tmp_path, capsys):
+    """RLIMIT_FSIZE makes every write beyond a size fail."""
     export.export(checkpoint, tmp_path / "whole")
     sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
     assert sizes[0] < sizes[1]
-    (tmp_path / "exported.partial").mkdir()  # the user's own
+    (tmp_path / "exported.partial").mkdir()  # unrelated folder of the user
     for limit in (sizes[0] - 1, sizes[1] - 1):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

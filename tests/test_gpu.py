@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped without one."""
+"""Tests that require a GPU; skipped without one."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from conftest import (
     NHWC,
     ROOT,
     TINY,
-    assert_one_sentence,
+    assert_one_error,
     assert_sparse,
     gpu_labels,
     losses,
@@ -34,11 +34,11 @@ from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
 
-# Four stages: more kinds of convolutions than two have, and more of cuDNN's algorithms.
+# Four stages have more kinds of convolutions than two and use more of cuDNN's algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
-# Without the hardware JPEG decoder. With eight test processes on a GPU, it could not be opened for some loaders. GPU
-# kernels then decode instead, with other values, and runs that should be equal differ.
+# The hardware JPEG decoder is disabled. With eight test processes on a GPU, some loaders could not open it. GPU kernels
+# then decode instead, with slightly different values, and runs that should be equal differ.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
 FP32_NHWC = [*FP32, *NHWC]
 O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]
@@ -48,18 +48,18 @@ SPARSE = [*O2, "--asp", "--prune-model"]
 BF16_O1 = [*FP32_NHWC, "--amp", "--amp-dtype", "bfloat16"]
 BF16_O2 = [*BF16_O1, "--amp-level", "O2", "--dali-output-fp16"]
 EXACT = {"fp32": FP32, "fp32 NHWC": FP32_NHWC, "O1": O1, "O2": O2, "O2 ASP": SPARSE}
-# On Paddle's kernels two runs in bfloat16 differ from the second step on, even with FLAGS_cudnn_deterministic.
+# With Paddle's kernels, two bfloat16 runs differ from the second step on, even with FLAGS_cudnn_deterministic.
 KINDS = {**EXACT, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
 STOPS = {f"{name} inside an epoch": (flags, 4) for name, flags in EXACT.items()}
 STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPARSE, 8)}
 STOPS |= {"O2 EMA inside an epoch": ([*O2, "--ema", "0.9"], 4)}
 
 
-@pytest.mark.parametrize("hardware_decodes", [0, 0.9])
-def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos, hardware_decodes):
+@pytest.mark.parametrize("hardware_load", [0, 0.9])
+def test_gpu_loader_images_match_cpu_loader(parse, photos, hardware_load):
     images, labels = [], []
     for device in ("cpu", "gpu"):
-        args = parse("--image-root", photos, *FP32, "--dali-device", device, "--hw-decoder-load", hardware_decodes)
+        args = parse("--image-root", photos, *FP32, "--dali-device", device, "--hw-decoder-load", hardware_load)
         batches = epoch(dali.build_dataloader(args, Mode.EVAL))
         images.append(np.concatenate(batches[0]))
         labels.append(np.concatenate(batches[1]))
@@ -68,11 +68,11 @@ def test_gpu_loader_makes_the_images_of_the_cpu_loader(parse, photos, hardware_d
     assert np.abs(images[0] - images[1]).mean() < 0.06
 
 
-def test_gpu_loader_decodes_every_format_alike(parse, photos, converted):
+def test_gpu_loader_images_are_equal_in_every_format(parse, photos, converted):
     expected = epoch(dali.build_dataloader(parse("--image-root", photos, *FP32), Mode.EVAL))
     for root in converted.values():
-        found = epoch(dali.build_dataloader(parse("--image-root", root, *FP32), Mode.EVAL))
-        for left, right in zip(expected, found, strict=True):
+        results = epoch(dali.build_dataloader(parse("--image-root", root, *FP32), Mode.EVAL))
+        for left, right in zip(expected, results, strict=True):
             for a, b in zip(left, right, strict=True):
                 np.testing.assert_array_equal(a, b)
 
@@ -80,7 +80,7 @@ def test_gpu_loader_decodes_every_format_alike(parse, photos, converted):
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "20", "--interp", "triangular"]
 
 
-def test_gpu_loader_augments_like_the_cpu_loader(parse, photos):
+def test_gpu_loader_augmentation_matches_cpu_loader(parse, photos):
     images, plain = [], None
     for device, flags in (("cpu", AUGMENTATION), ("gpu", AUGMENTATION), ("cpu", [])):
         args = parse("--image-root", photos, *FP32, "--dali-device", device, *flags)
@@ -90,8 +90,8 @@ def test_gpu_loader_augments_like_the_cpu_loader(parse, photos):
     assert np.abs(on_cpu - plain).mean() > 0.3
 
 
-def test_cpu_decodes_its_share_of_each_training_batch(parse, tmp_path):
-    """Whole images that keep their size show who decoded them: the CPU smooths halved chroma, the GPU does not."""
+def test_cpu_decodes_its_fraction_of_each_training_batch(parse, tmp_path):
+    """Uncropped images of unchanged size reveal their decoder: the CPU smooths halved chroma, the GPU does not."""
     folder = tmp_path / "train" / "class0"
     folder.mkdir(parents=True)
     random = np.random.RandomState(0)
@@ -101,15 +101,15 @@ def test_cpu_decodes_its_share_of_each_training_batch(parse, tmp_path):
     flags = ["--image-root", tmp_path, *FP32, "--num-of-class", "1", "--batch-size", "12"]
     flags += ["--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1"]
     decoded = {}
-    for share in (0, 0.3, 1):
-        batches = epoch(dali.build_dataloader(parse(*flags, "--cpu-decoder-load", share), Mode.TRAIN))[0]
-        decoded[share] = [{min(i.tobytes(), i[:, :, ::-1].tobytes()) for i in batch} for batch in batches]
-    of_gpu, of_cpu = set.union(*decoded[0]), set.union(*decoded[1])
-    assert len(of_gpu) == len(of_cpu) == len(of_gpu | of_cpu) / 2 == 24
-    assert [(len(batch & of_cpu), len(batch & of_gpu)) for batch in decoded[0.3]] == [(4, 8)] * 2
+    for fraction in (0, 0.3, 1):
+        batches = epoch(dali.build_dataloader(parse(*flags, "--cpu-decoder-load", fraction), Mode.TRAIN))[0]
+        decoded[fraction] = [{min(i.tobytes(), i[:, :, ::-1].tobytes()) for i in batch} for batch in batches]
+    by_gpu, by_cpu = set.union(*decoded[0]), set.union(*decoded[1])
+    assert len(by_gpu) == len(by_cpu) == len(by_gpu | by_cpu) / 2 == 24
+    assert [(len(batch & by_cpu), len(batch & by_gpu)) for batch in decoded[0.3]] == [(4, 8)] * 2
 
 
-def test_loader_that_decodes_on_both_goes_on_with_the_next_batch(parse, photos, capsys):
+def test_loader_decoding_on_cpu_and_gpu_resumes_with_next_batch(parse, photos, capsys):
     flags = ["--image-root", photos, *FP32, "--batch-size", "3", "--cpu-decoder-load"]
     loader = dali.build_dataloader(parse(*flags, "0.4"), Mode.TRAIN)
     take(loader, 4)
@@ -124,26 +124,26 @@ def test_loader_that_decodes_on_both_goes_on_with_the_next_batch(parse, photos, 
 
 
 @pytest.mark.parametrize(
-    ("damage", "share"),
+    ("damage", "fraction"),
     [
         pytest.param(lambda data: data[:300], 0, id="header"),
         pytest.param(lambda data: b"no image", 0, id="garbage"),
         pytest.param(lambda data: b"no image", 0.5, id="garbage, both decode"),
-        # The GPU's decoders fill in what is missing. The CPU gets this image in the first epoch or a later one.
+        # The GPU's decoders fill in missing pixels. The CPU decodes this image in one of the epochs.
         pytest.param(lambda data: data[: len(data) // 2], 0.8, id="half, both decode"),
     ],
 )
-def test_image_that_cannot_be_decoded_ends_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage, share):
+def test_undecodable_image_stops_the_run_with_its_path(run_train, photos, tmp_path, capsys, damage, fraction):
     root = tmp_path / "damaged"
     shutil.copytree(photos, root)
     path = sorted((root / "train" / "class1").iterdir())[3]
     path.write_bytes(damage(path.read_bytes()))
-    assert run_train(*FP32, "--cpu-decoder-load", share, "--epochs", "20", image_root=root)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [str(path), "rank 0", "--skip-list"])
+    assert run_train(*FP32, "--cpu-decoder-load", fraction, "--epochs", "20", image_root=root)[0] == 2
+    assert_one_error(capsys.readouterr().err, [str(path), "rank 0", "--skip-list"])
 
 
 @pytest.mark.parametrize("batch_size", [7, 23, 32])
-def test_evaluation_yields_every_image_once(parse, photos, batch_size):
+def test_evaluation_yields_each_image_once(parse, photos, batch_size):
     args = parse("--image-root", photos, *FP32, "--batch-size", batch_size)
     loader = dali.build_dataloader(args, Mode.EVAL)
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_evaluation_yields_every_image_once(parse, photos, batch_size):
     ]
     + [pytest.param([*FP32, "--dali-output-fp16"], id="fp16 input")],
 )
-def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path, flags):
+def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path, flags):
     code, report = run_train("--epochs", "2", *flags)
     assert code == 0
     expected = phase(report, [1], "val.")
@@ -169,13 +169,13 @@ def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path, fl
     assert np.isfinite(expected["loss"])
     code, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1", *flags)
     assert code == 0
-    found = phase(report, [], "val.")
-    assert found["top1"] == expected["top1"]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    results = phase(report, [], "val.")
+    assert results["top1"] == expected["top1"]
+    assert results["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("flags", [O2, BF16_O2], ids=["float16", "bfloat16"])
-def test_level_o2_really_casts_and_its_checkpoint_is_float32(run_train, tmp_path, flags):
+def test_level_o2_has_master_weights_and_float32_checkpoints(run_train, tmp_path, flags):
     assert run_train(*flags)[0] == 0
     params = pickle.loads((tmp_path / "output/Tiny/0/tiny.pdparams").read_bytes())
     assert {array.dtype for array in params.values()} == {np.dtype("float32")}
@@ -193,7 +193,7 @@ def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": False})
 
 
-# test_resume.py stops in all epochs, on the CPU. The sparse runs go through what the ones in O2 do.
+# test_resume.py stops in all epochs, on the CPU. The sparse runs include the code paths of those in O2.
 IN_SOAK = ("fp32 NHWC inside an epoch", "O2 inside an epoch", "O2 ASP in the last epoch")
 
 
@@ -201,9 +201,7 @@ IN_SOAK = ("fp32 NHWC inside an epoch", "O2 inside an epoch", "O2 ASP in the las
     "flags, step",
     [pytest.param(*stop, id=name, marks=pytest.mark.soak if name in IN_SOAK else []) for name, stop in STOPS.items()],
 )
-def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
-    run_train, losses_with_a_stop, deterministic, flags, step
-):
+def test_losses_after_stop_match_uninterrupted_run(run_train, losses_with_a_stop, deterministic, flags, step):
     flags = ["--epochs", "3", "--print-interval", "1", "--resume", *flags]
     code, report = run_train(*flags)
     assert code == 0
@@ -212,8 +210,8 @@ def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(
     assert losses_with_a_stop(step, *flags) == expected
 
 
-@pytest.mark.parametrize("data_format", ["recordio"])  # test_resume.py has all of them, on the CPU
-def test_a_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, deterministic, converted, data_format):
+@pytest.mark.parametrize("data_format", ["recordio"])  # test_resume.py covers all formats on the CPU
+def test_record_format_resumes_inside_an_epoch(run_train, losses_with_a_stop, deterministic, converted, data_format):
     flags = ["--epochs", "2", "--print-interval", "1", "--resume", *FP32]
     root = converted[data_format]
     expected = losses(run_train(*flags, image_root=root)[1])
@@ -221,8 +219,8 @@ def test_a_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, determi
     assert losses_with_a_stop(4, *flags, image_root=root) == expected
 
 
-def test_overflows_are_skipped_and_training_recovers(run_train):
-    """The scaled gradients overflow until the scale has come down from 2^22."""
+def test_overflows_are_skipped_until_loss_scale_is_low_enough(run_train):
+    """The scaled gradients overflow until the loss scale has dropped from 2^22."""
     flags = [*O2, "--scale-loss", "4194304", "--epochs", "12", "--max-bad-steps", "1", "--lr", "0.01"]
     code, report = run_train(*flags)
     assert code == 0
@@ -233,19 +231,19 @@ def test_overflows_are_skipped_and_training_recovers(run_train):
 
 
 @pytest.mark.parametrize("flags", [O1, O2, SPARSE], ids=["O1", "O2", "O2 ASP"])
-def test_overflows_leave_the_parameters_alone(run_train, tmp_path, flags):
-    """An epoch in which every step overflows ends with the parameters of one with learning rate 0."""
-    found = []
-    for name, change in (("overflows", ["--scale-loss", "3e38"]), ("still", ["--lr", "0"])):
+def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
+    """An epoch of overflows has the same effect on the parameters as learning rate 0."""
+    results = []
+    for name, change in (("overflows", ["--scale-loss", "3e38"]), ("lr 0", ["--lr", "0"])):
         code, report = run_train("--run-scope", "train_only", *flags, *change, "--output-dir", tmp_path / name)
         assert code == 0
-        found.append(pickle.loads((tmp_path / name / "Tiny/0/tiny.pdparams").read_bytes()))
+        results.append(pickle.loads((tmp_path / name / "Tiny/0/tiny.pdparams").read_bytes()))
         scale = phase(report, [0], "train.")["loss_scale"]
         assert scale == pytest.approx(3e38 / 2**3 if name == "overflows" else 128)
-    overflows, still = found
-    for name in still:
+    overflows, unchanged = results
+    for name in unchanged:
         if not name.endswith(("w_1", "w_2")):  # BN statistics
-            np.testing.assert_array_equal(overflows[name], still[name], err_msg=name)
+            np.testing.assert_array_equal(overflows[name], unchanged[name], err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -256,22 +254,23 @@ def test_overflows_leave_the_parameters_alone(run_train, tmp_path, flags):
         for name, flags, is_more in (("fp32", FP32, algorithm != "mask_1d"), ("O2", O2, algorithm == "mask_2d_best"))
     ],
 )
-def test_sparse_training_keeps_the_pattern(run_train, tmp_path, algorithm, flags):
-    """After training and after --resume with another epoch to go."""
+def test_sparse_training_keeps_masks(run_train, tmp_path, algorithm, flags):
+    """The masks hold after training and after resuming for one more epoch."""
     for e in range(2):
         pruning = ["--asp", "--prune-model", "--mask-algo", algorithm, "--resume", "--epochs", e + 1]
         assert run_train(*flags, *pruning)[0] == 0
         assert_sparse(pickle.loads((tmp_path / f"output/Tiny/{e}/tiny.pdparams").read_bytes()), algorithm)
 
 
-# Of the first loss and of the later ones, relative. float32 multiplies in TF32 on a GPU, with 11 bits as float16 does.
+# Relative tolerances of the first and later losses. GPUs multiply float32 in TF32, with 11 bits like float16.
 CLOSE_TO_CPU = {"fp32": (1e-3, 0.02), "fp32 NHWC": (1e-3, 0.02), "O1": (3e-3, 0.03), "O2": (3e-3, 0.03)}
-CLOSE_TO_CPU |= {"bf16 O1": (0.02, 0.15), "bf16 O2": (0.02, 0.15)}  # eight bits: 0.11 was seen
+# bfloat16 has eight bits; the largest observed difference is 0.11.
+CLOSE_TO_CPU |= {"bf16 O1": (0.02, 0.15), "bf16 O2": (0.02, 0.15)}
 
 
-def test_first_losses_are_those_of_the_cpu(run_train, tmp_path):
-    """From the same parameters and images, in every precision, with Paddle's kernels and our own."""
-    channels = ["--image-shape", "4,32,32"]  # as all kinds in NHWC have
+def test_first_losses_match_cpu(run_train, tmp_path):
+    """Runs in every precision and with both kinds of kernels start from the same parameters and images."""
+    channels = ["--image-shape", "4,32,32"]  # like all kinds in NHWC
     assert run_train("--run-scope", "train_only", *channels)[0] == 0
     start = [*channels, "--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next"]
     start += ["--overwrite"]
@@ -282,39 +281,43 @@ def test_first_losses_are_those_of_the_cpu(run_train, tmp_path):
         for kernels in ("paddle", "native") if "NHWC" in KINDS[name] else ("paddle",):
             code, report = run_train(*start, *KINDS[name], "--kernels", kernels)
             assert code == 0
-            found = losses(report)
-            print(name, kernels, *(f"{abs(found[step] - loss) / loss:.1e}" for step, loss in on_cpu.items()))
+            results = losses(report)
+            print(name, kernels, *(f"{abs(results[step] - loss) / loss:.1e}" for step, loss in on_cpu.items()))
             for step, loss in on_cpu.items():
-                assert found[step] == pytest.approx(loss, rel=first if step == (0, 0) else later), (name, kernels, step)
+                assert results[step] == pytest.approx(loss, rel=first if step == (0, 0) else later), (
+                    name,
+                    kernels,
+                    step,
+                )
 
 
-RECORDED = {name: KINDS[name] for name in ("fp32 NHWC", "O2", "O2 ASP", "bf16 O2")}
-RECORDED |= {"O2 ASP EMA": [*SPARSE, "--ema", "0.9"]}
-RECORDED |= {f"O2 {name}": [*O2, "--optimizer", name, "--lr", "0.01"] for name in ("AdamW", "LAMB")}
-RECORDED |= {f"{name} MobileNetV2": [*KINDS[name], "--model-arch-name", "TinyMobile"] for name in ("fp32 NHWC", "O2")}
+CAPTURED = {name: KINDS[name] for name in ("fp32 NHWC", "O2", "O2 ASP", "bf16 O2")}
+CAPTURED |= {"O2 ASP EMA": [*SPARSE, "--ema", "0.9"]}
+CAPTURED |= {f"O2 {name}": [*O2, "--optimizer", name, "--lr", "0.01"] for name in ("AdamW", "LAMB")}
+CAPTURED |= {f"{name} MobileNetV2": [*KINDS[name], "--model-arch-name", "TinyMobile"] for name in ("fp32 NHWC", "O2")}
 
 
-@pytest.mark.parametrize("flags", RECORDED.values(), ids=RECORDED)
-def test_recorded_steps_change_nothing(run_train, deterministic, tmp_path, monkeypatch, flags):
-    """In training and in the evaluations in between."""
+@pytest.mark.parametrize("flags", CAPTURED.values(), ids=CAPTURED)
+def test_captured_steps_match_uncaptured_steps(run_train, deterministic, tmp_path, monkeypatch, flags):
+    """Both training and the evaluations between epochs are captured."""
 
     class Counted(cuda_graph.CUDAGraph):
         def replay(self):
-            launches.append(self)
+            replays.append(self)
             super().replay()
 
     monkeypatch.setattr(cuda_graph, "CUDAGraph", Counted)
-    found, flags = [], ["--epochs", "2", "--print-interval", "1", *flags, "--kernels", "native"]
-    for recorded in ("true", "false"):
-        launches = []
-        code, report = run_train(*flags, "--cuda-graph", recorded, "--output-dir", tmp_path / recorded)
+    results, flags = [], ["--epochs", "2", "--print-interval", "1", *flags, "--kernels", "native"]
+    for captured in ("true", "false"):
+        replays = []
+        code, report = run_train(*flags, "--cuda-graph", captured, "--output-dir", tmp_path / captured)
         assert code == 0
-        # Of six steps of training, and four of evaluation that have a whole batch, the first two are not recorded.
-        assert len(launches) == (4 + 2 if recorded == "true" else 0)
-        [saved] = (tmp_path / recorded).glob("*/1/*.pdparams")
-        found.append((losses(report), pickle.loads(saved.read_bytes())))
-    (ours, parameters), (expected, plain) = found
-    assert ours == expected
+        # The first two of six training steps, and of four full evaluation batches, are not captured.
+        assert len(replays) == (4 + 2 if captured == "true" else 0)
+        [saved] = (tmp_path / captured).glob("*/1/*.pdparams")
+        results.append((losses(report), pickle.loads(saved.read_bytes())))
+    (captured_losses, parameters), (expected, plain) = results
+    assert captured_losses == expected
     for name, value in plain.items():
         np.testing.assert_array_equal(parameters[name], value, err_msg=name)
 
@@ -324,20 +327,20 @@ class WithDropout(ResNet):
         return paddle.nn.Dropout(0.1)(super().forward(images))
 
 
-def test_a_network_whose_operators_do_not_repeat_is_not_captured(run_train, monkeypatch, capsys):
+def test_network_with_nondeterministic_operators_is_not_captured(run_train, monkeypatch, capsys):
     monkeypatch.setitem(models.MODELS, "Tiny", partial(WithDropout, BottleneckBlock, (1, 1), width=8))
     flags = [*O2, "--kernels", "native", "--epochs", "2"]
     assert run_train(*flags)[0] == 0
-    said = capsys.readouterr().out
-    assert "--cuda-graph false: operator dropout draws random numbers from Paddle's generator" in said
-    assert "CUDA graph, batch" not in said
+    output = capsys.readouterr().out
+    assert "--cuda-graph false: operator dropout draws random numbers from Paddle's generator" in output
+    assert "CUDA graph, batch" not in output
     assert run_train(*flags, "--cuda-graph", "true", "--overwrite")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--cuda-graph true: operator dropout"])
+    assert_one_error(capsys.readouterr().err, ["--cuda-graph true: operator dropout"])
 
 
 @pytest.mark.parametrize("flags", [O2, FP32_NHWC], ids=["O2", "fp32"])
-def test_captured_steps_draw_the_random_numbers_of_uncaptured_ones(run_train, deterministic, capsys, flags):
-    """Mixed images and dropout; the comparison of untested operators finds no difference."""
+def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deterministic, capsys, flags):
+    """The runs use mixup, CutMix and dropout, and the check of untested operators passes."""
     flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
     flags += ["--drop-path", "0.3"]
     code, expected = run_train(*flags, "--cuda-graph", "false")
@@ -349,7 +352,7 @@ def test_captured_steps_draw_the_random_numbers_of_uncaptured_ones(run_train, de
     assert losses(report) == losses(expected)
 
 
-def test_each_stage_has_its_captured_step(run_train, deterministic):
+def test_each_stage_has_its_own_captured_step(run_train, deterministic):
     flags = [*O2, "--kernels", "native", "--epochs", "4", "--sizes", "32:0,48:2", "--mixup", "0.4"]
     code, expected = run_train(*flags, "--cuda-graph", "false")
     assert code == 0
@@ -358,8 +361,8 @@ def test_each_stage_has_its_captured_step(run_train, deterministic):
     assert losses(report) == losses(expected)
 
 
-def test_launches_write_to_no_memory_that_paddle_counts_as_free(run_train, monkeypatch):
-    """Known bytes in the memory that is free after the recording stay. cuDNN's workspaces lay there."""
+def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
+    """Memory that is free after capture keeps its bytes. Graphs once wrote there, in workspaces of cuDNN."""
 
     class Watched(cuda_graph.CUDAGraph):
         def replay(self):
@@ -382,9 +385,9 @@ def test_launches_write_to_no_memory_that_paddle_counts_as_free(run_train, monke
     assert len(graphs) == 2  # training and evaluation
 
 
-def test_processes_with_recorded_steps_end_well(photos, tmp_path):
-    """Graphs go before the variables of a process do: none of these may be in a graph's memory. Where some were, three
-    of five processes crashed at their end."""
+def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
+    """Graphs are freed before the variables of a process, so no variable may be in a graph's memory. With such
+    variables, three of five processes crashed at exit."""
     flags = [*TINY, *O2, "--image-root", photos, "--batch-size", "5", "--epochs", "2", "--kernels", "native"]
     flags += ["--stages", "4"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -405,21 +408,21 @@ def test_processes_with_recorded_steps_end_well(photos, tmp_path):
         assert "captures: 2" in output
 
 
-@pytest.mark.parametrize(("kernels", "recorded"), [("native", "true"), ("native", "false"), ("paddle", "false")])
-def test_evaluation_repeats_to_the_last_bit(run_train, kernels, recorded):
-    """With the host ahead of the GPU: no batch may be overwritten by the next ones while it is still read."""
+@pytest.mark.parametrize(("kernels", "captured"), [("native", "true"), ("native", "false"), ("paddle", "false")])
+def test_evaluation_is_bit_identical_when_repeated(run_train, kernels, captured):
+    """The host runs ahead of the GPU, so later batches must not overwrite one that the GPU still reads."""
     flags = ["--run-scope", "eval_only", "--benchmark", "--benchmark-steps", "60", "--benchmark-warmup-steps", "2"]
-    found = []
+    results = []
     for _ in range(2):
-        code, report = run_train(*flags, *O2, "--kernels", kernels, "--cuda-graph", recorded)
+        code, report = run_train(*flags, *O2, "--kernels", kernels, "--cuda-graph", captured)
         assert code == 0
-        found.append(phase(report, [], "val.")["loss"])
-    assert np.isfinite(found[0])
-    assert found[0] == found[1]
+        results.append(phase(report, [], "val.")["loss"])
+    assert np.isfinite(results[0])
+    assert results[0] == results[1]
 
 
-def test_no_batch_is_overwritten_before_the_gpu_has_copied_it(parse, photos):
-    """The copy waits behind all that the GPU has still to do; DALI goes on meanwhile."""
+def test_batches_are_not_overwritten_before_gpu_has_copied_them(parse, photos):
+    """The copy waits for all pending work of the GPU, while DALI continues."""
     flags = [*O2, "--image-shape", "4,224,224", "--crop-size", "224", "--resize-short", "256"]
     args = parse("--image-root", photos, *flags)
     work = static.Program()
@@ -427,30 +430,30 @@ def test_no_batch_is_overwritten_before_the_gpu_has_copied_it(parse, photos):
         x = paddle.full([4096, 4096], 2.0**-12)
         for _ in range(100):
             x = paddle.matmul(x, x)
-    exe, found, is_ahead = static.Executor(paddle.CUDAPlace(0)), [], False
+    exe, results, is_ahead = static.Executor(paddle.CUDAPlace(0)), [], False
     for is_busy in (False, True):
         loader, kept = dali.build_dataloader(args, Mode.EVAL), []
         for _ in range(3):
             for _ in range(len(loader)):
                 if is_busy:
                     exe.run(work, fetch_list=[])
-                    worked = paddle.device.cuda.Event()
-                    worked.record()
+                    work_done = paddle.device.cuda.Event()
+                    work_done.record()
                 [batch] = next(loader)
-                is_ahead |= is_busy and not worked.query()
+                is_ahead |= is_busy and not work_done.query()
                 kept.append(batch["data"] if is_busy else np.array(batch["data"]))
             loader.reset()
         paddle.device.cuda.synchronize()
-        found.append(list(map(np.array, kept)))
-    assert len(found[0]) == 9
-    assert is_ahead  # the host had batches whose copies were still to come
-    for expected, images in zip(*found, strict=True):
+        results.append(list(map(np.array, kept)))
+    assert len(results[0]) == 9
+    assert is_ahead  # the host received batches whose copies were pending
+    for expected, images in zip(*results, strict=True):
         np.testing.assert_array_equal(images, expected)
 
 
 @pytest.mark.parametrize("scope", ["train_only", "eval_only"])
 @pytest.mark.parametrize("source", ["folder", "synthetic"])
-def test_benchmark(run_train, scope, source):
+def test_benchmark_reports_memory_and_versions(run_train, scope, source):
     flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--data-format", source]
     code, report = run_train("--run-scope", scope, *flags, *O2)
     assert code == 0
@@ -461,7 +464,7 @@ def test_benchmark(run_train, scope, source):
     assert versions["cuda"] and versions["cudnn"] and versions["gpu"] and "driver" in versions
 
 
-def test_trace_has_the_kernels(run_train, tmp_path):
+def test_trace_contains_kernels(run_train, tmp_path):
     flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--profile-steps", "4:6"]
     assert run_train("--run-scope", "train_only", *flags, *O2)[0] == 0
     trace = json.loads((tmp_path / "output/profile/steps_4_6_rank0.json").read_text())["traceEvents"]
@@ -475,7 +478,7 @@ FUSED = {
         "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
         "1 native_max_pool_backward, 1 native_momentum"
     ),
-    # A residual unit's last BN, addition and ReLU; the other BN with a ReLU behind it.
+    # The last BN, addition and ReLU of a residual unit; other BN followed by ReLU.
     "paddle": (
         "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad, 4 fused_bn_add_activation, 4 fused_bn_add_activation_grad"
     ),
@@ -484,7 +487,7 @@ FUSED = {
 
 @pytest.mark.parametrize("kernels", FUSED)
 @pytest.mark.parametrize("flags", [O1, O2], ids=["O1", "O2"])
-def test_start_line_counts_the_fused_operators(run_train, capsys, flags, kernels):
+def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
     assert run_train("--dry-run", *flags, "--kernels", kernels)[0] == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Tiny on 1 x gpu"))
     assert FUSED[kernels] in line
@@ -492,25 +495,27 @@ def test_start_line_counts_the_fused_operators(run_train, capsys, flags, kernels
 
 
 @pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
-def test_own_and_paddles_kernels_train_alike(run_train, deterministic, flags, tolerance):
-    """The first loss is that of the same parameters; later ones drift apart as rounding does."""
-    found = {}
+def test_native_and_paddle_kernels_have_similar_losses(run_train, deterministic, flags, tolerance):
+    """The first loss has the same parameters; later losses diverge by rounding."""
+    results = {}
     for kernels in ("native", "paddle"):
         choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]
         code, report = run_train("--run-scope", "train_only", *flags, *choice)
         assert code == 0
-        found[kernels] = losses(report)
-    for step, loss in found["paddle"].items():
+        results[kernels] = losses(report)
+    for step, loss in results["paddle"].items():
         relative = tolerance if step == (0, 0) else 0.1
-        assert found["native"][step] == pytest.approx(loss, rel=relative), step
+        assert results["native"][step] == pytest.approx(loss, rel=relative), step
 
 
-PADDLES = {f"{name}, Paddle's": [*flags, "--kernels", "paddle"] for name, flags in KINDS.items() if "NHWC" in flags}
+PADDLE_KERNELS = {
+    f"{name}, Paddle kernels": [*flags, "--kernels", "paddle"] for name, flags in KINDS.items() if "NHWC" in flags
+}
 
 
 @pytest.fixture
 def two_gpus(photos, tmp_path):
-    """Run a job on two GPUs; returns its report entries, or [log of each rank] if a fault is to end it."""
+    """Run a job on two GPUs; returns its report entries, or [log of each rank] if a fault is injected."""
     need_two_gpus()
 
     def two_gpus(*flags, fault=None, gpus=2, environment=None):
@@ -535,7 +540,7 @@ def two_gpus(photos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "message"),
     [
         ("1 4 raises", "rank 1 failed first: ZeroDivisionError"),
         ("1 4 killed", "rank 1 failed first: its process ended"),
@@ -543,14 +548,14 @@ def two_gpus(photos, tmp_path):
     ],
     ids=["raises", "killed", "hangs"],
 )
-def test_a_rank_that_fails_ends_a_job_on_two_gpus(two_gpus, fault, says):
-    """Rank 0 waits in NCCL, in a step that is a CUDA graph; that does not end by itself."""
+def test_failed_rank_stops_job_on_two_gpus(two_gpus, fault, message):
+    """Rank 0 waits in NCCL inside a CUDA graph, which does not return by itself."""
     logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", *O2, fault=fault)
-    assert_one_sentence(logs[0], [says])
+    assert_one_error(logs[0], [message])
 
 
-@pytest.mark.parametrize("flags", [*KINDS.values(), *PADDLES.values()], ids=[*KINDS, *PADDLES])
-def test_two_gpus_keep_the_same_parameters(two_gpus, tmp_path, flags):
+@pytest.mark.parametrize("flags", [*KINDS.values(), *PADDLE_KERNELS.values()], ids=[*KINDS, *PADDLE_KERNELS])
+def test_two_gpus_have_identical_parameters(two_gpus, tmp_path, flags):
     two_gpus(*flags)
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
     for name in first.files:
@@ -558,22 +563,22 @@ def test_two_gpus_keep_the_same_parameters(two_gpus, tmp_path, flags):
 
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, SPARSE], ids=["fp32 NHWC", "O2 ASP"])
-def test_two_gpus_recorded_steps_change_nothing(two_gpus, tmp_path, flags):
-    """All-reduces included. One recording each of training and evaluation does for all epochs."""
-    found = []
-    for recorded in ("true", "false"):
-        report = two_gpus(*flags, "--epochs", "4", "--print-interval", "1", "--cuda-graph", recorded)
+def test_two_gpus_captured_steps_match_uncaptured_steps(two_gpus, tmp_path, flags):
+    """All-reduces are captured too. Training and evaluation are captured once each for all epochs."""
+    results = []
+    for captured in ("true", "false"):
+        report = two_gpus(*flags, "--epochs", "4", "--print-interval", "1", "--cuda-graph", captured)
         captures = re.findall(r"^captures: (\d+)$", (tmp_path / "log/workerlog.0").read_text(), re.MULTILINE)
-        assert captures[-1] == ("2" if recorded == "true" else "0")  # the log of the second job follows the first's
-        found.append((losses(report), dict(np.load(tmp_path / "rank1.npz"))))
-    (ours, parameters), (expected, plain) = found
-    assert ours == expected
+        assert captures[-1] == ("2" if captured == "true" else "0")  # the second job appends to the log of the first
+        results.append((losses(report), dict(np.load(tmp_path / "rank1.npz"))))
+    (captured_losses, parameters), (expected, plain) = results
+    assert captured_losses == expected
     for name, value in plain.items():
         np.testing.assert_array_equal(parameters[name], value, err_msg=name)
 
 
-def test_two_hosts_with_a_gpu_each_keep_the_same_parameters(launch_nodes):
-    """Their gradients travel beside the backward pass, without a graph."""
+def test_two_hosts_with_one_gpu_each_have_identical_parameters(launch_nodes):
+    """Gradient all-reduces overlap with the backward pass, without a CUDA graph."""
     need_two_gpus()
     nodes, folder = launch_nodes(*O2, "--batch-size", "5", "--epochs", "2", "--stages", "4", on_gpus=True)
     assert [node.wait(200) for node in nodes] == [0, 0]
@@ -583,41 +588,41 @@ def test_two_hosts_with_a_gpu_each_keep_the_same_parameters(launch_nodes):
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
-SHARES = ["--shares", "--data-format", "synthetic", "--epochs", "2"]
+TWO_GPU_FLAGS = ["--shares", "--data-format", "synthetic", "--epochs", "2"]
 
 
-def test_two_gpus_train_like_one_with_twice_the_batch(two_gpus, tmp_path):
-    """Without batch normalisation, whose statistics are those of a process's own images, and without TF32."""
-    found, environment = [], {"NVIDIA_TF32_OVERRIDE": "0"}
+def test_two_gpus_match_one_with_twice_the_batch_without_bn(two_gpus, tmp_path):
+    """The network has no batch normalization, whose statistics are per process, and TF32 is disabled."""
+    results, environment = [], {"NVIDIA_TF32_OVERRIDE": "0"}
     for gpus, batch_size, rate in ((1, 24, 0.002), (2, 12, 0.001)):
-        flags = [*FP32, *SHARES, "--model-arch-name", "Plain", "--batch-size", batch_size, "--lr", rate]
+        flags = [*FP32, *TWO_GPU_FLAGS, "--model-arch-name", "Plain", "--batch-size", batch_size, "--lr", rate]
         two_gpus(*flags, gpus=gpus, environment=environment)
-        found.append([dict(np.load(tmp_path / f"epoch{e}_rank0.npz")) for e in range(2)])
-    for one, two in zip(*found, strict=True):
+        results.append([dict(np.load(tmp_path / f"epoch{e}_rank0.npz")) for e in range(2)])
+    for one, two in zip(*results, strict=True):
         assert one.keys() == two.keys()
         for name in one:
             np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
-    # The comparison would see a gradient that is off: the parameters have moved.
-    before, after = (one["linear_0.w_0"] for one in found[0])
+    # The parameters have changed, so the comparison would detect a wrong gradient.
+    before, after = (one["linear_0.w_0"] for one in results[0])
     assert np.abs(after - before).max() > 0.01 * np.abs(after).max()
 
 
 @pytest.mark.parametrize("kernels", ["native", "paddle"])
-def test_two_gpus_follow_one_with_twice_the_batch(two_gpus, kernels):
-    """With batch normalisation, over 24 images or over 12, and in half precision."""
-    found = []
+def test_two_gpus_track_one_with_twice_the_batch_with_bn(two_gpus, kernels):
+    """The network has batch normalization over 24 or 12 images and runs in half precision."""
+    results = []
     for gpus, batch_size, rate in ((1, 24, 0.02), (2, 12, 0.01)):
-        flags = [*O2, *SHARES, "--kernels", kernels, "--batch-size", batch_size, "--lr", rate, "--epochs", "8"]
+        flags = [*O2, *TWO_GPU_FLAGS, "--kernels", kernels, "--batch-size", batch_size, "--lr", rate, "--epochs", "8"]
         report = two_gpus(*flags, gpus=gpus)
-        found.append([losses(report)[epoch, "train"] for epoch in range(8)])
-    print(*found)
-    one, two = found
+        results.append([losses(report)[epoch, "train"] for epoch in range(8)])
+    print(*results)
+    one, two = results
     assert two == pytest.approx(one, rel=0.05)
     assert one[-1] < one[0] - 0.2
 
 
 @pytest.mark.parametrize("algorithm", MASK_ALGORITHMS)
-def test_two_gpus_keep_the_pattern(two_gpus, tmp_path, algorithm):
+def test_two_gpus_keep_sparsity_masks(two_gpus, tmp_path, algorithm):
     two_gpus(*SPARSE, "--mask-algo", algorithm, "--epochs", "2")
     for e in range(2):
         for rank in range(2):
@@ -625,7 +630,7 @@ def test_two_gpus_keep_the_pattern(two_gpus, tmp_path, algorithm):
 
 
 @pytest.mark.parametrize("flags", [FP32, SPARSE], ids=["fp32", "O2 ASP"])
-def test_two_gpus_go_on_bit_for_bit_inside_an_epoch(two_gpus, tmp_path, flags):
+def test_two_gpus_resume_bit_identically_inside_an_epoch(two_gpus, tmp_path, flags):
     flags = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "9", *flags]
     expected = losses(two_gpus(*flags))
     start = ["--from-checkpoint", tmp_path / "Tiny/1_2", "--last-epoch-of-checkpoint", "auto", "--overwrite", "false"]

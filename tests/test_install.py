@@ -10,8 +10,8 @@ from conftest import ROOT
 NOT_INSTALLED = {"paddle_resnet/native/.clang-format"}
 
 
-def test_all_files_of_the_package_are_installed():
-    tomllib = pytest.importorskip("tomllib")  # new in Python 3.11
+def test_package_installs_all_its_files():
+    tomllib = pytest.importorskip("tomllib")  # requires Python 3.11
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = find_packages(ROOT, include=settings["packages"]["find"]["include"])
     installed = {ROOT / f"{module}.py" for module in settings["py-modules"]}
@@ -25,5 +25,5 @@ def test_all_files_of_the_package_are_installed():
     ).stdout.split()
     needed = {name for name in tracked if name.partition("/")[0] in ("config.py", "train.py", "paddle_resnet", "utils")}
     assert {str(path.relative_to(ROOT)) for path in installed} == needed - NOT_INSTALLED
-    assert settings["packages"]["find"]["namespaces"] is False  # else find_packages differs from the installation
+    assert settings["packages"]["find"]["namespaces"] is False  # otherwise find_packages differs from the installation
     assert (ROOT / settings["dynamic"]["dependencies"]["file"][0]).is_file()

@@ -1,9 +1,9 @@
-"""--iter-unit batch: an exact number of steps, with evaluations and checkpoints at steps. Epochs have three steps."""
+"""--iter-unit batch: a run has an exact number of steps, and evaluates and saves at steps. Epochs have three steps."""
 
 import numpy as np
 import pytest
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 
@@ -20,34 +20,34 @@ def trained_steps(report):
 
 
 def evaluations(report):
-    """[(epoch, steps of it, top1)]"""
-    found = [(e["step"], e["data"]) for e in report if len(e["step"]) == 1 and "val.top1" in e["data"]]
-    return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in found]
+    """Return [(epoch, steps in it or None at its end, top1)]."""
+    actual = [(e["step"], e["data"]) for e in report if len(e["step"]) == 1 and "val.top1" in e["data"]]
+    return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in actual]
 
 
-def test_a_run_has_exactly_this_number_of_steps(run_train, tmp_path, capsys):
+def test_run_has_exactly_num_iter_steps(run_train, tmp_path, capsys):
     code, report = run_train(*SEVEN)
     assert code == 0
     assert trained_steps(report) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
-    assert [at[:2] for at in evaluations(report)] == [(0, 2), (1, 1), (1, None), (2, 1)]
+    assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 2), (1, 1), (1, None), (2, 1)]
     assert folders_of(tmp_path) == ["1_1", "2_1", "best", "latest"]
     assert phase(report, [], "train.")["loss"] == phase(report, [2], "train.")["loss"]
     assert phase(report, [2], "train.")["images"] == 8
     assert "7 steps in total" in capsys.readouterr().out
-    best = max(evaluations(report), key=lambda at: at[2])
+    best = max(evaluations(report), key=lambda evaluation: evaluation[2])
     assert phase(report, [], "best.")["val.top1"] <= best[2]
     assert run_train(*SEVEN, "--resume")[0] == 0
     assert "all 7 steps are done" in capsys.readouterr().out
     assert run_train(*SEVEN)[0] == 2
 
 
-def test_steps_that_are_whole_epochs_are_those_of_epochs(run_train, tmp_path):
+def test_num_iter_of_full_epochs_matches_epochs(run_train, tmp_path):
     flags = ["--print-interval", "1", "--lr-scheduler", "Poly", "--warmup-start-lr", "0.001"]
     _, expected = run_train(*flags, "--epochs", "2", "--warmup-epochs", "1")
     code, report = run_train(*STEPS, *flags, "--num-iter", "6", "--warmup-epochs", "3", "--output-dir", tmp_path / "b")
     assert code == 0
-    found = losses(report)
-    assert {**found, (0, "val"): None} == {**losses(expected), (0, "val"): None}
+    actual = losses(report)
+    assert {**actual, (0, "val"): None} == {**losses(expected), (0, "val"): None}
     assert folders_of(tmp_path, "b") == ["1", "best", "latest"]
 
 
@@ -56,7 +56,7 @@ STOPS = [{"train_step": step} for step in (1, 3, 4)] + [{"eval_step": 0}, {"eval
 
 @pytest.mark.parametrize("kernels", ["paddle", pytest.param("native", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("stop", STOPS, ids=str)
-def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, once, stop_before, tmp_path, stop, kernels):
+def test_losses_after_stop_match_uninterrupted_run(run_train, once, stop_before, tmp_path, stop, kernels):
     flags = [*SEVEN, *NHWC, "--kernels", kernels, "--lr-scheduler", "Poly", "--warmup-epochs", "2"]
     code, expected = run_train(*flags)
     assert code == 0
@@ -74,7 +74,7 @@ def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, once, 
     assert {"1_1", "2_1"} <= {*folders_of(tmp_path, "stopped")}
 
 
-def test_a_larger_number_of_steps_continues_inside_the_epoch(run_train, tmp_path):
+def test_larger_num_iter_resumes_inside_the_epoch(run_train, tmp_path):
     flags = [*STEPS, "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "2"]
     _, expected = run_train(*flags, "--num-iter", "5", "--output-dir", tmp_path / "a")
     _, first = run_train(*flags, "--num-iter", "4")
@@ -84,37 +84,37 @@ def test_a_larger_number_of_steps_continues_inside_the_epoch(run_train, tmp_path
     assert evaluations(second) == evaluations(expected)
 
 
-def test_another_number_of_steps_per_epoch_is_an_error(run_train, capsys):
+def test_resume_with_changed_steps_per_epoch_is_an_error(run_train, capsys):
     assert run_train(*STEPS, "--num-iter", "2")[0] == 0
     assert run_train(*STEPS, "--num-iter", "4", "--batch-size", "4", "--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--iter-unit batch", "3 steps per epoch", "has 7", "--batch-size"])
+    assert_one_error(capsys.readouterr().err, ["--iter-unit batch", "3 steps per epoch", "has 7", "--batch-size"])
 
 
-def test_a_profile_must_be_before_the_first_stop(run_train, capsys):
+def test_profile_steps_after_first_stop_is_an_error(run_train, capsys):
     assert run_train(*SEVEN, "--profile-steps", "1:3")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
+    assert_one_error(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
 
 
-def test_two_processes_average_their_statistics_before_an_evaluation(launch):
-    """Both ranks then evaluate with the same network, also inside an epoch."""
+def test_two_processes_average_bn_statistics_before_evaluation(launch):
+    """Both ranks then evaluate the same network, also inside an epoch."""
     flags = [*STEPS, "--num-iter", "2", "--batch-size", "4", "--eval-interval", "1"]
     report, (first, second) = launch(2, *flags)
-    assert [at[:2] for at in evaluations(report)] == [(0, 1), (0, 2)]
+    assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 1), (0, 2)]
     for name in first.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
-def test_stops(parse):
+def test_stops_follow_intervals(parse):
     args = parse(*STEPS, "--num-iter", "7", "--eval-interval", "2", "--save-interval", "4")
-    found = [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3))]
-    assert found == [
+    actual = [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3))]
+    assert actual == [
         (0, 2, False, True, False),
         (0, 3, True, False, False),
         (1, 1, False, True, True),
         (1, 3, True, True, False),
         (2, 1, False, True, True),
     ]
-    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3), 4)] == found[3:]
+    assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3), 4)] == actual[3:]
     args = parse("--epochs", "3", "--eval-interval", "2")
     assert [tuple(stop) for stop in durations.stops(args, durations.uniform(args, 3), 2)] == [
         (0, 3, True, False, True),
@@ -126,7 +126,7 @@ def test_stops(parse):
 TIMELINE = durations.Timeline(2, (durations.Part(0, 3), durations.Part(2, 5, 0.5), durations.Part(3, 1)))
 
 
-def test_timeline_of_stages_with_different_numbers_of_steps():
+def test_timeline_counts_steps_of_each_stage():
     positions = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), *((2, i) for i in range(5)), (3, 0), (4, 0)]
     assert [TIMELINE.position(step) for step in range(13)] == positions
     assert [TIMELINE.steps_before(epoch) for epoch in (0, 1, 2, 2.4, 3, 4, 7)] == [0, 3, 6, 8, 11, 12, 15]
@@ -136,15 +136,15 @@ def test_timeline_of_stages_with_different_numbers_of_steps():
 
 
 @pytest.mark.parametrize("flags", [["--epochs", "4"], [*STEPS, "--num-iter", "12", "--save-interval", "1"]], ids=str)
-def test_stops_of_stages_with_different_numbers_of_steps(parse, flags):
+def test_stops_count_steps_of_each_stage(parse, flags):
     args = parse(*flags, "--accumulate-steps", "2")
     ends = [stop[:2] for stop in durations.stops(args, TIMELINE) if stop.ends_epoch]
     assert ends == [(0, 6), (1, 6), (2, 10), (3, 2)]
     assert next(durations.stops(args, TIMELINE, 6)).epoch == 2
 
 
-def test_the_schedule_counts_the_steps_of_each_stage(run_train):
-    """A cosine over 3, 7 and 3 steps; in the second stage, with batches of half the size, half the rate."""
+def test_schedule_counts_steps_of_each_stage(run_train):
+    """The stages have 3, 7 and 3 steps; the second has half the batch size and half the learning rate."""
     flags = ["--epochs", "3", "--sizes", "32:0,24:1:4:0.5,32:2", "--print-interval", "1", "--lr", "0.1"]
     code, report = run_train(*flags, "--warmup-epochs", "1")
     assert code == 0
@@ -154,7 +154,7 @@ def test_the_schedule_counts_the_steps_of_each_stage(run_train):
     np.testing.assert_allclose(rates, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_number_of_steps_ends_inside_a_stage(run_train):
+def test_num_iter_may_end_inside_a_stage(run_train):
     flags = [*STEPS, "--sizes", "32:0,24:1:4", "--num-iter"]
     code, report = run_train(*flags, "5")
     assert code == 0
@@ -164,31 +164,31 @@ def test_a_number_of_steps_ends_inside_a_stage(run_train):
     assert trained_steps(report) == [(1, step) for step in range(2, 7)] + [(2, 0), (2, 1)]
 
 
-def test_a_stage_with_more_images_per_batch_than_the_data_set_is_an_error(run_train, capsys):
+def test_stage_batch_larger_than_data_set_is_an_error(run_train, capsys):
     assert run_train("--epochs", "2", "--sizes", "32:0,24:1:31")[0] == 2
     expected = ["--sizes 32:0,24:1:31: batch size 31 exceeds the 30 training images per process; use 30 or less"]
-    assert_one_sentence(capsys.readouterr().err, expected)
+    assert_one_error(capsys.readouterr().err, expected)
 
 
-def test_the_schedule_counts_steps(parse):
+def test_schedule_counts_steps(parse):
     flags = ["--num-iter", "10", "--warmup-epochs", "2", "--lr-scheduler", "Piecewise", "--lr-decay-epochs", "4,7"]
     args = parse(*STEPS, *flags, "--lr", "1")
     schedule = schedules.build_lr_scheduler(args, durations.uniform(args, 3))
-    found = []
+    actual = []
     for _ in range(10):
-        found.append(schedule.last_lr)
+        actual.append(schedule.last_lr)
         schedule.step()
-    np.testing.assert_allclose(found, [0, 0.5, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01])
+    np.testing.assert_allclose(actual, [0, 0.5, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01])
 
 
-def test_defaults_follow_the_unit(parse):
+def test_interval_defaults_depend_on_iter_unit(parse):
     args = parse(*STEPS, "--num-iter", "10")
     assert (args.save_interval, args.eval_interval, args.warmup_epochs) == (10, 10, 0)
     assert args.origin("eval_interval") == "--iter-unit"
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ("--iter-unit batch --epochs 90", "--iter-unit batch: requires the number of training steps; add --num-iter"),
         ("--iter-unit batch --num-iter 5 --epochs 3", "--epochs 3: not used by --iter-unit batch; remove it"),
@@ -200,6 +200,6 @@ def test_defaults_follow_the_unit(parse):
         ),
     ],
 )
-def test_flags_that_do_not_fit_the_unit_are_errors(run_train, capsys, flags, says):
+def test_flags_incompatible_with_iter_unit_are_errors(run_train, capsys, flags, message):
     assert run_train(*flags.split())[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [says])
+    assert_one_error(capsys.readouterr().err, [message])

@@ -1,4 +1,4 @@
-"""What `make venv` installs, with a Python that only notes what pip is asked for."""
+"""`make venv` with a fake Python that only records the calls of pip."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Stands for the system's Python and for that of .venv; the file `packages` takes the place of site-packages.
+# Replaces the system's Python and the one in .venv; the file `packages` replaces site-packages.
 PYTHON = r"""#!/bin/bash
 set -eu
 packages=$(dirname "$0")/packages
@@ -27,18 +27,18 @@ esac
 
 @pytest.fixture
 def make(tmp_path):
-    """make(*words) runs `make` in a copy of what it reads; it returns (pip's calls, what make printed)."""
+    """Run `make` in a copy of the files it reads; returns (pip's calls, make's output)."""
     for name in ("Makefile", "requirements.txt", "requirements-cpu.txt", "requirements-base.txt"):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
 
-    def run(*words):
+    def run(*arguments):
         calls = tmp_path / "calls"
         calls.unlink(missing_ok=True)
-        command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *words]
-        # Not those of the make that runs the tests.
+        command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *arguments]
+        # Variables of the make that runs the tests must not leak into this one.
         of_make = ("PADDLE", "PADDLE_WORDS", "VENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
         environment = {name: value for name, value in os.environ.items() if name not in of_make}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
@@ -48,21 +48,21 @@ def make(tmp_path):
     return run
 
 
-def test_installs_once(make, tmp_path):
+def test_make_venv_installs_once(make, tmp_path):
     calls, output = make("venv")
     assert calls == ["requirements", "install paddlepaddle==2.6.2"]
     assert "about 2 GB" in output
-    wanted = (tmp_path / "requirements.installed").read_text()
-    assert "nvidia-dali" in wanted and "paddlepaddle=" not in wanted
+    requirements = (tmp_path / "requirements.installed").read_text()
+    assert "nvidia-dali" in requirements and "paddlepaddle=" not in requirements
     calls, output = make("venv")
     assert calls == [] and "Nothing to be done" in output
 
 
-def test_gpu_requirements(make, tmp_path):
+def test_make_venv_installs_gpu_requirements(make, tmp_path):
     calls, _ = make("venv", "HAS_GPU=yes")
     assert calls == ["requirements", "install paddlepaddle-gpu==2.6.2"]
-    wanted = (tmp_path / "requirements.installed").read_text()
-    assert "nvidia-ml-py" in wanted and "nvidia-cudnn-cu11" in wanted and "numpy<2" in wanted
+    requirements = (tmp_path / "requirements.installed").read_text()
+    assert "nvidia-ml-py" in requirements and "nvidia-cudnn-cu11" in requirements and "numpy<2" in requirements
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_gpu_requirements(make, tmp_path):
         ("paddlepaddle>=3,<4", False),
     ],
 )
-def test_another_paddle_gets_nothing_that_only_2_6_needs(make, tmp_path, paddle, is_2_6):
+def test_requirements_of_paddle_2_6_are_omitted_for_other_versions(make, tmp_path, paddle, is_2_6):
     make("venv", f"PADDLE={paddle}", "HAS_GPU=yes")
-    wanted = (tmp_path / "requirements.installed").read_text()
-    assert ("numpy<2" in wanted) == ("nvidia-cudnn-cu11" in wanted) == is_2_6
-    assert "nvidia-dali" in wanted and "numpy>=1.26" in wanted
+    requirements = (tmp_path / "requirements.installed").read_text()
+    assert ("numpy<2" in requirements) == ("nvidia-cudnn-cu11" in requirements) == is_2_6
+    assert "nvidia-dali" in requirements and "numpy>=1.26" in requirements
 
 
-def test_changed_requirements_update_in_place(make, tmp_path):
+def test_changed_requirements_update_venv_in_place(make, tmp_path):
     make("venv")
     (tmp_path / ".venv/mine").touch()
     with (tmp_path / "requirements-base.txt").open("a") as file:
@@ -92,7 +92,7 @@ def test_changed_requirements_update_in_place(make, tmp_path):
     assert (tmp_path / ".venv/mine").exists()
 
 
-def test_a_paddle_that_a_user_installed_stays(make, tmp_path):
+def test_paddle_installed_by_user_is_kept(make, tmp_path):
     make("venv")
     (tmp_path / ".venv/bin/packages").write_text("paddlepaddle-gpu==3.3.1\n")
     with (tmp_path / "requirements-base.txt").open("a") as file:
@@ -103,29 +103,29 @@ def test_a_paddle_that_a_user_installed_stays(make, tmp_path):
     assert (tmp_path / ".venv/bin/packages").read_text() == "paddlepaddle-gpu==3.3.1\n"
 
 
-def test_paddle_of_choice_is_kept_on_later_makes(make):
-    wanted = "paddlepaddle-gpu==3.3.1 -i https://index.example/cu126/"
-    assert make("venv", f"PADDLE={wanted}")[0] == ["requirements", f"install {wanted}"]
+def test_chosen_paddle_is_kept_on_later_makes(make):
+    chosen = "paddlepaddle-gpu==3.3.1 -i https://index.example/cu126/"
+    assert make("venv", f"PADDLE={chosen}")[0] == ["requirements", f"install {chosen}"]
     assert make("venv")[0] == []
-    assert make("venv", f"PADDLE={wanted}")[0] == []
+    assert make("venv", f"PADDLE={chosen}")[0] == []
     assert make("venv", "PADDLE=3.3.1")[0] == ["requirements", "uninstall", "install paddlepaddle==3.3.1"]
     assert make("venv")[0] == []
     assert make("venv", "PADDLE=")[0] == ["requirements", "uninstall", "install paddlepaddle==2.6.2"]
 
 
-def test_paddle_of_choice_that_is_there_already(make):
+def test_chosen_paddle_is_not_reinstalled(make):
     make("venv")
     assert make("venv", "PADDLE=2.6.2")[0] == ["requirements"]
 
 
-def test_another_folder_holds_another_paddle(make):
+def test_second_venv_has_its_own_paddle(make):
     make("venv")
     second = ["venv", "VENV=.venv/paddle3"]
     assert make(*second, "PADDLE=3.3.1")[0] == ["requirements", "install paddlepaddle==3.3.1"]
     assert make(*second)[0] == make("venv")[0] == []
 
 
-def test_failed_replacement_is_repaired_by_the_next_make(make, tmp_path):
+def test_next_make_repairs_failed_replacement(make, tmp_path):
     make("venv")
     with pytest.raises(AssertionError):
         make("venv", "PADDLE=nosuch")
@@ -138,7 +138,7 @@ def test_paddle_range_is_not_a_redirection(make, tmp_path):
     assert not (tmp_path / "=3,").exists()
 
 
-def test_interrupted_installation_starts_again(make, tmp_path):
+def test_interrupted_installation_is_repeated(make, tmp_path):
     make("venv")
     next((tmp_path / ".venv").glob("installed-*")).unlink()
     assert make("venv")[0] == ["requirements"]

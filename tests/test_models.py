@@ -18,7 +18,7 @@ EXPECTED_PARAMETERS |= {
 
 
 def describe(network, shape):
-    """(program, start-up program, logits) of a network in evaluation mode."""
+    """Return (program, startup program, logits) of a network in evaluation mode."""
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup), paddle.utils.unique_name.guard():
         model = network()
@@ -28,7 +28,7 @@ def describe(network, shape):
 
 
 def build(network, shape):
-    """(program, executor, logits) of a network in evaluation mode with fresh parameters."""
+    """Return (program, executor, logits) of a newly initialized network in evaluation mode."""
     main, startup, out = describe(network, shape)
     exe = static.Executor(paddle.CPUPlace())
     exe.run(startup)
@@ -45,14 +45,14 @@ def set_parameters(program, arrays):
         static.global_scope().find_var(parameter.name).get_tensor().set(array, paddle.CPUPlace())
 
 
-def randomised(program):
-    """Parameters with BN statistics and scales that differ from 0 and 1, so that a mix-up of them shows."""
+def randomized(program):
+    """Return parameters with BN statistics and scales other than 0 and 1, so that exchanged ones are detected."""
     random = np.random.RandomState(0)
     return [a + random.uniform(0.1, 0.3, a.shape).astype("float32") if a.ndim == 1 else a for a in parameters(program)]
 
 
 def projections_last(arrays, depths, convolutions):
-    """Weights of paddle.vision.models, which builds a block's projection before its branch, in our order."""
+    """Reorder weights of paddle.vision.models, which builds a block's projection before its branch."""
     per_layer = 5  # convolution, then scale, shift, mean and variance
     result, arrays = arrays[:per_layer], arrays[per_layer:]
     for stage, depth in enumerate(depths):
@@ -65,16 +65,16 @@ def projections_last(arrays, depths, convolutions):
 
 
 @pytest.mark.parametrize(("arch", "depths", "convolutions"), [("ResNet18", (2,) * 4, 2), ("ResNet50", (3, 4, 6, 3), 3)])
-def test_logits_equal_those_of_paddle_vision_with_the_same_weights(arch, depths, convolutions):
+def test_resnet_logits_match_paddle_vision(arch, depths, convolutions):
     images = np.random.RandomState(1).randn(2, 3, 64, 64).astype("float32")
     reference, exe, out = build(getattr(paddle.vision.models, arch.lower()), (3, 64, 64))
-    weights = randomised(reference)
+    weights = randomized(reference)
     set_parameters(reference, weights)
     expected = exe.run(reference, {"data": images}, [out])[0]
 
-    ours, exe, out = build(MODELS[arch], (3, 64, 64))
-    set_parameters(ours, projections_last(weights, depths, convolutions))
-    logits = exe.run(ours, {"data": images}, [out])[0]
+    main, exe, out = build(MODELS[arch], (3, 64, 64))
+    set_parameters(main, projections_last(weights, depths, convolutions))
+    logits = exe.run(main, {"data": images}, [out])[0]
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
 
@@ -92,7 +92,7 @@ def vision_network(name):
 
 @pytest.fixture
 def float64():
-    """In float32, sums in another order flip decisions of ReLU6, which 52 layers amplify."""
+    """In float32, a different order of summation changes decisions of ReLU6, which 52 layers amplify."""
     paddle.set_default_dtype("float64")
     yield
     paddle.set_default_dtype("float32")
@@ -107,13 +107,11 @@ def float64():
         pytest.param("MobileNetV3_Large", "mobilenet_v3_large", 46 * 3 + 8 * 4 + 2 * 2, marks=pytest.mark.soak),
     ],
 )
-def test_logits_and_gradients_of_mobilenets_equal_those_of_paddle_vision(
-    float64, layout, arch, vision_name, parameters
-):
+def test_mobilenet_logits_and_gradients_match_paddle_vision(float64, layout, arch, vision_name, parameters):
     random = np.random.RandomState(1)
     images, slopes = random.randn(4, 3, 64, 64), random.randn(4, 1000)
     in_layout = images if layout == "NCHW" else images.transpose(0, 2, 3, 1)
-    found, weights = [], None
+    results, weights = [], None
     for network, x in (
         (lambda: vision_network(vision_name), images),
         (lambda: MODELS[arch](data_format=layout), in_layout),
@@ -126,16 +124,16 @@ def test_logits_and_gradients_of_mobilenets_equal_those_of_paddle_vision(
         with static.scope_guard(static.Scope()):
             exe = static.Executor(paddle.CPUPlace())
             exe.run(startup)
-            weights = weights or randomised(main)
+            weights = weights or randomized(main)
             set_parameters(main, weights)
-            found.append(exe.run(main, {"data": x, "slopes": slopes}, [out, *gradients]))
-    assert len(found[0]) == 1 + parameters
-    for expected, ours in zip(*found, strict=True):
-        np.testing.assert_allclose(ours, expected, atol=1e-6 * np.abs(expected).max() + 1e-14, rtol=0)
+            results.append(exe.run(main, {"data": x, "slopes": slopes}, [out, *gradients]))
+    assert len(results[0]) == 1 + parameters
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6 * np.abs(expected).max() + 1e-14, rtol=0)
 
 
-def test_names_and_order_are_those_of_nvidias_example():
-    """Its checkpoints are loaded by name: 53 convolutions with BN, projections after their branch, the classifier."""
+def test_resnet50_parameter_names_match_nvidia_example():
+    """Checkpoints are loaded by name: 53 convolutions with BN, projections after their branch, and the classifier."""
     program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
     names = [p.name for p in program.all_parameters()]
     expected = []
@@ -148,31 +146,31 @@ def test_names_and_order_are_those_of_nvidias_example():
 
 
 @pytest.mark.parametrize("arch", EXPECTED_PARAMETERS)
-def test_parameter_count(arch):
+def test_trainable_parameter_count(arch):
     program, _, _ = describe(MODELS[arch], (3, 64, 64))
     trainable = sum(int(np.prod(p.shape)) for p in program.all_parameters() if p.trainable)
     assert trainable == EXPECTED_PARAMETERS[arch]
 
 
 @pytest.mark.parametrize(("arch", "convolutions"), [("ResNet34", 36), ("ResNet101", 104), ("ResNet152", 155)])
-def test_depth(arch, convolutions):
+def test_number_of_convolutions(arch, convolutions):
     program, _, _ = describe(MODELS[arch], (3, 64, 64))
     assert sum(op.type == "conv2d" for op in program.global_block().ops) == convolutions
 
 
-def test_stride_is_in_the_3x3_convolution():
+def test_stride_is_in_3x3_convolution():
     program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
     block = program.global_block()
     strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
     kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]
-    # The stem, then in each of three stages the branch and the projection.
+    # The stem, and the branch and projection of three stages.
     assert sorted(kernels) == [1, 1, 1, 3, 3, 3, 7]
 
 
-def test_nhwc_equals_nchw():
+def test_nhwc_logits_match_nchw():
     images = np.random.RandomState(1).randn(2, 3, 32, 32).astype("float32")
     nchw, exe, out = build(MODELS["Tiny"], (3, 32, 32))
-    weights = randomised(nchw)
+    weights = randomized(nchw)
     set_parameters(nchw, weights)
     expected = exe.run(nchw, {"data": images}, [out])[0]
     nhwc, exe, out = build(lambda: MODELS["Tiny"](data_format="NHWC"), (32, 32, 3))
@@ -181,7 +179,7 @@ def test_nhwc_equals_nchw():
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_fourth_channel_of_zeros_changes_nothing():
+def test_fourth_channel_of_zeros_does_not_change_logits():
     images = np.random.RandomState(1).randn(2, 4, 32, 32).astype("float32")
     images[:, 3] = 0
     four, exe, out = build(lambda: MODELS["Tiny"](in_channels=4), (4, 32, 32))
@@ -192,7 +190,7 @@ def test_fourth_channel_of_zeros_changes_nothing():
     np.testing.assert_allclose(exe.run(three, {"data": images[:, :3]}, [out])[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_unknown_model_is_refused():
+def test_unknown_model_is_an_error():
     from paddle_resnet.models import build_model
 
     with pytest.raises(UsageError, match="ResNet51.*ResNet50"):

@@ -20,14 +20,14 @@ KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
 
 @pytest.fixture
 def val_images(photos):
-    """Paths and labels of the validation images."""
+    """Return paths and labels of the validation images."""
     paths = sorted(map(str, (photos / "val").glob("*/*.jpg")))
     return paths, [int(path.split("/class")[1][0]) for path in paths]
 
 
 @pytest.fixture
 def model_of(tmp_path):
-    """The path of a model of a kind, made from a checkpoint."""
+    """Create a model of some kind from a checkpoint; returns its path."""
 
     def model_of(kind, checkpoint):
         if kind == "checkpoint":
@@ -42,30 +42,30 @@ def model_of(tmp_path):
 
 
 def probabilities(path, images, **options):
-    found = list(predict.predict(inference.open_model(path, "cpu"), images, **options))
-    assert [image for image, *_ in found] == images
-    return np.stack([row for _, row, _ in found])
+    actual = list(predict.predict(inference.open_model(path, "cpu"), images, **options))
+    assert [image for image, *_ in actual] == images
+    return np.stack([row for _, row, _ in actual])
 
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [*((kind, "4,32,32") for kind in KINDS), ("checkpoint", "3,32,48"), ("uint8 export", "4,48,32")],
 )
-def test_the_numbers_are_those_of_the_evaluation(run_train, tmp_path, model_of, val_images, kind, shape):
-    """With a foreign preprocessing, four channels and width and height, which come from the checkpoint."""
+def test_predictions_match_evaluation(run_train, tmp_path, model_of, val_images, kind, shape):
+    """Preprocessing, channels, width and height come from the checkpoint."""
     preprocessing = ["--resize-short", "44", "--interp", "cubic", "--normalize-mean", "0.5,0.4,0.3"]
     code, report = run_train(*preprocessing, *NHWC, "--image-shape", shape)
     expected = phase(report, [0], "val.")
     paths, labels = val_images
-    found = probabilities(model_of(kind, tmp_path / "output/Tiny/0"), paths, batch_size=5)
-    assert found.shape == (23, 3)
-    assert np.mean(found.argmax(axis=1) == labels) == expected["top1"]
-    losses = -np.log(found[np.arange(23), labels].astype(np.float64))
+    actual = probabilities(model_of(kind, tmp_path / "output/Tiny/0"), paths, batch_size=5)
+    assert actual.shape == (23, 3)
+    assert np.mean(actual.argmax(axis=1) == labels) == expected["top1"]
+    losses = -np.log(actual[np.arange(23), labels].astype(np.float64))
     assert losses.mean() == pytest.approx(expected["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "says"),
+    ("flag", "value", "message"),
     [
         ("--batch-size", "0", "0 is too small; use a whole number from 1 to 65536"),
         ("--batch-size", "4.5", "'4.5' is not a whole number"),
@@ -74,25 +74,25 @@ def test_the_numbers_are_those_of_the_evaluation(run_train, tmp_path, model_of, 
         ("--benchmark-batches", "1,1000000000", "1000000000 is too large; use a whole number from 1 to 65536"),
     ],
 )
-def test_numbers_outside_their_limits_are_errors(tmp_path, capsys, flag, value, says):
+def test_flag_values_out_of_range_exit_with_code_2(tmp_path, capsys, flag, value, message):
     with pytest.raises(SystemExit) as e:
         predict.main([str(tmp_path), str(tmp_path), flag, value])
     assert e.value.code == 2
     error = capsys.readouterr().err
-    assert f"{flag}: " in error and says in error
+    assert f"{flag}: " in error and message in error
 
 
-def test_the_batch_size_does_not_matter(checkpoint, val_images):
+def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
     paths, _ = val_images
     for batch_size in (1, 23, 64):
-        found = probabilities(checkpoint, paths, batch_size=batch_size)
-        np.testing.assert_allclose(found, probabilities(checkpoint, paths, batch_size=8), atol=1e-6)
+        actual = probabilities(checkpoint, paths, batch_size=batch_size)
+        np.testing.assert_allclose(actual, probabilities(checkpoint, paths, batch_size=8), atol=1e-6)
 
 
-def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_path, capfd, monkeypatch):
-    """Each has one line on stderr, and C libraries write none: capfd sees those, too."""
+def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
+    """Each file has one line on stderr. capfd also captures output of C libraries, which must write none."""
     real = predict.find_images
-    folder = tmp_path / ".cache/mixed"  # named itself, so that its parents may be hidden
+    folder = tmp_path / ".cache/mixed"  # its parents may be hidden, because it is an argument
     folder.mkdir(parents=True)
     for i, path in enumerate(sorted((photos / "val").glob("*/*.jpg"))[:9]):
         (folder / f"{i}.jpg").write_bytes(path.read_bytes())
@@ -108,14 +108,16 @@ def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_p
     with open(tmp_path / "huge.jpg", "wb") as huge:
         huge.truncate(1 << 40)
     gone, text, huge = str(tmp_path / "gone.jpg"), str(folder / "notes.txt"), str(tmp_path / "huge.jpg")
-    words = [str(folder), gone, text, "/dev/zero", huge, str(tmp_path)]
-    monkeypatch.setattr(predict, "find_images", lambda words, stdin: [*real(words[:-1], stdin), "a\0b.jpg", words[-1]])
-    assert predict.main([str(checkpoint), *words, "--batch-size", "4", "--device", "cpu"]) == 1
+    arguments = [str(folder), gone, text, "/dev/zero", huge, str(tmp_path)]
+    monkeypatch.setattr(
+        predict, "find_images", lambda arguments, stdin: [*real(arguments[:-1], stdin), "a\0b.jpg", arguments[-1]]
+    )
+    assert predict.main([str(checkpoint), *arguments, "--batch-size", "4", "--device", "cpu"]) == 1
     out, err = capfd.readouterr()
     assert [line.split(":")[0] for line in out.splitlines()] == [str(folder / f"{i}.jpg") for i in range(9)]
     unknown = "is not in an image format that DALI supports"
     assert err.splitlines() == [
-        f"warning: {folder}: skipped 2 hidden or of the system, 1 .txt (images end in {', '.join(IMAGE_SUFFIXES)})",
+        f"warning: {folder}: skipped 2 hidden or system files, 1 .txt (images end in {', '.join(IMAGE_SUFFIXES)})",
         f"{folder / '0text.jpg'} {unknown}",
         f"{folder / '5empty.jpg'} is empty",
         f"{folder / '6pipe.jpg'} cannot be read (not a regular file)",
@@ -129,7 +131,7 @@ def test_files_that_are_no_images_cost_only_themselves(checkpoint, photos, tmp_p
     ]
 
 
-def test_folders_are_searched_as_in_training(photos, tmp_path, capsys):
+def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
     """Links to folders are followed, but no folder is read twice."""
     folder = tmp_path / "mixed"
     (folder / "below").mkdir(parents=True)
@@ -140,7 +142,7 @@ def test_folders_are_searched_as_in_training(photos, tmp_path, capsys):
         (folder / "below" / name).write_text("")
     names = sorted(path.name for path in (photos / "val/class1").iterdir())
     assert predict.find_images([str(folder)], None) == [str(folder / "link" / name) for name in names]
-    skipped = "2 .gif, 2 repeated by links, 1 .heic, 1 hidden or of the system, 1 without suffix"
+    skipped = "2 .gif, 2 repeated through links, 1 .heic, 1 hidden or system files, 1 without suffix"
     assert capsys.readouterr().err.startswith(f"warning: {folder}: skipped {skipped} (images end in .jpg, ")
     (folder / "below/loop").unlink()
     with pytest.raises(UsageError, match=r"copy: contains no images \(\.jpg, .*\); skipped: 2 \.gif, "):
@@ -148,20 +150,20 @@ def test_folders_are_searched_as_in_training(photos, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (None, "-: stdin is closed"),
         (b"\0" * 5000, "-: a line on stdin exceeds 4096 bytes"),
-        (b"\n\n", "no images: add files, folders, or -"),
+        (b"\n\n", "IMAGE: missing; add files, folders, or -"),
     ],
 )
-def test_unusable_stdin_is_an_error(checkpoint, capsys, monkeypatch, data, says):
+def test_unusable_stdin_is_an_error(checkpoint, capsys, monkeypatch, data, message):
     monkeypatch.setattr(sys, "stdin", data and io.TextIOWrapper(io.BytesIO(data)))
     assert predict.main([str(checkpoint), "-"]) == 2
-    assert f"paddle_resnet.predict: error: {says}" in capsys.readouterr().err
+    assert f"paddle_resnet.predict: error: {message}" in capsys.readouterr().err
 
 
-def test_output_for_people_and_programs(checkpoint, val_images, tmp_path, capsys, monkeypatch):
+def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monkeypatch):
     paths = val_images[0][:3]
     expected = probabilities(checkpoint, paths)
     best = expected.argsort(axis=1)[:, ::-1]
@@ -169,14 +171,15 @@ def test_output_for_people_and_programs(checkpoint, val_images, tmp_path, capsys
     table = tmp_path / "table.csv"
     assert predict.main([str(checkpoint), "-", "--csv", str(table), "--json", "--device", "cpu"]) == 0
     for i, line in enumerate(capsys.readouterr().out.splitlines()):
-        found = json.loads(line)
-        assert found["image"] == paths[i]
-        assert [entry["label"] for entry in found["top"]] == best[i].tolist()
-        assert [entry["class"] for entry in found["top"]] == [f"class{label}" for label in best[i]]
-        assert [entry["probability"] for entry in found["top"]] == expected[i][best[i]].tolist()
+        prediction = json.loads(line)
+        assert prediction["image"] == paths[i]
+        assert [entry["label"] for entry in prediction["top"]] == best[i].tolist()
+        assert [entry["class"] for entry in prediction["top"]] == [f"class{label}" for label in best[i]]
+        assert [entry["probability"] for entry in prediction["top"]] == expected[i][best[i]].tolist()
     rows = list(csv.reader(table.open()))
     top = [f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")]
-    assert rows[0] == ["image", "prediction", "predicted_class", *top]  # of --predictions, three classes
+    # The columns are those of --predictions with three classes.
+    assert rows[0] == ["image", "prediction", "predicted_class", *top]
     for i, row in enumerate(rows[1:]):
         assert len(row) == len(rows[0])
         assert row[:6] == [paths[i], *[str(best[i][0]), f"class{best[i][0]}"] * 2, f"{expected[i].max():.7g}"]
@@ -186,13 +189,13 @@ def test_output_for_people_and_programs(checkpoint, val_images, tmp_path, capsys
     assert capsys.readouterr().out.startswith(f"{paths[0]}: class{best[0][0]} {expected[0].max():.4f}, class")
 
 
-def test_top_five_of_many_classes():
-    found = predict.top(np.array([0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1]), list("abcdef"))
-    assert [label for label, *_ in found] == [1, 3, 0, 2, 4]
-    assert found[0] == (1, "b", 0.3)
+def test_top_returns_five_classes():
+    actual = predict.top(np.array([0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1]), list("abcdef"))
+    assert [label for label, *_ in actual] == [1, 3, 0, 2, 4]
+    assert actual[0] == (1, "b", 0.3)
 
 
-def test_benchmark_names_every_engine(checkpoint, model_of, capsys, monkeypatch):
+def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys, monkeypatch):
     monkeypatch.setattr(predict, "BENCHMARK_S", 0)
     command = ["--benchmark", "--benchmark-batches", "1,3", "--device", "cpu"]
     assert predict.main([str(checkpoint), *command]) == 0
@@ -204,11 +207,11 @@ def test_benchmark_names_every_engine(checkpoint, model_of, capsys, monkeypatch)
     assert predict.main([str(model_of("export", checkpoint)), *command]) == 0
     out, err = capsys.readouterr()
     assert "paddle.inference" in out and "Executor" not in out
-    assert "warning: onnxruntime is not measured: " in err and "has no model.onnx; export with --onnx" in err
+    assert "warning: skipping onnxruntime: " in err and "contains no model.onnx; export with --onnx" in err
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])
-def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monkeypatch, package):
+def test_benchmark_skips_broken_engine_with_a_warning(checkpoint, tmp_path, capsys, monkeypatch, package):
     pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     if package == "session":
@@ -222,37 +225,37 @@ def test_benchmark_leaves_out_a_broken_engine(checkpoint, tmp_path, capsys, monk
     assert predict.main([str(checkpoint), "--benchmark", "--benchmark-batches", "1", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[1] for line in out.splitlines()[2:]] == ["Executor", "paddle.inference"]
-    assert err.startswith("warning: onnxruntime is not measured: ") and "has no attribute 'gone'" in err
+    assert err.startswith("warning: skipping onnxruntime: ") and "has no attribute 'gone'" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (["{root}/nowhere", "{image}"], "nowhere: does not exist; use the folder of a checkpoint or of an export"),
         (["{root}/empty", "{image}"], "empty: contains neither meta.json nor parameters; choose a checkpoint"),
-        (["{run}/0"], "no images: add files, folders, or -"),
+        (["{run}/0"], "IMAGE: missing; add files, folders, or -"),
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
-        (["{run}/0", "{image}", "--json", "--csv", "-"], "--json and --csv - both write to stdout"),
-        (["{run}/0", "{image}", "--benchmark"], "--benchmark measures the network on random images"),
+        (["{run}/0", "{image}", "--json", "--csv", "-"], "--json: --csv - also writes to stdout"),
+        (["{run}/0", "{image}", "--benchmark"], "--benchmark: measures random images"),
         (["{run}/0", "{image}", "--csv", "{image}/x.csv"], "x.csv: cannot be written (Not a directory)"),
         (["{run}/0", "{image}", "--csv", "{image}"], "the same file as the image"),
         (["{run}/0", "{image}", "--csv", "{run}/0/x.csv"], "/0 is for a checkpoint; choose a path outside it"),
         (["{root}/broken", "{image}"], "model.json: not a valid description of a network (preprocessing.resize"),
     ],
 )
-def test_mistakes_are_sentences(checkpoint, val_images, tmp_path, capsys, words, says):
+def test_invalid_command_exits_with_code_2_and_an_error(checkpoint, val_images, tmp_path, capsys, arguments, message):
     (tmp_path / "run").mkdir()
     checkpoint.rename(tmp_path / "run/0")
     for name in ("empty", "broken"):
         (tmp_path / name).mkdir()
     (tmp_path / "broken/model.json").write_text('{"input": {}}')
     places = {"root": tmp_path, "run": tmp_path / "run", "image": val_images[0][0]}
-    assert predict.main([word.format(**places) for word in words]) == 2
+    assert predict.main([argument.format(**places) for argument in arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1 and says in errors[0]
+    assert len(errors) == 1 and message in errors[0]
 
 
-def test_an_interrupt_is_a_sentence(checkpoint, val_images, capsys, monkeypatch):
+def test_interrupt_exits_with_code_130(checkpoint, val_images, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -262,24 +265,30 @@ def test_an_interrupt_is_a_sentence(checkpoint, val_images, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "model.pdmodel").write_bytes(b"no model"), "model.pdmodel has 8 bytes instead of "),
         (lambda folder: flip_a_bit(folder / "model.pdiparams"), "pdiparams does not match its sha256 in model.json"),
         (lambda folder: (folder / "model.pdiparams").unlink(), ": damaged (model.pdiparams cannot be read"),
         (lambda folder: change(folder / "model.json", files={}), "model.json: files lacks the size and sha256 of"),
-        (lambda folder: sink(folder / "model.json", "output", shape=[None, 4]), "output has shape [1, 3] instead of"),
-        (lambda folder: sink(folder / "model.json", "input", name="image"), "network does not match its description"),
+        (
+            lambda folder: change_table(folder / "model.json", "output", shape=[None, 4]),
+            "output has shape [1, 3] instead of",
+        ),
+        (
+            lambda folder: change_table(folder / "model.json", "input", name="image"),
+            "network does not match its description",
+        ),
         (lambda folder: pipe(folder / "model.json"), "model.json: cannot be read (not a regular file)"),
     ],
-    ids=["model", "a bit of the weights", "no weights", "no list", "outputs", "input", "pipe"],
+    ids=["model", "flipped bit of the weights", "no weights", "no file list", "outputs", "input", "pipe"],
 )
-def test_damaged_export_is_a_sentence(checkpoint, model_of, val_images, capsys, damage, says):
+def test_damaged_export_exits_with_code_2_and_an_error(checkpoint, model_of, val_images, capsys, damage, message):
     folder = model_of("export", checkpoint)
     damage(folder)
     assert predict.main([str(folder), val_images[0][0], "--device", "cpu"]) == 2
     err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err
+    assert message in err and "Traceback" not in err
 
 
 def flip_a_bit(path):
@@ -292,7 +301,7 @@ def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def sink(path, table, **values):
+def change_table(path, table, **values):
     change(path, **{table: json.loads(path.read_text())[table] | values})
 
 
@@ -302,7 +311,7 @@ def pipe(path):
 
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
-def test_every_field_of_a_description_is_checked(checkpoint, tmp_path, uint8):
+def test_every_field_of_description_is_checked(checkpoint, tmp_path, uint8):
     description = inference.load_checkpoint(checkpoint, uint8=uint8).description
     assert preprocessing.problem(description) is None
     hostile = [None, True, -1, 0, 10**400, float("nan"), "object", "x" * 10**5, [], [[]], [None] * 4, {}, [10**400] * 3]
@@ -316,17 +325,17 @@ def test_every_field_of_a_description_is_checked(checkpoint, tmp_path, uint8):
             parent[name] = value
             if value == "missing":
                 del parent[name]
-            found = preprocessing.problem(changed)
+            problem = preprocessing.problem(changed)
             is_free = (path == "input.name" and isinstance(value, str)) or (path == "classes" and value == [])
-            assert found is None if is_free else found.startswith(path) and len(found) < 300, (path, value)
-    for crop, says in (
+            assert problem is None if is_free else problem.startswith(path) and len(problem) < 300, (path, value)
+    for crop, message in (
         ([32], "preprocessing.center_crop is [32]"),
         ([32, 0], "preprocessing.center_crop is [32, 0]"),
         ([32, 48], f"input.shape is {description['input']['shape']} in "),
     ):
         changed = copy.deepcopy(description)
         changed["preprocessing"]["center_crop"] = crop
-        assert preprocessing.problem(changed).startswith(says)
+        assert preprocessing.problem(changed).startswith(message)
     changed = copy.deepcopy(description)
     changed["preprocessing"] |= {"center_crop": [1, 3], "resize_short": 4000}
     changed["input"]["shape"] = [None, 1, 3, 3] if uint8 else [None, 3, 1, 3]
@@ -338,10 +347,10 @@ def test_every_field_of_a_description_is_checked(checkpoint, tmp_path, uint8):
             inference._checked_description(text, "model.json")
 
 
-def test_damaged_onnx_file_is_a_sentence(checkpoint, model_of, val_images, tmp_path, capsys):
+def test_damaged_onnx_file_exits_with_code_2_and_an_error(checkpoint, model_of, val_images, tmp_path, capsys):
     exported = model_of("ONNX", checkpoint).read_bytes()
     model = tmp_path / "model.onnx"
-    for data, says in (
+    for data, message in (
         (None, ": cannot be read"),
         (b"no model", ": cannot be opened by onnxruntime"),
         (
@@ -356,11 +365,11 @@ def test_damaged_onnx_file_is_a_sentence(checkpoint, model_of, val_images, tmp_p
         if data:
             model.write_bytes(data)
         assert predict.main([str(model), val_images[0][0], "--device", "cpu"]) == 2
-        assert f"{model}{says}" in capsys.readouterr().err
+        assert f"{model}{message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export", "ONNX"])
-def test_the_folder_of_a_model_need_not_be_utf_8(checkpoint, model_of, val_images, tmp_path, kind):
+def test_model_folder_name_may_be_invalid_utf_8(checkpoint, model_of, val_images, tmp_path, kind):
     (image, *_), _ = val_images
     folder = tmp_path / os.fsdecode(b"\xff")
     model = model_of(kind, checkpoint)
@@ -368,7 +377,7 @@ def test_the_folder_of_a_model_need_not_be_utf_8(checkpoint, model_of, val_image
     probabilities(folder / "model.onnx" if kind == "ONNX" else folder, [image])
 
 
-def test_names_need_not_be_utf_8(checkpoint, val_images, tmp_path, capsys):
+def test_image_name_may_be_invalid_utf_8(checkpoint, val_images, tmp_path, capsys):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")
     shutil.copy(val_images[0][0], name)
     table = tmp_path / "table.csv"
@@ -377,7 +386,7 @@ def test_names_need_not_be_utf_8(checkpoint, val_images, tmp_path, capsys):
     assert table.read_text().splitlines()[1].startswith(f"{tmp_path}/\\udcff.jpg,")
 
 
-def test_name_of_an_image_does_not_steer_the_terminal(checkpoint, val_images, tmp_path, capsys):
+def test_control_characters_in_image_name_are_escaped(checkpoint, val_images, tmp_path, capsys):
     name = f"{tmp_path}/a\x1b[31m\n.jpg"
     shutil.copy(val_images[0][0], name)
     assert predict.main([str(checkpoint), name, "--device", "cpu"]) == 0

@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent / "goldens" / "tiny_losses.json"
 
 
 class Batches:
-    """A loader of given batches: [(images, labels)]."""
+    """A loader of fixed batches [(images, labels)]."""
 
     step = 0
 
@@ -42,7 +42,7 @@ class Batches:
         pass
 
     def write_into(self, targets):
-        assert not targets  # no recorded step
+        assert not targets  # steps are not captured
 
 
 def tensor(array):
@@ -61,36 +61,36 @@ def losses(args, batches):
     return result
 
 
-def test_golden_losses(parse, four_stages):
-    """Processors with different vector instructions sum in different orders, and a step multiplies the difference by up
-    to ten: one without AVX-512 was 4e-5, 1.5e-4 and 1.5e-3 away in the last three steps."""
-    found = losses(parse(), random_batches(5, batch=32))
-    for step, (loss, golden) in enumerate(zip(found, json.loads(GOLDEN.read_text()), strict=True)):
+def test_first_losses_match_golden_values(parse, four_stages):
+    """CPUs with different vector instructions sum in different orders, and each step amplifies the difference up to
+    tenfold: without AVX-512, the last three losses differed by 4e-5, 1.5e-4 and 1.5e-3."""
+    actual = losses(parse(), random_batches(5, batch=32))
+    for step, (loss, golden) in enumerate(zip(actual, json.loads(GOLDEN.read_text()), strict=True)):
         assert loss == pytest.approx(golden, rel=(1e-6, 1e-5, 2e-4, 5e-4, 5e-3)[step]), (
-            f"losses of the first 5 steps changed to {found}: if the change is to alter numbers (network, "
-            f"initialisation, loss, optimizer, schedule), write these to {GOLDEN.name} and say why in the commit"
+            f"losses of the first 5 steps changed to {actual}: if this change is intended (network, "
+            f"initialization, loss, optimizer, schedule), write these to {GOLDEN.name} and say why in the commit"
         )
 
 
-def test_losses_repeat_to_the_last_bit(parse):
+def test_losses_are_bit_identical_when_repeated(parse):
     assert losses(parse(), random_batches(3)) == losses(parse(), random_batches(3))
 
 
 def gradients(args, batch):
-    """Gradient of every parameter, read off one step with learning rate 1."""
+    """Compute the gradient of every parameter from one step with learning rate 1."""
     compiled, exe, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters() if p.trainable}
     exe.run(compiled, {"data": batch[0], "label": batch[1]})
     return {name: before[name] - variable(name) for name in before}
 
 
-def assert_same_gradients(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same_gradients(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        np.testing.assert_allclose(found[name], gradient, atol=2e-4 * np.abs(gradient).max(), err_msg=name)
+        np.testing.assert_allclose(actual[name], gradient, atol=2e-4 * np.abs(gradient).max(), err_msg=name)
 
 
-def test_nhwc_trains_like_nchw(parse):
+def test_nhwc_gradients_and_losses_match_nchw(parse):
     batches = random_batches(4, batch=32)
     nhwc = [(images.transpose(0, 2, 3, 1).copy(), labels) for images, labels in batches]
     one_step = ["--lr", "1", "--weight-decay", "0"]
@@ -100,7 +100,7 @@ def test_nhwc_trains_like_nchw(parse):
     np.testing.assert_allclose(losses(parse("--data-layout", "NHWC"), nhwc), losses(parse(), batches), rtol=1e-3)
 
 
-def test_one_dnn_trains_like_paddles_own_convolutions(parse, monkeypatch):
+def test_one_dnn_gradients_and_losses_match_paddle_kernels(parse, monkeypatch):
     batches, one_step = random_batches(4, batch=32), ["--lr", "1", "--weight-decay", "0"]
     gradients_one_dnn = gradients(parse(*one_step), batches[0])
     losses_one_dnn = losses(parse(), batches)
@@ -109,7 +109,7 @@ def test_one_dnn_trains_like_paddles_own_convolutions(parse, monkeypatch):
     np.testing.assert_allclose(losses_one_dnn, losses(parse(), batches), rtol=1e-3)
 
 
-def test_feeds_have_the_default_dtype():
+def test_feeds_have_default_dtype():
     with static.program_guard(static.Program()):
         feeds = program.create_feeds([4, 224, 224])
     assert feeds["data"].shape == (-1, 4, 224, 224)
@@ -118,7 +118,7 @@ def test_feeds_have_the_default_dtype():
     assert feeds["label"].dtype == paddle.int64
 
 
-def test_half_precision_images_are_declared_as_such(parse):
+def test_dali_output_fp16_declares_half_precision_feed(parse):
     args = parse("--dali-output-fp16")
     _, _, feeds, _ = program.build(frozen(args), static.Program(), static.Program(), 1)
     assert feeds["data"].dtype == paddle.float16
@@ -144,7 +144,7 @@ def reference_loss(logits, labels, smoothing):
 
 @pytest.mark.parametrize("classes", [2, 4, 7, 20])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_metrics_equal_numpy(classes, smoothing):
+def test_metrics_match_numpy(classes, smoothing):
     random = np.random.RandomState(classes)
     logits = random.randn(50, classes).astype("float32")
     labels = random.randint(0, classes, (50, 1))
@@ -160,8 +160,8 @@ def test_metrics_equal_numpy(classes, smoothing):
         np.testing.assert_allclose(result["top5"], (rank < 5).mean(), rtol=1e-6)
 
 
-def test_momentum_step_with_weight_decay_but_not_on_bn(parse):
-    """One step against the update rule: v = m v + g + wd p; p -= lr v."""
+def test_momentum_step_excludes_bn_from_weight_decay_by_default(parse):
+    """The update rule is v = m v + g + wd p; p -= lr v."""
     batch = random_batches(1)[0]
     updates = {}
     for flags in (["--weight-decay", "0"], ["--weight-decay", "0.5"], ["--weight-decay", "0.5", "--bn-weight-decay"]):
@@ -197,13 +197,13 @@ def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse)
         exe.run(compiled_eval, {"data": images[i : i + 1], "label": labels[i : i + 1]}, [fetchs["loss"][0]])[0]
         for i in range(len(images))
     ]
-    # With the statistics of the batch, an image's loss would depend on its neighbours.
+    # With batch statistics, the loss of an image would depend on the other images.
     np.testing.assert_allclose(whole, np.concatenate(one_by_one), rtol=1e-4)
     for name, value in before.items():
         np.testing.assert_array_equal(variable(name), value)
 
 
-def test_evaluation_does_not_depend_on_the_batch_size(parse, photos):
+def test_evaluation_does_not_depend_on_batch_size(parse, photos):
     results = []
     for batch_size in (7, 32, 64):
         args = parse("--image-root", photos, "--batch-size", batch_size)
@@ -214,11 +214,11 @@ def test_evaluation_does_not_depend_on_the_batch_size(parse, photos):
         assert result["images"] == 23
         assert result["top1"] == results[0]["top1"]
         assert result["top5"] == results[0]["top5"] == 1
-        # Each image's own float32 loss may round differently in a larger matrix product; the sum adds nothing.
+        # The float32 loss of an image may round differently in a larger matrix product; the sum adds no error.
         assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
 
 
-def test_evaluation_counts_confusions_like_numpy(parse):
+def test_confusion_matrix_matches_numpy(parse):
     args = parse("--num-of-class", "7")
     compiled, exe, fetchs, _, main = build(args, is_train=False)
     logits = next(op for op in reversed(main.global_block().ops) if op.type == "elementwise_add").output("Out")[0]
@@ -227,7 +227,7 @@ def test_evaluation_counts_confusions_like_numpy(parse):
     for images, labels in batches:
         [out] = exe.run(main, {"data": images, "label": labels}, [logits])
         np.add.at(expected, (labels[:, 0], out.argmax(axis=1)), 1)
-    for _ in range(2):  # an evaluation forgets the one before
+    for _ in range(2):  # each evaluation starts from zero
         result = program.run(args, Batches(batches), exe, compiled, fetchs, 0, Mode.EVAL)
         np.testing.assert_array_equal(result["confusion"], expected)
         np.testing.assert_array_equal(result["class_top1"][:6], expected.diagonal()[:6] / expected.sum(axis=1)[:6])
@@ -235,11 +235,11 @@ def test_evaluation_counts_confusions_like_numpy(parse):
         assert result["top1"] == pytest.approx(expected.trace() / 32, abs=1e-15)
 
 
-def test_training_has_no_confusions(parse):
+def test_training_has_no_confusion_matrix(parse):
     assert set(build(parse())[2]) == {"loss", "top1", "top5"}
 
 
-def test_log_leaves_arrays_out(capsys, tmp_path):
+def test_log_omits_arrays(capsys, tmp_path):
     logger.setup(tmp_path / "report.json")
     logger.begin({})
     program.log_info((3,), {"top1": 0.5, "confusion": np.zeros((2, 2))}, Mode.EVAL)
@@ -248,14 +248,14 @@ def test_log_leaves_arrays_out(capsys, tmp_path):
     assert phase(read_report(tmp_path / "report.json"), [3], "val.") == {"top1": 0.5}
 
 
-def test_accuracy_of_an_epoch_is_a_count_of_images(parse, photos):
+def test_evaluation_accuracy_is_a_multiple_of_one_image(parse, photos):
     args = parse("--image-root", photos)
     compiled, exe, fetchs, _, _ = build(args, is_train=False)
     result = program.run(args, dali.build_dataloader(args, Mode.EVAL), exe, compiled, fetchs, 0, Mode.EVAL)
     assert result["top1"] * 23 == pytest.approx(round(result["top1"] * 23), abs=1e-12)
 
 
-def test_run_returns_the_epochs_figures_and_steps_the_schedule(parse):
+def test_run_returns_epoch_metrics_and_steps_schedule(parse):
     args = parse("--lr", "0.1", "--epochs", "2")
     compiled, exe, fetchs, lr_scheduler, _ = build(args, steps=4)
     result = program.run(args, Batches(random_batches(4)), exe, compiled, fetchs, 0, Mode.TRAIN, lr_scheduler)
@@ -270,7 +270,7 @@ def test_run_returns_the_epochs_figures_and_steps_the_schedule(parse):
     assert lr_scheduler.last_lr == pytest.approx(0.05)
 
 
-def test_loss_of_an_epoch_is_the_mean_over_its_images(parse):
+def test_epoch_loss_is_mean_over_images(parse):
     batches = random_batches(4)
     expected = np.mean(losses(parse(), batches))
     args = parse()
@@ -279,14 +279,14 @@ def test_loss_of_an_epoch_is_the_mean_over_its_images(parse):
     assert result["loss"] == pytest.approx(expected, rel=1e-7)
 
 
-# Compiled from nothing, for an Executor that only pretends to run it.
+# An empty program for fake Executors that do not run it.
 COMPILED = SimpleNamespace(
     _program=static.Program(), write_scalars=lambda: None, captured=None, trace=None, accumulating=None
 )
 
 
 class Trace:
-    """Stands in for the Executor and its results: records when a step is dispatched and when a metric is read."""
+    """Fake Executor and results that record when a step is dispatched and a metric read."""
 
     def __init__(self):
         self.events = []
@@ -313,7 +313,7 @@ def fake_fetchs():
     return {name: (name, AverageMeter(name)) for name in ("loss", "top1", "top5")}
 
 
-def test_host_reads_step_n_minus_1_after_dispatching_step_n_and_nothing_else(parse):
+def test_host_reads_only_step_n_minus_1_after_dispatching_step_n(parse):
     args, trace = parse("--print-interval", "1"), Trace()
     program.run(args, Batches(random_batches(4)), trace, COMPILED, fake_fetchs(), 0)
     reads = {n: [("read", n)] * 3 for n in range(4)}
@@ -323,17 +323,17 @@ def test_host_reads_step_n_minus_1_after_dispatching_step_n_and_nothing_else(par
     assert trace.events == expected + reads[3]
 
 
-def test_late_read_has_the_values_of_its_own_step(parse):
+def test_late_read_returns_metrics_of_its_own_step(parse):
     """Paddle must not write step n's metrics into the tensors that step n-1 returned."""
     args = parse("--lr", "0.1")
     compiled, exe, fetchs, lr_scheduler, _ = build(args)
-    kept, at_once = [], []
+    handles, immediate = [], []
     for images, labels in random_batches(3):
         handle = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]], return_numpy=False)[0]
-        kept.append(handle)
-        at_once.append(float(np.array(handle)))
-    assert [float(np.array(handle)) for handle in kept] == at_once
-    assert len(set(at_once)) == 3
+        handles.append(handle)
+        immediate.append(float(np.array(handle)))
+    assert [float(np.array(handle)) for handle in handles] == immediate
+    assert len(set(immediate)) == 3
 
 
 class FakeTime:
@@ -345,7 +345,7 @@ class FakeTime:
 
 
 class TimedLoader:
-    """Batches of 4 images: 20 ms for each, 5 ms for a restart."""
+    """Fake loader of batches of 4 images that takes 20 ms per batch and 5 ms per restart."""
 
     def __init__(self, time, batches):
         self.time, self.batches = time, batches
@@ -374,7 +374,7 @@ class TimedLoader:
 
 
 class TimedExecutor:
-    """Step i takes i + 1 ms, the first two (warm-up) a second each."""
+    """Fake Executor: step i takes i + 1 ms, each of the first two (warm-up) 1 s."""
 
     def __init__(self, time):
         self.time = time
@@ -387,7 +387,7 @@ class TimedExecutor:
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 100])
-def test_benchmark_counts_all_time_for_any_number_of_batches_per_epoch(parse, monkeypatch, batches):
+def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches):
     time = FakeTime()
     monkeypatch.setattr("utils.meters.perf_counter", time)
     args = parse("--benchmark", "--benchmark-warmup-steps", "2", "--benchmark-steps", "10", "--print-interval", "1")
@@ -399,7 +399,7 @@ def test_benchmark_counts_all_time_for_any_number_of_batches_per_epoch(parse, mo
 
     assert exe.steps == 12
     assert loader.restarts == 11 // batches
-    # Steps 2 to 11 take 3 to 12 ms, and each waits for its batch, some also for a restart.
+    # Steps 2 to 11 take 3 to 12 ms and wait for their batch, some also for a restart.
     compute = np.arange(3, 13)
     data = 20 + 5 * np.array([step % batches == 0 for step in range(2, 12)])
     batch = compute + data
@@ -416,7 +416,7 @@ def test_benchmark_counts_all_time_for_any_number_of_batches_per_epoch(parse, mo
     assert result["loss"] == pytest.approx(np.arange(3, 13).mean())
 
 
-def test_a_resumed_epoch_averages_all_images_and_times_its_own(parse):
+def test_resumed_epoch_averages_all_images_but_times_only_its_steps(parse):
     class Rest(Batches):
         step = 2
 
@@ -431,7 +431,7 @@ def test_a_resumed_epoch_averages_all_images_and_times_its_own(parse):
     assert result["ips"] == pytest.approx(8 / result["epoch_time"])
 
 
-def test_checkpoints_inside_an_epoch_take_none_of_its_time(parse, monkeypatch):
+def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
     time, saved = FakeTime(), []
     monkeypatch.setattr("utils.meters.perf_counter", time)
     loader = TimedLoader(time, 3)
@@ -450,18 +450,18 @@ def test_checkpoints_inside_an_epoch_take_none_of_its_time(parse, monkeypatch):
 
 
 def on_two_ranks(monkeypatch, function, *arguments):
-    """Results of a function in two threads that exchange numbers as two ranks do; arguments: those of each."""
-    both, sent, this = threading.Barrier(2, timeout=10), [None, None], threading.local()
+    """Run a function in two threads that exchange numbers like two ranks, each with its arguments."""
+    barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
 
     def all_gather(values):
-        sent[this.rank] = values
-        both.wait()
+        sent[local.rank] = values
+        barrier.wait()
         rows = np.array(sent, dtype=np.float64)
-        both.wait()
+        barrier.wait()
         return rows
 
     def call(rank):
-        this.rank = rank
+        local.rank = rank
         return function(*arguments[rank])
 
     monkeypatch.setattr(program.exchange, "all_gather", all_gather)
@@ -469,8 +469,8 @@ def on_two_ranks(monkeypatch, function, *arguments):
         return list(pool.map(call, range(2)))
 
 
-def test_metrics_of_two_ranks_are_joined(monkeypatch):
-    """Sums over images; the slower rank's time; rank 1 has one step fewer."""
+def test_metrics_are_combined_over_ranks(monkeypatch):
+    """Losses are summed over images, and the time is that of the slower rank; rank 1 has one step fewer."""
     ranks = []
     for losses, times in (([2.0, 4.0], [1.0, 3.0]), ([9.0], [8.0])):
         meter = AverageMeter("loss")
@@ -486,18 +486,18 @@ def test_metrics_of_two_ranks_are_joined(monkeypatch):
     assert (first["batch_time"], first["data_time"], first["compute_time"]) == (4, 1, 3)
 
 
-def test_confusions_of_two_ranks_are_added_up(monkeypatch):
+def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
     ranks = []
     for pairs in ([[0, 0], [0, 1], [2, 2]], [[0, 1]]):
         meter = ConfusionMeter(3)
         meter.update(np.array(pairs), len(pairs))
         ranks.append((meter,))
-    for found in on_two_ranks(monkeypatch, program._confusion_over_all_processes, *ranks):
-        np.testing.assert_array_equal(found["confusion"], [[1, 2, 0], [0, 0, 0], [0, 0, 1]])
-        np.testing.assert_array_equal(found["class_top1"], [1 / 3, np.nan, 1])
+    for actual in on_two_ranks(monkeypatch, program._confusion_over_all_processes, *ranks):
+        np.testing.assert_array_equal(actual["confusion"], [[1, 2, 0], [0, 0, 0], [0, 0, 1]])
+        np.testing.assert_array_equal(actual["class_top1"], [1 / 3, np.nan, 1])
 
 
-def test_time_that_a_run_still_takes(parse, monkeypatch):
+def test_progress_estimates_remaining_time(parse, monkeypatch):
     time, shown = FakeTime(), []
     monkeypatch.setattr("utils.meters.perf_counter", time)
     monkeypatch.setattr(program.progress, "is_due", lambda: True)
@@ -511,7 +511,7 @@ def test_time_that_a_run_still_takes(parse, monkeypatch):
     assert [run_left_s / left_s for *_, left_s, run_left_s in shown[:2]] == pytest.approx([(2 + 6) / 2, 1 + 6])
 
 
-def test_loader_that_ends_early_or_late_is_an_error(parse):
+def test_loader_with_wrong_length_is_an_error(parse):
     args = parse()
     batches = Batches(random_batches(3))
     batches.__class__ = type("Short", (Batches,), {"__len__": lambda self: 4})
@@ -522,7 +522,7 @@ def test_loader_that_ends_early_or_late_is_an_error(parse):
         program.run(args, batches, Trace(), COMPILED, fake_fetchs(), 0)
 
 
-def test_strategy_has_the_fused_operators_on_a_gpu_only(parse):
+def test_strategy_fuses_operators_only_on_gpu(parse):
     args = parse()
     on_cpu = program.create_strategy(args)[0]
     assert all(getattr(on_cpu, n) == getattr(static.BuildStrategy(), n) for n in program.FUSED_OPERATORS)
@@ -532,13 +532,13 @@ def test_strategy_has_the_fused_operators_on_a_gpu_only(parse):
     assert all(getattr(strategy, name) for name in program.FUSED_OPERATORS if hasattr(strategy, name))
 
 
-def test_fuse_resunit_is_refused_where_paddle_has_none(parse):
+def test_unsupported_fuse_resunit_is_an_error(parse):
     with pytest.raises(UsageError, match="--fuse-resunit"):
         program.create_strategy(parse("--fuse-resunit"))
 
 
 class Losses:
-    """Stands in for the Executor: given losses."""
+    """Fake Executor that returns fixed losses."""
 
     def __init__(self, values):
         self.values = iter(values)
@@ -550,7 +550,7 @@ class Losses:
 NAN, INF = float("nan"), float("inf")
 
 
-def test_bad_losses_in_a_row_end_the_run_and_single_ones_do_not(parse):
+def test_consecutive_non_finite_losses_stop_the_run(parse):
     args = parse("--max-bad-steps", "3")
     good = [1, NAN, INF, 1, -INF, NAN, 1]
     program.run(args, Batches(random_batches(7)), Losses(good), COMPILED, fake_fetchs(), 0)
@@ -560,42 +560,42 @@ def test_bad_losses_in_a_row_end_the_run_and_single_ones_do_not(parse):
         program.run(args, Batches(random_batches(7)), Losses(bad), COMPILED, fake_fetchs(), 5)
 
 
-def test_bad_losses_are_counted_over_the_end_of_an_epoch(parse):
+def test_non_finite_losses_are_counted_across_epochs(parse):
     args, fetchs = parse("--max-bad-steps", "4"), fake_fetchs()
     program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), COMPILED, fetchs, 0)
     with pytest.raises(RunError, match="up to step 1 of epoch 1"):
         program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), COMPILED, fetchs, 1)
 
 
-def test_bad_losses_of_an_evaluation_are_its_result(parse):
+def test_non_finite_losses_do_not_stop_evaluation(parse):
     args = parse("--max-bad-steps", "1")
     result = program.run(args, Batches(random_batches(2)), Losses([NAN, NAN]), COMPILED, fake_fetchs(), 0, Mode.EVAL)
     assert np.isnan(result["loss"])
     assert (result["not_finite"], result["images"], result["top1"]) == (16, 16, 0.5)
 
 
-def test_mean_loss_omits_what_is_not_finite_on_any_process(parse, monkeypatch):
+def test_mean_loss_omits_non_finite_losses_of_all_ranks(parse, monkeypatch):
     """Rank 0 has losses of 1 and infinity, rank 1 has 4 and 4."""
-    everyone = []
+    sent_values = []
 
-    def all_gather(mine):
-        everyone.append(mine)
-        theirs = [8 * 8, 16, 8.0, 16, 8.0, 16, 16, 0, *mine[8:]]
-        return np.array([mine, theirs])
+    def all_gather(own):
+        sent_values.append(own)
+        other = [8 * 8, 16, 8.0, 16, 8.0, 16, 16, 0, *own[8:]]
+        return np.array([own, other])
 
     monkeypatch.setattr(program.exchange, "all_gather", all_gather)
     result = program.run(parse(), Batches(random_batches(2)), Losses([1, INF]), COMPILED, fake_fetchs(), 0)
-    assert everyone[0][:8] == [8, 8, 8, 16, 8, 16, 16, 8]
+    assert sent_values[0][:8] == [8, 8, 8, 16, 8, 16, 16, 8]
     assert (result["loss"], result["not_finite"], result["images"]) == (3, 8, 32)
 
 
-@pytest.mark.parametrize(("scale", "ends"), [(2.0, False), (1.0, True)])
-def test_skipped_steps_do_not_count_as_bad(parse, scale, ends):
-    """Overflows are what dynamic loss scaling is for, until the scale is as low as it gets."""
+@pytest.mark.parametrize(("scale", "stops"), [(2.0, False), (1.0, True)])
+def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, stops):
+    """Dynamic loss scaling handles overflows until the scale reaches its minimum."""
     args = parse("--max-bad-steps", "3")
-    args.use_dynamic_loss_scaling = True  # without --amp, which needs a GPU
+    args.use_dynamic_loss_scaling = True  # without --amp, which requires a GPU
     static.global_scope().var(program.LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
-    if ends:
+    if stops:
         with pytest.raises(RunError, match="up to step 2 of epoch 0"):
             program.run(args, Batches(random_batches(6)), Losses([INF] * 6), COMPILED, fake_fetchs(), 0)
     else:
@@ -603,8 +603,8 @@ def test_skipped_steps_do_not_count_as_bad(parse, scale, ends):
         assert result["loss_scale"] == scale
 
 
-def test_fused_operators_that_run_are_counted(parse, monkeypatch):
-    """The one fusion that Paddle's CPU build has."""
+def test_fused_operators_are_counted(parse, monkeypatch):
+    """Paddle's CPU build has only one fusion."""
     strategy = program.create_strategy
 
     def fusing(args, is_train=True):
@@ -625,8 +625,8 @@ def test_fused_operators_that_run_are_counted(parse, monkeypatch):
     assert np.isfinite(loss)
 
 
-def test_a_batch_may_contain_more_than_images_and_labels(parse, monkeypatch):
-    """The loader's names are those of the feeds: here weights of the classes, which the loss takes."""
+def test_batch_may_contain_additional_feeds(parse, monkeypatch):
+    """The additional feed contains class weights that replace the label in the loss."""
     args, [(images, labels)] = parse("--lr", "0"), random_batches(1)
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
     create_feeds = program.create_feeds
@@ -637,7 +637,7 @@ def test_a_batch_may_contain_more_than_images_and_labels(parse, monkeypatch):
     for k in (0, 1):
         weights = np.eye(3, dtype="float32")[(labels[:, 0] + k) % 3]
         batch = [{"data": images, "label": labels, "weights": weights}]
-        found = program.run(args, [batch], exe, compiled, fetchs, 0)["loss"]
-        assert found == pytest.approx(expected[k], rel=1e-5)
-    with pytest.raises(UsageError, match='the loader must yield .*"data": ..., "label": ..., "weights": ...'):
+        actual = program.run(args, [batch], exe, compiled, fetchs, 0)["loss"]
+        assert actual == pytest.approx(expected[k], rel=1e-5)
+    with pytest.raises(UsageError, match='different form; yield .*"data": ..., "label": ..., "weights": ...'):
         program.run(args, [[{"data": images, "label": labels}]], exe, compiled, fetchs, 0)

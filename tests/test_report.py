@@ -9,7 +9,7 @@ import pytest
 from paddle import static
 
 import train
-from conftest import assert_one_sentence, losses, phase, read_report
+from conftest import assert_one_error, losses, phase, read_report
 from paddle_resnet import report
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.results import reading
@@ -21,11 +21,11 @@ def read(path):
         return list(csv.DictReader(f))
 
 
-def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path, capsys):
+def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
     args = parse("--report-file", tmp_path / "run.json")
     confusion = np.array([[5, 0, 2], [0, 0, 0], [3, 0, 1]])
     result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
-    report.write_classes(args, result, ["dog, small", "cat"])  # the third output has no class
+    report.write_classes(args, result, ["dog, small", "cat"])  # the third output has no class name
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
         ["0", "dog, small", "7", "5", "0.714286"],
         ["1", "cat", "0", "0", ""],
@@ -40,15 +40,15 @@ def test_classes_and_confusions_are_written_beside_the_report(parse, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("a.json", "a"), ("resnet.lr0.1", "resnet.lr0.1"), ("a.b.json", "a.b"), ("report", "report")]
+    ("name", "stem"), [("a.json", "a"), ("resnet.lr0.1", "resnet.lr0.1"), ("a.b.json", "a.b"), ("report", "report")]
 )
-def test_files_beside_a_report_have_its_name(parse, tmp_path, name, found):
+def test_class_tables_are_named_after_report(parse, tmp_path, name, stem):
     result = {"confusion": np.eye(2), "class_top1": np.ones(2)}
     report.write_classes(parse("--report-file", tmp_path / name), result, "ab")
-    assert sorted(path.name for path in tmp_path.glob("*.csv")) == [f"{found}.classes.csv", f"{found}.confusion.csv"]
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == [f"{stem}.classes.csv", f"{stem}.confusion.csv"]
 
 
-def test_files_beside_a_report_that_cannot_be_written(parse, tmp_path):
+def test_unwritable_class_table_is_an_error(parse, tmp_path):
     result = {"confusion": np.eye(2), "class_top1": np.ones(2)}
     report.write_classes(parse("--report-file", "/dev/null"), result, "ab")
     assert not list(Path("/dev").glob("null.*"))
@@ -57,8 +57,8 @@ def test_files_beside_a_report_that_cannot_be_written(parse, tmp_path):
         report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "ab")
 
 
-def test_losses_that_are_no_numbers_are_counted(run_train, checkpoint, tmp_path, capsys):
-    """Of a network with a parameter that is none."""
+def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
+    """A parameter of the network is NaN."""
     assert run_train("--run-scope", "eval_only", "--from-pretrained-params", checkpoint)[0] == 0
     assert "not a number" not in capsys.readouterr().err
     state = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
@@ -72,18 +72,18 @@ def test_losses_that_are_no_numbers_are_counted(run_train, checkpoint, tmp_path,
     assert "the loss of 23 of 23 images is not finite; the mean loss omits these images" in capsys.readouterr().err
 
 
-def test_printed_command_evaluates_the_last_checkpoint_and_keeps_the_report(run_train, tmp_path, capsys):
+def test_printed_command_evaluates_last_checkpoint_and_keeps_report(run_train, tmp_path, capsys):
     code, entries = run_train("--epochs", "2", "--profile-steps", "1:2")
     assert code == 0
     [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate it again: ")]
-    words = shlex.split(command)
+    arguments = shlex.split(command)
     with static.scope_guard(static.Scope()):
-        assert train.main(words[words.index("train.py") + 1 :]) == 0
+        assert train.main(arguments[arguments.index("train.py") + 1 :]) == 0
     assert phase(read_report(tmp_path / "report.eval.json"), [], "val.")["loss"] == phase(entries, [1], "val.")["loss"]
     assert read_report(tmp_path / "report.json") == entries
 
 
-def test_the_report_of_a_training_run_is_replaced_only_with_overwrite(run_train, tmp_path, capsys):
+def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, capsys):
     kept = tmp_path / "kept.json"
     flags = ["--report-file", kept, "--batch-size", "15"]
     assert run_train(*flags)[0] == 0
@@ -93,31 +93,31 @@ def test_the_report_of_a_training_run_is_replaced_only_with_overwrite(run_train,
     for more in (evaluation, elsewhere, ["--benchmark", "--run-scope", "train_only"], [*evaluation, "--dry-run"]):
         capsys.readouterr()
         assert run_train(*flags, *more)[0] == 2
-        says = f"--report-file {kept}: the report of a training run; choose a different file"
-        assert_one_sentence(capsys.readouterr().err, [says, "or replace it with --overwrite"])
+        message = f"--report-file {kept}: the report of a training run; choose a different file"
+        assert_one_error(capsys.readouterr().err, [message, "or replace it with --overwrite"])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
-    assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # would append
-    says = f"--report-file {kept}: the report of a different training run; choose a different file"
-    assert_one_sentence(capsys.readouterr().err, [says])
+    assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append
+    message = f"--report-file {kept}: the report of a different training run; choose a different file"
+    assert_one_error(capsys.readouterr().err, [message])
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 0
     assert f"--report-file {kept}: replaces the report of an earlier training run\n" in capsys.readouterr().out
     kept.write_text("my notes\n")
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"--report-file {kept}: exists and is not a report; choose a"])
+    assert_one_error(capsys.readouterr().err, [f"--report-file {kept}: exists and is not a report; choose a"])
     assert kept.read_text() == "my notes\n"
 
 
-def test_each_kind_of_run_has_a_report_of_its_own_in_the_runs_folder(run_train, tmp_path, capsys):
+def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys):
     folder, default = tmp_path / "output/Tiny", ["--report-file", "None", "--batch-size", "15"]
     assert run_train(*default, "--dry-run")[0] == 0
     assert not folder.exists()
     assert run_train(*default)[0] == 0
     [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate it again: ")]
     assert "--report-file" not in command
-    words = shlex.split(command)
+    arguments = shlex.split(command)
     for more in ([], ["--overwrite"]):
         with static.scope_guard(static.Scope()):
-            assert train.main([*words[words.index("train.py") + 1 :], *more]) == 0
+            assert train.main([*arguments[arguments.index("train.py") + 1 :], *more]) == 0
     assert "report.eval.json: replaces the report of an earlier evaluation run\n" in capsys.readouterr().out
     benchmark = ["--benchmark", "--benchmark-steps", "1", "--benchmark-warmup-steps", "0", "--run-scope", "train_only"]
     assert run_train(*default, *benchmark)[0] == 0
@@ -134,12 +134,12 @@ def test_each_kind_of_run_has_a_report_of_its_own_in_the_runs_folder(run_train, 
     ]
     assert not list(folder.glob(".report*"))
     flags = ["--from-checkpoint", folder, "--last-epoch-of-checkpoint", "auto", "--epochs", "2"]
-    assert run_train(*default, *flags)[0] == 0  # it continues its own run
+    assert run_train(*default, *flags)[0] == 0  # continues the run of this report
     assert [epoch for epoch, kind in losses(read_report(folder / "report.json")) if kind == "train"] == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--report-html", "{}/report.json"], ["--report-html", "the same file as --report-file"]),
         (["--report-html", "{}/o/../report.classes.csv"], ["--report-html", "classes.csv next to --report-file"]),
@@ -158,18 +158,18 @@ def test_each_kind_of_run_has_a_report_of_its_own_in_the_runs_folder(run_train, 
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_outputs_that_collide_are_refused(run_train, photos, tmp_path, capsys, flags, says):
+def test_colliding_output_paths_are_errors(run_train, photos, tmp_path, capsys, flags, message):
     (tmp_path / "data").symlink_to(photos)
     (tmp_path / "tiny").mkdir()
     for name in ("tiny/tiny.pdparams", "tiny/tiny.pdopt", "pre.pdparams", "c.yaml"):
         (tmp_path / name).write_text("")
     before = sorted(tmp_path.rglob("*"))
     assert run_train(*(flag.format(tmp_path) for flag in flags))[0] == 2
-    assert_one_sentence(capsys.readouterr().err, says)
+    assert_one_error(capsys.readouterr().err, message)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_evaluation_of_a_run_agrees_with_its_files(run_train, tmp_path):
+def test_evaluation_metrics_match_class_tables(run_train, tmp_path):
     _, entries = run_train()
     result = phase(entries, [], "val.")
     assert not any("confusion" in name for entry in entries for name in entry["data"])
@@ -181,7 +181,7 @@ def test_evaluation_of_a_run_agrees_with_its_files(run_train, tmp_path):
     assert correct / 23 == result["top1"]
 
 
-def test_benchmark_and_other_ranks_write_nothing(run_train, tmp_path, monkeypatch, parse):
+def test_benchmark_and_other_ranks_write_no_class_tables(run_train, tmp_path, monkeypatch, parse):
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "0"]
     assert run_train("--run-scope", "eval_only", *flags)[0] == 0
     monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 1)
@@ -190,7 +190,7 @@ def test_benchmark_and_other_ranks_write_nothing(run_train, tmp_path, monkeypatc
     assert list(tmp_path.glob("*.csv")) == []
 
 
-def test_benchmark_ends_with_figures_versions_and_command(run_train, capsys):
+def test_benchmark_report_ends_with_metrics_versions_and_command(run_train, capsys):
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1"]
     code, entries = run_train("--run-scope", "train_only", *flags)
     assert code == 0
@@ -200,19 +200,19 @@ def test_benchmark_ends_with_figures_versions_and_command(run_train, capsys):
     assert 0 < last["data"]["train.first_step_s"] < float(last["elapsedtime"])
     assert last["data"]["versions"]["paddle"] == paddle.__version__
     assert last["data"]["command"].endswith("--benchmark --benchmark-steps 2 --benchmark-warmup-steps 1")
-    assert not any("memory" in name for name in last["data"])  # a CPU has no such figure
+    assert not any("memory" in name for name in last["data"])  # a CPU has no such metric
     table = capsys.readouterr().out
-    for words in ("latency_p99_ms", "ips", f"paddle {paddle.__version__}", "--benchmark-steps 2"):
-        assert words in table
+    for part in ("latency_p99_ms", "ips", f"paddle {paddle.__version__}", "--benchmark-steps 2"):
+        assert part in table
 
 
-def test_peak_memory_is_that_of_the_process_that_held_most(monkeypatch):
+def test_peak_memory_is_maximum_over_processes(monkeypatch):
     monkeypatch.setattr(paddle.device.cuda, "max_memory_allocated", lambda gpu: 3 * 2**20)
-    monkeypatch.setattr(exchange, "all_gather", lambda mine: np.array([[4.0], mine]))
+    monkeypatch.setattr(exchange, "all_gather", lambda own: np.array([[4.0], own]))
     assert report._peak_memory("gpu") == {"peak_memory_allocated_mib": 4.0}
 
 
-def test_start_line_names_what_runs(parse, monkeypatch):
+def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
     args = parse()
     line = report.start_line(args, [1, 2], None, {}, 0, True)
     assert "no fused operators" in line
@@ -225,9 +225,9 @@ def test_start_line_names_what_runs(parse, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
-        ({"dali_num_threads": 2}, "--dali-num-threads 8"),  # of 16 cores for two processes
+        ({"dali_num_threads": 2}, "--dali-num-threads 8"),  # 16 cores are shared by two processes
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
         ({}, "--cpu-decoder-load 0.1"),
@@ -235,7 +235,7 @@ def test_start_line_names_what_runs(parse, monkeypatch):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_loader_that_starves_the_gpu_is_said_with_the_flag_to_try(parse, capsys, monkeypatch, flags, says):
+def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch, flags, message):
     monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid: range(16))
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     args = parse().copy(**{"device": "gpu", "dali_device": "gpu", "dali_num_threads": 8} | flags)
@@ -246,29 +246,29 @@ def test_loader_that_starves_the_gpu_is_said_with_the_flag_to_try(parse, capsys,
     assert report.advise_on_loader(args, 1, trained)
     assert report.advise_on_loader(args, 0, trained | {"steps": 50})
     [line, _] = capsys.readouterr().err.splitlines()
-    assert f"the GPU waited for images 30% of the time; try {says}, or measure" in line
+    assert f"the GPU waited for images 30% of the time; try {message}, or measure" in line
 
 
-def test_loader_is_not_blamed_on_a_cpu(run_train, parse, capsys, monkeypatch):
+def test_slow_loader_logs_no_warning_on_cpu(run_train, parse, capsys, monkeypatch):
     assert not report.advise_on_loader(parse(), 5, {"data_time": 0.9, "batch_time": 1.0, "steps": 100})
     monkeypatch.setattr(report, "STARVED_FRACTION", -1.0)
     assert run_train("--epochs", "2")[0] == 0
     assert "waited" not in capsys.readouterr().err
 
 
-def test_loader_is_blamed_once_a_run(run_train, capsys, monkeypatch):
+def test_slow_loader_warning_is_logged_once_per_run(run_train, capsys, monkeypatch):
     advise = report.advise_on_loader
     monkeypatch.setattr(report, "STARVED_FRACTION", -1.0)
 
-    def on_a_gpu(args, epoch, trained):
+    def advise_on_gpu(args, epoch, trained):
         return advise(args.copy(device="gpu"), epoch, trained)
 
-    monkeypatch.setattr(report, "advise_on_loader", on_a_gpu)
+    monkeypatch.setattr(report, "advise_on_loader", advise_on_gpu)
     assert run_train("--epochs", "4")[0] == 0
     assert capsys.readouterr().err.count("the GPU waited for images") == 1
 
 
-def test_the_table_of_a_benchmark_is_text_and_goes_through_the_logger(capsys, monkeypatch):
+def test_benchmark_table_is_logged_as_plain_text(capsys, monkeypatch):
     lines = []
     monkeypatch.setattr(report.logger, "info", lines.append)
     report._print_table("benchmark: train", {"ips": 12.5}, {"command": "python train.py --image-root [/data]"})

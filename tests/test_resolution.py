@@ -14,7 +14,7 @@ def resolve(args):
     resolution.resolve_loader(args)
 
 
-def test_bfloat16_on_an_old_gpu_is_an_error(monkeypatch):
+def test_bfloat16_on_old_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(gpus, "problem", lambda *_: None)
     flags = ["--amp", "--amp-dtype", "bfloat16"]
     for capability, fails in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
@@ -38,7 +38,7 @@ def test_bfloat16_on_an_old_gpu_is_an_error(monkeypatch):
         ("gpu", "--data-layout NHWC --crop-size 96", 4),
     ],
 )
-def test_default_number_of_channels_is_the_fastest(monkeypatch, device, flags, channels):
+def test_default_image_channels_depend_on_device_and_layout(monkeypatch, device, flags, channels):
     monkeypatch.setattr(gpus, "resolve", lambda *args: device)
     args = config.parse_args(flags.split())
     resolve(args)

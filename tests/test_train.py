@@ -1,4 +1,4 @@
-"""train.py as a whole, on real images and real programs."""
+"""train.py end to end, with real images and programs."""
 
 import importlib.util
 import pickle
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import yaml
 
-from conftest import NHWC, ROOT, assert_one_sentence, assert_sparse, losses, phase
+from conftest import NHWC, ROOT, assert_one_error, assert_sparse, losses, phase
 from paddle_resnet import export
 from paddle_resnet.data import listing
 from utils.mode import Mode
 
 
-def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path):
+def test_evaluation_of_checkpoint_matches_training_run(run_train, tmp_path):
     code, report = run_train("--epochs", "2")
     assert code == 0
     first, last = (phase(report, [epoch], "val.") for epoch in (0, 1))
@@ -31,7 +31,7 @@ def test_train_then_evaluate_only_gives_the_same_numbers(run_train, tmp_path):
     assert phase(evaluated, [], "val.")["loss"] == last["loss"]
 
 
-def test_every_format_evaluates_like_the_folder(run_train, converted, tmp_path, capsys):
+def test_evaluation_is_equal_in_every_format(run_train, converted, tmp_path, capsys):
     expected = phase(run_train()[1], [], "val.")
     for data_format, root in converted.items():
         for flags in ([], ["--batch-size", "5", "--data-format", data_format]):
@@ -40,19 +40,19 @@ def test_every_format_evaluates_like_the_folder(run_train, converted, tmp_path, 
             code, report = run_train(*scope, *flags, image_root=root)
             assert code == 0
             assert (f"the val split in {root} is {data_format}" in capsys.readouterr().out) == (not flags)
-            found = phase(report, [], "val.")
+            actual = phase(report, [], "val.")
             for name in ("loss", "top1", "top5", "images"):
-                assert found[name] == expected[name]
+                assert actual[name] == expected[name]
 
 
-def test_last_epoch_is_always_saved_and_evaluated(run_train, tmp_path):
+def test_last_epoch_is_saved_and_evaluated_regardless_of_intervals(run_train, tmp_path):
     code, report = run_train("--epochs", "3", "--save-interval", "2", "--eval-interval", "2")
     assert code == 0
     assert sorted(p.name for p in (tmp_path / "output" / "Tiny").glob("[0-9]*")) == ["1", "2"]
     assert [e["step"] for e in report if len(e["step"]) == 1 and "val.loss" in e["data"]] == [[1], [2]]
 
 
-def test_train_only_evaluates_nothing(run_train, photos, tmp_path):
+def test_train_only_requires_no_validation_images(run_train, photos, tmp_path):
     root = tmp_path / "train_alone"
     shutil.copytree(photos / "train", root / "train")
     code, report = run_train("--run-scope", "train_only", image_root=root)
@@ -60,21 +60,21 @@ def test_train_only_evaluates_nothing(run_train, photos, tmp_path):
     assert not any(key.startswith("val.") for e in report for key in e["data"])
 
 
-def test_evaluation_needs_no_training_images(run_train, checkpoint, photos, tmp_path):
+def test_eval_only_requires_no_training_images(run_train, checkpoint, photos, tmp_path):
     root = tmp_path / "val_alone"
     shutil.copytree(photos / "val", root / "val")
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", checkpoint, image_root=root)[0] == 0
 
 
 @pytest.mark.parametrize("flags", [["--data-layout", "NHWC", "--image-shape", "4,32,32"], ["--dali-output-fp16"]])
-def test_other_layouts_and_inputs_train(run_train, flags):
+def test_training_supports_nhwc_and_fp16_input(run_train, flags):
     code, report = run_train(*flags)
     assert code == 0
     assert phase(report, [], "val.")["images"] == 23
 
 
-def test_report_starts_with_the_flags_and_ends_with_the_summary(run_train):
-    _, report = run_train("--model-arch-name", "tINY")  # in any case
+def test_report_starts_with_flags_and_ends_with_summary(run_train):
+    _, report = run_train("--model-arch-name", "tINY")  # model names are case-insensitive
     assert report[0]["step"] == "PARAMETER"
     assert report[0]["data"]["model_arch_name"] == "Tiny"
     assert report[-1]["step"] == []
@@ -83,7 +83,7 @@ def test_report_starts_with_the_flags_and_ends_with_the_summary(run_train):
 
 @pytest.mark.parametrize("scope", ["train_only", "eval_only"])
 @pytest.mark.parametrize("data_format", ["folder", "synthetic"])
-def test_benchmark(run_train, tmp_path, scope, data_format):
+def test_benchmark_reports_latency_and_writes_no_output(run_train, tmp_path, scope, data_format):
     flags = ["--benchmark", "--benchmark-steps", "7", "--benchmark-warmup-steps", "2", "--data-format", data_format]
     code, report = run_train("--run-scope", scope, *flags)
     assert code == 0
@@ -94,18 +94,18 @@ def test_benchmark(run_train, tmp_path, scope, data_format):
     assert not (tmp_path / "output").exists()
 
 
-def test_dry_run_checks_everything_and_writes_nothing(run_train, tmp_path, capsys):
+def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
     assert run_train("--dry-run")[0] == 0
     assert not (tmp_path / "output").exists()
     assert run_train("--dry-run", "--from-checkpoint", tmp_path / "nowhere")[0] == 2
     (tmp_path / "output").write_text("in the way")
     assert run_train("--dry-run")[0] == 2
-    assert_one_sentence(
+    assert_one_error(
         capsys.readouterr().err.partition("nowhere")[2], ["--output-dir", "output is not a writable folder"]
     )
 
 
-def test_sparse_training_keeps_the_pattern(run_train, tmp_path, capsys):
+def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--epochs", "2"]
     code, report = run_train(*flags)
     assert code == 0
@@ -115,7 +115,7 @@ def test_sparse_training_keeps_the_pattern(run_train, tmp_path, capsys):
     for epoch in (0, 1):
         params = pickle.loads((tmp_path / f"output/Tiny/{epoch}/tiny.pdparams").read_bytes())
         assert_sparse(params)
-    # Sparsity is inherited; training that would make the weights dense must be asked for.
+    # Sparsity is inherited; training that makes the weights dense requires a flag.
     elsewhere = ["--output-dir", tmp_path / "branch", "--epochs", "2"]
     assert run_train("--from-checkpoint", tmp_path / "output/Tiny/1", *elsewhere)[0] == 0
     assert_sparse(pickle.loads((tmp_path / "branch/Tiny/1/tiny.pdparams").read_bytes()))
@@ -123,7 +123,7 @@ def test_sparse_training_keeps_the_pattern(run_train, tmp_path, capsys):
     capsys.readouterr()
     pretrained = ["--from-pretrained-params", tmp_path / "output/Tiny/1", *elsewhere, "--epochs", "1"]
     assert run_train(*pretrained)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["2:4 sparse weights", "use --asp --prune-model", "or --asp false"])
+    assert_one_error(capsys.readouterr().err, ["2:4 sparse weights", "use --asp --prune-model", "or --asp false"])
     assert run_train(*pretrained, "--asp", "false")[0] == 0
     assert "has 2:4 sparse weights, which --asp false makes dense" in capsys.readouterr().err
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")[0] == 0
@@ -137,7 +137,7 @@ def test_sparse_training_starts_from_dense_weights(run_train, checkpoint, tmp_pa
     assert np.mean(params["conv2d_5.w_0"] != 0) == 0.5
 
 
-def copy_with(photos, tmp_path, change):
+def changed_copy(photos, tmp_path, change):
     root = tmp_path / "changed"
     shutil.copytree(photos, root)
     change(root)
@@ -157,7 +157,7 @@ def flatten(split):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (shutil.rmtree, ["--image-root", "not a folder", "train/ and val/"]),
         (empty, ["--image-root", "has no folder train/", "use the folder that contains train/ and val/"]),
@@ -167,15 +167,15 @@ def flatten(split):
         (lambda root: empty(root / "val"), ["--image-root", "val/ contains no images"]),
         (lambda root: empty(root / "train/class0"), ["train has no images of 1 of 3", "--allow-empty-classes"]),
     ],
-    ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "an empty class"],
+    ids=["missing", "empty", "no val", "no train", "no class folders", "no images", "empty class"],
 )
-def test_bad_data_set_is_refused(run_train, photos, tmp_path, capsys, change, says):
-    root = copy_with(photos, tmp_path, change)
+def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys, change, message):
+    root = changed_copy(photos, tmp_path, change)
     code, report = run_train(image_root=root)
     assert code == 2
-    said = capsys.readouterr()
-    assert_one_sentence(said.err, [*says, str(root)])
-    assert "the train split in" not in said.out or (root / "train" / "class1").is_dir()
+    output = capsys.readouterr()
+    assert_one_error(output.err, [*message, str(root)])
+    assert "the train split in" not in output.out or (root / "train" / "class1").is_dir()
     assert report == []
 
 
@@ -187,9 +187,9 @@ OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
     [(Mode.TRAIN, 3), (Mode.EVAL, -1), *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHER_LABELS)],
 )
 @pytest.mark.parametrize("flags", [["--kernels", "native", *NHWC], [], ["--label-smoothing", "0"]])
-def test_label_that_is_no_class_ends_the_run(run_train, capsys, monkeypatch, bad, label, flags):
-    """Of containers, whose labels are not all read before the first step: not NaN for the gradients of a batch, nor an
-    image of another class."""
+def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad, label, flags):
+    """Labels of record files are not all read before the first step. An invalid label must stop the run instead of
+    causing NaN gradients or counting as a different class."""
 
     original = listing.list_folder
 
@@ -199,15 +199,15 @@ def test_label_that_is_no_class_ends_the_run(run_train, capsys, monkeypatch, bad
 
     monkeypatch.setattr(listing, "list_folder", list_folder)
     assert run_train(*flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
+    assert_one_error(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
 
 
 @pytest.mark.parametrize("name", ["train/class0/12.jpg", "val/class2/20.jpg"])
-def test_bad_image_ends_the_run_with_its_name_and_a_skip_list_helps(run_train, photos, tmp_path, capsys, name):
-    root = copy_with(photos, tmp_path, lambda root: (root / name).write_bytes(b"no image"))
+def test_undecodable_image_stops_the_run_unless_in_skip_list(run_train, photos, tmp_path, capsys, name):
+    root = changed_copy(photos, tmp_path, lambda root: (root / name).write_bytes(b"no image"))
     assert run_train("--batch-size", "2", "--dali-prefetch", "1", image_root=root)[0] == 2
-    says = [f"{root}/{name}: cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    message = [f"{root}/{name}: cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"]
+    assert_one_error(capsys.readouterr().err, message)
     (tmp_path / "skip.txt").write_text(name)
     code, report = run_train("--skip-list", tmp_path / "skip.txt", "--overwrite", image_root=root)
     assert code == 0
@@ -215,7 +215,7 @@ def test_bad_image_ends_the_run_with_its_name_and_a_skip_list_helps(run_train, p
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--num-of-class", "2"], ["--num-of-class 2", "3 class folders", "--num-of-class 3"]),
         (["--image-shape", "2,32,32"], ["--image-shape 2,32,32", "3 or 4 channels"]),
@@ -243,42 +243,42 @@ def test_bad_image_ends_the_run_with_its_name_and_a_skip_list_helps(run_train, p
     ],
     ids=lambda value: " ".join(value) if "--" in value[0] and len(value) < 5 else "",
 )
-def test_bad_flags_are_refused(run_train, capsys, flags, says):
+def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
     code, report = run_train(*flags)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, says)
+    assert_one_error(capsys.readouterr().err, message)
     assert report == []
 
 
-def test_checkpoint_of_another_model_is_refused(run_train, checkpoint, capsys):
+def test_checkpoint_of_different_model_exits_with_code_2(run_train, checkpoint, capsys):
     code, _ = run_train("--model-arch-name", "ResNet18", "--from-checkpoint", checkpoint)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, ["--from-checkpoint", "does not match the model", "--model-arch-name"])
+    assert_one_error(capsys.readouterr().err, ["--from-checkpoint", "does not match the model", "--model-arch-name"])
 
 
-def test_checkpoint_with_all_epochs_done_is_refused(run_train, tmp_path, capsys):
+def test_checkpoint_of_finished_run_exits_with_code_2(run_train, tmp_path, capsys):
     run_train()
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "auto"]
     assert run_train(*flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--epochs 1", "more than 1"])
+    assert_one_error(capsys.readouterr().err, ["--epochs 1", "more than 1"])
 
 
-def test_unknown_yaml_key_is_refused(run_train, tmp_path, capsys):
+def test_unknown_yaml_key_exits_with_code_2(run_train, tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text("batchsize: 3\n")
     assert run_train("--config", path)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
+    assert_one_error(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
 
 
-def test_process_exit_code_and_help(train_process):
+def test_process_exits_with_code_2_on_invalid_flag(train_process):
     assert train_process("--help").returncode == 0
-    refused = train_process("--image-root", "/nowhere", "--data-layout", "HWNC")
-    assert refused.returncode == 2
-    assert "Traceback" not in refused.stderr
-    assert_one_sentence(refused.stderr, ["--data-layout", "HWNC", "NHWC"])
+    rejected = train_process("--image-root", "/nowhere", "--data-layout", "HWNC")
+    assert rejected.returncode == 2
+    assert "Traceback" not in rejected.stderr
+    assert_one_error(rejected.stderr, ["--data-layout", "HWNC", "NHWC"])
 
 
-def test_print_config_is_a_config_file(train_process, tmp_path):
+def test_print_config_output_is_a_valid_config_file(train_process, tmp_path):
     path = tmp_path / "c.yaml"
     printed = train_process("--epochs", "7", "--amp", "--print-config").stdout
     path.write_text(printed)
@@ -287,7 +287,7 @@ def test_print_config_is_a_config_file(train_process, tmp_path):
     assert yaml.safe_load(again) == yaml.safe_load(printed)
 
 
-def test_recipes_name_known_flags(train_process):
+def test_recipes_contain_only_known_flags(train_process):
     recipes = sorted((ROOT / "configs").glob("*.yaml"))
     assert recipes
     for recipe in recipes:
@@ -302,19 +302,19 @@ def test_mobilenet_v2_trains_resumes_evaluates_and_exports(run_train, photos, tm
     assert code == 0
     expected = losses(report)
     output = capsys.readouterr().out
-    for replaced in ("10 native_bn_act", "3 native_depthwise_conv", "3 native_depthwise_conv_backward"):
-        assert (f", {replaced}, " in output) == (kernels == "native")
+    for fused in ("10 native_bn_act", "3 native_depthwise_conv", "3 native_depthwise_conv_backward"):
+        assert (f", {fused}, " in output) == (kernels == "native")
     shutil.rmtree(tmp_path / "output/TinyMobile/1")
     code, report = run_train(*flags, "--epochs", "2", "--print-interval", "1", "--resume")
     assert code == 0
-    found = losses(report)
-    assert found == {step: loss for step, loss in expected.items() if step in found}
-    assert (1, "val") in found
+    actual = losses(report)
+    assert actual == {step: loss for step, loss in expected.items() if step in actual}
+    assert (1, "val") in actual
     checkpoint = tmp_path / "output/TinyMobile/1"
     code, report = run_train(
         "--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--model-arch-name", "TinyMobile"
     )
     assert code == 0
-    assert phase(report, [], "val.")["loss"] == pytest.approx(found[1, "val"], rel=1e-4)
+    assert phase(report, [], "val.")["loss"] == pytest.approx(actual[1, "val"], rel=1e-4)
     has_onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=has_onnx, verify=photos)

@@ -10,8 +10,8 @@ def printable(text):
 
 def core(error):
     """Return the message of a Paddle error, without its traces and hints."""
-    found = re.findall(r"^ *(\w*Error:\s+\S.*)|^ *(\(\w+\) .*)", str(error), re.MULTILINE)
-    text = "".join(found[-1]) if found else str(error).strip() or repr(error)
+    matches = re.findall(r"^ *(\w*Error:\s+\S.*)|^ *(\(\w+\) .*)", str(error), re.MULTILINE)
+    text = "".join(matches[-1]) if matches else str(error).strip() or repr(error)
     return " ".join(text.split()).rstrip(".")
 
 

@@ -17,9 +17,9 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
-_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # from Python's tempfile
+_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-# With less, an import or a step fails in one of many ways, some of them a signal without a message. The sample job used
+# With less address space, an import or a step fails in various ways, some without an error message. The sample job used
 # 3.2 to 3.5 GiB on a CPU.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
@@ -81,7 +81,7 @@ def _check_working_directory():
 
 
 def _address_space():
-    """Bytes that the process may map."""
+    """Return the address-space limit of the process in bytes."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return math.inf if limit == resource.RLIM_INFINITY else limit
 

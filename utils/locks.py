@@ -1,4 +1,4 @@
-"""Locks between processes: a hidden file that names its owner."""
+"""Locks between processes: hidden files that contain the name of their owner."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ def acquire(path, warn):
     """Lock a file, which is created if necessary.
 
     Args:
-        path: of the lock file.
+        path: path of the lock file.
         warn: called with a message if the file system has no locks.
     Returns:
         an open file. The lock lasts until this process ends or closes any open file of that path.
@@ -31,7 +31,7 @@ def acquire(path, warn):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno not in (errno.EACCES, errno.EAGAIN):
-                warn(f"{path}: the file system has no locks ({e.strerror}); start no second run there")
+                warn(f"{path}: the file system does not support locks ({e.strerror}); do not start a second run there")
                 return file
             file.seek(0)
             owner = file.read().strip() or "unknown"

@@ -28,7 +28,7 @@ def setup(report_file=None, rank=0):
 
     Args:
         report_file: path, or None for a log that is only printed.
-        rank: of this process.
+        rank: rank of this process.
     Raises:
         UsageError: another run is writing the report file.
     """
@@ -64,7 +64,7 @@ def begin(parameters, append=False):
             _lock = locks.acquire(_lock_file(_path), warn)
             os.truncate(_path, _size_of_complete_lines(_path) if append else 0)
         # Append mode, in case another run writes to the same file.
-        _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  for the whole run
+        _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open until the run ends
     report("PARAMETER", parameters)
 
 
@@ -85,7 +85,7 @@ def _lock_file(path):
 
 
 def _size_of_complete_lines(path):
-    """Size of the file up to its last complete line; a full disk may have truncated the last one."""
+    """Return the size of the file up to its last complete line; a full disk may have truncated the last one."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
@@ -164,7 +164,7 @@ class _Result:
         except OSError as e:
             self._problem = e.strerror
             _abandon(self._stream)
-        raise RunError(f"stdout: cannot be written ({self._problem}); make room, or redirect it to a different file")
+        raise RunError(f"stdout: cannot be written ({self._problem}); free disk space, or redirect it")
 
 
 def _abandon(stream):
@@ -205,7 +205,7 @@ def warn(message):
 
 
 def log(step, data):
-    """Print and report metrics. Lines of steps are not printed while a live line shows the steps.
+    """Print and report metrics. Steps are not printed while the live line shows them.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
@@ -241,14 +241,14 @@ def report(step, data):
             failed, _report = _report, None
             with contextlib.suppress(OSError):  # close() tries to write the same line again
                 failed.close()
-            remedy = "make room, and restart a training run with --resume"
+            remedy = "free disk space, and restart a training run with --resume"
             raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
         for follower in _followers:
             follower.add(step, data)
 
 
 def _line(step, data):
-    """The printed line. If all names have the same phase, it is printed once, so that the line fits a wide terminal."""
+    """Return the line to print. A phase that all names share is printed once, so that the line fits a wide terminal."""
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)
     if len(phases) == 1:

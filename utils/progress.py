@@ -13,14 +13,14 @@ from time import monotonic
 
 PERIOD_S = 0.25
 _live = None
-_phase, _since_s, _metrics, _due_s = "the start", 0.0, None, 0.0
+_phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
 
 
 @contextlib.contextmanager
 def shown():
     """Show the live line while the block runs, if stdout is a terminal.
 
-    A job of several processes prints plain lines only: they contain the metrics of the whole job, which no rank knows
+    A job of several processes prints plain lines only: they contain the metrics of the entire job, which no rank knows
     between two lines. Its launcher redirects stdout to files anyway.
     """
     global _live
@@ -30,7 +30,7 @@ def shown():
         return
     from rich.live import Live
 
-    phase("the start")
+    phase("startup")
     live = Live(
         console=console,
         get_renderable=_line,
@@ -50,7 +50,7 @@ def shown():
 
 
 def _console():
-    """A console on stdout, or None if stdout is not a terminal that can redraw a line."""
+    """Return a console on stdout, or None if stdout is not a terminal that can redraw a line."""
     is_alone = os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1"
     if sys.stdout is None or not sys.stdout.isatty() or not is_alone:
         return None
@@ -70,7 +70,7 @@ def phase(name):
     _phase, _since_s, _metrics, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
         with contextlib.suppress(OSError):  # the terminal is gone
-            _live.refresh()  # at once: the phase may hold the GIL for seconds
+            _live.refresh()  # immediately, because the phase may hold the GIL for seconds
 
 
 def is_due():
@@ -84,7 +84,7 @@ def show(step, steps, left_s, run_left_s, metrics):
     Args:
         step, steps: number of steps done in this phase, and its total.
         left_s: estimated seconds until the end of the phase.
-        run_left_s: estimated seconds for the remaining training steps of the whole run, or None.
+        run_left_s: estimated seconds for the remaining training steps of the run, or None.
         metrics: texts.
     """
     global _metrics, _due_s

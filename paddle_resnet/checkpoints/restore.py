@@ -24,7 +24,7 @@ from utils.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Found:
+class StartCheckpoint:
     """The checkpoint that a run starts from.
 
     Attributes:
@@ -43,7 +43,8 @@ class Found:
     resumes: bool = False
 
     def continues(self, root):
-        """Whether this run continues the newest checkpoint below ROOT. From an older one it would overwrite others."""
+        """Whether this run continues the newest checkpoint below ROOT. If it continued an older one, it would overwrite
+        others."""
         newest = folders.newest(root)
         return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
@@ -84,15 +85,15 @@ def find(args):
     Rank 0 searches and verifies every byte.
 
     Returns:
-        Found, or None to start from scratch.
+        StartCheckpoint, or None to start from scratch.
     Raises:
         UsageError: the requested checkpoint does not exist or is damaged.
     """
-    found = exchange.from_rank_0(lambda: _find(args, _search))
-    if found is None and args.from_pretrained_params is not None:
+    checkpoint = exchange.from_rank_0(lambda: _find(args, _search))
+    if checkpoint is None and args.from_pretrained_params is not None:
         folder = exchange.from_rank_0(lambda: _find(args, _pretrained))
         args.set(args.origin("from_pretrained_params"), from_pretrained_params=folder)
-    return found and Found(**found)
+    return checkpoint and StartCheckpoint(**checkpoint)
 
 
 def _find(args, search):
@@ -123,9 +124,9 @@ def _search(args):
         folder = folders.run_folder(args)
         if folder.is_dir():
             _clean(folder)
-        found = _newest(args, folder, resumes=True)
-        if found:
-            return found
+        checkpoint = _newest(args, folder, resumes=True)
+        if checkpoint:
+            return checkpoint
         _check_default_network(args, folder)
         logger.info(f"--resume: {folder} contains no checkpoint yet")
     if args.from_checkpoint is None:
@@ -214,7 +215,7 @@ def _newest(args, root, resumes=False):
 
 
 def _position(folder, meta, iter_unit):
-    """Return the fields of Found for a checkpoint, with the position at which training continues.
+    """Return the fields of StartCheckpoint for a checkpoint, with the position at which training continues.
 
     Raises:
         UsageError: the checkpoint of a different program does not contain its position.
@@ -260,18 +261,18 @@ def _has_files(args, folder):
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
 
-def origin(args, found):
+def origin(args, checkpoint):
     """Return the checkpoint from which the run loads its initial variables: (folder, its meta.json or None), or
     (None, None) without a checkpoint.
 
     Args:
         args: flags.
-        found: result of find.
+        checkpoint: result of find.
     Raises:
         UsageError: the file of --from-pretrained-params does not exist, or the meta.json next to it is damaged.
     """
-    if found:
-        return found.folder, found.meta
+    if checkpoint:
+        return checkpoint.folder, checkpoint.meta
     if args.from_pretrained_params is None:
         return None, None
     return exchange.from_rank_0(lambda: _origin_of_pretrained(args))
@@ -288,9 +289,9 @@ def _origin_of_pretrained(args):
     return str(path.parent), meta if meta and path.name in meta["files"] else None
 
 
-def log_evaluated(args, found):
+def log_evaluated(args, checkpoint):
     """Log which checkpoint is evaluated, and return its epoch, or 0 if it is unknown."""
-    folder, meta = origin(args, found)
+    folder, meta = origin(args, checkpoint)
     epoch = meta["epoch"] if meta else folder and _epoch_of(Path(folder))
     if epoch is not None:
         step = f" after {meta['step']} of {meta['steps_each_epoch']} steps" if meta and meta["step"] is not None else ""
@@ -299,8 +300,8 @@ def log_evaluated(args, found):
 
 
 def resolve_network(args):
-    """Inherit --model-arch-name, unless it is explicit, from the checkpoint from which a run with --resume starts if it
-    cannot resume. --resume searches the folder of that network. Changes the settings."""
+    """If --resume is set with --from-checkpoint or --from-pretrained-params, set --model-arch-name, unless it is
+    explicit, to the network of that checkpoint. --resume then searches the run folder of this network."""
     has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
     if args.resume and has_start and not args.is_explicit("model_arch_name"):
         first = args.copy(resume=False)
@@ -309,21 +310,21 @@ def resolve_network(args):
             args.set(f"checkpoint {folder}", model_arch_name=recorded_flags(folder, meta, None).model_arch_name)
 
 
-def inherit_flags(args, found):
+def inherit_flags(args, checkpoint):
     """Inherit the flags that are not explicit from the meta.json of the initial checkpoint. Log the inherited flags and
     the differences; changes the settings. The kinds of flags in settings/declarations.py determine what a run inherits.
 
     Args:
         args: flags.
-        found: result of find.
+        checkpoint: result of find.
     Raises:
         UsageError: the flags, including those of the checkpoint, are invalid or contradict each other.
     """
-    folder, meta = origin(args, found)
+    folder, meta = origin(args, checkpoint)
     if meta is not None:
         recorded = recorded_flags(folder, meta, _arch(args))
-        resumes = bool(found and found.resumes and args.run_scope.trains)
-        names = _inherited_names(args, found, recorded, resumes)
+        resumes = bool(checkpoint and checkpoint.resumes and args.run_scope.trains)
+        names = _inherited_names(args, checkpoint, recorded, resumes)
         inherited, differing = inheritance.inherit(args, recorded, names, folder)
         if not args.is_explicit("image_shape"):
             # The filters of the first layer have this number of channels.
@@ -338,10 +339,10 @@ def inherit_flags(args, found):
     validation.check(args)
 
 
-def _inherited_names(args, found, recorded, resumes):
+def _inherited_names(args, checkpoint, recorded, resumes):
     if resumes:
         return of_kinds(*RESUMED)
-    if found is None and args.run_scope.trains:  # fine-tuning: the data set determines the classes
+    if checkpoint is None and args.run_scope.trains:  # fine-tuning: the data set determines the classes
         return ("model_arch_name", "image_shape", *of_kinds("preprocessing"))
     evaluated = of_kinds(*EVALUATED)
     return (*evaluated, "asp") if args.run_scope.trains and recorded.asp else evaluated
@@ -412,55 +413,56 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
         )
 
 
-def restore(args, found, lr_scheduler, loader, fetchs, place):
+def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
     """Restore a training run's state except its variables: position, learning rate and random generators; inside an
     epoch also its running sums and the BN statistics of this process.
 
     Args:
         args: flags.
-        found: result of find.
+        checkpoint: result of find.
         lr_scheduler: its rate depends only on the step, so it continues like an uninterrupted run with the schedule
             of this run's flags.
-        loader: training loader, built with found.loader_state.
+        loader: training loader, built with checkpoint.loader_state.
         fetchs: result of program.build.
         place: where the program runs.
     Returns:
-        Found, with step 0 if the loader cannot continue inside the epoch.
+        The checkpoint, with step 0 if the loader cannot continue inside the epoch.
     """
     timeline = lr_scheduler.timeline
-    if args.iter_unit == "batch" and found.resumes:
-        before, now = found.meta["steps_each_epoch"], timeline.batches(found.meta["epoch"])
+    if args.iter_unit == "batch" and checkpoint.resumes:
+        before, now = checkpoint.meta["steps_each_epoch"], timeline.batches(checkpoint.meta["epoch"])
         if before != now:
             raise UsageError(
-                f"--iter-unit batch: {found.folder} has {before} steps per epoch, and this run has {now}, so it would "
-                "not end after --num-iter; use its --batch-size, --accumulate-steps and number of processes"
+                f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, and this run has {now}, so it "
+                "would not end after --num-iter; use its --batch-size, --accumulate-steps and number of processes"
             )
-    if found.is_inside and found.step % args.accumulate_steps:
+    if checkpoint.is_inside and checkpoint.step % args.accumulate_steps:
         raise UsageError(
-            f"--accumulate-steps {args.accumulate_steps}: {found.folder} is after {found.step} batches of an epoch, "
-            "which is not a multiple; use that of the checkpoint, or a checkpoint at the end of an epoch"
+            f"--accumulate-steps {args.accumulate_steps}: {checkpoint.folder} is after {checkpoint.step} batches "
+            "of an epoch, which is not a multiple; use that of the checkpoint, or a checkpoint at the end of an epoch"
         )
-    if found.is_inside and loader.step != found.step:
-        found = dataclasses.replace(found, step=0)
-        logger.warn(f"epoch {found.epoch} restarts with the parameters of {found.folder}")
-    is_evaluating = bool(found.step) and not found.is_inside  # after all steps of the epoch
-    done = timeline.batches_before(found.epoch) + (timeline.batches(found.epoch) if is_evaluating else found.step)
+    if checkpoint.is_inside and loader.step != checkpoint.step:
+        checkpoint = dataclasses.replace(checkpoint, step=0)
+        logger.warn(f"epoch {checkpoint.epoch} restarts with the parameters of {checkpoint.folder}")
+    is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # after all steps of the epoch
+    done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step
+    done += timeline.batches_before(checkpoint.epoch)
     lr_scheduler.step(done // args.accumulate_steps)
-    if found.resumes:
-        _log_environment_changes(found.meta)
-        random.setstate(schema.as_tuples(json.loads(found.meta["seeds"]["python"])))
-        np.random.set_state(schema.as_tuples(json.loads(found.meta["seeds"]["numpy"])))
-    if found.is_inside:
+    if checkpoint.resumes:
+        _log_environment_changes(checkpoint.meta)
+        random.setstate(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["python"])))
+        np.random.set_state(schema.as_tuples(json.loads(checkpoint.meta["seeds"]["numpy"])))
+    if checkpoint.is_inside:
         for name, (_, meter) in fetchs.items():
-            if name in found.rank_state["meters"]:
-                meter.restore(found.rank_state["meters"][name])
+            if name in checkpoint.rank_state["meters"]:
+                meter.restore(checkpoint.rank_state["meters"][name])
         statistics = f"bn_rank{processes.rank()}.npz"
-        if statistics in found.meta["files"]:
-            path = Path(found.folder) / statistics
+        if statistics in checkpoint.meta["files"]:
+            path = Path(checkpoint.folder) / statistics
             variables.load_statistics(path, place, is_averaged=args.ema is not None, is_verbose=args.verbose)
-    where = f"epoch {found.epoch}" + (f" step {found.step}" if found.step else "")
-    logger.info(f"loaded {found.folder}: continues with {where}")
-    return found
+    where = f"epoch {checkpoint.epoch}" + (f" step {checkpoint.step}" if checkpoint.step else "")
+    logger.info(f"loaded {checkpoint.folder}: continues with {where}")
+    return checkpoint
 
 
 def _epoch_of(folder):

@@ -31,13 +31,13 @@ from utils import logger, signals
 from utils.errors import RunError, UsageError
 
 
-def check_folder(args, found):
+def check_folder(args, checkpoint):
     """Check that the output folder of a run that saves checkpoints can be created and written, and does not contain a
     different run. The folder is not created.
 
     Args:
         args: flags.
-        found: the checkpoint that the run starts from (restore.Found), or None.
+        checkpoint: the one that the run starts from (restore.StartCheckpoint), or None.
     Raises:
         UsageError: the folder cannot be created or written, or contains a different run.
     """
@@ -50,20 +50,20 @@ def check_folder(args, found):
             raise OSError(errno.EACCES, f"{existing} is not a writable folder")
     except OSError as e:
         raise folders.unwritable(folder, e) from e
-    exchange.from_rank_0(lambda: _check_content(args, found))
+    exchange.from_rank_0(lambda: _check_content(args, checkpoint))
 
 
-def _check_content(args, found):
+def _check_content(args, checkpoint):
     folder = folders.run_folder(args)
     try:
         if folders.finished(folder):
             with folders.hold(folder):  # detects a run that is still writing there
-                _check_no_other_run(args, found)
+                _check_no_other_run(args, checkpoint)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
 
 
-def _check_no_other_run(args, found):
+def _check_no_other_run(args, checkpoint):
     """Check that the run continues the newest checkpoint in its folder, if there is one, or deletes all (--overwrite).
 
     Raises:
@@ -75,7 +75,7 @@ def _check_no_other_run(args, found):
     within = [f"{flag} {start}" for flag, start in starts.items() if start is not None and _is_within(start, folder)]
     if args.overwrite and within:
         raise UsageError(f"--overwrite: would delete {within[0]}, which the run needs; choose a different --output-dir")
-    if names and not args.overwrite and not args.resume and not (found and found.continues(folder)):
+    if names and not args.overwrite and not args.resume and not (checkpoint and checkpoint.continues(folder)):
         is_foreign = all(map(folders.is_foreign, folders.finished(folder)))
         resume = f"--from-checkpoint {folder} --last-epoch-of-checkpoint auto" if is_foreign else "--resume"
         raise UsageError(
@@ -90,14 +90,14 @@ def _is_within(path, folder):
     return folder.resolve() in [path, *path.parents]
 
 
-def best_before(root, found):
+def best_before(root, checkpoint):
     """Return the best evaluation, with its epoch, of the checkpoints below ROOT that led to the one that a run
     continues; the earliest if several are equal. Checkpoints that are later in training but were written earlier belong
     to an abandoned branch."""
-    best, reached = None, (found.epoch, found.step)
+    best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
-        if meta["run"] != found.meta["run"] or at > reached:
+        if meta["run"] != checkpoint.meta["run"] or at > reached:
             continue
         reached = at
         if meta["evaluated"] and (best is None or meta["evaluated"]["top1"] >= best["top1"]):
@@ -125,24 +125,24 @@ class Saver:
         lr_scheduler: learning rate scheduler whose state is saved.
         loader: training loader.
         fetchs: result of program.build; its meters contain the running sums of an epoch.
-        found: the checkpoint that the run started from, or None.
+        checkpoint: the one that the run started from, or None.
     Raises:
         UsageError: the output folder cannot be created or written, or contains a different run.
     """
 
-    def __init__(self, args, program, lr_scheduler, loader, fetchs, found=None):
+    def __init__(self, args, program, lr_scheduler, loader, fetchs, checkpoint=None):
         self._lock = None
         self._args, self._program, self._lr_scheduler = args, program, lr_scheduler
         self._loader, self._fetchs = loader, fetchs
         self._root = folders.run_folder(args)
-        self._run = found.meta["run"] if found and found.resumes else uuid.uuid4().hex
-        self._last = (found.epoch, found.step) if found else (0, 0)
+        self._run = checkpoint.meta["run"] if checkpoint and checkpoint.resumes else uuid.uuid4().hex
+        self._last = (checkpoint.epoch, checkpoint.step) if checkpoint else (0, 0)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending = None
-        self.best = exchange.from_rank_0(lambda: self._prepare(args, found))
-        self.folder = found and found.folder
+        self.best = exchange.from_rank_0(lambda: self._prepare(args, checkpoint))
+        self.folder = checkpoint and checkpoint.folder
 
-    def _prepare(self, args, found):
+    def _prepare(self, args, checkpoint):
         """Create the checkpoint folder, lock it against other runs, and remove unfinished work of a killed run; with
         --overwrite, also remove all checkpoints. Returns the best result so far."""
         folder = folders.run_folder(args)
@@ -152,10 +152,10 @@ class Saver:
                 pass
             self._lock = folders.hold(folder)
             folders.clean(folder)
-            _check_no_other_run(args, found)  # again: another run may have ended here since check_folder
+            _check_no_other_run(args, checkpoint)  # again: another run may have ended here since check_folder
             if args.overwrite:
                 folders.remove_all(folder)
-            return best_before(folder, found) if found and found.resumes else None
+            return best_before(folder, checkpoint) if checkpoint and checkpoint.resumes else None
         except OSError as e:
             raise folders.unwritable(folder, e) from e
 
@@ -178,7 +178,7 @@ class Saver:
         if at == self._last and evaluated is None:
             return  # stopped right after a checkpoint, or before the first step of a resumed run
         self._last = at
-        watchdog.phase(f"the checkpoint of epoch {epoch}")
+        watchdog.phase(f"checkpoint of epoch {epoch}")
         self.finish()
         in_epoch = step is not None and trained is None
         arrays = self._bn_statistics() if in_epoch and processes.rank() > 0 else {}
@@ -271,8 +271,8 @@ class Saver:
             ) from e
         except OSError as e:
             raise RunError(
-                f"{self._root / name}: checkpoint cannot be written ({e.strerror}), earlier ones are unchanged; make "
-                "room or choose a different --output-dir"
+                f"{self._root / name}: checkpoint cannot be written ({e.strerror}), earlier ones are unchanged; free "
+                "disk space or choose a different --output-dir"
             ) from e
         logger.info(f"checkpoint: {folder}")
         self._mark_and_delete(name, meta["best"] and _name(meta["best"]["epoch"], meta["best"].get("step")))

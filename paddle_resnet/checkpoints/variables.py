@@ -24,17 +24,17 @@ MASTER = "_fp32_master_0"  # suffix of the master copy of a float16 parameter
 AVERAGED = ".pdema"  # suffix of the file with the averages
 
 
-def load_start(args, found, program, place):
-    """Load the variables that the run starts from: those of a checkpoint (restore.Found) or pretrained parameters.
-    Without either, they keep the initial values of the startup program.
+def load_start(args, checkpoint, program, place):
+    """Load the variables that the run starts from: those of a checkpoint (restore.StartCheckpoint) or pretrained
+    parameters. Without either, they keep the initial values of the startup program.
 
     Returns:
         whether the weights are already pruned.
     Raises:
         UsageError: as for load and load_pretrained.
     """
-    if found is not None:
-        return load(args, found.folder, program, place)
+    if checkpoint is not None:
+        return load(args, checkpoint.folder, program, place)
     if args.from_pretrained_params is not None:
         load_pretrained(args, program, place)
     return False
@@ -90,7 +90,7 @@ def _read_weights(path, flag, log=logger.info):
     return _read(path, flag)
 
 
-def load_averages(args, found, program, place):
+def load_averages(args, checkpoint, program, place):
     """Load the averages of a training program (--ema) from a checkpoint that has them.
 
     Returns:
@@ -101,9 +101,9 @@ def load_averages(args, found, program, place):
     names = averages.of(program)
     if not names:
         return True
-    if found is None:
+    if checkpoint is None:
         return False
-    flag, prefix = _flag_and_prefix(args, found.folder)
+    flag, prefix = _flag_and_prefix(args, checkpoint.folder)
     path = Path(f"{prefix}{AVERAGED}")
     if not path.is_file():
         return False
@@ -114,13 +114,13 @@ def load_averages(args, found, program, place):
     return True
 
 
-def start_averages(found, program, place):
+def start_averages(checkpoint, program, place):
     """Initialize the averages of a training program (--ema) with its weights and BN statistics."""
     params, _ = snapshot(program)
     for name, average in averages.of(program).items():
         set_variable(average, params[name], place)
-    if found is not None:
-        logger.info(f"--ema: averages initialized with the weights of {found.folder}")
+    if checkpoint is not None:
+        logger.info(f"--ema: averages initialized with the weights of {checkpoint.folder}")
 
 
 def averaged(program, params):

@@ -23,7 +23,7 @@ from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 READER = "Reader"  # name of the reader operator in a pipeline
-UNKNOWN_LENGTH = sys.maxsize  # of a loader without len()
+UNKNOWN_LENGTH = sys.maxsize  # length of a loader without len()
 
 
 class StateError(UsageError):
@@ -31,14 +31,14 @@ class StateError(UsageError):
 
 
 class _Steps:
-    """Step counts of an iterator with `images` images per epoch, of which `_left` are still to come."""
+    """Step counts of an iterator with `images` images per epoch, of which `_left` remain."""
 
     def __len__(self):
         return -(-self.images // self.batch_size)
 
     @property
     def step(self):
-        """Number of batches already taken in this epoch."""
+        """Number of batches taken in this epoch."""
         return -(-(self.images - self._left) // self.batch_size)
 
 
@@ -54,7 +54,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         data_set: readers.DataSet that the pipeline reads.
         image_root: its folder.
         conditions: recorded by state(); a loader that resumes from the state compares them.
-        step: number of batches of the epoch that were taken when the pipeline's checkpoint was written.
+        step: number of batches already taken in the epoch when the pipeline's checkpoint was written.
     Raises:
         DataError: an image of the first batches cannot be read or decoded. `next` raises it for the others.
     """
@@ -201,11 +201,11 @@ class Adapter:
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
                 names = ", ".join(f'"{name}": ...' for name in self._inputs)
-                raise UsageError(f"run: the loader must yield [{{{names}}}]")
+                raise UsageError(f"run: the loader yields a batch of a different form; yield [{{{names}}}]")
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:
-            raise UsageError("run: the loader has no batch; pass an iterable that starts again for each epoch")
+            raise UsageError("run: the loader yields no batch; pass an iterable that starts again for each epoch")
 
     def write_into(self, targets):
         """Ignored: the batches exist already."""
@@ -250,7 +250,7 @@ class EmptyIterator:
 
 
 class SyntheticIterator(_Steps):
-    """The same random batch every step, in device memory: measures the program without a loader.
+    """Yields the same random batch in device memory each step, to measure the program without a loader.
 
     Args:
         args: settings of shape, type and number of the images and classes.

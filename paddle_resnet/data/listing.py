@@ -73,7 +73,7 @@ class Image:
     place: tuple | bytes = ()
 
     @property
-    def whole_name(self):
+    def full_name(self):
         """Name in messages: PATH, or FILE@PLACE, not relative to image_root."""
         return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
@@ -102,18 +102,18 @@ def detect(image_root, mode):
         UsageError: image_root is not a folder, or contains the split in several formats.
     """
     check_root(image_root)
-    found = [data_format for data_format in SHARD_NAMES if find_shards(image_root, data_format, mode)]
+    formats = [data_format for data_format in SHARD_NAMES if find_shards(image_root, data_format, mode)]
     if os.path.isfile(os.path.join(image_root, f"{mode.value}.txt")):
-        found.append("filelist")
+        formats.append("filelist")
     elif os.path.isdir(os.path.join(image_root, mode.value)):
-        found.append("folder")
-    if len(found) > 1:
+        formats.append("folder")
+    if len(formats) > 1:
         raise UsageError(
-            f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(found)}; choose one with "
+            f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(formats)}; choose one with "
             "--data-format"
         )
     # If none is detected, listing class folders reports what is missing.
-    return found[0] if found else "folder"
+    return formats[0] if formats else "folder"
 
 
 def occupied(image_root):
@@ -135,10 +135,10 @@ def splits(image_root):
         UsageError: neither exists, or image_root cannot be used.
     """
     check_root(image_root)
-    found = [mode for mode in Mode if _has_split(image_root, mode)]
-    if not found:
+    modes = [mode for mode in Mode if _has_split(image_root, mode)]
+    if not modes:
         raise UsageError(f"{image_root}: contains neither train/ nor val/ in any format; {_splits_remedy(image_root)}")
-    return found
+    return modes
 
 
 def _has_split(image_root, mode):
@@ -190,8 +190,8 @@ def _similar(image_root, mode, data_format="folder"):
     if ending is None or not os.path.isdir(image_root):
         return None
     names = [f"{name}/" if os.path.isdir(os.path.join(image_root, name)) else name for name in os.listdir(image_root)]
-    found = {name.lower(): name for name in names if name.endswith(ending)}
-    return next((found[name + ending] for name in OTHER_NAMES[mode] if name + ending in found), None)
+    name_of = {name.lower(): name for name in names if name.endswith(ending)}
+    return next((name_of[name + ending] for name in OTHER_NAMES[mode] if name + ending in name_of), None)
 
 
 def images(image_root, mode, data_format=None, allow_outside=False, classes=None):
@@ -214,20 +214,20 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
             files, labels, classes = list_folder(image_root, mode, classes=classes)
         else:
             files, labels, classes = list_filelist(image_root, mode, allow_outside=allow_outside)
-        found = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
-        return data_format, classes, found
-    found = []
+        listed = [Image(name, os.path.join(image_root, name), label) for name, label in zip(files, labels, strict=True)]
+        return data_format, classes, listed
+    listed = []
     for shard in shards(image_root, mode, data_format):
         name = os.path.basename(shard)
         if data_format == "lmdb":
             keys = records.lmdb_keys(shard)
-            found += [Image(f"{name}@{os.fsdecode(key)}", shard, None, data_format, key) for key in keys]
+            listed += [Image(f"{name}@{os.fsdecode(key)}", shard, None, data_format, key) for key in keys]
             continue
         index = indexes.open_index(shard, data_format)
         for row in np.hstack([index.images, index.labels]).tolist():
-            found.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row)))
-    check_count(image_root, mode, data_format, len(found))
-    return data_format, class_names(image_root), found
+            listed.append(Image(f"{name}@{row[0]}", shard, None, data_format, tuple(row)))
+    check_count(image_root, mode, data_format, len(listed))
+    return data_format, class_names(image_root), listed
 
 
 def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):
@@ -284,15 +284,15 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
                 if is_trained
                 else f"--image-root {image_root}: val/{name} has no train/{name}; add it, or remove val/{name}"
             )
-        found, unusable, others = image_files(os.path.join(split_dir, name))
+        images, unusable, others = image_files(os.path.join(split_dir, name))
         for file in unusable:
             if f"{split}/{name}/{file}" not in skip:
                 raise UsageError(
                     f"{os.path.join(split_dir, name, file)}: a broken link, or not a regular file; remove it, or omit "
                     "it with --skip-list"
                 )
-        files += [f"{split}/{name}/{file}" for file in found]
-        labels += [label_of[name]] * len(found)
+        files += [f"{split}/{name}/{file}" for file in images]
+        labels += [label_of[name]] * len(images)
         ignored += [(kind, name, file) for kind, file in others]
     if not _is_utf8("".join(files)):
         name = next(os.fsencode(file) for file in files if not _is_utf8(file))
@@ -304,13 +304,13 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
 def ignored_files(image_root, mode):
     """Return the paths below image_root that listing the class folders of a split ignores, without unreadable ones."""
     split_dir = os.path.join(image_root, mode.value)
-    found = []
+    paths = []
     with contextlib.suppress(UsageError):  # listing the split reports it
-        found += [f"{mode.value}/{name}" for name in images_at_the_top(split_dir)]
+        paths += [f"{mode.value}/{name}" for name in images_at_the_top(split_dir)]
         for label in class_folders(split_dir):
             with contextlib.suppress(UsageError):
-                found += [f"{mode.value}/{label}/{name}" for _, name in image_files(os.path.join(split_dir, label))[2]]
-    return found
+                paths += [f"{mode.value}/{label}/{name}" for _, name in image_files(os.path.join(split_dir, label))[2]]
+    return paths
 
 
 def own_classes(image_root, mode):
@@ -362,7 +362,7 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
         image_root: the folder that contains the split.
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of FILE_FORMATS.
-        labels: of all images.
+        labels: labels of all images.
         classes: in label order.
         allow_empty: whether class folders of train/ may be empty; they then trigger a warning.
     Raises:
@@ -418,7 +418,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
         if max(labels) >= len(labels):
             raise UsageError(
-                f"--image-root {image_root}: the file lists have {len(labels)} images and label {max(labels)}; "
+                f"--image-root {image_root}: the file lists contain {len(labels)} images and label {max(labels)}; "
                 "number the classes from 0, or set --num-of-class"
             )
         return max(labels) + 1
@@ -525,18 +525,18 @@ def class_folders(path):
         UsageError: the folder cannot be listed, or contains a broken link.
     """
     entries = {entry.name: _type(entry) for entry in _listed(path)}
-    names = sorted(name for name, found in entries.items() if found == "folder")
-    classes = [name for name in names if not is_of_the_system(name)]
-    for name, found in entries.items():
-        if found == "link" and not is_of_the_system(name):
+    names = sorted(name for name, kind in entries.items() if kind == "folder")
+    classes = [name for name in names if not is_system_name(name)]
+    for name, kind in entries.items():
+        if kind == "link" and not is_system_name(name):
             raise UsageError(f"{os.path.join(path, name)}: a broken link; repair or remove it")
     if len(classes) < len(names):
-        others = ", ".join(name for name in names if is_of_the_system(name))
-        _log_once(f"{path}: {printable(others)} ignored: hidden folders and folders of the system", logger.info)
+        others = ", ".join(name for name in names if is_system_name(name))
+        _log_once(f"{path}: {printable(others)} ignored: hidden and system folders", logger.info)
     return classes
 
 
-def is_of_the_system(name):
+def is_system_name(name):
     """Whether a folder is hidden, or one of SYSTEM_FOLDERS."""
     return name.startswith(".") or name in SYSTEM_FOLDERS
 
@@ -556,17 +556,17 @@ def image_files(path):
         UsageError: the folder cannot be listed.
     """
     entries = [entry for entry in _listed(path) if not entry.name.startswith(".")]
-    found = {entry.name: _type(entry) for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES)}
-    names = sorted(name for name, kind in found.items() if kind != "folder")
+    kind_of = {entry.name: _type(entry) for entry in entries if entry.name.lower().endswith(IMAGE_SUFFIXES)}
+    names = sorted(name for name, kind in kind_of.items() if kind != "folder")
     ignored = [
         (
             "folder" if _type(entry) == "folder" else os.path.splitext(entry.name)[1].lower() or "without suffix",
             entry.name,
         )
         for entry in entries
-        if found.get(entry.name, "folder") == "folder"
+        if kind_of.get(entry.name, "folder") == "folder"
     ]
-    return names, [name for name in names if found[name] != "file"], sorted(ignored)
+    return names, [name for name in names if kind_of[name] != "file"], sorted(ignored)
 
 
 def images_at_the_top(path):
@@ -620,19 +620,19 @@ def shards(image_root, mode, data_format):
             f"--image-root {image_root}: an interrupted conversion; repeat its "
             "`python -m paddle_resnet.dataset convert` command to finish it"
         )
-    found = find_shards(image_root, data_format, mode)
-    if not found:
+    paths = find_shards(image_root, data_format, mode)
+    if not paths:
         example = EXAMPLE_NAMES[data_format].format(mode.value)
         raise UsageError(f"--image-root {image_root}: has no {example}; use the folder of the {data_format} files")
     if data_format == "tfrecord":
         pattern = SHARD_NAMES[data_format][mode]
-        total = max(int(pattern.fullmatch(os.path.basename(shard))["total"]) for shard in found)
-        if total != len(found):
+        total = max(int(pattern.fullmatch(os.path.basename(shard))["total"]) for shard in paths)
+        if total != len(paths):
             raise UsageError(
-                f"--image-root {image_root}: has {len(found)} of {total} {mode.value} shards; add the missing ones"
+                f"--image-root {image_root}: has {len(paths)} of {total} {mode.value} shards; add the missing ones"
             )
-    check_count(image_root, mode, data_format, len(found), "shards")
-    return found
+    check_count(image_root, mode, data_format, len(paths), "shards")
+    return paths
 
 
 def read_manifest(image_root):

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def pictures(images, data_layout, scale, mean, std):
-    """Undo layout and normalisation.
+    """Undo layout and normalization.
 
     Args:
         images: "data" of a batch on the host, in any float type.

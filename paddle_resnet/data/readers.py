@@ -39,7 +39,7 @@ class DataSet:
 
     Attributes:
         data_format: one of listing.STORAGE_FORMATS.
-        size: number of images in the whole split.
+        size: number of images in the split, over all processes.
         classes: class names in label order; of class folders, the names of the folders.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
@@ -188,7 +188,7 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
             dont_use_mmap=True,
             **_reader_arguments(name, shard_id, num_shards, shuffle, size, seed),
         )
-        return encoded, _whole(label)
+        return encoded, _to_integer(label)
 
     return DataSet("recordio", size, classes, read, digest)
 
@@ -266,7 +266,7 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
     return DataSet("webdataset", size, classes, read, digest)
 
 
-def _whole(number):
+def _to_integer(number):
     """Add DALI operators that convert a float label to int64; a label that is not a whole number becomes -1."""
     label = fn.cast(number, dtype=types.INT64)
     is_whole = fn.cast(fn.cast(label, dtype=types.FLOAT) == number, dtype=types.INT64)
@@ -320,7 +320,7 @@ def _skipped(skip, shard):
 def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
     """Open the record files of a split and check some labels: (paths, Index of each, class names, images, digest)."""
     classes = listing.class_names(image_root, num_of_class, trained)
-    shards, indexes, whole = [], [], 0
+    shards, indexes, total = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):
         places = _skipped(skip, shard)
         for place in places:
@@ -328,13 +328,13 @@ def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
                 raise UsageError(f"--skip-list: {os.path.basename(shard)}@{place} has no offset after @; remove it")
         places = frozenset(map(int, places))
         index = open_index(shard, data_format, places)
-        whole += len(index) + len(places)
+        total += len(index) + len(places)
         if len(index):
             shards.append(shard)
             indexes.append(index)
     if not shards:
         raise UsageError(f"--skip-list: leaves no {mode.value} images in {image_root}; shorten it")
-    listing.check_count(image_root, mode, data_format, whole)
+    listing.check_count(image_root, mode, data_format, total)
     ends = np.cumsum([len(index) for index in indexes])
     size = int(ends[-1])
     labels = []

@@ -45,7 +45,7 @@ def gather(data):
     key, and overwrites it once rank 0 has read it.
 
     Returns:
-        [bytes of each rank] on rank 0, None elsewhere.
+        [bytes of each rank] on rank 0, None on other ranks.
     """
     global _last_gather
     if processes.world_size() == 1:
@@ -66,7 +66,7 @@ def gather(data):
 
 
 class Stream:
-    """Collects items of every rank on rank 0; no rank waits for another one before the end.
+    """Collects items of every rank on rank 0; no rank waits for others before finish().
 
     Items are sent in batches, under one key per rank, which rank 0 reads once all ranks have written it. A rank writes
     its next batch once rank 0 has read the previous one. All ranks must create and finish streams in the same order.
@@ -135,7 +135,7 @@ def from_rank_0(function):
 @contextlib.contextmanager
 def exit_barrier():
     """Wait at the end of the block until all processes of the job have completed it or were stopped in it. Rank 0
-    leaves last, because the others still use its store. An error ends the whole job."""
+    leaves last, because the others still use its store. An error ends the job."""
     try:
         yield
     except signals.Preempted:
@@ -150,7 +150,7 @@ def exit_barrier():
 def _wait_for_all():
     if processes.world_size() == 1:
         return
-    watchdog.phase("the end")
+    watchdog.phase("exit")
     all_gather([0])
     key = _next_exchange()
     if processes.rank() != 0:
@@ -166,7 +166,7 @@ def stop_agreed():
     """Whether all ranks stop now, before the training step that each of them is about to run. Call this once per step.
 
     A rank that has received a signal publishes a step slightly ahead, and each rank reads the store every
-    STOP_POLL_STEPS steps. No rank is more than three steps ahead of another one: before step n it has read the metrics
+    STOP_POLL_STEPS steps. No rank is more than three steps ahead of any other: before step n it has read the metrics
     of step n-2, which follow the all-reduces of step n-3. So all ranks see the published step before they reach it,
     without waiting for each other.
     """

@@ -1,4 +1,4 @@
-"""Start-up of a job: Fleet in collective mode, over NCCL on GPUs and Gloo on CPUs."""
+"""Startup of a job: Fleet in collective mode, over NCCL on GPUs and Gloo on CPUs."""
 
 import os
 import random
@@ -69,7 +69,7 @@ def start(args):
         strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
     if processes.world_size() > 1 and args.device == "cpu":
-        # Fleet adds the set-up of NCCL to the start-up program even if there is no NCCL.
+        # Fleet adds the setup of NCCL to the startup program even if there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         compat.start_gloo(_prepare_for_gloo)
 

@@ -25,7 +25,7 @@ from paddle_resnet.job import channel
 from paddle_resnet.job.position import Position, describe_stall, where_is
 from utils import logger
 
-# Time limit for a rank to exit before it is killed, and for a monitor to pass on the cause.
+# Time limit for a rank to exit before it is killed, and for a monitor to forward the cause.
 GRACE_S = 2
 POLL_S = 0.05
 # Signals that end a process, or that a job script may use. Some senders signal every process of a job.
@@ -68,7 +68,7 @@ def main(facts):
 
     async def run():
         coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
-        # Longer with many ranks, since each of them sends its position to the coordinator once per period.
+        # The period grows with the number of ranks: each sends its position to the coordinator once per period.
         period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         ends = socket.socket(fileno=process), Position(position)
         await Monitor(rank, timeout_s, period_s, master, pid, *ends, coordinator).run()
@@ -84,7 +84,7 @@ class Monitor:
     def __init__(self, rank, timeout_s, period_s, master, pid, process, position, coordinator=None):
         self._rank, self._timeout_s, self._period_s, self._master = rank, timeout_s, period_s, master
         self._pid, self._process, self._position, self._coordinator = pid, process, position, coordinator
-        self._address = asyncio.get_running_loop().create_future()  # of the coordinator, with this rank's key
+        self._address = asyncio.get_running_loop().create_future()  # address of the coordinator, and this rank's key
         self._outcome = asyncio.get_running_loop().create_future()  # arguments of decide
         self._to_coordinator, self._last_message = None, time.monotonic()
         self._is_rank_gone = False
@@ -137,12 +137,11 @@ class Monitor:
             else:
                 self._decide(None, 0, message)  # {"failed": cause, "code": exit code} or {"bye": True}
         self._is_rank_gone = True
-        self._decide(None, 0)  # the end of the connection tells the coordinator
+        self._decide(None, 0)  # closing the connection informs the coordinator
 
     def _has_rank_ended(self):
-        return (
-            self._is_rank_gone or os.getppid() != self._pid
-        )  # processes that it has forked may keep its connection open
+        # Processes that the rank has forked may keep its connection open.
+        return self._is_rank_gone or os.getppid() != self._pid
 
     async def _send_positions(self):
         launcher = _parent(self._pid)
@@ -186,36 +185,36 @@ class _Coordinator:
 
     def __init__(self, world_size, timeout_s, listener):
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
-        self._peers, self._has_connected = {}, set()  # {rank: writer}, ranks that have ever connected
+        self._writers, self._has_connected = {}, set()  # {rank: writer}, ranks that have ever connected
         self._seen = {}  # {rank: (position, since when)}
         self._stopped = set()  # ranks that a signal has stopped
-        self._end = None  # message to all
+        self._end = None  # message to all monitors
 
     async def open(self, keys):
         """Accept connections of the ranks; keys: [(rank, key)]."""
-        self._seen = {rank: ([0, 0, "the start"], time.monotonic()) for rank, _ in keys}
+        self._seen = {rank: ([0, 0, "startup"], time.monotonic()) for rank, _ in keys}
         await channel.serve(self._listener, keys, self._welcome)
 
     async def finish(self):
         """Wait until every rank has received the cause, including ranks that have not connected yet."""
         if self._end:
             await _until(lambda: len(self._has_connected) == self._world_size)
-        for peer in self._peers.values():
-            channel.end(peer)
-        await _until(lambda: not self._peers)
+        for writer in self._writers.values():
+            channel.end(writer)
+        await _until(lambda: not self._writers)
 
     async def _welcome(self, rank, reader, writer):
         if rank in self._has_connected:
             return
         self._has_connected.add(rank)
-        self._peers[rank] = writer
+        self._writers[rank] = writer
         if self._end:
             writer.write(channel.encode(self._end))
         while message := await channel.receive(reader):
             self._receive(rank, message)
         if rank in self._seen:  # it has not sent "bye"
             self._fail(f"rank {rank} failed first: {_GONE.format(' in ' + where_is(self._seen[rank][0]))}", 1)
-        del self._peers[rank]
+        del self._writers[rank]
 
     def _receive(self, rank, message):
         match message:  # anything else is ignored
@@ -244,8 +243,8 @@ class _Coordinator:
             self._send(self._end)
 
     def _send(self, message):
-        for peer in self._peers.values():
-            peer.write(channel.encode(message))
+        for writer in self._writers.values():
+            writer.write(channel.encode(message))
 
 
 async def _until(condition):

@@ -30,7 +30,7 @@ class Position:
         """Return [phase, place, name of the phase]."""
         while True:
             phase, place = divmod(self._number[0], 1 << 40)
-            name = self._page[self._slot(phase)].decode(errors="replace").rstrip("\0 ") or "the start"
+            name = self._page[self._slot(phase)].decode(errors="replace").rstrip("\0 ") or "startup"
             if self._number[0] >> 40 == phase:
                 return [phase, place, name]
 

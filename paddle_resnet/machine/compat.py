@@ -10,7 +10,7 @@ from paddle import static
 
 from utils.errors import UsageError
 
-# The whole test suite passes with these. Newer patch releases of the same minor versions are accepted.
+# The test suite passes with these versions. Newer patch releases of the same minor versions are accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = paddle.version.major == "3"
 _PIR = "FLAGS_enable_pir_api"
@@ -135,6 +135,5 @@ def fuse_residual_units(strategy):
         strategy.fuse_resunit = True
     except RuntimeError as e:
         raise UsageError(
-            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit; remove the flag, "
-            "the other operators are fused without it"
+            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit; remove the flag"
         ) from e

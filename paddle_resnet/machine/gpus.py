@@ -53,7 +53,7 @@ def problem(index, several=False):
     if not paddle.is_compiled_with_cuda():
         return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {INSTALL}"
     if index >= paddle.device.cuda.device_count():
-        return f"Paddle {paddle.__version__} detects no GPU {index}; check nvidia-smi, or use --device cpu"
+        return f"Paddle {paddle.__version__} does not detect GPU {index}; check nvidia-smi, or use --device cpu"
     return libraries.problem(several) or _kernel_problem(index)
 
 
@@ -87,17 +87,17 @@ def build_capabilities():
     """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]; "9.0+" also
     supports newer ones (PTX)."""
     if hasattr(paddle.version, "cuda_archs"):  # since Paddle 3.0
-        found = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
+        architectures = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
     else:
-        found = _architectures(Path(paddle.__file__).parent / "libs/libphi.so")
-    newest = max((arch for arch, kind in found if kind == _PTX), default=None)
-    names = {arch: f"{arch // 10}.{arch % 10}{'+' if arch == newest else ''}" for arch, _ in found}
+        architectures = _architectures(Path(paddle.__file__).parent / "libs/libphi.so")
+    newest = max((arch for arch, kind in architectures if kind == _PTX), default=None)
+    names = {arch: f"{arch // 10}.{arch % 10}{'+' if arch == newest else ''}" for arch, _ in architectures}
     return [names[arch] for arch in sorted(names)]
 
 
 def _architectures(library, files=64):
     """Return {(architecture, kind)} of the first files of GPU code in a library; they are the same in all files."""
-    found, position = set(), 0
+    architectures, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         while files and (position := memory.find(_FATBIN, position)) >= 0:
             version, header, size = struct.unpack_from("<HHQ", memory, position + 4)
@@ -105,9 +105,9 @@ def _architectures(library, files=64):
                 entry, end, files = position + 16, position + 16 + size, files - 1
                 while entry < end:
                     kind, _, length, payload = struct.unpack_from("<HHIQ", memory, entry)
-                    found.add((struct.unpack_from("<I", memory, entry + 28)[0], kind))
+                    architectures.add((struct.unpack_from("<I", memory, entry + 28)[0], kind))
                     entry += length + payload
                 position = end
             else:
                 position += len(_FATBIN)
-    return found
+    return architectures

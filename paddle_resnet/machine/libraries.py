@@ -35,7 +35,7 @@ NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcubla
 NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_train", "cnn_infer", "cnn_train")}
 NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
 
-_folder = None  # of links, once Paddle is imported
+_folder = None  # folder of links, once Paddle is imported
 _is_late = False  # whether Paddle was imported before this module
 
 

@@ -12,9 +12,9 @@ import paddle.nn.functional as F
 
 from paddle_resnet.models import loss_head
 
-# At each pixel, the weight of the partner is the product of `rows` [H] and `columns` [W]. `share` is the mean weight of
-# the image itself and the weight of its label.
-Mix = namedtuple("Mix", "rows columns share")
+# At each pixel, the weight of the partner is the product of `rows` [H] and `columns` [W]. `fraction` is the mean weight
+# of the image itself and the weight of its label.
+Mix = namedtuple("Mix", "rows columns fraction")
 
 
 def mixup(generator, ratio, height, width):
@@ -34,7 +34,7 @@ def cutmix(generator, ratio, height, width):
     return Mix(*sides, 1 - sides[0].mean() * sides[1].mean())
 
 
-# By flag: --mixup, --cutmix. Another kind is a function like these, an entry here and its flag.
+# The keys are the names of the flags. To add a kind, write a function like these, an entry here, and its flag.
 KINDS = {"mixup": mixup, "cutmix": cutmix}
 
 
@@ -66,16 +66,16 @@ def mix_images(images, rows, columns):
     return images * (1 - weight) + paddle.flip(images, axis=[0]) * weight
 
 
-def mix_labels(label, share, class_num):
+def mix_labels(label, fraction, class_num):
     """Return the targets of mixed images.
 
     Args:
         label: [N, 1] int64.
-        share: share of a Mix [1] in float32.
+        fraction: `fraction` of a Mix [1] in float32.
         class_num: number of classes.
     Returns:
         weights of the classes [N, class_num] in float32; each row sums to 1.
     """
     with loss_head.scope():
         own = F.one_hot(paddle.reshape(label, [-1]), class_num)
-        return own * share + paddle.flip(own, axis=[0]) * (1 - share)
+        return own * fraction + paddle.flip(own, axis=[0]) * (1 - fraction)

@@ -145,7 +145,7 @@ __device__ void depthwise_input_gradient(const uint4 *dy, const void *filter, in
 }
 
 // Writes the sums of each slab to `partial` [slabs, K * K, channels]. K threads share a task, one for each row of the
-// filter, because the sums of a whole filter do not fit into registers.
+// filter, because the sums of an entire filter do not fit into registers.
 template <class T, int K, int S>
 __device__ void depthwise_filter_gradient(const uint4 *x, const uint4 *dy, int tasks, Window w, float *partial) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kColumns = (P - 1) * S + K;

@@ -18,24 +18,24 @@ namespace {
 Window depthwise_window(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
   const int channels = Shape(x).channels, kernel = filter.shape()[2];
   if (filter.dtype() != x.dtype() || filter.shape() != std::vector<int64_t>{channels, 1, kernel, kernel})
-    PD_THROW("a depthwise convolution's filter is not [C, 1, K, K] of the input's type");
+    PD_THROW("custom depthwise convolution requires a filter [C, 1, K, K] of the input's type");
   if ((kernel != 3 && kernel != 5) || (stride != 1 && stride != 2) || padding < 0 || padding_end < 0)
-    PD_THROW("the custom depthwise convolution has kernels 3 and 5, strides 1 and 2, padding 0 or more");
+    PD_THROW("custom depthwise convolution requires kernel 3 or 5, stride 1 or 2, and padding of 0 or more");
   if (x.numel() / vector_lanes(x) > INT32_MAX)
-    PD_THROW("the custom depthwise convolution takes less than 2^31 vectors of 16 bytes");
+    PD_THROW("custom depthwise convolution requires less than 2^31 vectors of 16 bytes");
   return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, channels / vector_lanes(x));
 }
 
-// A grid that fills the GPU: each block has a group of channels and a slab of tasks. `share`: threads that work on the
-// same task and channels.
+// A grid that fills the GPU: each block has a group of channels and a slab of tasks. `sharing`: number of threads
+// that work on the same task and channels.
 struct SlabGrid {
   std::vector<unsigned> grid, block;
-  SlabGrid(const Window &window, int tasks, int share) {
+  SlabGrid(const Window &window, int tasks, int sharing) {
     int lanes = std::min(window.vectors, kMaxDepthwiseLanes);
     while (window.vectors % lanes != 0) --lanes;
-    const int groups = window.vectors / lanes, height = kDepthwiseThreads / (lanes * share);
+    const int groups = window.vectors / lanes, height = kDepthwiseThreads / (lanes * sharing);
     const int slabs = std::max(1, 2 * Gpu::get().blocks() / groups);
-    block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height * share)};
+    block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height * sharing)};
     grid = {static_cast<unsigned>(groups), static_cast<unsigned>(std::min(slabs, (tasks + height - 1) / height))};
   }
 };
@@ -67,7 +67,7 @@ std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int str
   return {y};
 }
 
-// Returns dx and dfilter. If `into` is given, dfilter is written there, into the buffer of a fused all-reduce.
+// Returns dx and dfilter. If `into` is set, dfilter is written there, in the buffer of a fused all-reduce.
 std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter, const Tensor &dy,
                                           const paddle::optional<Tensors> &into, int stride, int padding,
                                           int padding_end) {
@@ -75,7 +75,7 @@ std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter,
   const int batch = x.shape()[0], channels = x.shape()[3];
   if (dy.dtype() != x.dtype() ||
       dy.shape() != std::vector<int64_t>{batch, window.out_height, window.out_width, channels})
-    PD_THROW("a depthwise convolution's gradient is not of the type and shape of its output");
+    PD_THROW("custom depthwise convolution requires a gradient with the type and shape of its output");
   Tensor dx = empty_as(x), dfilter = into ? into->at(0) : empty_as(filter);
   if (into) require_like(filter, dfilter, "memory for the gradient of the filter");
   if (x.is_gpu()) {

@@ -53,18 +53,18 @@ std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddl
   Tensor loss = mean ? empty_floats({}, logits) : losses;
   Tensor top1 = empty_floats({}, logits), topk = empty_floats({}, logits);
   Tensor pairs = paddle::empty({rows, 2}, DataType::INT64, place);
-  float *each = data<float>(losses), *norms = data<float>(of_softmax), *whole = mean ? data<float>(loss) : nullptr;
+  float *each = data<float>(losses), *norms = data<float>(of_softmax), *batch = mean ? data<float>(loss) : nullptr;
   float *first = data<float>(top1), *among = data<float>(topk), *weights = shape.weights(given_weights);
   int64_t *pair = data<int64_t>(pairs);
   if (logits.is_gpu()) {
     Tensor hits = paddle::empty({rows}, DataType::UINT8, place);
-    void *in = raw(logits), *given = raw(labels), *bits = raw(hits);
+    void *in = raw(logits), *label_data = raw(labels), *bits = raw(hits);
     Gpu::get().launch("loss_rows", logits, shape.grid(), kLossBlock,
-                      {&in, &given, &weights, &shape.classes, &smoothing, &k, &each, &norms, &bits, &pair});
-    Gpu::get().launch("loss_means", logits, {1, 1}, kLossBlock, {&each, &bits, &shape.rows, &whole, &first, &among});
+                      {&in, &label_data, &weights, &shape.classes, &smoothing, &k, &each, &norms, &bits, &pair});
+    Gpu::get().launch("loss_means", logits, {1, 1}, kLossBlock, {&each, &bits, &shape.rows, &batch, &first, &among});
   } else {
     reference::loss(data<float>(logits), data<int64_t>(labels), weights, rows, shape.classes, smoothing, k, each,
-                    norms, pair, whole, first, among);
+                    norms, pair, batch, first, among);
   }
   return {loss, top1, topk, of_softmax, pairs};
 }
@@ -80,9 +80,9 @@ std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
   float *norms = data<float>(of_softmax), *above = data<float>(dloss), *out = data<float>(dlogits);
   float *weights = shape.weights(given_weights);
   if (logits.is_gpu()) {
-    void *in = raw(logits), *given = raw(labels);
+    void *in = raw(logits), *label_data = raw(labels);
     Gpu::get().launch("loss_gradient", logits, shape.grid(), kLossBlock,
-                      {&in, &given, &weights, &norms, &above, &shape.classes, &smoothing, &out});
+                      {&in, &label_data, &weights, &norms, &above, &shape.classes, &smoothing, &out});
   } else {
     reference::loss_gradient(data<float>(logits), data<int64_t>(labels), weights, norms, *above, shape.rows,
                              shape.classes, smoothing, out);

@@ -41,12 +41,12 @@ def fuse(program):
     """
     graph = _Graph(program.global_block())
     for op in list(graph.block.ops):
-        if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.has_whole_vectors(op):
+        if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.fills_vectors(op):
             if op.attr("is_test") and not op.attr("trainable_statistics"):
                 _fuse_inference(graph, op)
             elif not op.attr("is_test") and not op.attr("use_global_stats"):
                 _fuse_training(graph, op)
-        elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.has_whole_vectors(op):
+        elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.fills_vectors(op):
             _fuse_max_pool(graph, op)
         elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
@@ -75,7 +75,7 @@ class _Graph:
         inputs = set(op.input_names)
         return {name: self.block.var((op.input if name in inputs else op.output)(name)[0]) for name in names}
 
-    def has_whole_vectors(self, op, name="X"):
+    def fills_vectors(self, op, name="X"):
         x = self.variables(op, name)[name]
         return x.dtype in TYPE_BYTES and x.shape[-1] * TYPE_BYTES[x.dtype] % VECTOR_BYTES == 0
 
@@ -220,7 +220,7 @@ def _has_depthwise_kernel(graph, op):
     has_filter = filters.shape in [(x.shape[-1], 1, size, size) for size in (3, 5)] and filters.dtype == x.dtype
     has_fixed_size = min(x.shape[1:]) > 0
     is_known = is_plain and stride[0] in (1, 2) and has_filter and has_fixed_size
-    return is_known and _square_padding(graph, op) is not None and graph.has_whole_vectors(op, "Input")
+    return is_known and _square_padding(graph, op) is not None and graph.fills_vectors(op, "Input")
 
 
 def _square_padding(graph, op):

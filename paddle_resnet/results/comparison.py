@@ -25,7 +25,9 @@ def main(argv=None):
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a report, or a folder with report.json")
-    parser.add_argument("--html", metavar="FILE", help="also write an HTML page, for a single run with all details")
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write an HTML page; for a single run, it contains all details"
+    )
     return exit_codes.of(parser.prog, lambda: _compare(**vars(parser.parse_args(argv))))
 
 

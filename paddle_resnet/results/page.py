@@ -17,7 +17,7 @@ from utils import files
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
-WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 144  # classes, images of each, pixels
+WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 144  # number of classes, images per class, pixels
 MATRIX = 24  # maximum number of classes in the confusion matrix
 
 
@@ -59,7 +59,7 @@ def save(path, template, **content):
         text = _templates().get_template(template).render(content)
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")  # names may have lone surrogates
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); make room or choose a different file") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
 
 @functools.cache

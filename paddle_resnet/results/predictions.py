@@ -51,7 +51,7 @@ def write(path, args, predictions, names):
                     top = [(*pair, p) for pair, p in zip(named, row[k:], strict=True)]
                     writer.writerow([image.name, int(label), top[0][0], names[int(label)], top[0][1], *top_cells(top)])
     except OSError as e:
-        raise RunError(f"{path}: cannot be written ({e.strerror}); make room") from e
+        raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space") from e
 
 
 def top_columns(k):

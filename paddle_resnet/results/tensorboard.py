@@ -20,14 +20,14 @@ from utils.errors import UsageError
 PICTURES = 64
 
 
-def follow(args, loader, timeline, found):
+def follow(args, loader, timeline, checkpoint):
     """Start writing events, on rank 0; logger.close() ends it.
 
     Args:
         args: --tensorboard-dir, --device and the settings of the preprocessing.
         loader: training loader.
         timeline: durations.Timeline.
-        found: restore.Found or None.
+        checkpoint: restore.StartCheckpoint or None.
     Returns:
         the loader to train with, which writes its first batch as an event.
     Raises:
@@ -36,8 +36,9 @@ def follow(args, loader, timeline, found):
     if processes.rank() != 0:
         return loader
     first_step = 0
-    if found is not None:
-        first_step = timeline.batches_before(found.epoch) + (loader.step if found.trained is None else found.step)
+    if checkpoint is not None:
+        first_step = loader.step if checkpoint.trained is None else checkpoint.step
+        first_step += timeline.batches_before(checkpoint.epoch)
     if first_step == 0 and any(Path(args.tensorboard_dir).glob("events.out.tfevents.*")):
         logger.warn(
             f"--tensorboard-dir {args.tensorboard_dir}: contains events of an earlier run, which TensorBoard hides; "

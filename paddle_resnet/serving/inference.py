@@ -100,7 +100,7 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None)
             example does not write one: the architecture is then inferred from the shapes of the parameters, and the
             preprocessing is the example's.
         device: "cpu" or "gpu".
-        uint8: the input is pixels, uint8 [N, H, W, 3], which the network normalises. Otherwise it is normalised images,
+        uint8: the input is pixels, uint8 [N, H, W, 3], which the network normalizes. Otherwise it is normalized images,
             float32 [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
     Returns:
@@ -214,12 +214,12 @@ def _build(args, uint8=False):
             factor = np.float64(args.normalize_scale) / args.normalize_std
             shift = -np.divide(args.normalize_mean, args.normalize_std)
             factor, shift = (paddle.to_tensor(x.astype("float32").reshape(1, 3, 1, 1)) for x in (factor, shift))
-            normalised = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
+            normalized = images.astype("float32").transpose([0, 3, 1, 2]) * factor + shift
         else:
-            images = normalised = static.data("images", [None, channels, *size], dtype="float32")
+            images = normalized = static.data("images", [None, channels, *size], dtype="float32")
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
-        logits = network_logits(model, normalised, args.model_arch_name, args.num_of_class)
+        logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
         probabilities = paddle.nn.functional.softmax(logits)
         block = program.global_block()
         block._rename_var(probabilities.name, "probabilities")
@@ -233,7 +233,7 @@ def _describe(args, meta, images, probabilities):
         "arch": network_name(args.model_arch_name),
         "input": {
             **{"name": images.name, "shape": [None, *images.shape[1:]], "dtype": dtype, "layout": layout},
-            **{"color": "RGB", "values": "normalised" if dtype == "float32" else "levels from 0 to 255"},
+            **{"color": "RGB", "values": "normalized" if dtype == "float32" else "levels from 0 to 255"},
         },
         "output": {"name": probabilities.name, "shape": [None, args.num_of_class], "values": "probabilities"},
         "preprocessing": {

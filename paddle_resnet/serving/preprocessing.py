@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 CONVENTIONS = {
     "decode": "the EXIF orientation is applied; gray, palette and CMYK become RGB; alpha is dropped",
-    "resize": "the scale is resize_short / shorter side on both axes, with the source centred; the longer side is "
+    "resize": "the scale is resize_short / shorter side on both axes, with the source centered; the longer side is "
     "rounded half up; pixels beyond an edge repeat the edge; results are rounded to integers from 0 to 255. If "
     "center_crop is [H, W], the scale is the smallest at which the image covers resize_short / min(H, W) times H and "
     "W, each rounded half up",
@@ -27,7 +27,7 @@ CONVENTIONS = {
 
 
 def _cubic(x):
-    """Keys's kernel with a = -0.5: Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981."""
+    """The cubic kernel with a = -0.5 of Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981."""
     return np.where(x < 1, (1.5 * x - 2.5) * x**2 + 1, np.where(x < 2, ((-0.5 * x + 2.5) * x - 4) * x + 2, 0))
 
 
@@ -41,7 +41,7 @@ FILTERS = {
 
 
 LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
-MAX_PIXELS = 2**28  # limit for images to decode, as in training
+MAX_PIXELS = 2**28  # largest number of pixels to decode, as in training
 MAX_JSON_BYTES = 2**24
 MAX_SIDE = 8192  # pixels; limit for resized images, as in training
 
@@ -138,10 +138,10 @@ def _weights(size, scale, crop, interp):
     weight, radius, widens = FILTERS[interp]
     resized = int(size * scale + 0.5)
     margin = int((resized - crop + 1) / 2)
-    centres = (margin + np.arange(crop) + 0.5) / scale + (size - resized / scale) / 2 - 0.5
+    centers = (margin + np.arange(crop) + 0.5) / scale + (size - resized / scale) / 2 - 0.5
     width = max(1, 1 / scale) if widens else 1
-    taps = np.floor(centres - radius * width).astype(int)[:, None] + np.arange(int(2 * radius * width) + 3)
-    weights = weight(np.abs(taps - centres[:, None]) / width)
+    taps = np.floor(centers - radius * width).astype(int)[:, None] + np.arange(int(2 * radius * width) + 3)
+    weights = weight(np.abs(taps - centers[:, None]) / width)
     matrix = np.zeros((crop, size), np.float32)
     rows = np.arange(crop)[:, None]
     np.add.at(matrix, (rows, taps.clip(0, size - 1)), weights / weights.sum(axis=1, keepdims=True))
@@ -149,7 +149,7 @@ def _weights(size, scale, crop, interp):
 
 
 def preprocess(image, preprocessing):
-    """Like pixels, but normalised: float32 [3, H, W]."""
+    """Like pixels, but normalized: float32 [3, H, W]."""
     mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
     levels = pixels(image, preprocessing) * np.float32(preprocessing["scale"])
     return ((levels - mean) / std).transpose(2, 0, 1)

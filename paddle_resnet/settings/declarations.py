@@ -108,8 +108,8 @@ def _start(add):
         "--pretrained-mismatch",
         default="error",
         choices=["error", "skip-classifier"],
-        help="for pretrained parameters whose classifier has a different shape; skip-classifier leaves the classifier "
-        "at its initial values, for fine-tuning",
+        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: keep the "
+        "initial values of the classifier, for fine-tuning",
     )
     add(
         "--dry-run",
@@ -294,7 +294,7 @@ def _training(add):
         "--max-bad-steps",
         type=numbers.positive,
         default=10,
-        help="consecutive non-finite losses after which the run stops; steps skipped by loss scaling do not count",
+        help="number of consecutive non-finite losses that stops the run; steps skipped by loss scaling do not count",
     )
     add(
         "--optimizer",
@@ -362,7 +362,7 @@ def _training(add):
         type=_alpha,
         default=0.0,
         metavar="A",
-        help="parameter of CutMix, which pastes a box from another image, whose relative area is from Beta(A, A); 0: "
+        help="parameter of CutMix, which pastes a box from a second image, whose relative area is from Beta(A, A); 0: "
         "off",
     )
     add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
@@ -499,7 +499,7 @@ def _precision(add):
     add(
         "--fuse-resunit",
         **_switch(),
-        help="use Paddle's fused residual unit; an error with a Paddle that lacks it, such as 2.6.2",
+        help="use Paddle's fused residual unit, which some versions lack, such as 2.6.2",
     )
 
 
@@ -567,7 +567,7 @@ def _loader(add):
     add(
         "--allow-empty-classes",
         **_switch(),
-        help="log a warning for class folders of train/ without images; otherwise an error",
+        help="log a warning instead of an error for class folders of train/ without images",
     )
     add("--allow-outside", **_switch(), help="allow file lists and --skip-list to contain files outside IMAGE_ROOT")
     add(
@@ -682,10 +682,10 @@ def _benchmark(add):
 
 
 def _truth(text):
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in words:
+    values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"'{text}': expected true or false")
-    return words[text.lower()]
+    return values[text.lower()]
 
 
 def _file_name(text):

@@ -48,10 +48,10 @@ def warnings(settings):
     if ratio > 1.3:
         yield (
             f"--resize-short {settings.resize_short}: {ratio:.2f} times --crop-size {settings.crop_size}, so an "
-            f"evaluation sees only the center of each image; use {round(settings.crop_size * RESIZE_RATIO)}"
+            f"evaluation uses only the center of each image; use {round(settings.crop_size * RESIZE_RATIO)}"
         )
     if settings.optimizer in FLAGS["beta1"].used_by[1] and settings.lr > 0.03:
-        yield f"--lr {settings.lr:g}: suits Momentum; --optimizer {settings.optimizer} needs a lower one, such as 0.001"
+        yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":
         yield "--data-layout NHWC: several times slower than NCHW on a CPU; use NCHW"
     if settings.device == "cpu" and settings.dali_output_fp16:
@@ -203,11 +203,11 @@ def _conflicts_of_amp(settings):
             yield f"{argument}: requires --amp; add it, or remove {argument.split()[0]}"
         return
     if settings.use_pure_fp16 and settings.amp_level == "O1":
-        yield "--use-pure-fp16: means level O2, but --amp-level is O1; remove one of them"
+        yield "--use-pure-fp16: implies level O2, but --amp-level is O1; remove one of them"
     if settings.amp_dtype == "float16":
         return
     if settings.use_pure_fp16:
-        yield "--use-pure-fp16: means float16, but --amp-dtype is bfloat16; use --amp-level O2 instead"
+        yield "--use-pure-fp16: implies float16, but --amp-dtype is bfloat16; use --amp-level O2 instead"
     if settings.use_dynamic_loss_scaling or settings.scale_loss != 1:
         argument = (
             "--use-dynamic-loss-scaling"

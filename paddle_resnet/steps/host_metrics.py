@@ -22,7 +22,7 @@ def add_copy(variables):
 
 
 class AsyncCopy:
-    """Handle of a value of a dispatched step."""
+    """Handle of a metric of a dispatched step."""
 
     def __init__(self, library, number, i, variable):
         self._wait = library.paddle_resnet_wait

@@ -305,7 +305,7 @@ class _Workers:
     """A pool of processes that prepare images or write shards. An exception in the parent stops them immediately."""
 
     def __init__(self, count, resize_short, quality):
-        # Spawned, not forked: the parent has the threads of DALI.
+        # Processes are spawned, because DALI's threads in the parent do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self.count = count
         self.images = context.Value(ctypes.c_int64)
@@ -343,7 +343,7 @@ def _prepare(image):
     except OSError as e:
         raise UsageError(f"{image.path}: cannot be read ({e.strerror}); repair it or use --skip-list") from e
     if not listing.is_class(label):
-        raise UsageError(f"{image.whole_name}: label {label:g} is not a class; use --skip-list")
+        raise UsageError(f"{image.full_name}: label {label:g} is not a class; use --skip-list")
     label = int(label)
     if _resize_short is None:
         return data, _extension(image, data), label
@@ -358,7 +358,7 @@ def _prepare(image):
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
     except Exception as e:  # Pillow's plugins raise exceptions of all kinds for damaged files
-        raise UsageError(f"{image.whole_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
+        raise UsageError(f"{image.full_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
     return out.getvalue(), "jpg", label
 
 

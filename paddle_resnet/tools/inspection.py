@@ -40,7 +40,7 @@ def first_images(root, images, arguments):
     """Return the first training images of a run, from several epochs if the data set has fewer.
 
     Returns:
-        (list of uint8 arrays [H, W, 3] in RGB without normalisation, list of class names)
+        (list of uint8 arrays [H, W, 3] in RGB without normalization, list of class names)
     """
     loader, args = open_loader(root, arguments)
     pictures, classes = [], []
@@ -185,8 +185,8 @@ def speed(root, threads, loads, batches, repeats, arguments):
     for column in ("decoder", "threads", "hw-decoder-load", "median", "lowest", "highest"):
         table.add_column(column, justify="right")
     for decoder, n, load, rates in rows:
-        figures = (f"{f(rates):,.0f}" for f in (np.median, min, max))
-        table.add_row(decoder, str(n), "" if load is None else f"{load:g}", *figures)
+        speeds = (f"{f(rates):,.0f}" for f in (np.median, min, max))
+        table.add_row(decoder, str(n), "" if load is None else f"{load:g}", *speeds)
     Console().print(table)
     return rows
 

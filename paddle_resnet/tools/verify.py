@@ -32,7 +32,7 @@ from utils import files, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
 
-# Suffix of a file name: nvImageCodec's name of the codec to expect.
+# File suffix: nvImageCodec's name of the expected codec.
 CODEC_OF_SUFFIX = {
     **{".jpg": "jpeg", ".jpeg": "jpeg", ".jfif": "jpeg", ".png": "png", ".bmp": "bmp"},
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
@@ -41,7 +41,7 @@ EXIF_ORIENTATION = 0x0112
 DALI_BATCH = 64
 SHOWN = 50  # maximum number of failing images to print, and of copies of each kind
 IN_BOTH_SPLITS, IN_TWO_CLASSES = "the same file in train and val", "the same file in two classes"
-# Spawned, not forked: DALI's threads do not survive a fork.
+# Processes are spawned, because DALI's threads do not survive a fork.
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -51,7 +51,7 @@ class Report:
 
     Attributes:
         images: number of images checked.
-        errors: [message], each a reason why training cannot use the data set as a whole.
+        errors: [message], each a reason why training cannot use the data set.
         failing: {name of an image (listing.Image.name): why training would fail on it}.
         unusual: {kind: [name or text]}, properties that do not stop training but may be unintended.
         ignored: [path below root] of files and folders in class folders that training ignores.
@@ -143,10 +143,10 @@ def check_all(tasks, workers=None):
 
 
 def _images_of_folders(root, mode):
-    """List the images of class folders that list_folder rejects, without those that cannot be listed. The labels number
-    the folders of both splits."""
+    """List the images of class folders that list_folder rejects, without those that cannot be listed. The labels count
+    the folders of both splits together."""
     folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
-    names = sorted({name for found in folders.values() for name, _ in found})
+    names = sorted({name for listed in folders.values() for name, _ in listed})
     return [
         listing.Image(f"{mode.value}/{folder}/{name}", str(Path(root, mode.value, folder, name)), names.index(folder))
         for folder, (images, *_) in folders[mode]
@@ -156,12 +156,12 @@ def _images_of_folders(root, mode):
 
 def _listed_folders(folder):
     """Return [(name of a class folder, result of listing.image_files)] of the folders that can be listed."""
-    found = []
+    listed = []
     with contextlib.suppress(UsageError):  # already in report.errors
         for label in listing.class_folders(folder):
             with contextlib.suppress(UsageError):
-                found.append((label, listing.image_files(folder / label)))
-    return found
+                listed.append((label, listing.image_files(folder / label)))
+    return listed
 
 
 def _compare_lists(lists, report):
@@ -291,35 +291,35 @@ def check(task):
 
 
 def _unusual(image, data):
-    found = []
+    kinds = []
     stream = nvimgcodec.CodeStream(data)
     try:
         codec, precision = stream.codec_name, stream.precision
     except RuntimeError:
         codec, precision = None, 8
     if image.kind is None and codec is not None and codec != CODEC_OF_SUFFIX.get(Path(image.path).suffix.lower()):
-        found.append(f"{codec} with a different extension")
+        kinds.append(f"{codec} with a different extension")
     if precision > 8:
-        found.append(f"{precision} bits per channel")
+        kinds.append(f"{precision} bits per channel")
     if codec == "jpeg" and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
-        found.append("truncated")  # no end-of-image marker after the last scan
+        kinds.append("truncated")  # no end-of-image marker after the last scan
     try:
         with Image.open(io.BytesIO(data)) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
             orientation = picture.getexif().get(EXIF_ORIENTATION, 1)
     except Exception:  # Pillow's plugins raise exceptions of all kinds for damaged files
-        return [*found, "unknown to Pillow"]
+        return [*kinds, "unknown to Pillow"]
     if mode == "CMYK":
-        found.append("CMYK")
+        kinds.append("CMYK")
     if mode in ("1", "L", "LA", "I", "F") or mode.startswith("I;"):
-        found.append("grayscale")
+        kinds.append("grayscale")
     if mode in ("RGBA", "LA", "PA", "La", "RGBa"):
-        found.append("transparent")
+        kinds.append("transparent")
     if frames > 1:
-        found.append("several pictures")
+        kinds.append("several pictures")
     if orientation in range(2, 9):
-        found.append("EXIF-rotated")
-    return found
+        kinds.append("EXIF-rotated")
+    return kinds
 
 
 def write_fix_list(report, path):

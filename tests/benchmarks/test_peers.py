@@ -1,4 +1,4 @@
-"""benchmarks/peers.py as far as it needs neither PyTorch nor a GPU."""
+"""The parts of benchmarks/peers.py that require neither PyTorch nor a GPU."""
 
 import importlib.util
 import sys
@@ -13,70 +13,79 @@ peers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(peers)
 
 
-def parse(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["peers.py", *map(str, words)])
+def parse(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["peers.py", *map(str, arguments)])
     return peers.parse_args()
 
 
 @pytest.mark.parametrize("task", sorted({task for task, _, _ in peers.ROWS.values()}))
-def test_our_side_is_a_benchmark_with_known_flags(monkeypatch, tmp_path, task):
+def test_benchmark_command_has_known_flags(monkeypatch, tmp_path, task):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,2")
     args = parse(monkeypatch, "run", "--image-root", "photos", "--batch-size", "64", "--steps", "7", "--threads", "3")
-    python, *launcher = peers.ours(args, task, tmp_path / "report.json")
+    python, *launcher = peers.own_command(args, "ResNet18", task, tmp_path / "report.json")
     start = launcher.index("train.py")
-    launcher, words = launcher[:start], launcher[start + 1 :]
-    of_two = ["-m", "paddle.distributed.launch", "--log_dir", str(tmp_path / "logs"), "--gpus", "5,3"]
-    assert launcher == (of_two if "two GPUs" in task else [])
-    flags = config.parse_args(words)
+    launcher, arguments = launcher[:start], launcher[start + 1 :]
+    launch_on_two = ["-m", "paddle.distributed.launch", "--log_dir", str(tmp_path / "logs"), "--gpus", "5,3"]
+    assert launcher == (launch_on_two if "two GPUs" in task else [])
+    flags = config.parse_args(arguments)
     assert flags.benchmark and flags.amp and flags.amp_level == "O2" and flags.data_layout == "NHWC"
     assert (flags.batch_size, flags.benchmark_steps, flags.benchmark_warmup_steps) == (64, 7, 50)
+    assert flags.model_arch_name == "ResNet18"
     assert flags.run_scope.trains == task.startswith("train")
     assert (flags.data_format == "synthetic") == ("synthetic" in task)
     if "synthetic" not in task:
         assert (flags.image_root, flags.dali_num_threads) == ("photos", 3)
 
 
-def test_figures_of_a_report_and_of_a_failure(monkeypatch, run_train, tmp_path):
-    """The report of a real benchmark, read as the measurement does it; a run that ends with an error."""
+def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
+    """The report comes from a real benchmark, and the error from a run that fails."""
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1", "--run-scope", "train_only"]
     code, entries = run_train(*flags)
     assert code == 0
-    found = peers.read_report(tmp_path / "report.json")
-    assert found["ips"] == entries[-1]["data"]["train.ips"]
-    assert found["first_step_at"] < float(entries[-1]["timestamp"])
-    assert "paddle" in found["versions"]
+    measured = peers.read_report(tmp_path / "report.json")
+    assert measured["ips"] == entries[-1]["data"]["train.ips"]
+    assert measured["first_step_at"] < float(entries[-1]["timestamp"])
+    assert "paddle" in measured["versions"]
     args = parse(monkeypatch, "run", "--image-root", tmp_path / "nowhere", "--device", "cpu")
-    result = peers.measure(args, "train, JPEG: ours", tmp_path)
+    result = peers.measure(args, "ResNet50", "train, JPEG: paddle_resnet", tmp_path)
     assert result["returncode"] == 2
     assert f"{tmp_path}/nowhere" in result["error"]
 
 
-def test_table_has_medians_and_ratios_of_what_was_measured():
-    ours, eager, compiled = (f"train, synthetic: {who}" for who in ("ours", "PyTorch eager", "PyTorch compile"))
-    results = [{"row": ours, "ips": ips, "first_step_s": 9.0} for ips in (6000.0, 7000.0, 6800.0)]
+def test_table_has_medians_and_ratios():
+    task = "train, synthetic"
+    own, eager, compiled = (f"{task}: {who}" for who in ("paddle_resnet", "PyTorch eager", "PyTorch compile"))
+    results = [
+        {"row": own, "ips": ips, "first_step_s": 9.0, "peak_memory_allocated_mib": 5e3} for ips in (6e3, 7e3, 6.8e3)
+    ]
     results += [{"row": compiled, "ips": ips, "first_step_s": s} for ips, s in ((800.0, 40.0), (850.0, 20.0))]
     results += [{"row": compiled, "error": "out of memory"}, {"row": eager, "error": "no torch"}]
+    results += [{"row": own, "arch": "GhostNet", "ips": 70.0, "first_step_s": 9.0}]
     assert peers.table(results).splitlines()[2:] == [
-        "| train, synthetic | ours | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 9.0 (9.0 to 9.0) |",
-        "| train, synthetic | PyTorch eager | 0 (1 failed) |  |  |  |  |",
-        "| train, synthetic | PyTorch compile | 2 (1 failed) | 825 | 800 to 850 | 8.242 x | 30.0 (20.0 to 40.0) |",
+        f"| ResNet50 | {task} | paddle_resnet | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 5,000 | 9.0 (9.0 to 9.0) |",
+        f"| ResNet50 | {task} | PyTorch eager | 0 (1 failed) |  |  |  |  |  |",
+        f"| ResNet50 | {task} | PyTorch compile | 2 (1 failed) | 825 | 800 to 850 | 8.242 x |  | 30.0 (20.0 to 40.0) |",
+        f"| GhostNet | {task} | paddle_resnet | 1 | 70 | 70 to 70 | 1.000 x |  | 9.0 (9.0 to 9.0) |",
     ]
 
 
-def test_warm_up_cannot_be_left_out(monkeypatch):
+def test_zero_warmup_steps_is_an_error(monkeypatch):
     with pytest.raises(SystemExit):
         parse(monkeypatch, "run", "--warmup-steps", "0")
 
 
-def test_images_are_asked_for_before_the_first_measurement(monkeypatch):
-    args = parse(monkeypatch, "run", "--rows", "train, synthetic: ours", "--rows", "JPEG: ours")
+def test_missing_image_root_is_an_error_before_measuring(monkeypatch):
+    args = parse(monkeypatch, "run", "--rows", "train, synthetic: paddle_resnet", "--rows", "JPEG: paddle_resnet")
     with pytest.raises(SystemExit, match="--image-root"):
         peers.run(args)
 
 
-def test_two_gpus_are_used_only_where_they_are_asked_for():
+def test_two_gpu_rows_are_chosen_only_explicitly():
     assert not [row for row in peers.choose(None) if "two GPUs" in row]
-    assert not [row for row in peers.choose(["ours", "compile", "synthetic"]) if "two GPUs" in row]
-    both = [row for row in peers.ROWS if "two GPUs" in row]
-    assert peers.choose(["two GPUs"]) == both
-    assert peers.choose(["train, synthetic: ours", "two GPUs: ours"]) == ["train, synthetic: ours", both[0]]
+    assert not [row for row in peers.choose(["paddle_resnet", "compile", "synthetic"]) if "two GPUs" in row]
+    two_gpu_rows = [row for row in peers.ROWS if "two GPUs" in row]
+    assert peers.choose(["two GPUs"]) == two_gpu_rows
+    assert peers.choose(["train, synthetic: paddle_resnet", "two GPUs: paddle_resnet"]) == [
+        "train, synthetic: paddle_resnet",
+        two_gpu_rows[0],
+    ]

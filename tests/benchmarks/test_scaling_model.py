@@ -14,12 +14,12 @@ spec.loader.exec_module(model)
 SETUP = model.Setup()
 
 
-def test_all_reduce_sends_twice_the_bytes_at_most():
+def test_all_reduce_time_of_one_and_several_nodes():
     setup = replace(SETUP, nvlink=100e9, network=10e9, latency_s=1e-3)
     assert model.all_reduce_s(setup, 1, 1e9) == 0
     assert model.all_reduce_s(setup, 2, 1e9) == pytest.approx(0.01)
     assert model.all_reduce_s(setup, 8, 1e9) == pytest.approx(2 * 7 / 8 * 0.01)
-    # Two nodes: the same bytes over the network, and two hops.
+    # Two nodes also send the bytes over the network, in two hops.
     assert model.all_reduce_s(setup, 16, 1e9) == pytest.approx(2 * 7 / 8 * 0.01 + 0.1 + 2 * 1e-3)
     assert model.all_reduce_s(setup, 1024, 1e9) == pytest.approx(0.0175 + 2 * 127 / 128 * 0.1 + 2 * 7 * 1e-3)
 
@@ -29,15 +29,15 @@ def test_communication_within_a_node_is_exposed():
     assert model.exposed_s(SETUP, 8, 1.0) == model.all_reduce_s(SETUP, 8, SETUP.gradient_bytes) > 0
 
 
-def test_a_job_of_several_nodes_has_no_graph():
-    fast = replace(SETUP, network=1e15, latency_s=0.0, buckets=1000)
-    fitted = model.fit(fast, model.MEASURED)
-    one, two = (model.predict(fast, fitted, n) for n in (8, 16))
-    reduced = one["exposed_s"] - two["exposed_s"]
-    assert two["step_s"] - one["step_s"] == pytest.approx(SETUP.several_nodes_s - reduced)
+def test_several_nodes_have_cost_of_uncaptured_steps():
+    fast_network = replace(SETUP, network=1e15, latency_s=0.0, buckets=1000)
+    fitted = model.fit(fast_network, model.MEASURED)
+    one, two = (model.predict(fast_network, fitted, n) for n in (8, 16))
+    saved_s = one["exposed_s"] - two["exposed_s"]
+    assert two["step_s"] - one["step_s"] == pytest.approx(SETUP.several_nodes_s - saved_s)
 
 
-def test_communication_between_nodes_that_fits_beside_the_backward_pass_exposes_its_last_bucket():
+def test_overlapped_communication_between_nodes_exposes_last_bucket():
     bucket = model.all_reduce_s(SETUP, 16, SETUP.gradient_bytes / SETUP.buckets)
     assert model.exposed_s(SETUP, 16, 1.0) == pytest.approx(bucket)
     total = bucket * SETUP.buckets
@@ -45,7 +45,7 @@ def test_communication_between_nodes_that_fits_beside_the_backward_pass_exposes_
 
 
 @pytest.mark.parametrize(("overhead", "jitter"), [(1e-3, 0.0), (0.0, 5e-4), (1e-3, 5e-4)])
-def test_fit_finds_what_measurements_were_made_of(overhead, jitter):
+def test_fit_recovers_parameters_of_simulated_measurements(overhead, jitter):
     alone = SETUP.batch / 6873
     measured = {1: 6873.0}
     for n in (2, 4, 8):
@@ -57,7 +57,7 @@ def test_fit_finds_what_measurements_were_made_of(overhead, jitter):
         assert model.predict(SETUP, fitted, n)["ips"] == pytest.approx(ips)
 
 
-def test_two_points_give_a_best_and_a_worst_case_that_agree_where_measured():
+def test_best_and_worst_case_agree_at_two_measurements():
     measured = {n: model.MEASURED[n] for n in (1, 2)}
     best, worst = model.fit(SETUP, measured), model.fit_jitter(SETUP, measured)
     for n, ips in measured.items():
@@ -67,12 +67,12 @@ def test_two_points_give_a_best_and_a_worst_case_that_agree_where_measured():
         assert model.predict(SETUP, worst, n)["efficiency"] < model.predict(SETUP, best, n)["efficiency"] < 1
 
 
-def test_faster_than_linear_is_no_negative_cost():
+def test_superlinear_scaling_has_zero_cost():
     _, overhead, jitter = model.fit(SETUP, {1: 1000.0, 2: 2100.0})
     assert (overhead, jitter) == (0, 0)
 
 
-def test_efficiency_falls_with_gpus_and_rises_with_the_network():
+def test_efficiency_decreases_with_gpus_and_increases_with_network_speed():
     fitted = model.fit_jitter(SETUP, model.MEASURED)
     values = [model.predict(SETUP, fitted, n)["efficiency"] for n in (1, *model.GPUS)]
     assert values == sorted(values, reverse=True)
@@ -80,7 +80,7 @@ def test_efficiency_falls_with_gpus_and_rises_with_the_network():
     assert model.predict(slow, fitted, 64)["efficiency"] < model.predict(SETUP, fitted, 64)["efficiency"] / 2
 
 
-def test_one_measurement_is_too_little(capsys):
+def test_one_measurement_is_an_error(capsys):
     with pytest.raises(ValueError, match="larger number"):
         model.fit(SETUP, {1: 6873.0})
     with pytest.raises(SystemExit):
@@ -88,19 +88,19 @@ def test_one_measurement_is_too_little(capsys):
     assert "larger number" in capsys.readouterr().err
 
 
-def test_measurements_of_several_nodes_are_refused(capsys):
+def test_measurements_of_several_nodes_are_rejected(capsys):
     with pytest.raises(SystemExit):
         model.main(["--measured", "1:100", "16:1500"])
-    assert "16 GPUs is not one of a node of 8" in capsys.readouterr().err
+    assert "16 GPUs are more than the 8 of a node" in capsys.readouterr().err
 
 
-def test_table_of_the_documentation_is_the_scripts(capsys):
+def test_documented_table_matches_script_output(capsys):
     model.main([])
     printed = capsys.readouterr().out.strip()
     assert printed in (ROOT / "docs/scaling.md").read_text()
 
 
-def test_flags_reach_the_model(capsys):
+def test_flags_change_the_model(capsys):
     model.main(["--measured", "1:1000", "2:1900", "--batch", "100", "--gpus-per-node", "4", "--file-kb", "200"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows[1][4] == "1,000 (measured 1,000)"

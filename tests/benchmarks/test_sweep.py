@@ -18,35 +18,36 @@ FLAGS = (
 )
 
 
-def test_rows_name_flags_and_environment():
+def test_row_sets_flags_and_environment():
     row = sweep.parse_row("two: GPUS=0,1 NCCL_ALGO=Ring --lr 0.1 --row-like a=b")
     assert row == ("two", {"GPUS": "0,1", "NCCL_ALGO": "Ring"}, ["--lr", "0.1", "--row-like", "a=b"])
-    words, environment = sweep.command(row, ["--seed", "3"], "python", "/tmp")
-    assert words[:5] == ["python", "-m", "paddle.distributed.launch", "--gpus", "0,1"]
-    assert words.index("train.py") < words.index("--seed") < words.index("--lr")  # a row overrides what all have
+    arguments, environment = sweep.command(row, ["--seed", "3"], "python", "/tmp")
+    assert arguments[:5] == ["python", "-m", "paddle.distributed.launch", "--gpus", "0,1"]
+    # The flags of a row override common ones.
+    assert arguments.index("train.py") < arguments.index("--seed") < arguments.index("--lr")
     assert environment["NCCL_ALGO"] == "Ring" and environment["PATH"] == os.environ["PATH"]
-    words, environment = sweep.command(sweep.parse_row("second: GPUS=1"), [], "python", "/tmp")
-    assert words[:2] == ["python", "train.py"] and environment["CUDA_VISIBLE_DEVICES"] == "1"
+    arguments, environment = sweep.command(sweep.parse_row("second: GPUS=1"), [], "python", "/tmp")
+    assert arguments[:2] == ["python", "train.py"] and environment["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_row_without_a_name_is_refused(capsys):
+def test_row_without_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         sweep.main(["--row", "--cuda-graph false"])
     assert "has no colon" in capsys.readouterr().err
 
 
-def test_two_rows_of_one_name_are_refused(capsys):
+def test_duplicate_row_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         sweep.main(["--row", "a: --seed 1", "--row", "a: --seed 2"])
-    assert "a name of its own" in capsys.readouterr().err
+    assert "names must differ" in capsys.readouterr().err
 
 
-def test_measurement_that_takes_too_long_is_ended(capsys):
+def test_measurement_is_stopped_after_limit_s(capsys):
     assert sweep.main(["--repeats", "1", "--flags", FLAGS, "--row", "a:", "--limit-s", "0.1"]) == 1
-    assert "not through after 0.1 s" in capsys.readouterr().out
+    assert "not finished after 0.1 s" in capsys.readouterr().out
 
 
-def test_rows_take_turns_and_failures_are_counted(tmp_path, capsys):
+def test_rows_alternate_and_failures_are_counted(tmp_path, capsys):
     rows = ["--row", "plain:", "--row", "refused: --batch-size none"]
     output = tmp_path / "runs.jsonl"
     assert sweep.main(["--repeats", "2", "--flags", FLAGS, *rows, "--output", str(output)]) == 1
@@ -59,9 +60,9 @@ def test_rows_take_turns_and_failures_are_counted(tmp_path, capsys):
     assert plain[1] == "2"
     low, high = sorted(results[i]["ips"] for i in (0, 2))
     assert plain[2:4] == [f"{(low + high) / 2:,.0f}", f"{low:,.0f} to {high:,.0f}"]
-    assert plain[7] == f"{results[0]['loss']:.7g}"  # the same in both
+    assert plain[7] == f"{results[0]['loss']:.7g}"  # both runs have the same loss
 
 
-def test_an_evaluation_is_measured_too(capsys):
+def test_evaluation_is_measured(capsys):
     assert sweep.main(["--repeats", "1", "--flags", FLAGS, "--row", "evaluation: --run-scope eval_only"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split(" | ")[:2] == ["| evaluation", "1"]

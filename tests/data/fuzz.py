@@ -1,9 +1,9 @@
-"""Damages small data sets at random, trains on them and verifies them: `python fuzz.py DIR FORMAT:N ...`.
+"""Damage small data sets at random, train on them and verify them: `python fuzz.py DIR FORMAT:N ...`.
 
-Mutation N of a format is the same in every run. test_fuzz.py calls this script, because what a mutation does may end
-the process. It prints a line `start FORMAT:N` before each mutation and `end FORMAT:N OUTCOME` after it. Outcomes that
-begin with "BAD" are defects of this project. A mutation that takes more than LIMIT_S seconds ends the process by
-SIGALRM.
+Mutation N of a format is the same in every run. test_fuzz.py runs this script, because a mutation may crash the
+process. It prints a line `start FORMAT:N` before each mutation and `end FORMAT:N OUTCOME` after it. Outcomes that
+begin with "BAD" are defects of this project. SIGALRM stops the process if a mutation takes more
+than LIMIT_S seconds.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-if __name__ == "__main__":  # not in the processes of convert, which import this file
+if __name__ == "__main__":  # worker processes of convert import this file but need none of these
     import config
     import paddle_resnet  # noqa: F401  sets the environment
     from paddle_resnet import dali, resolution
@@ -31,15 +31,15 @@ if __name__ == "__main__":  # not in the processes of convert, which import this
     from utils.mode import Mode
 
 LIMIT_S = 60
-IMAGES = 12  # of each split
+IMAGES = 12  # per split
 FLAGS = "--num-of-class 3 --image-shape 3,16,16 --crop-size 16 --resize-short 16 --device cpu --batch-size 1 "
 FLAGS += "--dali-num-threads 1 --dali-prefetch 1 --show-config false"
-WORDS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+INTEGERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 NUMBERS = ["-1", "0", "3", "511", "512", "2147483648", "9223372036854775807", "9" * 30, "9" * 5000, "1e3", "nan", ""]
 
 
 def make(root):
-    """Small data sets: {format: folder}."""
+    """Write a small data set per format to ROOT/FORMAT."""
     source = root / "folder"
     random = np.random.RandomState(0)
     for split in ("train", "val"):
@@ -57,7 +57,7 @@ def make(root):
 
 
 def mutate(folder, random):
-    """Damage one file, links left alone; returns what was done and the split that it belongs to."""
+    """Damage one file but no links; returns (description, mode of the split)."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     images = [path for path in files if path.suffix in (".jpg", ".png")]
     others = [path for path in files if path not in images]
@@ -84,10 +84,10 @@ def some_bytes(data, random):
     return bytes(data)
 
 
-def word(data, random):
+def integer(data, random):
     size = int(random.choice([4, 8]))
     place = random.randint(max(1, len(data) // 4)) * 4
-    value = WORDS[random.randint(len(WORDS))] if random.rand() < 0.8 else random.randint(2**31)
+    value = INTEGERS[random.randint(len(INTEGERS))] if random.rand() < 0.8 else random.randint(2**31)
     return data[:place] + (value % 2 ** (8 * size)).to_bytes(size, "little") + data[place + size :]
 
 
@@ -118,28 +118,28 @@ def exchanged(data, random):
 
 def lines(change):
     def changed(data, random):
-        found = data.split(b"\n")
-        change(found, random)
-        return b"\n".join(found)
+        rows = data.split(b"\n")
+        change(rows, random)
+        return b"\n".join(rows)
 
     return changed
 
 
-def line_deleted(found, random):
-    del found[random.randint(len(found))]
+def line_deleted(rows, random):
+    del rows[random.randint(len(rows))]
 
 
-def line_doubled(found, random):
-    found.insert(random.randint(len(found)), found[random.randint(len(found))])
+def line_doubled(rows, random):
+    rows.insert(random.randint(len(rows)), rows[random.randint(len(rows))])
 
 
-def line_replaced(found, random):
-    found[random.randint(len(found))] = found[random.randint(len(found))]
+def line_replaced(rows, random):
+    rows[random.randint(len(rows))] = rows[random.randint(len(rows))]
 
 
-def lines_exchanged(found, random):
-    a, b = random.randint(0, len(found), 2)
-    found[a], found[b] = found[b], found[a]
+def lines_exchanged(rows, random):
+    a, b = random.randint(0, len(rows), 2)
+    rows[a], rows[b] = rows[b], rows[a]
 
 
 def number_replaced(data, random):
@@ -152,13 +152,13 @@ def number_replaced(data, random):
     return data[: place.start()] + choices[random.randint(len(choices))].encode() + data[place.end() :]
 
 
-BINARY = {f.__name__: f for f in (some_bytes, word, truncated, deleted, doubled, zeros, exchanged)}
+BINARY = {f.__name__: f for f in (some_bytes, integer, truncated, deleted, doubled, zeros, exchanged)}
 TEXT = {f.__name__: lines(f) for f in (line_deleted, line_doubled, line_replaced, lines_exchanged)}
 TEXT["number_replaced"] = number_replaced
 
 
 def train(folder, mode, data_format):
-    """[(label, digest of the pixels)] of an epoch, or the refusal."""
+    """Return [(label, digest of the pixels)] of an epoch, or the error message."""
     args = config.parse_args([*FLAGS.split(), "--image-root", str(folder), "--data-format", data_format])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)
@@ -167,28 +167,28 @@ def train(folder, mode, data_format):
     except UsageError as e:
         assert "\n" not in str(e), e
         return str(e)
-    found = [(int(np.array(b[0]["label"])[0, 0]), hashlib.md5(np.array(b[0]["data"])).hexdigest()) for b in batches]
-    bad = [label for label, _ in found if not 0 <= label < 3]
-    return f"the loss refuses the label {bad[0]}" if bad else found
+    images = [(int(np.array(b[0]["label"])[0, 0]), hashlib.md5(np.array(b[0]["data"])).hexdigest()) for b in batches]
+    bad = [label for label, _ in images if not 0 <= label < 3]
+    return f"the loss rejects label {bad[0]}" if bad else images
 
 
-def judge(intact, found, report, lists_images):
-    """OUTCOME of a mutation; the images of an intact data set, and what was found in the damaged one."""
-    if isinstance(found, str):
-        return "refused" if report.training_would_fail else f"BAD verify is content and training is not: {found}"
-    if lists_images:  # another list is another data set
+def classify(intact, result, report, lists_images):
+    """Return OUTCOME of a mutation from images of the intact data set and the result of train on the damaged one."""
+    if isinstance(result, str):
+        return "rejected" if report.training_would_fail else f"BAD verify passes but training fails: {result}"
+    if lists_images:  # a different list is a different data set
         return "trained"
-    if len(found) != len(intact):
-        return f"BAD {len(found)} of {len(intact)} images"
+    if len(result) != len(intact):
+        return f"BAD {len(result)} of {len(intact)} images"
     digests = [digest for _, digest in intact]
-    for place, (_, digest) in enumerate(found):
+    for place, (_, digest) in enumerate(result):
         if digest != digests[place] and digest in digests:
-            return f"BAD image {digests.index(digest)} at the place of {place}"
-    return "trained, and verify is not content" if report.training_would_fail else "trained"
+            return f"BAD image {digests.index(digest)} in the place of {place}"
+    return "trained, but verify fails" if report.training_would_fail else "trained"
 
 
 def run(base, work, data_format, number, intact):
-    """Returns (what was done, OUTCOME)."""
+    """Apply a mutation; returns (description, OUTCOME)."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(base / data_format, work)
     random = np.random.RandomState([number, *data_format.encode()])
@@ -196,13 +196,13 @@ def run(base, work, data_format, number, intact):
     for _ in range(random.randint(1, 3)):
         done, mode = mutate(work, random)
     try:
-        found = train(work, mode, data_format)
+        result = train(work, mode, data_format)
         report = verify.verify(work, num_of_class=3)
         verify.show(report)
         lists_images = data_format in ("folder", "filelist") or mode is Mode.TRAIN
-        if lists_images and data_format not in ("folder", "filelist") and not isinstance(found, str):
-            lists_images = len(found) == IMAGES  # shuffled and augmented: only their number is compared
-        return done, judge(intact, found, report, lists_images)
+        if lists_images and data_format not in ("folder", "filelist") and not isinstance(result, str):
+            lists_images = len(result) == IMAGES  # images are shuffled and augmented, so only their number is compared
+        return done, classify(intact, result, report, lists_images)
     except Exception:
         return done, "BAD " + traceback.format_exc().replace("\n", " | ")
 
@@ -214,22 +214,22 @@ def main(folder, *mutations):
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     verify.ProcessPoolExecutor = lambda *arguments: ThreadPoolExecutor(1)
     verify._in_a_process = lambda function, *arguments: function(*arguments)
-    said = sys.stdout
+    stdout = sys.stdout
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         intact = {}
         for mutation in mutations:
-            print("start", mutation, file=said, flush=True)
+            print("start", mutation, file=stdout, flush=True)
             signal.alarm(LIMIT_S)
             data_format, _, number = mutation.partition(":")
             if data_format not in intact:
                 intact[data_format] = train(base / data_format, Mode.EVAL, data_format)
                 assert len(intact[data_format]) == IMAGES, intact[data_format]
-            # A folder of its own: a process must not open an LMDB twice.
+            # Each mutation has its own folder, because a process must not open an LMDB twice.
             work = Path(folder) / f"{data_format}-{os.getpid()}-{number}"
             done, outcome = run(base, work, data_format, int(number), intact[data_format])
             signal.alarm(0)
             shutil.rmtree(work)
-            print("end", mutation, f"{outcome} ({done})", file=said, flush=True)
+            print("end", mutation, f"{outcome} ({done})", file=stdout, flush=True)
 
 
 if __name__ == "__main__":

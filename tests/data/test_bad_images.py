@@ -20,7 +20,7 @@ from utils.mode import Mode
         ("lmdb", "train_lmdb@"),
     ],
 )
-def test_the_name_of_an_image_below_a_relative_root_is_whole(
+def test_undecodable_image_is_reported_with_full_relative_path(
     photos, parse, tmp_path, monkeypatch, data_format, name, bytes_left
 ):
     monkeypatch.chdir(tmp_path)
@@ -39,9 +39,9 @@ def test_the_name_of_an_image_below_a_relative_root_is_whole(
 
 
 @pytest.mark.parametrize("root", ["data/z", "./data/z"])
-def test_the_name_of_a_file_that_cannot_be_opened(photos, parse, tmp_path, monkeypatch, root):
+def test_deleted_file_of_file_list_is_reported_with_path(photos, parse, tmp_path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(listing, "check_listed", lambda *args: None)  # as if it was deleted right after the check
+    monkeypatch.setattr(listing, "check_listed", lambda *args: None)  # simulates deletion right after the check
     shutil.copytree(photos, "data/z")
     (tmp_path / "data/z/train.txt").write_text("".join(f"train/class0/{i:02d}.jpg 0\n" for i in (0, 3, 6, 9, 99)))
     args = parse("--image-root", root, "--data-format", "filelist", "--batch-size", "5")

@@ -1,4 +1,4 @@
-"""Small data sets damaged at random: training and verify end with a sentence, agree, and lose no image in silence."""
+"""Randomly damaged data sets: training and verify agree, report an error or succeed, and lose no image silently."""
 
 import collections
 import re
@@ -11,18 +11,18 @@ import pytest
 from paddle_resnet.data import listing
 
 SCRIPT = Path(__file__).with_name("fuzz.py")
-BATCH = 60  # mutations of a process
+BATCH = 60  # mutations per process
 
 
 def fuzz(folder, mutations):
-    """Outcomes, {"FORMAT:N": text}. A new process goes on behind a mutation that ends one."""
+    """Return outcomes {"FORMAT:N": text}. If a mutation stops a process, a new one continues after it."""
     outcomes = {}
     while mutations:
-        words = [sys.executable, str(SCRIPT), str(folder), *mutations[:BATCH]]
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+        command = [sys.executable, str(SCRIPT), str(folder), *mutations[:BATCH]]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         for mutation, outcome in re.findall(r"^(?:start|end) (\w+:\d+) ?(.*)$", done.stdout, re.MULTILINE):
             outcomes[mutation] = outcome or f"BAD exit code {done.returncode}: {done.stderr[-2000:]}"
-        assert mutations[0] in outcomes, done.stderr  # else the script itself has failed
+        assert mutations[0] in outcomes, done.stderr  # otherwise the script itself failed
         mutations = [mutation for mutation in mutations if mutation not in outcomes]
     return outcomes
 
@@ -31,16 +31,16 @@ def check(outcomes):
     bad = {mutation: text for mutation, text in outcomes.items() if text.startswith("BAD")}
     assert not bad, "\n".join(f"{mutation}: {text}" for mutation, text in bad.items())
     counts = collections.Counter(text.partition(" (")[0] for text in outcomes.values())
-    assert counts["refused"] > len(outcomes) // 3, counts  # the mutations do damage
+    assert counts["rejected"] > len(outcomes) // 3, counts  # enough mutations cause damage
     print(counts)
 
 
-def test_damaged_data_is_refused_or_harmless(tmp_path):
+def test_damaged_data_is_rejected_or_harmless(tmp_path):
     check(fuzz(tmp_path, [f"{name}:{n}" for n in range(3) for name in listing.STORAGE_FORMATS]))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
-def test_data_damaged_2000_times_is_refused_or_harmless(tmp_path, data_format):
+def test_2000_damaged_data_sets_are_rejected_or_harmless(tmp_path, data_format):
     check(fuzz(tmp_path, [f"{data_format}:{n}" for n in range(1000, 3000)]))

@@ -1,4 +1,4 @@
-"""Files and folders that are damaged, or made to do harm: each ends with a sentence, and verify and training agree."""
+"""Damaged and malicious files and folders: each causes an error message, and verify and training agree."""
 
 import io
 import json
@@ -44,26 +44,26 @@ def open_split(root, mode=Mode.EVAL, num_of_class=3):
 
 
 def negative(rows):
-    """Each number of the third row with a minus."""
-    words = rows[2].replace("\t", " ").split(" ")
-    return [*rows[:2], " ".join(f"-{word}" if word.isdigit() else word for word in words), *rows[3:]]
+    """Negate each number of the third row."""
+    columns = rows[2].replace("\t", " ").split(" ")
+    return [*rows[:2], " ".join(f"-{column}" if column.isdigit() else column for column in columns), *rows[3:]]
 
 
 def shifted(rows):
-    words = rows[2].replace("\t", " ").split(" ")
-    words[1 if len(words) > 2 or "\t" in rows[2] else 0] = "4"
-    return [*rows[:2], " ".join(words), *rows[3:]]
+    columns = rows[2].replace("\t", " ").split(" ")
+    columns[1 if len(columns) > 2 or "\t" in rows[2] else 0] = "4"
+    return [*rows[:2], " ".join(columns), *rows[3:]]
 
 
 ROWS = {
     "first missing": lambda rows: rows[1:],
     "one missing": lambda rows: [*rows[:3], *rows[4:]],
     "last missing": lambda rows: rows[:-1],
-    "one twice": lambda rows: [*rows[:3], rows[2], *rows[3:]],
-    "one in the place of another": lambda rows: [*rows[:3], rows[2], *rows[4:]],
+    "one repeated": lambda rows: [*rows[:3], rows[2], *rows[3:]],
+    "one replaced by previous": lambda rows: [*rows[:3], rows[2], *rows[4:]],
     "one for all": lambda rows: [rows[0]] * len(rows),
     "negative": negative,
-    "off a record's header": shifted,
+    "not at a record header": shifted,
     "huge": lambda rows: [*rows[:-1], rows[-1] + "0" * 5000],
     "above int64": lambda rows: [*rows[:-1], rows[-1] + "0" * 18],
     "with an underscore": lambda rows: [f"{rows[0][:-1]}_{rows[0][-1]}", *rows[1:]],
@@ -73,7 +73,7 @@ ROWS = {
 
 @pytest.mark.parametrize("damage", ROWS)
 @pytest.mark.parametrize("data_format", INDEXED)
-def test_damaged_index_is_refused(copy, data_format, damage):
+def test_damaged_index_is_rejected(copy, data_format, damage):
     root = copy(data_format)
     shard = listing.find_shards(str(root), data_format, Mode.EVAL)[0]
     path = Path(indexes.index_path(shard))
@@ -85,7 +85,7 @@ def test_damaged_index_is_refused(copy, data_format, damage):
 
 
 @pytest.mark.parametrize("data_format", ["tfrecord", "webdataset"])
-def test_index_in_another_order_is_refused(copy, data_format):
+def test_index_in_different_order_is_rejected(copy, data_format):
     root = copy(data_format)
     path = Path(indexes.index_path(listing.find_shards(str(root), data_format, Mode.EVAL)[0]))
     rows = path.read_text().splitlines(keepends=True)
@@ -94,7 +94,7 @@ def test_index_in_another_order_is_refused(copy, data_format):
         open_split(root)
 
 
-def test_recordio_index_with_a_gap_in_its_keys_is_compared_with_all_headers(copy, monkeypatch):
+def test_recordio_index_with_gap_in_keys_is_compared_with_all_headers(copy, monkeypatch):
     root = copy("recordio")
     monkeypatch.setattr(indexes, "CHECKED_RECORDS", 1)
     path = root / "val.idx"
@@ -106,7 +106,7 @@ def test_recordio_index_with_a_gap_in_its_keys_is_compared_with_all_headers(copy
         open_split(root)
 
 
-def test_tar_index_may_leave_out_what_is_no_sample_file(tmp_path):
+def test_tar_index_may_omit_files_outside_samples(tmp_path):
     shard = str(tmp_path / "val-0.tar")
     with tarfile.open(shard, "w", format=tarfile.PAX_FORMAT) as archive:
         for name in ("README", "folder/", "folder/ü.jpg", "folder/ü.cls", "folder/.hidden", "b.jpg", "b.cls", "end"):
@@ -121,7 +121,7 @@ def test_tar_index_may_leave_out_what_is_no_sample_file(tmp_path):
 
 
 @pytest.mark.parametrize("data_format", [*INDEXED, "lmdb"])
-def test_other_number_of_images_than_convert_wrote_is_refused(copy, data_format):
+def test_image_count_that_differs_from_convert_json_is_rejected(copy, data_format):
     root = copy(data_format)
     manifest = json.loads((root / "convert.json").read_text())
     manifest["splits"]["val"]["images"] = 24
@@ -131,7 +131,7 @@ def test_other_number_of_images_than_convert_wrote_is_refused(copy, data_format)
             read(root)
 
 
-def test_missing_tar_shard_is_noticed(copy):
+def test_missing_tar_shard_is_rejected(copy):
     root = copy("webdataset")
     (root / "train-000002.tar").unlink()
     with pytest.raises(UsageError, match=r"has 2 train shards, but 3 according to convert.json"):
@@ -142,7 +142,7 @@ MANIFESTS = ["", "[]", "{}", "null", '"x"', "[" * 100000, '{"complete": 1}', '{"
 
 
 @pytest.mark.parametrize("text", MANIFESTS)
-def test_damaged_manifest_is_refused(copy, text):
+def test_damaged_manifest_is_rejected(copy, text):
     root = copy("recordio")
     (root / "convert.json").write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match=r"convert.json: damaged"):
@@ -151,7 +151,7 @@ def test_damaged_manifest_is_refused(copy, text):
 
 @pytest.mark.parametrize("key", ["complete", "format", "splits", "shards"])
 @pytest.mark.parametrize("value", [None, 5, "x", [1], {"val": None}, {"val": {"images": "3"}}])
-def test_manifest_with_values_of_other_types_is_refused(copy, key, value):
+def test_manifest_with_values_of_wrong_type_is_rejected(copy, key, value):
     root = copy("tfrecord")
     manifest = json.loads((root / "convert.json").read_text())
     (root / "convert.json").write_text(json.dumps({**manifest, key: value}))
@@ -160,7 +160,7 @@ def test_manifest_with_values_of_other_types_is_refused(copy, key, value):
 
 
 @pytest.mark.parametrize("offset", [-1, 100, 12, 3, 9])
-def test_tfrecord_checksums_are_checked_when_an_index_is_made_and_when_a_record_is_read(copy, offset):
+def test_tfrecord_checksums_are_verified_by_indexing_and_reading(copy, offset):
     root = copy("tfrecord")
     shard = listing.find_shards(str(root), "tfrecord", Mode.EVAL)[0]
     [image, *_] = listing.images(str(root), Mode.EVAL)[2]
@@ -175,15 +175,15 @@ def test_tfrecord_checksums_are_checked_when_an_index_is_made_and_when_a_record_
 
 
 def truncate(root):
-    """Cut the files of a split's images to a quarter."""
+    """Truncate the files that contain images to a quarter."""
     for path in root.rglob("*"):
         if path.is_file() and path.suffix not in (".idx", ".json", ".txt"):
             os.truncate(path, path.stat().st_size // 4)
 
 
 @pytest.mark.parametrize("data_format", ["folder", "filelist", *INDEXED])
-def test_file_that_is_truncated_during_a_run_ends_it_with_a_sentence(parse, photos, copy, tmp_path, data_format):
-    """Mapped into memory, it would end the process with SIGBUS."""
+def test_file_truncated_during_a_run_raises_data_error(parse, photos, copy, tmp_path, data_format):
+    """Memory-mapped reading of such a file would crash the process with SIGBUS."""
     root = copy(data_format) if data_format in INDEXED else tmp_path / "photos"
     if data_format not in INDEXED:
         shutil.copytree(photos, root)
@@ -200,7 +200,7 @@ def test_file_that_is_truncated_during_a_run_ends_it_with_a_sentence(parse, phot
 
 
 @pytest.mark.parametrize("keep", [0, 100, 4096, 10000, 0.5, 0.999])
-def test_truncated_lmdb_is_refused(copy, keep):
+def test_truncated_lmdb_is_rejected(copy, keep):
     root = copy("lmdb")
     data = root / "val_lmdb" / "data.mdb"
     os.truncate(data, int(keep if keep > 1 else keep * data.stat().st_size))
@@ -210,35 +210,38 @@ def test_truncated_lmdb_is_refused(copy, keep):
         assert "damaged" in verify.verify(root).errors[0]
 
 
-def more_records(data):
-    """The head of the file, one of the first two pages, has their number as 64 bits."""
+def increase_record_count(data):
+    """Increment the record count, 64 bits in one of the first two pages."""
     place = data.index(struct.pack("<Q", 23), 0, 2 * 4096)
     data[place] += 1
 
 
-def another_order(data):
+def change_record_order(data):
     place = data.index(b"00000003")
     data[place : place + 8] = b"99999999"
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
-    [(more_records, "23 of 24 records can be found"), (another_order, "record b'00000004' is out of order")],
+    ("damage", "message"),
+    [
+        (increase_record_count, "23 of 24 records can be found"),
+        (change_record_order, "record b'00000004' is out of order"),
+    ],
 )
-def test_lmdb_whose_tree_is_damaged_is_refused(copy, damage, says):
+def test_lmdb_with_damaged_tree_is_rejected(copy, damage, message):
     root = copy("lmdb")
     path = root / "val_lmdb/data.mdb"
     data = bytearray(path.read_bytes())
     damage(data)
     path.write_bytes(data)
-    with pytest.raises(UsageError, match=f"val_lmdb: not a Caffe LMDB, or damaged .{says}"):
+    with pytest.raises(UsageError, match=f"val_lmdb: not a Caffe LMDB, or damaged .{message}"):
         open_split(root)
 
 
-def test_lmdb_that_ends_its_reader_is_refused(copy, monkeypatch):
+def test_lmdb_that_crashes_its_reader_is_rejected(copy, monkeypatch):
     root = copy("lmdb")
-    ended = subprocess.CompletedProcess([], -signal.SIGBUS, "", "")
-    monkeypatch.setattr(records.subprocess, "run", lambda *words, **options: ended)
+    crashed = subprocess.CompletedProcess([], -signal.SIGBUS, "", "")
+    monkeypatch.setattr(records.subprocess, "run", lambda *arguments, **options: crashed)
     with pytest.raises(UsageError, match=r"damaged \(reading it ends with SIGBUS\); write or copy it again"):
         open_split(root)
 
@@ -258,39 +261,39 @@ def labels_of(loader):
     return np.concatenate([np.array(batch[0]["label"])[:, 0] for batch in loader]).tolist()
 
 
-def test_texts_that_are_no_labels_are_refused_and_never_become_a_class(parse, tmp_path, monkeypatch):
+def test_invalid_label_texts_are_rejected_and_never_become_a_class(parse, tmp_path, monkeypatch):
     write_tar(tmp_path, [b"1", *LABELS, b"2\n"])
     names = [image.name for image in listing.images(str(tmp_path), Mode.EVAL)[2]]
     assert list(verify.verify(tmp_path).failing) == names[1:-1]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
-    # Where the check before step 1 happens to miss them: -1, which the loss refuses.
+    # If the check before step 1 misses them, they become -1, which the loss rejects.
     monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
     assert labels_of(loader) == [1, *[-1] * len(LABELS), 2]
 
 
 @pytest.mark.parametrize("label", [float("nan"), float("inf"), -1.0, 1.25, 3e9])
-def test_recordio_label_that_is_no_class_is_refused_and_never_becomes_one(parse, copy, monkeypatch, label):
+def test_invalid_recordio_label_is_rejected_and_never_becomes_a_class(parse, copy, monkeypatch, label):
     root = copy("recordio")
     data = bytearray((root / "val.rec").read_bytes())
     image = listing.images(str(root), Mode.EVAL)[2][4]
     struct.pack_into("<f", data, image.place[0] + 12, label)
     (root / "val.rec").write_bytes(data)
-    failure, _, _, found = verify.check((image, 3))
+    failure, _, _, checked_label = verify.check((image, 3))
     assert failure.startswith("has label ")
-    assert found == label or label != label
+    assert checked_label == label or label != label
     if label == -1:
         assert list(verify.verify(root).failing) == [image.name]
     with pytest.raises(UsageError, match="has label"):
         open_split(root)
     monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
-    found = labels_of(dali.build_dataloader(parse("--image-root", root), Mode.EVAL))
-    assert not 0 <= found[4] < 3
-    assert found[:4] + found[5:] == [0] * 4 + [0] * 3 + [1] * 8 + [2] * 7
+    labels = labels_of(dali.build_dataloader(parse("--image-root", root), Mode.EVAL))
+    assert not 0 <= labels[4] < 3
+    assert labels[:4] + labels[5:] == [0] * 4 + [0] * 3 + [1] * 8 + [2] * 7
 
 
-def test_without_class_names_no_names_are_made_up(copy, capsys):
+def test_missing_class_names_are_not_invented(copy, capsys):
     root = copy("recordio")
     (root / "classes.txt").unlink()
     assert open_split(root, num_of_class=None).classes == []
@@ -302,7 +305,7 @@ def test_without_class_names_no_names_are_made_up(copy, capsys):
     assert classes == {"0": 7, "1": 8, "2": 7, "2000000000": 1}
 
 
-def test_verify_takes_the_number_of_classes(copy, capsys):
+def test_verify_checks_labels_against_num_of_class(copy, capsys):
     root = copy("tfrecord")
     (root / "classes.txt").unlink()
     assert dataset.main(["verify", str(root), "--num-of-class", "3"]) == 0
@@ -311,7 +314,7 @@ def test_verify_takes_the_number_of_classes(copy, capsys):
 
 
 def png_of(side):
-    """A PNG of one bit a pixel, all black."""
+    """Create a black PNG with one bit per pixel."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -322,8 +325,8 @@ def png_of(side):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def test_png_bomb_is_refused_without_its_memory(parse, tmp_path):
-    """109 kB that would become 7 GB."""
+def test_png_bomb_is_rejected_without_allocating_its_pixels(parse, tmp_path):
+    """The file has 109 kB and would decode to 7 GB."""
     assert os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] == str(bad_images.MAX_PIXELS)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
@@ -346,7 +349,7 @@ def dangling(path):
 
 
 @pytest.mark.parametrize("make", [loop, dangling, os.mkfifo])
-def test_image_that_is_no_file_is_named_and_not_left_out(photos, run_train, tmp_path, capsys, make):
+def test_image_that_is_not_a_regular_file_is_an_error(photos, run_train, tmp_path, capsys, make):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     names = ["train/class0/00.jpg", "train/class2/02.jpg", "val/class1/01.jpg"]
@@ -365,7 +368,7 @@ def test_image_that_is_no_file_is_named_and_not_left_out(photos, run_train, tmp_
 
 
 @pytest.mark.parametrize("make", [loop, dangling])
-def test_class_folder_that_is_a_link_to_nowhere_is_named(photos, tmp_path, make):
+def test_class_folder_that_is_a_broken_link_is_an_error(photos, tmp_path, make):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     shutil.rmtree(root / "val" / "class1")
@@ -375,7 +378,7 @@ def test_class_folder_that_is_a_link_to_nowhere_is_named(photos, tmp_path, make)
     assert "class1: a broken link" in verify.verify(root).errors[0]
 
 
-IN_THE_WAY = {
+REPLACED = {
     "tfrecord": ["val-00000-of-00003", "val-00000-of-00003.idx", "classes.txt", "convert.json"],
     "recordio": ["val.rec", "val.idx", "classes.txt", "convert.json"],
     "webdataset": ["val-000000.tar", "val-000000.idx"],
@@ -384,18 +387,16 @@ IN_THE_WAY = {
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, loop])
-@pytest.mark.parametrize(
-    ("data_format", "name"), [(kind, name) for kind, names in IN_THE_WAY.items() for name in names]
-)
-def test_what_cannot_be_read_is_named(copy, data_format, name, make):
-    """As a file without the right to read it, which root has everywhere."""
+@pytest.mark.parametrize(("data_format", "name"), [(kind, name) for kind, names in REPLACED.items() for name in names])
+def test_unreadable_file_of_data_set_is_reported(copy, data_format, name, make):
+    """This covers files without read permission, which does not stop root."""
     root = copy(data_format)
     for path in root.glob("train*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (root / name).unlink()
     make(root / name)
     if name.endswith(".idx") and make is loop:
-        assert open_split(root).size == 23  # made anew
+        assert open_split(root).size == 23  # the index is rebuilt
         return
     with pytest.raises(UsageError, match=name.partition("/")[0]):
         open_split(root)
@@ -404,7 +405,7 @@ def test_what_cannot_be_read_is_named(copy, data_format, name, make):
     assert name.partition("/")[0] in report.errors[0]
 
 
-def test_folder_that_cannot_be_listed_is_named(photos, tmp_path, monkeypatch):
+def test_unlistable_folder_is_an_error(photos, tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", path)
 
@@ -418,34 +419,34 @@ def write_list(root, *lines):
 
 
 @pytest.mark.parametrize("name", ["../secret.jpg", "a/../../secret.jpg", "{outside}/secret.jpg", "./..//secret.jpg"])
-def test_file_list_stays_below_its_folder(photos, tmp_path, capsys, name):
+def test_file_list_entry_outside_root_requires_allow_outside(photos, tmp_path, capsys, name):
     root = tmp_path / "root"
     (root / "a").mkdir(parents=True)
     shutil.copy(photos / "val/class0/00.jpg", tmp_path / "secret.jpg")
     shutil.copy(photos / "val/class0/00.jpg", root / "inside.jpg")
     write_list(root, "inside.jpg 0", f"{name.format(outside=tmp_path)} 0")
-    says = r"val.txt: line 2 contains .*secret.jpg, which is outside .*; correct it, or add --allow-outside"
-    with pytest.raises(UsageError, match=says):
+    message = r"val.txt: line 2 contains .*secret.jpg, which is outside .*; correct it, or add --allow-outside"
+    with pytest.raises(UsageError, match=message):
         open_split(root)
-    words = ["convert", "--from", str(root), "--to", "webdataset", "--output", str(tmp_path / "x")]
-    assert dataset.main(words) == 2
+    arguments = ["convert", "--from", str(root), "--to", "webdataset", "--output", str(tmp_path / "x")]
+    assert dataset.main(arguments) == 2
     assert dataset.main(["info", str(root)]) == 2
     assert dataset.main(["verify", str(root)]) == 1
     assert not (tmp_path / "x").exists()
-    assert dataset.main([*words, "--allow-outside"]) == 0
+    assert dataset.main([*arguments, "--allow-outside"]) == 0
     for tool in (["verify", "--run-scope", "eval_only"], ["info"]):
         assert dataset.main([*tool, str(root), "--allow-outside"]) == 0
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, allow_outside=True).size == 2
 
 
-def test_a_folder_whose_name_begins_with_that_of_the_root_is_outside(tmp_path):
+def test_sibling_folder_with_prefix_of_root_is_outside(tmp_path):
     (tmp_path / "root").mkdir()
     write_list(tmp_path / "root", "../root2/x.jpg 0")
     with pytest.raises(UsageError, match=r"line 1 contains ../root2/x.jpg, which is outside"):
         open_split(tmp_path / "root")
 
 
-def test_file_list_may_name_files_of_its_folder_in_any_way(photos, tmp_path):
+def test_file_list_accepts_any_path_to_files_inside_root(photos, tmp_path):
     (tmp_path / "a").mkdir()
     shutil.copy(photos / "val/class0/00.jpg", tmp_path / "a..b.jpg")
     write_list(tmp_path, "a/../a..b.jpg 0", f"{tmp_path}/a..b.jpg 0")
@@ -453,13 +454,13 @@ def test_file_list_may_name_files_of_its_folder_in_any_way(photos, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["a.jpg " + "9" * 5000, "a.jpg \u0661", "a\0.jpg 0", "a.jpg 1e3", "a.jpg nan"])
-def test_line_that_names_no_class_is_refused(tmp_path, line):
+def test_file_list_line_without_valid_label_is_rejected(tmp_path, line):
     write_list(tmp_path, line)
     with pytest.raises(UsageError, match=r"val.txt: line 1 is not `PATH LABEL`"):
         open_split(tmp_path)
 
 
-def test_skip_list_stays_below_its_folder(parse, photos, tmp_path):
+def test_skip_list_entry_outside_root_requires_allow_outside(parse, photos, tmp_path):
     path, outside = tmp_path / "skip.txt", os.path.relpath(__file__, photos)
     path.write_text(f"{outside}\n")
     with pytest.raises(UsageError, match=r"skip.txt: .* is outside .*; remove the line, or add --allow-outside"):
@@ -473,12 +474,12 @@ NAMES = [
 ]
 
 
-def test_names_steer_neither_the_terminal_nor_the_fix_list(photos, run_train, tmp_path, capsys):
+def test_special_characters_in_names_are_escaped_in_output_and_fix_list(photos, run_train, tmp_path, capsys):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     bad = [f"train/class0/{name}.jpg" for name in NAMES]
     for name in bad:
-        (root / name).write_bytes(b"no image")
+        (root / name).write_bytes(b"not an image")
     (root / "train" / "class0" / "[b]ignored\x1b[0m\n.txt").touch()
     assert dataset.main(["verify", str(root), "--fix-list", str(tmp_path / "bad.txt")]) == 1
     printed = capsys.readouterr().out
@@ -491,7 +492,7 @@ def test_names_steer_neither_the_terminal_nor_the_fix_list(photos, run_train, tm
     assert run_train(image_root=root)[0] == 2
 
 
-def test_classes_of_any_name_are_shown_and_those_with_line_breaks_are_not_converted(photos, tmp_path, capsys):
+def test_class_names_are_escaped_and_line_breaks_are_not_converted(photos, tmp_path, capsys):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
@@ -500,19 +501,19 @@ def test_classes_of_any_name_are_shown_and_those_with_line_breaks_are_not_conver
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert r"[b]\x1b[31m" in printed
-    words = ["convert", "--from", str(root), "--to", "recordio", "--output"]
-    assert dataset.main([*words, str(tmp_path / "x")]) == 0
+    arguments = ["convert", "--from", str(root), "--to", "recordio", "--output"]
+    assert dataset.main([*arguments, str(tmp_path / "x")]) == 0
     assert open_split(tmp_path / "x").classes == ["[b]\x1b[31m", "class0", "class2"]
     (tmp_path / "x" / "classes.txt").write_text("[/]\n[/b]\n[/nothing\n")
     assert dataset.main(["info", str(tmp_path / "x")]) == 0
     assert "[/nothing" in capsys.readouterr().out
     for split in ("train", "val"):
         (root / split / "class0").rename(root / split / "two\nlines")
-    assert dataset.main([*words, str(tmp_path / "y")]) == 2
+    assert dataset.main([*arguments, str(tmp_path / "y")]) == 2
     assert "a class name contains a line break" in capsys.readouterr().err
 
 
-def test_error_of_a_tool_does_not_steer_the_terminal(tmp_path, capsys):
+def test_error_message_of_tool_is_escaped(tmp_path, capsys):
     assert dataset.main(["verify", str(tmp_path / "a\x1b[31mb")]) == 2
     message = capsys.readouterr().err
     assert r"a\x1b[31mb" in message
@@ -520,8 +521,8 @@ def test_error_of_a_tool_does_not_steer_the_terminal(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", ["swapped", "twice"])
-def test_verify_sees_what_dali_would_read_differently(copy, monkeypatch, damage):
-    """Were an index wrong in a way that the checks miss."""
+def test_verify_detects_records_that_dali_reads_differently(copy, monkeypatch, damage):
+    """The index is wrong in a way that its checks miss."""
     root = copy("tfrecord")
     original = indexes.check_index
 

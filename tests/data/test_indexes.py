@@ -15,7 +15,7 @@ KINDS = {"tfrecord": "train-00000-of-00001", "recordio": "train.rec", "webdatase
 
 
 def write(folder, kind, count=5):
-    """A container of `count` images of different lengths; returns its path."""
+    """Write a record file of `count` images of different lengths; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / KINDS[kind]
     images = [(bytes([i]) * (100 + i), i) for i in range(count)]
@@ -38,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_index_is_made_beside_the_shard_and_names_every_record(tmp_path, kind):
+def test_index_is_written_next_to_shard_and_lists_every_record(tmp_path, kind):
     shard = write(tmp_path, kind)
     index = indexes.open_index(str(shard), kind)
     assert index.path == indexes.index_path(str(shard))
@@ -48,27 +48,27 @@ def test_index_is_made_beside_the_shard_and_names_every_record(tmp_path, kind):
 
 
 def block_index(shard):
-    """Root may write everywhere: a folder in place of the temporary file lets the next attempt to write an index fail,
-    like a read-only folder."""
+    """Make the next attempt to write an index fail as in a read-only folder, which does not stop root: put a folder in
+    place of the temporary file."""
     files.partial_path(indexes.index_path(str(shard))).mkdir()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, cache, monkeypatch, capsys, kind):
+def test_index_of_read_only_folder_is_written_to_cache(tmp_path, cache, monkeypatch, capsys, kind):
     shard = write(tmp_path / "data", kind)
-    beside = indexes.index_path(str(shard))
+    default_path = indexes.index_path(str(shard))
     block_index(shard)
     index = indexes.open_index(str(shard), kind)
     assert index.path.startswith(str(cache / "paddle_resnet"))
     assert index.path in capsys.readouterr().out
-    assert not os.path.exists(beside)
+    assert not os.path.exists(default_path)
     assert len(index) == 5
-    # Found again without a scan.
+    # The cached index is used without a scan.
     monkeypatch.setattr(indexes, "scan", None)
     assert indexes.open_index(str(shard), kind).path == index.path
 
 
-def test_cached_index_of_a_changed_shard_is_not_used(tmp_path, cache):
+def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
     block_index(shard)
     first = indexes.open_index(str(shard), "tfrecord")
@@ -79,10 +79,10 @@ def test_cached_index_of_a_changed_shard_is_not_used(tmp_path, cache):
     os.utime(shard, ns=(0, 0))
     block_index(shard)
     third = indexes.open_index(str(shard), "tfrecord")
-    assert len({first.path, second.path, third.path}) == 3  # size and time tell shards apart
+    assert len({first.path, second.path, third.path}) == 3  # shards are identified by size and time
 
 
-def test_no_place_for_an_index_is_refused(tmp_path, cache):
+def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):
     shard = write(tmp_path / "data", "tfrecord")
     block_index(shard)
     cache.write_text("a file")
@@ -91,7 +91,7 @@ def test_no_place_for_an_index_is_refused(tmp_path, cache):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_index_of_another_shard_is_refused(tmp_path, kind):
+def test_index_of_different_shard_is_rejected(tmp_path, kind):
     shard = write(tmp_path, kind)
     index = Path(indexes.open_index(str(shard), kind).path)
     stale = index.read_bytes()
@@ -104,7 +104,7 @@ def test_index_of_another_shard_is_refused(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["", "nonsense", "v1.1 5\n", "1 2 3\n"])
-def test_index_of_another_form_is_refused(tmp_path, kind, text):
+def test_index_of_unknown_format_is_rejected(tmp_path, kind, text):
     shard = write(tmp_path, kind)
     with open(indexes.index_path(str(shard)), "w") as f:
         f.write(text)
@@ -114,7 +114,7 @@ def test_index_of_another_form_is_refused(tmp_path, kind, text):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep", [0.4, 0.9])
-def test_cut_off_shard_is_refused(tmp_path, kind, keep):
+def test_truncated_shard_is_rejected(tmp_path, kind, keep):
     shard = write(tmp_path, kind)
     data = shard.read_bytes()
     if kind == "webdataset":
@@ -125,7 +125,7 @@ def test_cut_off_shard_is_refused(tmp_path, kind, keep):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shard_with_a_damaged_head_is_refused(tmp_path, kind):
+def test_shard_with_damaged_header_is_rejected(tmp_path, kind):
     shard = write(tmp_path, kind)
     shard.write_bytes(b"\xff" * 40 + shard.read_bytes()[40:])
     with pytest.raises(UsageError, match=f"{shard}: damaged"):
@@ -133,25 +133,25 @@ def test_shard_with_a_damaged_head_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_empty_shard_is_refused(tmp_path, kind):
+def test_empty_shard_is_rejected(tmp_path, kind):
     shard = write(tmp_path, kind, count=0)
     with pytest.raises(UsageError, match="contains no records"):
         indexes.open_index(str(shard), kind)
 
 
-def test_index_of_dalis_newer_form_keeps_it_without_skipped_images(tmp_path, cache):
-    """v1.2 has the name of each file behind its extension, offset and size."""
+def test_index_without_skipped_images_keeps_format_v1_2(tmp_path, cache):
+    """In v1.2, the name of each file follows its extension, offset and size."""
     shard = str(write(tmp_path, "webdataset"))
     first = indexes.open_index(shard, "webdataset")
     head, *lines = Path(first.path).read_text().splitlines()
-    words = [line.split() for line in lines]
-    lines = [" ".join(f"{e} {o} {s} x.{e}" for e, o, s in zip(w[::3], w[1::3], w[2::3], strict=True)) for w in words]
+    columns = [line.split() for line in lines]
+    lines = [" ".join(f"{e} {o} {s} x.{e}" for e, o, s in zip(w[::3], w[1::3], w[2::3], strict=True)) for w in columns]
     Path(first.path).write_text("\n".join([head.replace("v1.1", "v1.2"), *lines]) + "\n")
     assert indexes.open_index(shard, "webdataset").images.tolist() == first.images.tolist()
-    rest = indexes.open_index(shard, "webdataset", frozenset({int(first.images[0, 0])}))
-    assert rest.images.tolist() == first.images[1:].tolist()
-    assert rest.labels.tolist() == first.labels[1:].tolist()
-    assert Path(rest.path).read_text().splitlines() == ["v1.2 4", *lines[1:]]
+    remaining = indexes.open_index(shard, "webdataset", frozenset({int(first.images[0, 0])}))
+    assert remaining.images.tolist() == first.images[1:].tolist()
+    assert remaining.labels.tolist() == first.labels[1:].tolist()
+    assert Path(remaining.path).read_text().splitlines() == ["v1.2 4", *lines[1:]]
 
 
 def tar(path, names):
@@ -164,20 +164,20 @@ def tar(path, names):
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         (["a.jpg"], "has jpg, not an image"),
         (["a.cls"], "has cls"),
         (["a.jpg", "a.cls", "b.txt", "b.cls"], "cls and txt"),
     ],
 )
-def test_sample_without_image_or_class_is_refused(tmp_path, names, says):
+def test_sample_without_image_or_class_is_rejected(tmp_path, names, message):
     with pytest.raises(UsageError, match="the sample at byte") as error:
         indexes.open_index(tar(tmp_path / "train-0.tar", names), "webdataset")
-    assert all(word in str(error.value) for word in says.split(" and "))
+    assert all(part in str(error.value) for part in message.split(" and "))
 
 
-def test_tar_of_a_negative_size_is_refused(tmp_path):
+def test_tar_member_of_negative_size_is_rejected(tmp_path):
     member = tarfile.TarInfo("0.jpg")
     member.size = -512
     (tmp_path / "train.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
@@ -185,14 +185,14 @@ def test_tar_of_a_negative_size_is_refused(tmp_path):
         indexes.scan(str(tmp_path / "train.tar"), "webdataset")
 
 
-def test_index_without_skipped_images_that_cannot_be_written_is_named(tmp_path, cache):
+def test_unwritable_index_for_skip_list_is_an_error(tmp_path, cache):
     shard = str(write(tmp_path, "recordio"))
     cache.write_text("no folder")
     with pytest.raises(UsageError, match="the index for --skip-list cannot be written"):
         indexes.open_index(shard, "recordio", frozenset([0]))
 
 
-def test_tar_may_hold_folders_long_and_hidden_names_and_other_parts(tmp_path):
+def test_tar_may_contain_folders_long_and_hidden_names_and_other_parts(tmp_path):
     long = "folder/" + "x" * 150
     names = ["dir/.hidden.jpg", "dir/a.b.json", "dir/a.JPG", "dir/a.cls", f"{long}.png", f"{long}.cls"]
     path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[2:]])
@@ -200,7 +200,7 @@ def test_tar_may_hold_folders_long_and_hidden_names_and_other_parts(tmp_path):
     assert [records.read_label(path, "webdataset", *record) for record in index.labels.tolist()] == [123, 123]
 
 
-def test_recordio_index_in_another_order_is_sorted(tmp_path):
+def test_recordio_index_in_different_order_is_sorted(tmp_path):
     shard = write(tmp_path, "recordio")
     index = indexes.open_index(str(shard), "recordio")
     lines = Path(index.path).read_text().splitlines(keepends=True)
@@ -209,13 +209,13 @@ def test_recordio_index_in_another_order_is_sorted(tmp_path):
     assert again.images.tolist() == index.images.tolist()
 
 
-def test_file_appears_complete_or_not_at_all(tmp_path, monkeypatch):
+def test_write_file_is_atomic(tmp_path, monkeypatch):
     path, calls = tmp_path / "x.idx", []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: calls.append(os.fstat(file).st_size) or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *names: calls.append("replace") or replace(*names))
     indexes.write_file(str(path), b"data")
-    assert calls == [4, "replace"]  # all bytes are on the disk before the name is
+    assert calls == [4, "replace"]  # all bytes are on the disk before the file is renamed
     assert path.read_bytes() == b"data"
     assert stat.S_ISREG(path.stat().st_mode)
     with pytest.raises(TypeError):

@@ -8,7 +8,7 @@ from utils.mode import Mode
 
 
 def batches_of_epochs(loader, count):
-    """The next `count` batches, over the ends of epochs."""
+    """Yield the next `count` batches, across ends of epochs."""
     while count:
         batch = next(loader, None)
         if batch is None:
@@ -22,25 +22,25 @@ def arrays(batch):
     return {name: np.array(tensor) for name, tensor in batch.items()}
 
 
-def new_targets():
+def empty_targets():
     return {name: paddle.framework.core.LoDTensor() for name in ("data", "label")}
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_full_batches_are_written_into_the_given_tensors(parse, photos, mode):
+def test_full_batches_are_written_into_target_tensors(parse, photos, mode):
     args = parse("--image-root", photos)
     expected = [arrays(batch) for batch in batches_of_epochs(dali.build_dataloader(args, mode), 6)]
-    loader, targets = dali.build_dataloader(args, mode), new_targets()
+    loader, targets = dali.build_dataloader(args, mode), empty_targets()
     loader.write_into(targets)
-    for batch, wanted in zip(batches_of_epochs(loader, 6), expected, strict=True):
-        is_full = len(wanted["label"]) == args.batch_size
+    for batch, reference in zip(batches_of_epochs(loader, 6), expected, strict=True):
+        is_full = len(reference["label"]) == args.batch_size
         assert all((batch[name] is tensor) == is_full for name, tensor in targets.items())
         for name, values in arrays(batch).items():
-            np.testing.assert_array_equal(values, wanted[name])
+            np.testing.assert_array_equal(values, reference[name])
 
 
-def test_synthetic_batches_stay_where_they_are(parse):
-    loader, targets = dali.build_dataloader(parse("--data-format", "synthetic"), Mode.TRAIN), new_targets()
+def test_synthetic_batches_are_not_written_into_target_tensors(parse):
+    loader, targets = dali.build_dataloader(parse("--data-format", "synthetic"), Mode.TRAIN), empty_targets()
     expected = arrays(next(loader)[0])
     loader.write_into(targets)
     batch = next(loader)[0]
@@ -66,10 +66,10 @@ def test_synthetic_loader_resumes_at_its_step(parse, monkeypatch):
     assert (resumed.step, len(list(resumed))) == (1, 1)
 
 
-def test_iterator_without_images_takes_targets_and_has_no_batch():
+def test_empty_iterator_accepts_targets_and_has_no_batch():
     class NoImages:
         size, classes, class_names, digest = 0, [], [], None
 
     loader = EmptyIterator(NoImages)
-    loader.write_into(new_targets())
+    loader.write_into(empty_targets())
     assert list(loader) == []

@@ -1,4 +1,4 @@
-"""Splits that are missing or have another name. Listing of good ones: test_readers.py."""
+"""Listing of missing, misnamed and inconsistent splits. test_readers.py covers valid ones."""
 
 import os
 import re
@@ -13,47 +13,47 @@ from utils.errors import UsageError
 from utils.mode import Mode
 
 
-def message(root, mode=Mode.EVAL):
+def error_of(root, mode=Mode.EVAL):
     with pytest.raises(UsageError) as e:
         listing.images(str(root), mode)
     return str(e.value)
 
 
 @pytest.mark.parametrize("name", ["valid", "validation", "test", "VAL"])
-def test_a_folder_with_another_name_is_suggested(photos, tmp_path, name):
+def test_misnamed_split_folder_is_suggested(photos, tmp_path, name):
     shutil.copytree(photos / "train", tmp_path / "train")
     shutil.copytree(photos / "val", tmp_path / name)
-    says = f"has no folder val/; rename {name}/ to val/, or use only train/ with --run-scope train_only"
-    assert message(tmp_path) == f"--image-root {tmp_path}: {says}"
+    message = f"has no folder val/; rename {name}/ to val/, or use only train/ with --run-scope train_only"
+    assert error_of(tmp_path) == f"--image-root {tmp_path}: {message}"
     assert listing.splits(tmp_path) == [Mode.TRAIN]
 
 
-def test_of_two_folders_the_one_for_validation_is_suggested(photos, tmp_path):
+def test_validation_folder_is_suggested_before_test_folder(photos, tmp_path):
     for name in ("train", "test", "valid"):
         shutil.copytree(photos / "val", tmp_path / name)
-    assert "rename valid/ to val/" in message(tmp_path)
+    assert "rename valid/ to val/" in error_of(tmp_path)
 
 
-def test_a_missing_list_is_named_as_a_list(photos, tmp_path):
+def test_missing_file_list_is_reported_with_remedy(photos, tmp_path):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\n")
     (tmp_path / "val").rename(tmp_path / "images")
-    says = "has no val.txt; create it, or use only train.txt with --run-scope train_only"
-    assert message(tmp_path) == f"--image-root {tmp_path}: {says}"
+    message = "has no val.txt; create it, or use only train.txt with --run-scope train_only"
+    assert error_of(tmp_path) == f"--image-root {tmp_path}: {message}"
     (tmp_path / "valid.txt").write_text("images/class0/00.jpg 0\n")
-    assert "has no val.txt; rename valid.txt to val.txt, or" in message(tmp_path)
+    assert "has no val.txt; rename valid.txt to val.txt, or" in error_of(tmp_path)
 
 
-def test_a_missing_record_file_is_named_as_one(converted, tmp_path):
+def test_missing_record_file_is_reported_with_remedy(converted, tmp_path):
     shutil.copytree(converted["webdataset"], tmp_path, dirs_exist_ok=True)
     for path in tmp_path.glob("val*"):
         path.unlink()
-    assert "has no val-000000.tar; create it, or use only train-000000.tar" in message(tmp_path)
+    assert "has no val-000000.tar; create it, or use only train-000000.tar" in error_of(tmp_path)
 
 
-def test_neither_split(photos, tmp_path):
+def test_root_without_splits_is_an_error(photos, tmp_path):
     assert "use the folder that contains train/ and val/; if this is a folder of class folders, run `python -m" in (
-        message(photos / "train", Mode.TRAIN)
+        error_of(photos / "train", Mode.TRAIN)
     )
     for name in ("Training", "test"):
         shutil.copytree(photos / "val", tmp_path / name)
@@ -62,7 +62,7 @@ def test_neither_split(photos, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["__MACOSX", ".ipynb_checkpoints", ".hidden", "lost+found", "@eaDir"])
-def test_folders_of_the_system_are_no_classes(photos, tmp_path, capsys, name):
+def test_system_folders_are_not_classes(photos, tmp_path, capsys, name):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train" / "another").mkdir()
     shutil.copytree(photos / "val/class0", tmp_path / "train" / name)
@@ -72,41 +72,41 @@ def test_folders_of_the_system_are_no_classes(photos, tmp_path, capsys, name):
         assert classes == ["another", "class0", "class1", "class2"]
         assert set(labels) == {1, 2, 3}
         assert not any(name in file for file in files)
-    said = capsys.readouterr().out
-    assert said.count(name) == said.count("\n") == 2
+    output = capsys.readouterr().out
+    assert output.count(name) == output.count("\n") == 2
 
 
-def test_a_dangling_hidden_link_does_not_matter(photos, tmp_path):
+def test_broken_hidden_link_is_ignored(photos, tmp_path):
     shutil.copytree(photos, tmp_path, dirs_exist_ok=True)
     (tmp_path / "train/.trash").symlink_to("/nowhere")
     assert len(listing.list_folder(str(tmp_path), Mode.TRAIN)[2]) == 3
 
 
-def test_a_list_that_contradicts_itself_is_refused(photos, tmp_path):
+def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
     shutil.copytree(photos / "train", tmp_path / "train")
     (tmp_path / "train.txt").write_text("train/class0/00.jpg 0\ntrain/class0/03.jpg 1\ntrain/class0/00.jpg 2\n")
-    says = f"{tmp_path}/train.txt: train/class0/00.jpg has the labels 0 and 2; remove one of the lines"
-    assert message(tmp_path, Mode.TRAIN) == says
+    message = f"{tmp_path}/train.txt: train/class0/00.jpg has the labels 0 and 2; remove one of the lines"
+    assert error_of(tmp_path, Mode.TRAIN) == message
 
 
 @pytest.mark.parametrize("label", [2, 10_000_000])
-def test_a_label_of_a_file_list_is_less_than_the_number_of_images(tmp_path, label):
-    """A typing error would make a network of millions of outputs."""
+def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
+    """A typing error would create a network with millions of outputs."""
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
-    with pytest.raises(UsageError, match=f"the file lists have 2 images and label {label}; number the"):
+    with pytest.raises(UsageError, match=f"the file lists contain 2 images and label {label}; number the"):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2
 
 
 @pytest.mark.parametrize("names", ["train", "class folders"])
-def test_the_command_that_makes_a_split_runs_as_printed(photos, tmp_path, names):
+def test_suggested_split_command_runs_as_printed(photos, tmp_path, names):
     root = tmp_path / "my photos"
     shutil.copytree(photos / "train", root / "train" if names == "train" else root)
     command, new_root = re.search(
-        r"run `python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", message(root)
+        r"run `python -m paddle_resnet.dataset (.*)` and use --image-root (.*_split'?)", error_of(root)
     ).groups()
     assert dataset.main(shlex.split(command)) == 0
     [new_root] = shlex.split(new_root)
@@ -116,7 +116,7 @@ def test_the_command_that_makes_a_split_runs_as_printed(photos, tmp_path, names)
 
 @pytest.fixture
 def root(photos, tmp_path):
-    """The photos, to be changed."""
+    """A writable copy of the photos."""
     return shutil.copytree(photos, tmp_path / "root")
 
 
@@ -124,19 +124,19 @@ TRAINED = ["class0", "class1", "class2"]
 
 
 @pytest.mark.parametrize("with_train", [False, True], ids=["val alone", "train/ disagrees"])
-def test_a_trained_network_defines_the_labels_of_class_folders(root, with_train):
+def test_trained_network_defines_labels_of_class_folders(root, with_train):
     shutil.rmtree(root / "val/class0")
     shutil.rmtree(root / "train/class1" if with_train else root / "train")
     assert set(listing.list_folder(root, Mode.EVAL, classes=TRAINED)[1]) == {1, 2}
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
     assert data_set.classes == TRAINED
     names = listing.own_classes(root, Mode.EVAL)
-    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size  # as --predictions lists them
+    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size  # like --predictions
     if not with_train:
         assert set(listing.list_folder(root, Mode.EVAL)[1]) == {0, 1}
 
 
-def test_a_class_folder_that_the_network_does_not_know_is_refused(root):
+def test_class_folder_unknown_to_network_is_rejected(root):
     (root / "val/class2").rename(root / "val/class3")
     with pytest.raises(
         UsageError, match=r"val/class3 is not one of the 3 classes of the checkpoint \(class0, class1, "
@@ -144,8 +144,8 @@ def test_a_class_folder_that_the_network_does_not_know_is_refused(root):
         listing.list_folder(root, Mode.EVAL, classes=TRAINED)
 
 
-def test_classes_without_names_define_no_labels(root):
-    """Those of a file list without classes.txt; folders that are called by numbers have names."""
+def test_unnamed_classes_do_not_define_labels(root):
+    """A file list without classes.txt has unnamed classes; folders with numeric names have class names."""
     assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {0, 1, 2}
     shutil.rmtree(root / "val/class0")
     for i in (1, 2):
@@ -154,7 +154,7 @@ def test_classes_without_names_define_no_labels(root):
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio"])
-def test_labels_with_other_names_than_those_of_the_network_are_refused(converted, tmp_path, data_format):
+def test_class_names_in_different_order_than_network_are_rejected(converted, tmp_path, data_format):
     root = shutil.copytree(converted[data_format], tmp_path / "x", symlinks=True)
     for names in (TRAINED, ["cats", "class1", "dogs"]):
         (root / "classes.txt").write_text("".join(f"{name}\n" for name in names))
@@ -164,14 +164,14 @@ def test_labels_with_other_names_than_those_of_the_network_are_refused(converted
         readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
 
 
-def test_classes_txt_names_class_folders_in_reports(root):
+def test_classes_txt_defines_names_of_class_folders(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
     with pytest.raises(UsageError, match=r"has the names of the class folders in a different order; write them in the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
-    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # as Windows writes it
+    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # byte order mark and line ends of Windows
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val/class1")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]
@@ -179,7 +179,7 @@ def test_classes_txt_names_class_folders_in_reports(root):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
 
 
-def test_an_empty_class_of_train_is_refused(root, capsys):
+def test_empty_training_class_requires_allow_empty(root, capsys):
     for path in (root / "train/class1").iterdir():
         path.rename(path.with_suffix(".heic"))
     shutil.rmtree(root / "val/class2")
@@ -197,7 +197,7 @@ def test_an_empty_class_of_train_is_refused(root, capsys):
     ]
 
 
-def test_a_single_class_is_reported(root, capsys):
+def test_single_class_logs_a_warning(root, capsys):
     for name in ("class0", "class2"):
         shutil.rmtree(root / "train" / name)
     readers.open_split(root, "auto", Mode.TRAIN, 3, 0)
@@ -217,8 +217,8 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
         (root / "val" / name).touch()
     (root / "val/class2/inner.jpg").mkdir()
     os.symlink("/nowhere", root / "val/class2/gone.heic")
-    found = listing.list_folder(root, Mode.EVAL)[0]
-    assert len(found) == 23
+    files = listing.list_folder(root, Mode.EVAL)[0]
+    assert len(files) == 23
     [line] = capsys.readouterr().err.splitlines()
     parts = [
         "3 .gif (class0 2, class1 1; for example class0/a.gif)",
@@ -231,7 +231,7 @@ def test_ignored_files_are_counted_by_kind_and_class(root, capsys):
     assert len(listing.ignored_files(root, Mode.EVAL)) == 7
 
 
-def test_a_root_that_is_not_utf_8_is_refused(photos, tmp_path):
+def test_root_path_that_is_not_utf_8_is_rejected(photos, tmp_path):
     os.symlink(photos, os.path.join(os.fsencode(tmp_path), b"bild\xe9r"))
     [root] = os.listdir(tmp_path)
     root = os.path.join(tmp_path, root)
@@ -243,11 +243,11 @@ def test_a_root_that_is_not_utf_8_is_refused(photos, tmp_path):
 @pytest.mark.timeout(5)
 @pytest.mark.parametrize("name", ["val.txt", "classes.txt", "skip list"])
 @pytest.mark.parametrize("kind", ["fifo", "zero", "folder"])
-def test_lists_that_are_not_regular_files_are_refused(root, tmp_path, name, kind):
+def test_lists_that_are_not_regular_files_are_rejected(root, tmp_path, name, kind):
     path = tmp_path / name if name == "skip list" else root / name
     {"fifo": os.mkfifo, "zero": lambda path: os.symlink("/dev/zero", path), "folder": os.mkdir}[kind](path)
-    says = "Is a directory" if kind == "folder" else "not a regular file"
-    with pytest.raises(UsageError, match=rf"{path}.* cannot be read \(.*{says}"):
+    message = "Is a directory" if kind == "folder" else "not a regular file"
+    with pytest.raises(UsageError, match=rf"{path}.* cannot be read \(.*{message}"):
         if name == "skip list":
             listing.read_skip_list(path, root)
         else:

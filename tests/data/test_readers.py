@@ -15,7 +15,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def make(tmp_path):
-    """Write files, each with its own path for content (a reader decodes nothing); a name ending in / is a folder."""
+    """Write files that contain their own path, because readers do not decode; names ending in / are folders."""
 
     def make(*names):
         for name in names:
@@ -34,7 +34,7 @@ def open_folder(image_root, *arguments):
 
 
 def raw_contents(data_set, batch_size=None, **shard):
-    """What the DALI operator yields in one batch, by default the whole split: [(bytes of the file, label)]."""
+    """Return one batch of the DALI operator, by default the whole split: [(bytes of the file, label)]."""
 
     @pipeline_def(batch_size=batch_size or data_set.size, num_threads=1, device_id=None)
     def pipeline():
@@ -50,11 +50,11 @@ def raw_contents(data_set, batch_size=None, **shard):
 
 
 def contents(data_set, batch_size=None, **shard):
-    """What the DALI operator yields in one batch of the files of `make`: [(path, label)]."""
+    """Return one batch of the DALI operator for files of `make`: [(path, label)]."""
     return [(content.decode(), label) for content, label in raw_contents(data_set, batch_size, **shard)]
 
 
-def refusal(image_root, mode, num_of_class=10, data_format="folder", **options):
+def error_of(image_root, mode, num_of_class=10, data_format="folder", **options):
     with pytest.raises(UsageError) as error:
         readers.open_split(image_root, data_format, mode, num_of_class, 0, **options)
     message = str(error.value)
@@ -62,7 +62,7 @@ def refusal(image_root, mode, num_of_class=10, data_format="folder", **options):
     return message
 
 
-def test_classes_are_sorted_and_label_the_images(make):
+def test_sorted_class_folders_define_labels(make):
     root = make("train/b/1.jpg", "train/a/2.jpg", "train/C/3.jpg", "train/a/0.jpg")
     data_set = open_folder(root, Mode.TRAIN, 10, 0)
     assert data_set.classes == ["C", "a", "b"]
@@ -75,7 +75,7 @@ def test_classes_are_sorted_and_label_the_images(make):
     ]
 
 
-def test_validation_images_come_in_order_whatever_the_seed(make):
+def test_validation_order_does_not_depend_on_seed(make):
     root = make("val/a/2.jpg", "val/a/1.jpg", "val/b/0.jpg", "train/a/0.jpg", "train/b/0.jpg")
     for seed in (0, 1):
         data_set = open_folder(root, Mode.EVAL, 10, seed)
@@ -83,20 +83,20 @@ def test_validation_images_come_in_order_whatever_the_seed(make):
 
 
 @pytest.mark.parametrize("b_in_val", [(), ("val/b/",)], ids=["missing", "empty"])
-def test_class_without_validation_images_shifts_no_label(make, b_in_val):
+def test_class_without_validation_images_keeps_labels(make, b_in_val):
     root = make("train/a/0.jpg", "train/b/0.jpg", "train/c/0.jpg", "val/a/0.jpg", "val/c/0.jpg", *b_in_val)
     data_set = open_folder(root, Mode.EVAL, 10, 0)
     assert data_set.classes == ["a", "b", "c"]
     assert contents(data_set) == [("val/a/0.jpg", 0), ("val/c/0.jpg", 2)]
 
 
-def test_without_training_images_val_numbers_the_classes(make):
+def test_val_defines_labels_without_training_images(make):
     data_set = open_folder(make("val/b/0.jpg", "val/a/0.jpg"), Mode.EVAL, 10, 0)
     assert data_set.classes == ["a", "b"]
     assert contents(data_set) == [("val/a/0.jpg", 0), ("val/b/0.jpg", 1)]
 
 
-def test_what_is_no_class_and_no_image_is_ignored(make):
+def test_other_files_and_folders_are_ignored(make):
     images = [f"val/a/{i}{suffix}" for i, suffix in enumerate((*listing.IMAGE_SUFFIXES, ".JPG", ".JPEG"))]
     noise = ["list.txt", "jpg", "0.jpg.part", "._0.jpg", "folder.jpg/"]
     root = make(*images, *[f"val/a/{name}" for name in noise], "val/.cache/0.jpg", "val/0.jpg")
@@ -111,7 +111,7 @@ def test_linked_class_folder_is_read(make, tmp_path):
     assert contents(open_folder(root, Mode.EVAL, 10, 0)) == [("elsewhere/0.jpg", 0)]
 
 
-def test_training_order_follows_the_seed(make):
+def test_training_order_depends_on_seed(make):
     root = make(*(f"train/{label}/{i}.jpg" for label in "abc" for i in range(8)))
     first, again, other = (contents(open_folder(root, Mode.TRAIN, 10, seed)) for seed in (1, 1, 2))
     assert first == again
@@ -120,7 +120,7 @@ def test_training_order_follows_the_seed(make):
     assert first != sorted(first)
 
 
-def test_last_batch_of_a_shard_repeats_the_last_image(make):
+def test_last_batch_of_shard_repeats_last_image(make):
     root = make(*(f"val/a/{i}.jpg" for i in range(5)))
     data_set = open_folder(root, Mode.EVAL, 10, 0)
     shards = [[path for path, _ in contents(data_set, 3, shard_id=i, num_shards=2)] for i in (0, 1)]
@@ -133,39 +133,39 @@ def test_as_many_classes_as_outputs_are_accepted(make):
 
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("name", ["none", "file"])
-def test_missing_root_is_refused(make, mode, name):
+def test_missing_root_is_rejected(make, mode, name):
     root = f"{make('file')}/{name}"
-    assert f"--image-root {root}: not a folder" in refusal(root, mode)
+    assert f"--image-root {root}: not a folder" in error_of(root, mode)
 
 
 @pytest.mark.parametrize(("mode", "split"), [(Mode.TRAIN, "train"), (Mode.EVAL, "val")])
-def test_missing_split_is_refused(make, tmp_path, mode, split):
-    says = f"--image-root {tmp_path}: has no folder {split}/"
-    assert says in refusal(str(tmp_path), mode)
+def test_missing_split_is_rejected(make, tmp_path, mode, split):
+    message = f"--image-root {tmp_path}: has no folder {split}/"
+    assert message in error_of(str(tmp_path), mode)
     other = {"train": "val", "val": "train"}[split]
-    assert says in refusal(make(f"{other}/a/0.jpg"), mode)
+    assert message in error_of(make(f"{other}/a/0.jpg"), mode)
 
 
-def test_name_that_is_not_utf8_is_refused(make):
+def test_name_that_is_not_utf8_is_rejected(make):
     root = make("train/a/0.jpg")
     with open(os.path.join(os.fsencode(root), b"train/a/caf\xe9.jpg"), "wb"):
         pass
-    assert "b'train/a/caf\\xe9.jpg' is not valid UTF-8; rename the file" in refusal(root, Mode.TRAIN)
+    assert "b'train/a/caf\\xe9.jpg' is not valid UTF-8; rename the file" in error_of(root, Mode.TRAIN)
 
 
 @pytest.mark.parametrize("name", ["train/", "train/0.jpg", "train/.hidden/0.jpg"])
-def test_no_class_folders_are_refused(make, tmp_path, name):
-    assert f"--image-root {tmp_path}: train/ has no class folders" in refusal(make(name), Mode.TRAIN)
+def test_split_without_class_folders_is_rejected(make, tmp_path, name):
+    assert f"--image-root {tmp_path}: train/ has no class folders" in error_of(make(name), Mode.TRAIN)
 
 
 @pytest.mark.parametrize("names", [["val/a/"], ["val/a/0.txt"], ["val/", "train/a/0.jpg"]])
-def test_no_images_are_refused(make, tmp_path, names):
-    assert f"--image-root {tmp_path}: val/ contains no images" in refusal(make(*names), Mode.EVAL)
+def test_split_without_images_is_rejected(make, tmp_path, names):
+    assert f"--image-root {tmp_path}: val/ contains no images" in error_of(make(*names), Mode.EVAL)
 
 
 @pytest.mark.parametrize("name", ["train", "train/b"])
-def test_folder_that_cannot_be_listed_is_refused(make, tmp_path, monkeypatch, name):
-    """As for a user without the right to; root has it everywhere."""
+def test_unlistable_folder_is_rejected(make, tmp_path, monkeypatch, name):
+    """Permissions do not stop root, so the error is simulated."""
     root, scandir = make("train/a/0.jpg", "train/b/0.jpg"), listing.os.scandir
 
     def denied(path):
@@ -174,24 +174,24 @@ def test_folder_that_cannot_be_listed_is_refused(make, tmp_path, monkeypatch, na
         return scandir(path)
 
     monkeypatch.setattr(listing.os, "scandir", denied)
-    assert f"{tmp_path}/{name}: cannot be listed (Permission denied); make it readable" in refusal(root, Mode.TRAIN)
+    assert f"{tmp_path}/{name}: cannot be listed (Permission denied); make it readable" in error_of(root, Mode.TRAIN)
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_more_classes_than_outputs_are_refused(make, tmp_path, mode):
+def test_more_classes_than_outputs_are_rejected(make, tmp_path, mode):
     root = make(*(f"{split}/{label}/0.jpg" for split in ("train", "val") for label in "abc"))
-    message = refusal(root, mode, num_of_class=2)
+    message = error_of(root, mode, num_of_class=2)
     assert "--num-of-class 2" in message
     assert f"3 class folders in {tmp_path}" in message
     assert "use --num-of-class 3" in message
 
 
-def test_class_in_val_alone_is_refused(make, tmp_path):
-    message = refusal(make("train/a/0.jpg", "val/a/0.jpg", "val/b/0.jpg"), Mode.EVAL)
+def test_class_only_in_val_is_rejected(make, tmp_path):
+    message = error_of(make("train/a/0.jpg", "val/a/0.jpg", "val/b/0.jpg"), Mode.EVAL)
     assert f"--image-root {tmp_path}: val/b has no train/b" in message
 
 
-def test_skip_list_leaves_images_out_and_keeps_the_labels(make, tmp_path):
+def test_skip_list_omits_images_and_keeps_labels(make, tmp_path):
     root = make("train/a/0.jpg", "train/b/0.jpg", "train/b/1.jpg", "val/a/0.jpg", "val/b/0.jpg")
     (tmp_path / "skip.txt").write_text("train/a/0.jpg\n\n./train/b/1.jpg\nval/a/0.jpg\n")
     skip = listing.read_skip_list(tmp_path / "skip.txt", root)
@@ -200,26 +200,26 @@ def test_skip_list_leaves_images_out_and_keeps_the_labels(make, tmp_path):
 
 
 @pytest.mark.parametrize("entry", ["train/a/1.jpg", "train/a", "0.jpg"])
-def test_skip_list_with_an_entry_that_names_no_file_is_refused(make, tmp_path, entry):
+def test_skip_list_entry_without_file_is_rejected(make, tmp_path, entry):
     root = make("train/a/0.jpg")
     (tmp_path / "skip.txt").write_text(f"train/a/0.jpg\n{entry}\n")
     with pytest.raises(UsageError, match=f"--skip-list .*skip.txt: {entry} is not a file in {root}; remove"):
         listing.read_skip_list(tmp_path / "skip.txt", root)
 
 
-def test_skip_list_that_cannot_be_read_is_refused(tmp_path):
+def test_unreadable_skip_list_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="--skip-list .*none.txt: cannot be read"):
         listing.read_skip_list(tmp_path / "none.txt", tmp_path)
 
 
-def test_skipping_every_image_is_refused(make, tmp_path):
+def test_skipping_every_image_is_rejected(make, tmp_path):
     root = make("val/a/0.jpg")
     with pytest.raises(UsageError, match="--skip-list: leaves no val images"):
         open_folder(root, Mode.EVAL, 10, 0, frozenset({"val/a/0.jpg"}))
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
-def test_format_is_seen_and_logged(converted, capsys, data_format):
+def test_format_is_detected_and_logged(converted, capsys, data_format):
     for mode, size in ((Mode.TRAIN, 30), (Mode.EVAL, 23)):
         root = str(converted[data_format])
         assert readers.open_split(root, "auto", mode, 3, 0).size == size
@@ -227,9 +227,9 @@ def test_format_is_seen_and_logged(converted, capsys, data_format):
         assert capsys.readouterr().out == f"--data-format auto: the {split} split in {root} is {data_format}\n"
 
 
-def test_several_formats_are_refused_and_one_of_them_can_be_named(make, tmp_path):
+def test_root_with_several_formats_requires_data_format(make, tmp_path):
     root = make("train/a/0.jpg", "train.rec", "val/a/0.jpg")
-    assert "contains the train split as recordio and folder; choose one" in refusal(
+    assert "contains the train split as recordio and folder; choose one" in error_of(
         root, Mode.TRAIN, data_format="auto"
     )
     assert readers.open_split(root, "folder", Mode.TRAIN, 10, 0).size == 1
@@ -237,43 +237,45 @@ def test_several_formats_are_refused_and_one_of_them_can_be_named(make, tmp_path
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
-def test_every_format_holds_the_files_of_the_folder(photos, converted, data_format):
+def test_every_format_contains_the_files_of_the_folder(photos, converted, data_format):
     for mode, split in ((mode, mode.value) for mode in Mode):
         data_set = readers.open_split(str(converted[data_format]), data_format, mode, 3, 0)
         assert data_set.classes == (["0", "1", "2"] if data_format == "filelist" else ["class0", "class1", "class2"])
         files = sorted((photos / split).glob("*/*"))
         expected = [(path.read_bytes(), int(path.parent.name[-1])) for path in files]
-        found = raw_contents(data_set)
-        assert (found if mode is Mode.EVAL else sorted(found)) == (expected if mode is Mode.EVAL else sorted(expected))
-        # Stored in random order, so that a buffer suffices for shuffling.
-        assert mode is Mode.EVAL or found != expected
+        actual = raw_contents(data_set)
+        assert (actual if mode is Mode.EVAL else sorted(actual)) == (
+            expected if mode is Mode.EVAL else sorted(expected)
+        )
+        # Records are stored in random order, so that a buffer suffices for shuffling.
+        assert mode is Mode.EVAL or actual != expected
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset"])
 @pytest.mark.parametrize("classes", ["a\nb\n", None], ids=["classes.txt", "flag"])
-def test_labels_without_outputs_are_refused(converted, tmp_path, data_format, classes):
+def test_labels_above_num_of_class_are_rejected(converted, tmp_path, data_format, classes):
     for path in converted[data_format].iterdir():
         if path.name != "classes.txt":
             (tmp_path / path.name).symlink_to(path)
     if classes:
         (tmp_path / "classes.txt").write_text(classes)
-    message = refusal(tmp_path, Mode.TRAIN, num_of_class=2, data_format=data_format)
+    message = error_of(tmp_path, Mode.TRAIN, num_of_class=2, data_format=data_format)
     assert "has label 2, but" in message
     assert "allows 0 to 1" in message
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset", "filelist"])
-def test_more_class_names_than_outputs_are_refused(converted, tmp_path, data_format):
+def test_more_class_names_than_outputs_are_rejected(converted, tmp_path, data_format):
     for path in converted[data_format].iterdir():
         if path.name != "classes.txt":
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "classes.txt").write_text("a\nb\nc\n")
-    message = refusal(tmp_path, Mode.EVAL, num_of_class=2, data_format=data_format)
+    message = error_of(tmp_path, Mode.EVAL, num_of_class=2, data_format=data_format)
     assert f"--num-of-class 2: less than the 3 classes in {tmp_path}/classes.txt" in message
 
 
 @pytest.mark.parametrize(
-    ("data_format", "says"),
+    ("data_format", "message"),
     [
         ("filelist", "train.txt cannot be read"),
         ("recordio", "has no train.rec"),
@@ -282,28 +284,28 @@ def test_more_class_names_than_outputs_are_refused(converted, tmp_path, data_for
         ("webdataset", "has no train-000000.tar"),
     ],
 )
-def test_missing_container_is_refused(tmp_path, data_format, says):
-    assert f"--image-root {tmp_path}" in refusal(tmp_path, Mode.TRAIN, data_format=data_format)
-    assert says in refusal(tmp_path, Mode.TRAIN, data_format=data_format)
+def test_missing_record_file_is_rejected(tmp_path, data_format, message):
+    assert f"--image-root {tmp_path}" in error_of(tmp_path, Mode.TRAIN, data_format=data_format)
+    assert message in error_of(tmp_path, Mode.TRAIN, data_format=data_format)
 
 
-def test_missing_tfrecord_shard_is_refused(converted, tmp_path):
+def test_missing_tfrecord_shard_is_rejected(converted, tmp_path):
     for path in converted["tfrecord"].iterdir():
         if not path.name.startswith("train-00001"):
             (tmp_path / path.name).symlink_to(path)
-    assert "has 2 of 3 train shards; add the missing ones" in refusal(tmp_path, Mode.TRAIN, data_format="tfrecord")
+    assert "has 2 of 3 train shards; add the missing ones" in error_of(tmp_path, Mode.TRAIN, data_format="tfrecord")
 
 
-def test_unfinished_conversion_is_refused(converted, tmp_path):
+def test_unfinished_conversion_is_rejected(converted, tmp_path):
     for path in converted["webdataset"].iterdir():
         if path.name != "convert.json":
             (tmp_path / path.name).symlink_to(path)
     manifest = json.loads((converted["webdataset"] / "convert.json").read_text())
     (tmp_path / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
-    assert "an interrupted conversion" in refusal(tmp_path, Mode.TRAIN, data_format="auto")
+    assert "an interrupted conversion" in error_of(tmp_path, Mode.TRAIN, data_format="auto")
 
 
-def test_file_list_labels_the_images_and_may_have_spaces_and_tabs(make):
+def test_file_list_may_contain_spaces_and_tabs(make):
     root = make("some place/a b.jpg", "x.jpg")
     make_list(root, "val", "\ufeffsome place/a b.jpg 2", "", "x.jpg\t0")  # with a byte-order mark
     data_set = readers.open_split(root, "filelist", Mode.EVAL, 10, 0)
@@ -312,7 +314,7 @@ def test_file_list_labels_the_images_and_may_have_spaces_and_tabs(make):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("x.jpg", "line 2 is not `PATH LABEL` but `x.jpg`"),
         ("x.jpg cat", "line 2 is not `PATH LABEL` but `x.jpg cat`"),
@@ -320,71 +322,71 @@ def test_file_list_labels_the_images_and_may_have_spaces_and_tabs(make):
         ("x.jpg 10", "has label 10, but --num-of-class 10 allows 0 to 9"),
     ],
 )
-def test_bad_line_of_a_file_list_is_refused(make, line, says):
+def test_invalid_file_list_line_is_rejected(make, line, message):
     root = make("x.jpg")
     make_list(root, "val", "x.jpg 0", line)
-    assert says in refusal(root, Mode.EVAL, data_format="filelist")
+    assert message in error_of(root, Mode.EVAL, data_format="filelist")
 
 
-def test_empty_file_list_and_wrong_root_are_refused(make):
+def test_empty_file_list_and_wrong_root_are_rejected(make):
     root = make("x.jpg")
     make_list(root, "val")
-    assert "contains no images" in refusal(root, Mode.EVAL, data_format="filelist")
+    assert "contains no images" in error_of(root, Mode.EVAL, data_format="filelist")
     make_list(root, "val", "y.jpg 0")
-    assert "y.jpg is not in" in refusal(root, Mode.EVAL, data_format="filelist")
+    assert "y.jpg is not in" in error_of(root, Mode.EVAL, data_format="filelist")
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: None])
-def test_every_line_of_a_file_list_is_a_regular_file_or_skipped(make, put):
+def test_file_list_entries_must_be_regular_files_or_skipped(make, put):
     root = make("x.jpg", "some place/a.jpg")
     os.symlink("x.jpg", f"{root}/link.jpg")
     put(f"{root}/some place/b.jpg")
     names = ["x.jpg", "some place/a.jpg", "link.jpg", f"{root}/x.jpg", "some place/b.jpg"]
     make_list(root, "val", *(f"{name} 0" for name in names))
-    says = f"{root}/val.txt: some place/b.jpg is missing or not a regular file; remove the line"
-    assert refusal(root, Mode.EVAL, data_format="filelist") == says
+    message = f"{root}/val.txt: some place/b.jpg is missing or not a regular file; remove the line"
+    assert error_of(root, Mode.EVAL, data_format="filelist") == message
     skip = frozenset(names[-1:])
     assert readers.open_split(root, "filelist", Mode.EVAL, 10, 0, skip).size == 4
 
 
 @pytest.mark.parametrize("data_format", listing.FILE_FORMATS)
-def test_skipped_images_are_left_out(make, data_format):
+def test_skipped_images_are_omitted(make, data_format):
     root = make("val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg")
     make_list(root, "val", "./val/a/0.jpg 0", "val/a/1.jpg 0", "val/b/0.jpg 1")
     skip = frozenset({"val/a/0.jpg", "val/c/9.jpg"})
     data_set = readers.open_split(root, data_format, Mode.EVAL, 10, 0, skip)
     assert contents(data_set) == [("val/a/1.jpg", 0), ("val/b/0.jpg", 1)]
-    everything = frozenset({"val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg"})
-    assert "--skip-list: leaves no val images" in refusal(root, Mode.EVAL, data_format=data_format, skip=everything)
+    all_names = frozenset({"val/a/0.jpg", "val/a/1.jpg", "val/b/0.jpg"})
+    assert "--skip-list: leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])
-def test_skipped_records_are_left_out(converted, tmp_path, monkeypatch, data_format):
+def test_skipped_records_are_omitted(converted, tmp_path, monkeypatch, data_format):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = converted[data_format]
     for mode in Mode:
         _, _, images = listing.images(str(root), mode)
-        skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]  # of val/, all but the first
+        skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]  # all but the first of val/
         data_set = readers.open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
         expected = [records.read(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected
-    everything = frozenset(image.name for image in images)
-    assert "--skip-list: leaves no val images" in refusal(root, Mode.EVAL, data_format=data_format, skip=everything)
+    all_names = frozenset(image.name for image in images)
+    assert "--skip-list: leaves no val images" in error_of(root, Mode.EVAL, data_format=data_format, skip=all_names)
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "webdataset"])
 @pytest.mark.parametrize("place", ["1", "x"])
-def test_skipped_record_that_is_not_there_is_refused(converted, tmp_path, monkeypatch, data_format, place):
+def test_missing_skipped_record_is_rejected(converted, tmp_path, monkeypatch, data_format, place):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = converted[data_format]
     shard = listing.find_shards(root, data_format, Mode.EVAL)[0]
     name = f"{shard.rpartition('/')[2]}@{place}"
-    assert name in refusal(root, Mode.EVAL, data_format=data_format, skip=frozenset({name}))
+    assert name in error_of(root, Mode.EVAL, data_format=data_format, skip=frozenset({name}))
 
 
-def test_an_lmdb_cannot_skip(converted):
+def test_lmdb_with_skip_list_is_rejected(converted):
     skip = frozenset({"val_lmdb@00000001"})
-    assert "LMDB reader cannot skip" in refusal(converted["lmdb"], Mode.EVAL, data_format="lmdb", skip=skip)
+    assert "LMDB reader cannot skip" in error_of(converted["lmdb"], Mode.EVAL, data_format="lmdb", skip=skip)
     assert readers.open_split(converted["lmdb"], "lmdb", Mode.TRAIN, 3, 0, skip).size == 30
 
 
@@ -396,11 +398,11 @@ def test_webdataset_labels_are_decimal_digits(tmp_path, text):
     assert contents(data_set) == [("x", int(text))]
 
 
-def test_first_label_of_every_shard_is_checked(tmp_path):
+def test_label_of_every_shard_is_checked(tmp_path):
     for shard, label in enumerate((b"0", b"9")):
         with open(tmp_path / f"val-{shard}.tar", "wb") as f, webdataset.TarWriter(f, encoder=False) as writer:
             writer.write({"__key__": "a", "jpg": b"x", "cls": label})
-    assert "val-1.tar: has label 9, but" in refusal(tmp_path, Mode.EVAL, 3, "webdataset")
+    assert "val-1.tar: has label 9, but" in error_of(tmp_path, Mode.EVAL, 3, "webdataset")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +412,7 @@ def test_first_label_of_every_shard_is_checked(tmp_path):
         ("webdataset", {"train-": "imagenet-train-", "val-": "imagenet-validation-"}),
     ],
 )
-def test_other_names_of_shards(converted, tmp_path, data_format, names):
+def test_common_shard_names_are_recognized(converted, tmp_path, data_format, names):
     for path in converted[data_format].iterdir():
         name = path.name
         for old, new in names.items():
@@ -427,7 +429,7 @@ def make_list(root, split, *lines):
 
 
 @pytest.mark.parametrize("data_format", ["folder", "filelist", *readers.RECORD_READERS])
-def test_the_digest_is_that_of_the_list_wherever_it_lies(converted, photos, tmp_path, data_format):
+def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path, data_format):
     def digest(root, **options):
         return readers.open_split(root, data_format, Mode.EVAL, 3, 0, **options).digest
 
@@ -435,10 +437,10 @@ def test_the_digest_is_that_of_the_list_wherever_it_lies(converted, photos, tmp_
     shutil.copytree(root, tmp_path / "copy")
     expected = digest(root)
     assert digest(tmp_path / "copy") == expected
-    if data_format != "lmdb":  # its reader can skip none
+    if data_format != "lmdb":  # the LMDB reader cannot skip records
         name = listing.images(str(root), Mode.EVAL)[2][3].name
         assert digest(root, skip=frozenset([name])) != expected
-    # The same images, one of them in another class.
+    # The images are the same, but one has moved to a different class.
     moved = shutil.copytree(photos, tmp_path / "moved")
     (moved / "val/class0/00.jpg").rename(moved / "val/class1/00.jpg")
     if data_format == "filelist":

@@ -9,7 +9,7 @@ from utils.errors import UsageError
 
 
 def _tfrecords(path, count=5):
-    """A shard of `count` images of different lengths."""
+    """Write a shard of `count` images of different lengths."""
     with writers.SHARDED["tfrecord"](str(path)) as write:
         for number in range(count):
             write(number, bytes([number]) * (100 + number), "jpg", number)
@@ -17,7 +17,7 @@ def _tfrecords(path, count=5):
 
 
 def crc32c(data):
-    """Castagnoli's CRC, a bit at a time."""
+    """Compute Castagnoli's CRC bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -44,7 +44,7 @@ def test_tfrecords_have_masked_checksums(tmp_path):
     assert count == 5
 
 
-def test_records_without_a_label_are_refused(tmp_path):
+def test_records_without_one_image_and_label_are_rejected(tmp_path):
     from tfrecord import TFRecordWriter
 
     writer = TFRecordWriter(str(tmp_path / "other"))
@@ -69,7 +69,7 @@ def test_records_without_a_label_are_refused(tmp_path):
         records.read_label(str(tmp_path / "words"), "webdataset", 0, 3)
 
 
-def test_parts_of_a_recordio_record_are_joined(tmp_path):
+def test_parts_of_recordio_record_are_joined(tmp_path):
     """An image that contains the magic number is stored in parts without it."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     image = b"abcd" + magic + b"efgh" + magic + b"ij"
@@ -79,7 +79,7 @@ def test_parts_of_a_recordio_record_are_joined(tmp_path):
     assert records.read(listing.Image("val.rec@0", str(path), None, "recordio", (0, 0, 0, 0))) == (image, 7)
 
 
-def test_lmdb_tells_its_size_and_labels(tmp_path):
+def test_lmdb_labels_returns_size_and_labels(tmp_path):
     with writers.SINGLE_FILE["lmdb"](str(tmp_path), "train") as writer:
         writer.write([(b"x", 300), (b"y", 2), (b"z", 1)])
         writer.finish()
@@ -87,7 +87,7 @@ def test_lmdb_tells_its_size_and_labels(tmp_path):
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
 
 
-def test_what_is_no_caffe_lmdb_is_refused(tmp_path):
+def test_other_lmdb_or_file_is_rejected(tmp_path):
     import lmdb
 
     (tmp_path / "other").mkdir()

@@ -1,4 +1,4 @@
-"""What an evaluation predicted for each image."""
+"""Predictions of an evaluation for each image."""
 
 import csv
 import hashlib
@@ -41,9 +41,7 @@ def predict(run_train, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("flags", KERNELS, ids=["paddle", "native"][: len(KERNELS)])
-def test_rows_are_the_images_in_order_and_agree_with_the_evaluation(
-    run_train, checkpoint, photos, predict, flags, tmp_path
-):
+def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, photos, predict, flags, tmp_path):
     scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
     plain = phase(run_train(*scope, *flags)[1], [], "val.")
     rows, result = predict(*flags)
@@ -63,43 +61,43 @@ def test_rows_are_the_images_in_order_and_agree_with_the_evaluation(
         assert list(top.values()) == sorted(top.values(), reverse=True) and row["prediction"] == next(iter(top))
         assert sum(top.values()) == pytest.approx(1, abs=1e-6)
         losses.append(-np.log(top[row["label"]]))
-    assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)  # so each probability belongs to its image
+    assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)  # each probability belongs to its image
     confusion = read(tmp_path / "report.confusion.csv")
     for pair in confusion:
-        found = [row for row in rows if (row["label"], row["prediction"]) == (pair["label"], pair["predicted"])]
-        assert len(found) == int(pair["images"])
+        matches = [row for row in rows if (row["label"], row["prediction"]) == (pair["label"], pair["predicted"])]
+        assert len(matches) == int(pair["images"])
 
 
-def test_every_format_names_the_images_that_it_reads(predict, converted, tmp_path):
-    """By content: the same probabilities for the same bytes, whatever the container, its shards and a skip list."""
+def test_predictions_follow_image_content_in_every_format(predict, converted, tmp_path):
+    """Images with the same bytes have the same probabilities in every format, with any shards and skip list."""
     expected = None
     for data_format, root in converted.items():
         skips = [None] if data_format == "lmdb" else [None, [2, 3, 11]]
-        everything = listing.images(root, Mode.EVAL)[2]
+        all_images = listing.images(root, Mode.EVAL)[2]
         for skip in skips:
             flags = ["--batch-size", "5"]
-            images = everything
+            images = all_images
             if skip is not None:
-                (tmp_path / "skip.txt").write_text("".join(f"{everything[i].name}\n" for i in skip))
+                (tmp_path / "skip.txt").write_text("".join(f"{all_images[i].name}\n" for i in skip))
                 flags += ["--skip-list", tmp_path / "skip.txt"]
-                images = [image for i, image in enumerate(everything) if i not in skip]
+                images = [image for i, image in enumerate(all_images) if i not in skip]
             rows, _ = predict(*flags, image_root=root)
             assert [row["image"] for row in rows] == [image.name for image in images], data_format
-            found = {}
+            actual = {}
             for row, image in zip(rows, images, strict=True):
                 data, label = (
                     (Path(image.path).read_bytes(), image.label) if image.kind is None else records.read(image)
                 )
                 assert int(row["label"]) == label
-                found[hashlib.sha256(data).hexdigest()] = [float(row[f"probability_{i}"]) for i in (1, 2, 3)]
-            expected = expected or found
-            assert len(found) == len(images)
-            for key, probabilities in found.items():
+                actual[hashlib.sha256(data).hexdigest()] = [float(row[f"probability_{i}"]) for i in (1, 2, 3)]
+            expected = expected or actual
+            assert len(actual) == len(images)
+            for key, probabilities in actual.items():
                 assert probabilities == pytest.approx(expected[key], abs=1e-6), data_format
-    assert len({tuple(p) for p in expected.values()}) == 23  # or the comparison could not fail
+    assert len({tuple(p) for p in expected.values()}) == 23  # otherwise the comparison could not fail
 
 
-def test_without_the_flag_the_program_has_no_logits_to_copy(parse):
+def test_logits_are_fetched_only_if_required(parse):
     def fetched(*flags):
         return set(program.build(frozen(parse(*flags)), static.Program(), static.Program(), 0, is_train=False)[0])
 
@@ -108,7 +106,7 @@ def test_without_the_flag_the_program_has_no_logits_to_copy(parse):
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-def test_logits_can_be_part_of_a_recorded_step(parse):
+def test_step_with_logits_has_only_operators_tested_in_graphs(parse):
     native.load()
     args = parse("--data-layout", "NHWC", "--kernels", "native", "--report-html", "x.html")
     main, startup = static.Program(), static.Program()
@@ -119,7 +117,7 @@ def test_logits_can_be_part_of_a_recorded_step(parse):
     assert {name for name in types if not name.startswith("native_")} <= cuda_graph.TESTED
 
 
-def test_top_meter_equals_numpy_and_keeps_nan_last():
+def test_top_meter_matches_numpy_and_sorts_nan_last():
     random = np.random.RandomState(0)
     logits = random.randn(12, 9).astype("float32") * 5
     logits[3] = 1000 * logits[3]
@@ -139,7 +137,7 @@ def test_top_meter_equals_numpy_and_keeps_nan_last():
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--predictions", "x.csv"], "--predictions x.csv: requires an evaluation run; add --run-scope eval_only"),
         (
@@ -156,23 +154,23 @@ def test_top_meter_equals_numpy_and_keeps_nan_last():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_flags_that_do_not_fit_are_refused(run_train, checkpoint, capsys, flags, says):
+def test_incompatible_flags_exit_with_code_2(run_train, checkpoint, capsys, flags, message):
     start = ["--from-pretrained-params", checkpoint] if "eval_only" in flags else []
     assert run_train(*flags, *start)[0] == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, photos, tmp_path):
+def test_changed_data_or_unwritable_path_is_an_error(parse, photos, tmp_path):
     args = parse("--image-root", photos)
-    found = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
+    rows_of_top = np.tile(np.array([0, 0, 1, 2, 0.5, 0.3, 0.2]), (23, 1))
     with pytest.raises(RunError, match="had 22 validation images at the start and has 23 now; evaluate again"):
-        predictions.write(str(tmp_path / "p.csv"), args, found[:22], list("abc"))
+        predictions.write(str(tmp_path / "p.csv"), args, rows_of_top[:22], list("abc"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); make room"):
-        predictions.write(str(tmp_path / "file/p.csv"), args, found, list("abc"))
-    found[1] = [2, 1, 3, 3, *[np.nan] * 3]  # two logits are NaN
-    found[2] = [2, 3, 3, 3, *[np.nan] * 3]
-    predictions.write(str(tmp_path / "p.csv"), args, found, list("abc"))
+    with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); free disk space"):
+        predictions.write(str(tmp_path / "file/p.csv"), args, rows_of_top, list("abc"))
+    rows_of_top[1] = [2, 1, 3, 3, *[np.nan] * 3]  # two logits are NaN
+    rows_of_top[2] = [2, 3, 3, 3, *[np.nan] * 3]
+    predictions.write(str(tmp_path / "p.csv"), args, rows_of_top, list("abc"))
     rows = [list(row.values())[1:] for row in read(tmp_path / "p.csv")]
     assert len(rows) == 23
     assert rows[:3] == [
@@ -182,8 +180,8 @@ def test_changed_data_and_a_folder_that_is_not_there_end_with_a_sentence(parse, 
     ]
 
 
-def test_names_are_compared_as_the_loader_does(parse, photos, tmp_path):
-    """A file list and a skip list may write one path in different ways."""
+def test_skip_list_paths_are_normalized_like_in_loader(parse, photos, tmp_path):
+    """A file list and a skip list may spell the same path differently."""
     (tmp_path / "val").symlink_to(photos / "val")
     (tmp_path / "val.txt").write_text("./val/class0/00.jpg 0\n./val/class1/01.jpg 1\n")
     (tmp_path / "skip.txt").write_text("val/./class0/00.jpg\n")

@@ -1,4 +1,4 @@
-"""The events of --tensorboard-dir, read back."""
+"""Events written by --tensorboard-dir."""
 
 import struct
 import subprocess
@@ -16,10 +16,10 @@ tensorboard = pytest.importorskip("tensorboardX")
 
 
 def events(folder):
-    """All events in the order in which they were written, without those that a later start hides."""
+    """Return all events in the order of writing, without those hidden by a later start."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found = []
+    result = []
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         while data:
@@ -27,38 +27,38 @@ def events(folder):
             event = Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
             if event.HasField("session_log"):
-                found = [e for e in found if e.step < event.step]
-            found.append(event)
-    return found
+                result = [e for e in result if e.step < event.step]
+            result.append(event)
+    return result
 
 
 def scalars(folder):
-    """{tag: {step: value}}."""
-    found = defaultdict(dict)
+    """Return {tag: {step: value}}."""
+    result = defaultdict(dict)
     for event in events(folder):
         for value in event.summary.value:
             if value.WhichOneof("value") == "simple_value":
-                assert event.step not in found[value.tag]
-                found[value.tag][event.step] = value.simple_value
-    return found
+                assert event.step not in result[value.tag]
+                result[value.tag][event.step] = value.simple_value
+    return result
 
 
-def test_figures_are_those_of_the_report(run_train, tmp_path):
+def test_scalars_match_report(run_train, tmp_path):
     code, report = run_train("--epochs", "2", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board")
     assert code == 0
-    found = scalars(tmp_path / "board")
+    result = scalars(tmp_path / "board")
     expected = {3 * key[0] + key[1]: v for key, v in losses(report).items() if isinstance(key[1], int)}
-    assert found["train/loss"] == pytest.approx(expected)
+    assert result["train/loss"] == pytest.approx(expected)
     assert list(expected) == list(range(6))
     for name, tag in (("train", "train_epoch/loss"), ("val", "val/loss")):
-        assert found[tag] == pytest.approx({3 * e + 2: losses(report)[e, name] for e in range(2)})
-    assert found["train/lr"][0] == pytest.approx(0.05)
-    assert {"train/ips", "train/top1", "train_epoch/ips", "val/top1", "val/ips"} <= found.keys()
-    assert all(step in (2, 5) for step in found["val/loss"])
+        assert result[tag] == pytest.approx({3 * e + 2: losses(report)[e, name] for e in range(2)})
+    assert result["train/lr"][0] == pytest.approx(0.05)
+    assert {"train/ips", "train/top1", "train_epoch/ips", "val/top1", "val/ips"} <= result.keys()
+    assert all(step in (2, 5) for step in result["val/loss"])
 
 
-def test_loss_scale_is_written_and_what_is_not_finite_is_null(run_train, tmp_path, monkeypatch):
-    """In the report and in the checkpoint, which a run resumes; TensorBoard has no such point."""
+def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
+    """The report and the resumable checkpoint contain null, and TensorBoard has no such point."""
     from paddle_resnet import program
 
     run = program.run_and_save
@@ -70,14 +70,14 @@ def test_loss_scale_is_written_and_what_is_not_finite_is_null(run_train, tmp_pat
     meta = strict_json((tmp_path / "output/Tiny/latest/meta.json").read_text())
     assert meta["trained"]["loss"] is meta["evaluated"]["loss"] is meta["best"]["loss"] is None
     assert run_train(*flags, "--epochs", "2")[0] == 0
-    found = scalars(tmp_path / "board")
-    assert found["train_epoch/loss_scale"] == {2: 128.0, 5: 128.0}
-    assert found["train_epoch/not_finite"] == {2: 24, 5: 24}
-    assert not {"train_epoch/loss", "val/loss"} & found.keys()
+    result = scalars(tmp_path / "board")
+    assert result["train_epoch/loss_scale"] == {2: 128.0, 5: 128.0}
+    assert result["train_epoch/not_finite"] == {2: 24, 5: 24}
+    assert not {"train_epoch/loss", "val/loss"} & result.keys()
     assert "nan" not in (tmp_path / "page.html").read_text()
 
 
-def test_first_batch_and_configuration(run_train, tmp_path, monkeypatch):
+def test_first_batch_and_configuration_are_written(run_train, tmp_path, monkeypatch):
     from PIL import Image
 
     shown = []
@@ -98,42 +98,42 @@ def test_first_batch_and_configuration(run_train, tmp_path, monkeypatch):
     assert "model_arch_name: Tiny" in text and "lr: 0.05" in text
 
 
-def test_a_run_that_goes_on_has_each_step_once(run_train, stop_before, tmp_path, capsys):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys):
+    uninterrupted, parts = tmp_path / "uninterrupted", tmp_path / "parts"
     flags = ["--epochs", "3", "--print-interval", "1"]
-    assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", whole)[0] == 0
+    assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", uninterrupted)[0] == 0
     flags += ["--output-dir", tmp_path / "b", "--tensorboard-dir", parts, "--resume"]
-    stop_before(train_step=5)  # the polls of an epoch: before each step
+    stop_before(train_step=5)  # the job polls before each step
     assert run_train(*flags)[0] == 75
     with tensorboard.SummaryWriter(str(parts), filename_suffix=f".{time.time_ns()}") as killed:
-        killed.add_scalar("train/loss", 9.0, 5)  # as a run leaves it that is killed after a checkpoint
+        killed.add_scalar("train/loss", 9.0, 5)  # simulates a run that is killed after a checkpoint
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert len(list(parts.iterdir())) == 4  # also within one second
+    assert len(list(parts.iterdir())) == 4  # names are unique within a second
     assert "--tensorboard-dir" not in capsys.readouterr().err
-    expected, found = scalars(whole), scalars(parts)
+    expected, result = scalars(uninterrupted), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):
-        assert found[tag] == expected[tag], tag
+        assert result[tag] == expected[tag], tag
 
 
-def test_a_different_run_in_the_folder_is_a_warning(run_train, tmp_path, capsys):
+def test_events_of_different_run_log_a_warning(run_train, tmp_path, capsys):
     for folder in ("a", "b"):
         flags = ["--batch-size", "15", "--tensorboard-dir", tmp_path / "board", "--output-dir", tmp_path / folder]
         assert run_train(*flags)[0] == 0
-        says = f"warning: --tensorboard-dir {tmp_path}/board: contains events of an earlier run"
-        assert (says in capsys.readouterr().err) == (folder == "b")
+        message = f"warning: --tensorboard-dir {tmp_path}/board: contains events of an earlier run"
+        assert (message in capsys.readouterr().err) == (folder == "b")
 
 
-def test_folder_that_cannot_be_written_is_refused(run_train, tmp_path, capsys):
+def test_unwritable_folder_exits_with_code_2(run_train, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run_train("--tensorboard-dir", tmp_path / "file/board")[0] == 2
     assert f"--tensorboard-dir {tmp_path}/file/board: cannot be written" in capsys.readouterr().err
 
 
-def test_without_the_flag_nothing_is_imported():
+def test_tensorboardx_is_not_imported_without_flag():
     program = "import sys, train; from paddle_resnet import phases, program, report; "
     program += "print([m for m in ('tensorboardX', 'jinja2', 'rich', 'paddle_resnet.results') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""Operators as ONNX; whole networks are in tests/test_export.py."""
+"""Translation of operators to ONNX. tests/test_export.py covers networks."""
 
 import numpy as np
 import paddle
@@ -12,7 +12,7 @@ from utils.errors import UsageError
 
 
 def inference_program(layer, shape=(3, 8, 8)):
-    """(program, its inputs, its outputs, read) of a layer in evaluation mode."""
+    """Return (program, inputs, outputs, read, input array, output array) of a layer in evaluation mode."""
     program, startup, scope = static.Program(), static.Program(), static.Scope()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard(), static.scope_guard(scope):
         images = static.data("images", [None, *shape])
@@ -31,7 +31,7 @@ F = paddle.nn.functional
 
 
 @pytest.mark.parametrize(
-    ("layer", "says"),
+    ("layer", "message"),
     [
         (paddle.nn.LeakyReLU, r"operator leaky_relu \(output leaky_relu_\d.tmp_0\) cannot be translated to ONNX"),
         (lambda: paddle.nn.Conv2D(3, 2, 3, padding="valid"), r"operator conv2d with padding_algorithm VALID \(output"),
@@ -48,10 +48,10 @@ F = paddle.nn.functional
         (lambda: lambda x: x.astype("float64"), r"operator cast with out_dtype 6 \(output"),
     ],
 )
-def test_what_onnx_cannot_express_is_named(layer, says):
+def test_unsupported_operator_is_an_error(layer, message):
     pytest.importorskip("onnx")
     program, inputs, outputs, read, *_ = inference_program(layer)
-    with pytest.raises(UsageError, match=f"--onnx: {says}.*; remove --onnx"):
+    with pytest.raises(UsageError, match=f"--onnx: {message}.*; remove --onnx"):
         onnx_writer.to_onnx(program, inputs, outputs, read, "")
 
 
@@ -78,7 +78,7 @@ def test_what_onnx_cannot_express_is_named(layer, says):
         lambda: lambda x: x.reshape([-1, 192]),
     ],
 )
-def test_onnx_computes_what_paddle_computes(layer):
+def test_onnx_output_matches_paddle(layer):
     onnxruntime = pytest.importorskip("onnxruntime")
     program, inputs, outputs, read, array, expected = inference_program(layer)
     model = onnx_writer.to_onnx(program, inputs, outputs, read, "")

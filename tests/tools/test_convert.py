@@ -23,7 +23,7 @@ from utils.mode import Mode
 
 
 def contents(root, mode=Mode.EVAL):
-    """[(bytes of the image, label)] of a split, in stored order."""
+    """Return [(bytes of the image, label)] of a split, in stored order."""
     return [records.read(image) for image in listing.images(str(root), mode)[2]]
 
 
@@ -32,32 +32,32 @@ def tree(root):
 
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
-def test_bytes_labels_and_class_names_are_kept(photos, converted, to):
+def test_conversion_keeps_bytes_labels_and_class_names(photos, converted, to):
     for mode in Mode:
-        expected, found = contents(photos, mode), contents(converted[to], mode)
+        expected, actual = contents(photos, mode), contents(converted[to], mode)
         if mode is Mode.TRAIN:
-            assert found != expected  # in random order
-            expected, found = sorted(expected), sorted(found)
-        assert found == expected
+            assert actual != expected  # records are in random order
+            expected, actual = sorted(expected), sorted(actual)
+        assert actual == expected
     assert (converted[to] / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
 @pytest.mark.parametrize("source", convert.RECORD_FORMATS)
-def test_containers_can_be_converted_too(converted, tmp_path, source, to):
+def test_record_files_can_be_converted(converted, tmp_path, source, to):
     assert convert.convert(converted[source], tmp_path / "x", to, workers=1) == {"train": 30, "val": 23}
     assert contents(tmp_path / "x") == contents(converted[source])
     assert (tmp_path / "x" / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
 
 
-def test_file_list_names_no_classes(converted, tmp_path):
+def test_conversion_of_file_list_writes_no_class_names(converted, tmp_path):
     convert.convert(converted["filelist"], tmp_path / "x", "tfrecord", workers=1)
     assert not (tmp_path / "x" / "classes.txt").exists()
     assert contents(tmp_path / "x") == contents(converted["filelist"])
 
 
 @pytest.mark.parametrize(("to", "names"), [("tfrecord", "train-*-of-00007"), ("webdataset", "train-??????.tar")])
-def test_shards_are_as_many_as_asked_and_of_equal_size(photos, tmp_path, to, names):
+def test_shards_flag_sets_number_of_equal_shards(photos, tmp_path, to, names):
     convert.convert(photos, tmp_path / "x", to, shards=7, workers=2)
     shards = sorted(path for path in (tmp_path / "x").glob(names))
     assert len(shards) == 7
@@ -66,13 +66,13 @@ def test_shards_are_as_many_as_asked_and_of_equal_size(photos, tmp_path, to, nam
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_large_images_shrink_upright_and_small_ones_keep_their_bytes(tmp_path):
+def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path):
     folder = tmp_path / "source" / "val" / "a"
     folder.mkdir(parents=True)
     pixels = np.zeros((100, 200, 3), np.uint8)
     pixels[:, 100:] = 255
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     Image.fromarray(pixels).save(folder / "0.jpg", exif=exif, quality=95)
     Image.fromarray(pixels[:40, :80]).save(folder / "1.png")
     Image.fromarray(pixels).convert("CMYK").save(folder / "2.tif")
@@ -82,17 +82,17 @@ def test_large_images_shrink_upright_and_small_ones_keep_their_bytes(tmp_path):
         first, second, third = (data for data, _ in contents(output))
         with Image.open(io.BytesIO(first)) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (50, 100))
-            found = np.asarray(image.convert("L"))
-            assert found[:45].max() < 30
-            assert found[55:].min() > 225
+            gray = np.asarray(image.convert("L"))
+            assert gray[:45].max() < 30
+            assert gray[55:].min() > 225
         assert second == (folder / "1.png").read_bytes()
         with Image.open(io.BytesIO(third)) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (100, 50))
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
-def test_16_bits_are_scaled_when_an_image_shrinks(tmp_path, suffix):
-    """As DALI scales them, and not cut off at 255."""
+def test_resize_short_scales_16_bit_images(tmp_path, suffix):
+    """Values are scaled like in DALI and not clipped at 255."""
     folder = tmp_path / "source" / "val" / "a"
     folder.mkdir(parents=True)
     values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))
@@ -103,7 +103,7 @@ def test_16_bits_are_scaled_when_an_image_shrinks(tmp_path, suffix):
         np.testing.assert_allclose(np.asarray(image.convert("L"))[25], np.linspace(1, 254, 50), atol=4)
 
 
-def test_images_of_a_file_list_need_no_usual_suffix(photos, tmp_path):
+def test_file_list_images_may_have_any_suffix(photos, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("a.jfif", "b"):
@@ -113,20 +113,20 @@ def test_images_of_a_file_list_need_no_usual_suffix(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(source)
 
 
-def test_skipped_images_are_left_out(photos, tmp_path):
+def test_skipped_images_are_omitted(photos, tmp_path):
     (tmp_path / "bad.txt").write_text("val/class0/00.jpg\ntrain/class1/01.jpg\n")
     counts = convert.convert(photos, tmp_path / "x", "lmdb", workers=1, skip_list=str(tmp_path / "bad.txt"))
     assert counts == {"train": 29, "val": 22}
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
-# LMDB's is a database, RecordIO's two files; the others write one file after the other.
+# LMDB is a database and RecordIO has two files; other formats write their files in sequence.
 SHARDED = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
 
 
 @pytest.mark.parametrize("to", [*convert.SINGLE_FILE, *SHARDED])
-def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, tmp_path, to):
-    """Kills the command whenever a file has appeared that was not there before."""
+def test_killed_conversion_resumes_with_same_images(photos, converted, tmp_path, to):
+    """The command is killed whenever a new file appears."""
     output = tmp_path / "x"
     command = [sys.executable, "-m", "paddle_resnet.dataset", "convert", "--from", photos, "--to", to]
     command += ["--output", output, "--workers", "1", "--unchecked"]
@@ -136,10 +136,10 @@ def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, 
         process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < deadline:
-            there = (name for _, folders, files in os.walk(output) for name in (*folders, *files))
-            now = {re.sub(r"[^.]+\.\d+\.partial", "partial", name) for name in there}
-            if now - seen:
-                seen |= now
+            present = (name for _, folders, files in os.walk(output) for name in (*folders, *files))
+            normalized = {re.sub(r"[^.]+\.\d+\.partial", "partial", name) for name in present}
+            if normalized - seen:
+                seen |= normalized
                 break
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_killed_conversion_goes_on_and_gives_the_same_images(photos, converted, 
         assert contents(output, mode) == contents(converted[to], mode)
 
 
-def test_damaged_records_of_a_killed_conversion_are_refused(photos, converted, tmp_path):
+def test_damaged_records_of_killed_conversion_are_rejected(photos, converted, tmp_path):
     output = tmp_path / "x"
     shutil.copytree(converted["recordio"], output)
     plan = json.loads((output / "convert.json").read_text())
@@ -165,14 +165,14 @@ def test_damaged_records_of_a_killed_conversion_are_refused(photos, converted, t
 
 
 @pytest.mark.parametrize("to", convert.RECORD_FORMATS)
-def test_what_is_there_already_is_not_written_again(photos, tmp_path, to):
+def test_finished_files_are_not_rewritten(photos, tmp_path, to):
     output = tmp_path / "x"
     shards = 3 if to in convert.SHARDED else None
     convert.convert(photos, output, to, shards=shards, workers=1)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     convert.convert(photos, output, to, shards=shards, workers=1)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
-    # Unfinished, with nothing missing but the last word.
+    # Only the completion mark is missing.
     manifest = json.loads((output / "convert.json").read_text())
     (output / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
     done = []
@@ -184,22 +184,22 @@ def test_what_is_there_already_is_not_written_again(photos, tmp_path, to):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"to": "webdataset"}, "contains a conversion with format tfrecord"),
         ({"shards": 4}, "contains a conversion with shards"),
         ({"resize_short": 30}, "contains a conversion with resize_short None"),
     ],
 )
-def test_another_conversion_into_the_same_folder_is_refused(photos, tmp_path, options, says):
+def test_different_conversion_to_same_folder_is_rejected(photos, tmp_path, options, message):
     convert.convert(photos, tmp_path / "x", "tfrecord", shards=3, workers=1)
     before = tree(tmp_path / "x")
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         convert.convert(photos, tmp_path / "x", **{"to": "tfrecord", "shards": 3, "workers": 1, **options})
     assert tree(tmp_path / "x") == before
 
 
-def test_other_images_are_refused(photos, tmp_path):
+def test_conversion_with_changed_image_list_is_rejected(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     convert.convert(tmp_path / "photos", tmp_path / "x", "recordio", workers=1)
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").unlink()
@@ -208,7 +208,7 @@ def test_other_images_are_refused(photos, tmp_path):
 
 
 @pytest.mark.parametrize(("to", "is_complete"), [("lmdb", False), ("webdataset", True)])
-def test_an_image_that_changed_under_its_name_is_converted_again(photos, tmp_path, capsys, to, is_complete):
+def test_changed_image_is_converted_again(photos, tmp_path, capsys, to, is_complete):
     source, output = shutil.copytree(photos, tmp_path / "photos"), tmp_path / "x"
     options = {"to": to, "shards": 2 if to in convert.SHARDED else None, "workers": 1}
     convert.convert(source, output, **options)
@@ -223,7 +223,7 @@ def test_an_image_that_changed_under_its_name_is_converted_again(photos, tmp_pat
     assert capsys.readouterr().err == ""
 
 
-def test_a_conversion_of_an_older_version_is_kept_with_a_warning(photos, tmp_path, capsys):
+def test_conversion_of_older_version_is_kept_with_a_warning(photos, tmp_path, capsys):
     convert.convert(photos, tmp_path / "x", "recordio", workers=1)
     manifest = json.loads((tmp_path / "x/convert.json").read_text())
     for split in manifest["splits"].values():
@@ -236,7 +236,7 @@ def test_a_conversion_of_an_older_version_is_kept_with_a_warning(photos, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--to", "recordio", "--shards", "2"], "--shards 2: recordio has one file per split"),
         (["--to", "tfrecord", "--shards", "31"], "has only 30 images; use a smaller number"),
@@ -245,29 +245,29 @@ def test_a_conversion_of_an_older_version_is_kept_with_a_warning(photos, tmp_pat
         (["--to", "jpeg"], "invalid choice: 'jpeg'"),
     ],
 )
-def test_bad_flags_are_refused(photos, tmp_path, capsys, flags, says):
+def test_invalid_flags_exit_with_code_2(photos, tmp_path, capsys, flags, message):
     try:
         code = dataset.main(["convert", "--from", str(photos), "--output", str(tmp_path / "x"), *flags])
     except SystemExit as e:
         code = e.code
     assert code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
-def test_source_and_output_are_checked(photos, tmp_path, capsys):
+def test_invalid_source_or_output_exits_with_code_2(photos, tmp_path, capsys):
     convert_to = ["convert", "--to", "tfrecord", "--from"]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    for words, says in (
+    for arguments, message in (
         ([str(photos), "--output", str(photos)], f"--output {photos}: would change the data set {photos}"),
         ([str(photos), "--output", str(photos / "train/rec")], "/train/rec: would change the data set"),
         ([str(photos), "--output", str(tmp_path / "full")], "exists and is not a conversion"),
         ([str(tmp_path / "full"), "--output", str(tmp_path / "x")], "contains neither train/ nor val/"),
         ([str(tmp_path / "none"), "--output", str(tmp_path / "x")], "not a folder"),
     ):
-        assert dataset.main([*convert_to, *words]) == 2
-        assert says in capsys.readouterr().err
+        assert dataset.main([*convert_to, *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 HOLDER = """
@@ -279,51 +279,51 @@ sys.stdin.read()
 """
 
 
-def test_a_second_conversion_to_one_output_is_refused(photos, tmp_path, capsys):
-    """It would write every record twice. Both here and where nothing is there yet, nothing is left behind."""
+def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, capsys):
+    """It would write every record twice. Rejected conversions leave no files behind."""
     (tmp_path / "x").mkdir()
-    words = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output"]
+    command = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "x/.lock"], cwd=ROOT, **pipes) as holder:
         assert holder.stdout.readline() == "locked\n"
-        assert dataset.main([*words, str(tmp_path / "x")]) == 2
-        says = f"--output {tmp_path}/x: another process (process {holder.pid} on "
-        assert says in capsys.readouterr().err
+        assert dataset.main([*command, str(tmp_path / "x")]) == 2
+        message = f"--output {tmp_path}/x: another process (process {holder.pid} on "
+        assert message in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "x").iterdir()] == [".lock"]
         holder.communicate("")
     (tmp_path / "none").mkdir()
-    assert dataset.main(["convert", "--from", str(tmp_path / "none"), *words[3:], str(tmp_path / "y")]) == 2
+    assert dataset.main(["convert", "--from", str(tmp_path / "none"), *command[3:], str(tmp_path / "y")]) == 2
     assert not (tmp_path / "y").exists()
 
 
-def test_image_that_cannot_be_shrunk_is_named(photos, tmp_path):
+def test_undecodable_image_to_resize_is_reported(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
-    (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"no image")
+    (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"not an image")
     for to in ("tfrecord", "lmdb"):
         with pytest.raises(UsageError, match=r"train/class0/00.jpg: cannot be decoded"):
             convert.convert(tmp_path / "photos", tmp_path / to, to, resize_short=30, workers=1)
 
 
-def test_all_images_that_cannot_be_decoded_are_named_before_anything_is_written(photos, tmp_path, capsys):
+def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, capsys):
     root, output, bad = tmp_path / "photos", tmp_path / "x", tmp_path / "bad.txt"
     shutil.copytree(photos, root)
     names = ["train/class0/00.jpg", "val/class2/02.jpg"]
     for name in names:
         (root / name).write_bytes((root / name).read_bytes()[:300])
-    words = ["convert", "--from", str(root), "--to", "tfrecord", "--output", str(output)]
-    assert dataset.main(words) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"{root}: 2 of 53 images cannot be decoded: " in said
-    assert all(name in said for name in names)
+    command = ["convert", "--from", str(root), "--to", "tfrecord", "--output", str(output)]
+    assert dataset.main(command) == 2
+    stderr = " ".join(capsys.readouterr().err.split())
+    assert f"{root}: 2 of 53 images cannot be decoded: " in stderr
+    assert all(name in stderr for name in names)
     assert not output.exists()
     bad.write_text("".join(f"{name}\n" for name in names))
-    assert dataset.main([*words, "--skip-list", str(bad)]) == 0
-    assert dataset.main([*words[:-1], str(tmp_path / "y"), "--unchecked"]) == 0
+    assert dataset.main([*command, "--skip-list", str(bad)]) == 0
+    assert dataset.main([*command[:-1], str(tmp_path / "y"), "--unchecked"]) == 0
     assert "30 train and 23 val images" in capsys.readouterr().out
 
 
-def test_payload_with_the_magic_number_survives(tmp_path):
-    """Records are split where the number of their start occurs in the image, and put together again."""
+def test_recordio_payload_may_contain_magic_number(tmp_path):
+    """Images that contain the magic number are split into parts there, and joined when read."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     images = [magic, b"abcd" + magic + b"efgh" + magic, b"ab" + magic, 3 * magic + b"x", b"", b"1234567"]
     (tmp_path / "source" / "val" / "a").mkdir(parents=True)
@@ -331,13 +331,13 @@ def test_payload_with_the_magic_number_survives(tmp_path):
         (tmp_path / "source" / "val" / "a" / f"{i}.jpg").write_bytes(image)
     convert.convert(tmp_path / "source", tmp_path / "x", "recordio", workers=1)
     assert contents(tmp_path / "x") == [(image, 0) for image in images]
-    # Magic numbers at multiples of 4 bytes are record starts, all of them.
+    # Every magic number at a multiple of 4 bytes starts a record or part.
     data = (tmp_path / "x" / "val.rec").read_bytes()
     places = [i for i in range(0, len(data), 4) if data[i : i + 4] == magic]
     assert all(struct.unpack_from("<I", data, i + 4)[0] & (1 << 29) - 1 <= len(data) for i in places)
 
 
-def test_index_makes_what_is_missing(converted, tmp_path, capsys):
+def test_index_command_creates_missing_indexes(converted, tmp_path, capsys):
     for name in ("recordio", "tfrecord", "webdataset"):
         root = tmp_path / name
         shutil.copytree(converted[name], root)
@@ -354,19 +354,19 @@ def test_index_makes_what_is_missing(converted, tmp_path, capsys):
     assert "not a folder; use the folder that contains the shards" in capsys.readouterr().err
 
 
-def test_index_that_cannot_be_written_is_named(converted, tmp_path, capsys):
+def test_unwritable_index_exits_with_code_2(converted, tmp_path, capsys):
     shutil.copytree(converted["recordio"], tmp_path / "x")
     index = tmp_path / "x/train.idx"
     index.unlink()
-    files.partial_path(index).mkdir()  # root may write everywhere
+    files.partial_path(index).mkdir()  # permissions do not stop root
     assert dataset.main(["index", str(tmp_path / "x")]) == 2
     assert "the index cannot be written (Is a directory); make the folder writable" in capsys.readouterr().err
 
 
-def test_split_that_is_skipped_whole_is_refused(photos, tmp_path, capsys):
+def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, capsys):
     skip = tmp_path / "skip.txt"
     skip.write_text("".join(f"{path.relative_to(photos)}\n" for path in photos.glob("val/*/*")))
-    words = [
+    command = [
         "convert",
         "--from",
         str(photos),
@@ -377,11 +377,11 @@ def test_split_that_is_skipped_whole_is_refused(photos, tmp_path, capsys):
         "--skip-list",
         str(skip),
     ]
-    assert dataset.main(words) == 2
+    assert dataset.main(command) == 2
     assert f"{photos}: no val images to convert; add some, or shorten --skip-list" in capsys.readouterr().err
 
 
-# Converts in blocks of four images and is killed when some are written; says before who its workers are.
+# Converts in blocks of four images, and prints the process ids of its workers and is killed after some are written.
 KILLED = """
 import multiprocessing, os, signal, sys
 from paddle_resnet.tools import convert, writers
@@ -397,13 +397,13 @@ convert.convert(*sys.argv[1:], workers=2, progress=progress)
 
 
 @pytest.mark.parametrize("to", convert.SINGLE_FILE)
-def test_killed_conversion_takes_its_workers_along_and_keeps_its_images(photos, converted, tmp_path, to):
+def test_killed_conversion_stops_workers_and_keeps_images(photos, converted, tmp_path, to):
     output = tmp_path / "x"
-    said = tmp_path / "said"  # not a pipe, which workers that live on would keep open
-    with open(said, "w") as f:
+    output_file = tmp_path / "stdout"  # surviving workers would keep a pipe open
+    with open(output_file, "w") as f:
         killed = subprocess.run([sys.executable, "-c", KILLED, str(photos), str(output), to], cwd=ROOT, stdout=f)
     assert killed.returncode == -signal.SIGKILL
-    workers = said.read_text().split()
+    workers = output_file.read_text().split()
     assert workers
     deadline = time.monotonic() + 10
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
@@ -420,22 +420,22 @@ def test_killed_conversion_takes_its_workers_along_and_keeps_its_images(photos, 
 def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] != "Z"  # ended, and nobody has asked how
+            return f.read().rpartition(")")[2].split()[0] != "Z"  # a zombie has exited
     except OSError:
         return False
 
 
 @pytest.mark.parametrize("to", ["lmdb", "recordio"])
-def test_full_disk_is_a_sentence(photos, tmp_path, to):
-    """RLIMIT_FSIZE lets every write beyond a size fail. The same command goes on once there is room."""
+def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, to):
+    """RLIMIT_FSIZE makes every write beyond a size fail. The same command resumes once there is space."""
     code = (
         "import resource, sys; limit = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
     )
     code += "from paddle_resnet import dataset; sys.exit(dataset.main(sys.argv[1:]))"
     command = ["convert", "--from", photos, "--to", to, "--output", tmp_path / "out", "--workers", "1", "--unchecked"]
     for limit in (25_000, 10**9):
-        words = [sys.executable, "-c", code, *map(str, command), str(limit)]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        command = [sys.executable, "-c", code, *map(str, command), str(limit)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert "Traceback" not in done.stderr
         assert done.returncode == (2 if limit == 25_000 else 0), done.stderr
         if limit == 25_000:
@@ -443,7 +443,7 @@ def test_full_disk_is_a_sentence(photos, tmp_path, to):
     assert "30 train and 23 val images" in done.stdout
 
 
-def test_half_a_record_of_a_killed_conversion_is_removed(tmp_path):
+def test_partial_record_of_killed_conversion_is_removed(tmp_path):
     images = [(b"x" * 101, 0), (b"y" * 50, 1)]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

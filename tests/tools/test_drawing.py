@@ -10,7 +10,7 @@ from paddle_resnet.tools import drawing
 
 
 def splits(count):
-    """What info finds in `count` classes: class i has i images in train and one in val."""
+    """Return the result of info for `count` classes; class i has i images in train and one in val."""
     names = [f"[b]$class$ {i}" for i in range(count)]
     sizes = np.array([[40, 30], [50, 60]])
     return {
@@ -20,7 +20,7 @@ def splits(count):
 
 
 @pytest.mark.parametrize("count", [2, 60, 1000])
-def test_classes_are_named_and_in_the_same_order_in_both_splits(tmp_path, count):
+def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count):
     data = splits(count)
     figure = drawing.balance(data)
     bars = {axes.get_title().partition(":")[0]: axes for axes in figure.axes[:2]}
@@ -47,14 +47,14 @@ def test_classes_are_named_and_in_the_same_order_in_both_splits(tmp_path, count)
     assert 400 < height < 3000
 
 
-def test_one_split_alone(tmp_path):
+def test_balance_of_one_split(tmp_path):
     drawing.save(drawing.balance({"val": splits(3)["val"]}), tmp_path / "x.png")
 
 
-NAME = "猫 \u2312 a\x1b"  # in no font of matplotlib; in STIX and not in DejaVu Sans
+NAME = "猫 \u2312 a\x1b"  # the first is in no font of matplotlib, the second only in STIX
 
 
-def test_a_character_without_a_font_is_an_escape(tmp_path, monkeypatch):
+def test_character_without_font_is_escaped(tmp_path, monkeypatch):
     fonts = [font for font in font_manager.fontManager.ttflist if font.name in ("DejaVu Sans", "STIXGeneral")]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
     assert "\u2312" not in drawing._characters(drawing.FONT, {"\u2312"})
@@ -71,15 +71,15 @@ def test_a_character_without_a_font_is_an_escape(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "start"), [("x.PNG", b"\x89PNG"), ("x.pdf", b"%PDF"), ("x.svg", b"<?xml")])
-def test_the_name_decides_the_format(photos, tmp_path, name, start):
+def test_file_name_selects_format(photos, tmp_path, name, start):
     assert dataset.main(["info", str(photos), "--output", str(tmp_path / name)]) == 0
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
-@pytest.mark.parametrize("words", [["info"], ["preview"]])
+@pytest.mark.parametrize("command", [["info"], ["preview"]])
 @pytest.mark.parametrize("name", ["x.doc", "x", ".png"])
-def test_other_formats_are_refused_before_the_work(tmp_path, capsys, words, name):
-    assert dataset.main([*words, "/nowhere", "--output", str(tmp_path / name)]) == 2
+def test_unknown_format_is_rejected_before_reading_data(tmp_path, capsys, command, name):
+    assert dataset.main([*command, "/nowhere", "--output", str(tmp_path / name)]) == 2
     assert (
         f"--output {tmp_path}/{name}: unknown file format; use a name that ends in .png, .pdf, .svg"
         in capsys.readouterr().err

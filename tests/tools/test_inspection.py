@@ -12,20 +12,20 @@ from utils.errors import UsageError
 
 
 @pytest.fixture
-def colours(tmp_path):
-    """Ten training images, each of one colour and in a class of its own."""
+def colors(tmp_path):
+    """Ten training images, each of one color and in its own class."""
     for i in range(10):
-        folder = tmp_path / "colours" / "train" / f"c{i}"
+        folder = tmp_path / "colors" / "train" / f"c{i}"
         folder.mkdir(parents=True)
         Image.new("RGB", (40 + i, 30), (20 * i, 0, 255)).save(folder / "x.png")
-    return tmp_path / "colours"
+    return tmp_path / "colors"
 
 
 @pytest.mark.parametrize(
     "flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"], ["--normalize-mean", "0,0,1"]]
 )
-def test_preview_shows_what_the_network_gets(colours, flags):
-    pictures, classes = inspection.first_images(colours, 25, [*TINY, "--num-of-class", "10", *flags])
+def test_preview_shows_images_fed_to_network(colors, flags):
+    pictures, classes = inspection.first_images(colors, 25, [*TINY, "--num-of-class", "10", *flags])
     assert len(pictures) == len(classes) == 25
     assert len(set(classes)) > 7
     for picture, name in zip(pictures, classes, strict=True):
@@ -33,7 +33,7 @@ def test_preview_shows_what_the_network_gets(colours, flags):
         assert (picture == (20 * int(name[1:]), 0, 255)).all()
 
 
-def test_preview_takes_augmentation_flags_and_writes_a_png(photos, tmp_path, capsys):
+def test_preview_applies_augmentation_flags_and_writes_png(photos, tmp_path, capsys):
     flags = ["--color-jitter", "0.5", "--rotate-degrees", "30"]
     plain, _ = inspection.first_images(photos, 4, TINY)
     augmented, _ = inspection.first_images(photos, 4, [*TINY, *flags])
@@ -47,43 +47,43 @@ def test_preview_takes_augmentation_flags_and_writes_a_png(photos, tmp_path, cap
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
-def test_info_of_every_format_is_that_of_the_folder(photos, converted, data_format):
-    expected, found = inspection.info(photos), inspection.info(converted[data_format])
-    assert found.keys() == expected.keys() == {"train", "val"}
+def test_info_is_equal_in_every_format(photos, converted, data_format):
+    expected, actual = inspection.info(photos), inspection.info(converted[data_format])
+    assert actual.keys() == expected.keys() == {"train", "val"}
     for split in expected:
-        assert list(found[split]["classes"].values()) == list(expected[split]["classes"].values())
-        assert sorted(found[split]["sizes"].tolist()) == sorted(expected[split]["sizes"].tolist())
+        assert list(actual[split]["classes"].values()) == list(expected[split]["classes"].values())
+        assert sorted(actual[split]["sizes"].tolist()) == sorted(expected[split]["sizes"].tolist())
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset"])
-def test_preview_of_every_format_names_the_classes(converted, data_format):
+def test_preview_of_every_format_has_class_names(converted, data_format):
     pictures, classes = inspection.first_images(converted[data_format], 12, TINY)
-    for picture, name in zip(pictures, classes, strict=True):  # class k has a ramp in colour k
+    for picture, name in zip(pictures, classes, strict=True):  # class k has a ramp in color channel k
         assert np.argmax(picture.mean(axis=(0, 1))) == int(name.removeprefix("class"))
 
 
-def test_info_counts_and_measures(colours, tmp_path, capsys):
-    (colours / "train" / "c0" / "broken.jpg").write_bytes(b"no image")
-    (colours / "val" / "c0").mkdir(parents=True)
-    assert dataset.main(["info", str(colours), "--output", str(tmp_path / "info.png")]) == 0
+def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
+    (colors / "train" / "c0" / "broken.jpg").write_bytes(b"not an image")
+    (colors / "val" / "c0").mkdir(parents=True)
+    assert dataset.main(["info", str(colors), "--output", str(tmp_path / "info.png")]) == 0
     with Image.open(tmp_path / "info.png") as image:
         assert image.size[0] > 400
     assert "2 (c0)" in capsys.readouterr().out
-    found = inspection.info(colours)
-    assert found["train"]["classes"] == {"c0": 2, **{f"c{i}": 1 for i in range(1, 10)}}
-    assert sorted(found["train"]["sizes"].tolist()) == [[40 + i, 30] for i in range(10)]
-    assert found["val"]["classes"] == {f"c{i}": 0 for i in range(10)}
-    assert found["val"]["sizes"].shape == (0, 2)
+    actual = inspection.info(colors)
+    assert actual["train"]["classes"] == {"c0": 2, **{f"c{i}": 1 for i in range(1, 10)}}
+    assert sorted(actual["train"]["sizes"].tolist()) == [[40 + i, 30] for i in range(10)]
+    assert actual["val"]["classes"] == {f"c{i}": 0 for i in range(10)}
+    assert actual["val"]["sizes"].shape == (0, 2)
 
 
-def test_info_of_classes_of_one_name(colours):
-    """As ImageNet has."""
-    (colours / "classes.txt").write_text("crane\ncrane\nwren\n")
-    (colours / "train.txt").write_text("train/c0/x.png 0\ntrain/c1/x.png 1\ntrain/c2/x.png 1\ntrain/c3/x.png 2\n")
-    (colours / "train").rename(colours / "images")
-    text = (colours / "train.txt").read_text().replace("train/", "images/")
-    (colours / "train.txt").write_text(text)
-    assert inspection.info(colours)["train"]["classes"] == {"crane (0)": 1, "crane (1)": 2, "wren": 1}
+def test_info_distinguishes_classes_with_same_name(colors):
+    """ImageNet has such classes."""
+    (colors / "classes.txt").write_text("crane\ncrane\nwren\n")
+    (colors / "train.txt").write_text("train/c0/x.png 0\ntrain/c1/x.png 1\ntrain/c2/x.png 1\ntrain/c3/x.png 2\n")
+    (colors / "train").rename(colors / "images")
+    text = (colors / "train.txt").read_text().replace("train/", "images/")
+    (colors / "train.txt").write_text(text)
+    assert inspection.info(colors)["train"]["classes"] == {"crane (0)": 1, "crane (1)": 2, "wren": 1}
 
 
 def test_speed_measures_each_setting(photos, capsys):
@@ -95,21 +95,21 @@ def test_speed_measures_each_setting(photos, capsys):
     assert "images/s" in capsys.readouterr().out
 
 
-def test_speed_on_a_gpu_measures_its_decoders_with_the_share_of_the_cpu(monkeypatch):
-    def open_loader(root, words):
-        args = config.parse_args(words)
+def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
+    def open_loader(root, arguments):
+        args = config.parse_args(arguments)
         opened.append((args.dali_device, args.cpu_decoder_load, args.hw_decoder_load))
         return iter(range(2)), args
 
     opened = []
-    monkeypatch.setattr(inspection, "_parse", lambda root, words: SimpleNamespace(dali_device="gpu"))
+    monkeypatch.setattr(inspection, "_parse", lambda root, arguments: SimpleNamespace(dali_device="gpu"))
     monkeypatch.setattr(inspection, "open_loader", open_loader)
     inspection.speed("", [1], [0.5, 0.7], batches=1, repeats=1, arguments=["--cpu-decoder-load", "0.4"])
     assert opened == [("cpu", 0.0, 0.9), ("gpu", 0.4, 0.5), ("gpu", 0.4, 0.7)]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (["preview", "/nowhere", "--output", "x.png"], "--image-root /nowhere: not a folder"),
         (["preview", "{photos}", "--output", "/proc/no.png", *TINY], "--output /proc/no.png: cannot be written"),
@@ -120,20 +120,20 @@ def test_speed_on_a_gpu_measures_its_decoders_with_the_share_of_the_cpu(monkeypa
         (["info", "{photos}", "--batch-size", "3"], "--batch-size: unknown flag"),
     ],
 )
-def test_bad_words_are_refused_in_one_sentence(photos, capsys, words, says):
-    assert dataset.main([word.format(photos=photos) for word in words]) == 2
-    message = capsys.readouterr().err
-    assert says in message
-    assert len(message.splitlines()) == 1
+def test_invalid_command_exits_with_code_2_and_one_line(photos, capsys, arguments, message):
+    assert dataset.main([argument.format(photos=photos) for argument in arguments]) == 2
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
 
 
-def test_the_batch_size_may_exceed_the_data_set(colours):
-    words = [*TINY, "--num-of-class", "10", "--batch-size", "256"]
-    assert len(inspection.first_images(colours, 25, words)[0]) == 25
-    [(_, _, _, rates)] = inspection.speed(colours, [1], [0.9], batches=2, repeats=1, arguments=words)
+def test_batch_size_may_exceed_data_set(colors):
+    arguments = [*TINY, "--num-of-class", "10", "--batch-size", "256"]
+    assert len(inspection.first_images(colors, 25, arguments)[0]) == 25
+    [(_, _, _, rates)] = inspection.speed(colors, [1], [0.9], batches=2, repeats=1, arguments=arguments)
     assert min(rates) > 0
 
 
-def test_refused_before_anything_is_read(photos):
+def test_invalid_flag_is_rejected_before_reading_data(photos):
     with pytest.raises(UsageError, match="--rotate-degrees"):
         inspection.first_images(photos, 1, [*TINY, "--rotate-degrees", "200"])

@@ -19,22 +19,22 @@ def tree(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def test_every_image_is_in_one_split_and_each_class_has_its_share(source, tmp_path, capsys):
+def test_split_assigns_each_image_once_with_fraction_per_class(source, tmp_path, capsys):
     output = tmp_path / "new" / "data"
     assert dataset.main(["split", str(source), "--output", str(output), "--val", "0.3"]) == 0
     assert capsys.readouterr().out == f"{output}: 21 training and 9 validation images in 3 classes\n"
-    found = tree(output)
-    assert {name.partition("/")[2]: data for name, data in found.items()} == tree(source)
-    assert len(found) == 30
+    actual = tree(output)
+    assert {name.partition("/")[2]: data for name, data in actual.items()} == tree(source)
+    assert len(actual) == 30
     for mode, count in ((Mode.TRAIN, 7), (Mode.EVAL, 3)):
         _, classes, images = listing.images(str(output), mode)
         assert classes == ["class0", "class1", "class2"]
         assert [image.label for image in images] == [0] * count + [1] * count + [2] * count
 
 
-def test_the_choice_depends_on_names_share_and_seed_only(source, tmp_path):
-    def chosen(name, **words):
-        split.split(source, tmp_path / name, 0.3, **words)
+def test_split_depends_only_on_names_fraction_and_seed(source, tmp_path):
+    def chosen(name, **options):
+        split.split(source, tmp_path / name, 0.3, **options)
         return tree(tmp_path / name / "val").keys()
 
     assert chosen("a") == chosen("b") == chosen("c", seed=0)
@@ -46,30 +46,30 @@ def test_the_choice_depends_on_names_share_and_seed_only(source, tmp_path):
     assert split.divide("x", names, 0.2, 0) != split.divide("y", names, 0.2, 0)
 
 
-@pytest.mark.parametrize(("count", "share", "val"), [(2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 2), (100, 0.2, 20)])
-def test_each_split_has_at_least_one_image(count, share, val):
-    train, found = split.divide("x", [f"{i}.jpg" for i in range(count)], share, 0)
-    assert (len(train), len(found)) == (count - val, val)
+@pytest.mark.parametrize(("count", "fraction", "val"), [(2, 0.01, 1), (2, 0.99, 1), (10, 0.25, 2), (100, 0.2, 20)])
+def test_each_split_has_at_least_one_image(count, fraction, val):
+    train, evaluation = split.divide("x", [f"{i}.jpg" for i in range(count)], fraction, 0)
+    assert (len(train), len(evaluation)) == (count - val, val)
 
 
-def test_nothing_is_copied_where_links_serve(source, tmp_path, monkeypatch):
+def test_split_copies_only_without_hard_and_symbolic_links(source, tmp_path, monkeypatch):
     split.split(source, tmp_path / "hard", 0.2)
     name = next(iter(tree(tmp_path / "hard" / "train")))
     assert os.path.samefile(tmp_path / "hard" / "train" / name, source / name)
     assert not (tmp_path / "hard" / "train" / name).is_symlink()
 
-    def refuse(*args):
+    def fail(*args):
         raise OSError
 
-    monkeypatch.setattr(os, "link", refuse)
-    split.split(os.path.relpath(source), tmp_path / "soft", 0.2)  # as from another disk
+    monkeypatch.setattr(os, "link", fail)
+    split.split(os.path.relpath(source), tmp_path / "soft", 0.2)  # simulates a different disk
     assert (tmp_path / "soft" / "train" / name).readlink() == source / name
-    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr(os, "symlink", fail)
     split.split(source, tmp_path / "copies", 0.2)
     assert tree(tmp_path / "hard") == tree(tmp_path / "soft") == tree(tmp_path / "copies")
 
 
-def test_all_or_nothing(source, tmp_path, monkeypatch):
+def test_interrupted_split_leaves_no_output(source, tmp_path, monkeypatch):
     def interrupt(path, place):
         if place.name == "05.jpg":
             raise KeyboardInterrupt
@@ -81,7 +81,7 @@ def test_all_or_nothing(source, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
+def test_invalid_source_or_output_exits_with_code_2(photos, source, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     few = tmp_path / "few"
     shutil.copytree(source, few)
@@ -90,7 +90,7 @@ def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
     shutil.copy(source / "class0/00.jpg", few / "one")
     flat = tmp_path / "flat"
     shutil.copytree(source / "class0", flat)
-    for folder, output, says in (
+    for folder, output, expected in (
         (source, tmp_path / "there", f"--output {tmp_path}/there: exists"),
         (few, tmp_path / "x", "one for train/ and one for val/, but some have fewer: none (0), one (1); add"),
         (flat, tmp_path / "x", "contains no class folders"),
@@ -104,11 +104,11 @@ def test_what_cannot_be_split_is_refused(photos, source, tmp_path, capsys):
             shutil.rmtree(few / "none")
         assert dataset.main(["split", str(folder), "--output", str(output)]) == 2
         message = capsys.readouterr().err
-        assert says in message
+        assert expected in message
         assert not (tmp_path / "x").exists()
     with pytest.raises(SystemExit):
         dataset.main(["split", str(source), "--output", str(tmp_path / "x"), "--val", "1"])
-    assert "1 leaves a split empty" in capsys.readouterr().err
+    assert "1 leaves one split empty" in capsys.readouterr().err
     (few / "class0" / "nowhere.jpg").symlink_to("/nowhere")
     with pytest.raises(UsageError, match=r"few/class0/nowhere.jpg: a broken link"):
         split.split(few, tmp_path / "x", 0.2)

@@ -45,7 +45,7 @@ def deep():
 
 pytestmark = pytest.mark.usefixtures("verify_here")
 JPEG = encoded()
-# name: (bytes, whether training would fail, kinds of oddities)
+# name: (bytes, whether training fails, unusual properties)
 FILES = {
     "good.jpg": (JPEG, False, []),
     "progressive.jpg": (encoded(progressive=True), False, []),
@@ -53,7 +53,7 @@ FILES = {
     "good.png": (encoded(kind="PNG"), False, []),
     "good.webp": (encoded(kind="WEBP"), False, []),
     "empty.jpg": (b"", True, ["0 bytes"]),
-    "text.jpg": (b"this is no image" * 9, True, ["unknown to Pillow"]),
+    "text.jpg": (b"this is not an image" * 9, True, ["unknown to Pillow"]),
     "half.jpg": (JPEG[: len(JPEG) // 2], True, ["truncated"]),
     "header.jpg": (JPEG[:20], True, ["unknown to Pillow"]),
     "half.png": (encoded(kind="PNG")[:3000], True, ["unknown to Pillow"]),
@@ -69,14 +69,14 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_is_judged_as_training_does_and_its_oddities_are_seen(parse, tmp_path, name):
-    data, fails, odd = FILES[name]
+def test_verify_agrees_with_training_and_lists_unusual_properties(parse, tmp_path, name):
+    data, fails, unusual = FILES[name]
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / name).write_bytes(data)
-    failure, oddities, *_ = verify.check((listing.Image(name, str(tmp_path / "train" / "a" / name), 0), None))
+    failure, properties, *_ = verify.check((listing.Image(name, str(tmp_path / "train" / "a" / name), 0), None))
     assert (failure is not None) == fails
-    assert sorted(oddities) == sorted(odd)
+    assert sorted(properties) == sorted(unusual)
     for mode in Mode:
         try:
             [batch] = dali.build_dataloader(parse("--image-root", tmp_path, "--batch-size", "1"), mode)
@@ -88,7 +88,7 @@ def test_file_is_judged_as_training_does_and_its_oddities_are_seen(parse, tmp_pa
             assert np.isfinite(np.array(batch[0]["data"])).all()
 
 
-def test_exif_rotation_is_undone_in_training_and_evaluation(parse, tmp_path):
+def test_training_and_evaluation_apply_exif_rotation(parse, tmp_path):
     ramp = np.linspace(0, 250, 32)
     picture = Image.fromarray(np.stack(np.meshgrid(ramp, ramp / 2, ramp[:1]), axis=-1)[:, :, 0].astype(np.uint8))
     exif = Image.Exif()
@@ -98,17 +98,17 @@ def test_exif_rotation_is_undone_in_training_and_evaluation(parse, tmp_path):
         picture.save(tmp_path / split / "a" / "x.jpg", quality=100, subsampling=0, exif=exif)
     flags = ["--batch-size", "1", "--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1", "--data-layout", "NHWC"]
     flags += ["--resize-short", "32", "--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1"]
-    upright = np.rot90(np.asarray(picture).astype(float), -1)  # orientation 6: turn clockwise to look at it
+    upright = np.rot90(np.asarray(picture).astype(float), -1)  # orientation 6: rotate clockwise
     assert np.abs(upright - np.asarray(picture)).mean() > 20
     for mode in Mode:
         image = np.array(next(dali.build_dataloader(parse("--image-root", tmp_path, *flags), mode))[0]["data"])[0]
-        assert min(np.abs(found - upright).mean() for found in (image, image[:, ::-1])) < 2
+        assert min(np.abs(candidate - upright).mean() for candidate in (image, image[:, ::-1])) < 2
 
 
 @pytest.fixture
-def odd(photos, tmp_path):
-    """The photos, with one of each odd file in train/class0 and more that is odd about the folders."""
-    root = tmp_path / "odd"
+def unusual(photos, tmp_path):
+    """The photos, with each unusual file in train/class0, and unusual folders."""
+    root = tmp_path / "unusual"
     shutil.copytree(photos, root)
     for name, (data, _, _) in FILES.items():
         (root / "train" / "class0" / name).write_bytes(data)
@@ -120,27 +120,27 @@ def odd(photos, tmp_path):
 
 @pytest.fixture
 def reports(monkeypatch):
-    """What verify finds, in order."""
-    found, look = [], verify.verify
-    monkeypatch.setattr(verify, "verify", lambda *args: found.append(look(*args)) or found[-1])
-    return found
+    """Collect the reports of verify."""
+    collected, original = [], verify.verify
+    monkeypatch.setattr(verify, "verify", lambda *args: collected.append(original(*args)) or collected[-1])
+    return collected
 
 
-def test_report_on_a_whole_folder(odd, reports, tmp_path, capsys, monkeypatch):
+def test_report_on_folder_with_unusual_files(unusual, reports, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verify, "ProcessPoolExecutor", ProcessPoolExecutor)
-    words = ["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")]
-    assert dataset.main([*words, "--allow-empty-classes"]) == 1
+    command = ["verify", str(unusual), "--fix-list", str(tmp_path / "bad.txt")]
+    assert dataset.main([*command, "--allow-empty-classes"]) == 1
     failing = [f"train/class0/{name}" for name, (_, fails, _) in FILES.items() if fails]
     assert sorted((tmp_path / "bad.txt").read_text().splitlines()) == sorted(failing)
     printed, warned = capsys.readouterr()
-    for word in (
+    for part in (
         "CMYK",
         "EXIF-rotated",
         "the same file in train and val",
         "1 entry ignored: training would",
     ):
-        assert word in printed
-    assert f"{odd}/val: 1 entry ignored: 1 .txt (class2 1; for example class2/notes.txt)" in warned
+        assert part in printed
+    assert f"{unusual}/val: 1 entry ignored: 1 .txt (class2 1; for example class2/notes.txt)" in warned
     for split in ("train", "val"):
         assert f"{split} has no images of 1 of 4 classes (class3)" in warned
     [report] = reports
@@ -151,45 +151,45 @@ def test_report_on_a_whole_folder(odd, reports, tmp_path, capsys, monkeypatch):
     assert "train/class1/01.jpg = val/class1/copy.jpg" in report.unusual["the same file in train and val"]
 
 
-def test_training_runs_with_the_fix_list_as_skip_list(odd, run_train, tmp_path, capsys):
+def test_training_accepts_fix_list_as_skip_list(unusual, run_train, tmp_path, capsys):
     flags = ["--num-of-class", "4", "--skip-list", tmp_path / "bad.txt"]
-    assert dataset.main(["verify", str(odd), "--fix-list", str(tmp_path / "bad.txt")]) == 1
-    error = f"--image-root {odd}: train has no images of 1 of 4 classes (class3); add images"
+    assert dataset.main(["verify", str(unusual), "--fix-list", str(tmp_path / "bad.txt")]) == 1
+    error = f"--image-root {unusual}: train has no images of 1 of 4 classes (class3); add images"
     assert f"error: {error}" in capsys.readouterr().out
-    assert run_train(*flags, image_root=odd)[0] == 2
+    assert run_train(*flags, image_root=unusual)[0] == 2
     assert f"train.py: error: {error}" in capsys.readouterr().err
-    assert run_train(*flags[:2], "--allow-empty-classes", image_root=odd)[0] == 2
-    assert run_train(*flags, "--allow-empty-classes", image_root=odd)[0] == 0
+    assert run_train(*flags[:2], "--allow-empty-classes", image_root=unusual)[0] == 2
+    assert run_train(*flags, "--allow-empty-classes", image_root=unusual)[0] == 0
 
 
 @pytest.fixture
-def odd_containers(odd, tmp_path, request):
-    """The odd folder as file lists and in the containers that a test asks for: {format: root}."""
+def unusual_data_sets(unusual, tmp_path, request):
+    """The unusual folder as file lists and in the requested record formats: {format: root}."""
     roots = {"filelist": tmp_path / "filelist"}
     roots["filelist"].mkdir()
     for mode in Mode:
-        images = listing.images(str(odd), mode)[2]
+        images = listing.images(str(unusual), mode)[2]
         lines = "".join(f"{image.name} {image.label}\n" for image in images)
-        (roots["filelist"] / mode.value).symlink_to(odd / mode.value)
+        (roots["filelist"] / mode.value).symlink_to(unusual / mode.value)
         (roots["filelist"] / f"{mode.value}.txt").write_text(lines)
     for name in request.param:
         roots[name] = tmp_path / name
-        convert.convert(odd, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=1)
+        convert.convert(unusual, roots[name], name, shards=2 if name in convert.SHARDED else None, workers=1)
     return roots
 
 
 @pytest.mark.parametrize(
-    "odd_containers",
+    "unusual_data_sets",
     [("lmdb",), pytest.param(("recordio", "tfrecord", "webdataset"), marks=pytest.mark.soak)],
     indirect=True,
 )
-def test_every_format_is_verified_and_trains_without_what_fails(
-    odd_containers, odd, reports, run_train, tmp_path, capsys
+def test_every_format_is_verified_and_trains_without_failing_images(
+    unusual_data_sets, unusual, reports, run_train, tmp_path, capsys
 ):
-    expected = verify.verify(odd)
+    expected = verify.verify(unusual)
     bad = tmp_path / "bad.txt"
     flags = ["--num-of-class", "4", "--batch-size", "4", "--overwrite"]
-    for data_format, root in odd_containers.items():
+    for data_format, root in unusual_data_sets.items():
         assert dataset.main(["verify", str(root), "--fix-list", str(bad)]) == 1
         report = reports[-1]
         assert report.images == expected.images
@@ -200,19 +200,19 @@ def test_every_format_is_verified_and_trains_without_what_fails(
         capsys.readouterr()
         assert run_train(*flags, image_root=root)[0] == 2
         message = capsys.readouterr().err
-        [named] = re.findall(r"error: (\S+): cannot be decoded \(rank 0\)", message)
+        [failing_path] = re.findall(r"error: (\S+): cannot be decoded \(rank 0\)", message)
         names = [os.path.join(root, name) for name in report.failing]
-        assert named in names
+        assert failing_path in names
         if data_format == "lmdb":
             assert "and convert the data set with --skip-list" in message
-            words = ["convert", "--from", root, "--to", "lmdb", "--output", tmp_path / "again", "--skip-list", bad]
-            assert dataset.main(list(map(str, words))) == 0
+            command = ["convert", "--from", root, "--to", "lmdb", "--output", tmp_path / "again", "--skip-list", bad]
+            assert dataset.main(list(map(str, command))) == 0
             assert run_train(*flags, image_root=tmp_path / "again")[0] == 0
         else:
             assert run_train(*flags, "--skip-list", bad, image_root=root)[0] == 0
 
 
-def test_label_without_a_class_fails(converted, tmp_path):
+def test_label_without_class_fails(converted, tmp_path):
     shutil.copytree(converted["tfrecord"], tmp_path / "x")
     (tmp_path / "x" / "classes.txt").write_text("a\nb\n")
     report = verify.verify(tmp_path / "x")
@@ -221,7 +221,7 @@ def test_label_without_a_class_fails(converted, tmp_path):
     assert set(report.failing.values()) == {"has label 2, which is not one of 2 classes"}
 
 
-def test_folder_without_a_good_image(tmp_path, capsys):
+def test_folder_without_decodable_images_fails(tmp_path, capsys):
     for name in [f"{split}/a/{i:02d}.jpg" for split in ("train", "val") for i in range(30)]:
         (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "x" / name).write_bytes(JPEG[:20])
@@ -231,20 +231,20 @@ def test_folder_without_a_good_image(tmp_path, capsys):
     assert out.count("fails: ") == 51
 
 
-def test_good_folder_passes(photos, tmp_path):
+def test_valid_folder_passes(photos, tmp_path):
     assert dataset.main(["verify", str(photos), "--fix-list", str(tmp_path / "bad.txt")]) == 0
     assert (tmp_path / "bad.txt").read_text() == ""
 
 
-def test_fix_list_that_cannot_be_written_is_refused_at_once(photos, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verify, "verify", lambda *args: pytest.fail("hours of work for nothing"))
+def test_unwritable_fix_list_is_rejected_before_verification(photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "verify", lambda *args: pytest.fail("verification started before the error"))
     (tmp_path / "file").write_text("")
     path = tmp_path / "file/bad.txt"
     assert dataset.main(["verify", str(photos), "--fix-list", str(path)]) == 2
     assert f"--fix-list {path}: cannot be written (Not a directory)" in capsys.readouterr().err
 
 
-def test_class_in_val_alone_fails(photos, tmp_path):
+def test_class_only_in_val_fails(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
     report = verify.verify(tmp_path / "root")
@@ -253,23 +253,23 @@ def test_class_in_val_alone_fails(photos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [(None, "create it, or run `python -m paddle_resnet.dataset split"), ("Valid", "rename Valid/ to val/")],
 )
-def test_missing_val_fails_unless_nothing_is_evaluated(photos, tmp_path, capsys, name, says):
+def test_missing_val_fails_except_for_train_only(photos, tmp_path, capsys, name, message):
     root = tmp_path / "root"
     shutil.copytree(photos / "train", root / "train")
     if name is not None:
         shutil.copytree(photos / "val", root / name)
     assert dataset.main(["verify", str(root)]) == 1
     printed = capsys.readouterr().out
-    assert f"--image-root {root}: has no folder val/; {says}" in printed
+    assert f"--image-root {root}: has no folder val/; {message}" in printed
     assert "training would fail" in printed
     assert dataset.main(["verify", str(root), "--run-scope", "train_only"]) == 0
 
 
 @pytest.mark.parametrize("data_format", ["folder", "tfrecord"])
-def test_copies_in_two_classes_are_named(photos, tmp_path, capsys, data_format):
+def test_copies_in_two_classes_are_reported(photos, tmp_path, capsys, data_format):
     root = tmp_path / "root"
     shutil.copytree(photos, root)
     shutil.copy(root / "train/class0/00.jpg", root / "train/class1/copy.jpg")
@@ -286,14 +286,14 @@ def test_copies_in_two_classes_are_named(photos, tmp_path, capsys, data_format):
     assert "the same file in train and val" not in report.unusual
 
 
-def test_empty_files_are_no_copies(photos, tmp_path):
+def test_empty_files_are_not_copies(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     for name in ("train/class0/x.jpg", "val/class1/x.jpg"):
         (tmp_path / "root" / name).touch()
     assert not any("the same file" in kind for kind in verify.verify(tmp_path / "root").unusual)
 
 
-def test_lists_that_contradict_each_other(photos, tmp_path):
+def test_contradictory_labels_of_file_lists_are_reported(photos, tmp_path):
     for split in ("train", "val"):
         (tmp_path / split).symlink_to(photos / split)
         swap = {"class0": 0, "class1": 2, "class2": 1} if split == "val" else {f"class{i}": i for i in range(3)}
@@ -304,7 +304,7 @@ def test_lists_that_contradict_each_other(photos, tmp_path):
     assert report.unusual["folder with a different label in val.txt"] == ["class1 is 1 and 2", "class2 is 2 and 1"]
 
 
-def test_folders_of_the_system_are_no_classes(photos, tmp_path, capsys):
+def test_system_folders_are_not_classes(photos, tmp_path, capsys):
     root = tmp_path / "root"
     shutil.copytree(photos, root)
     for name in ("train/__MACOSX", "train/.ipynb_checkpoints", "val/@eaDir", "train/class0/inner"):
@@ -314,13 +314,13 @@ def test_folders_of_the_system_are_no_classes(photos, tmp_path, capsys):
     assert not report.training_would_fail
     assert report.ignored == ["train/class0/inner"]
     verify.show(report)
-    said = capsys.readouterr().out
-    assert "53 images, 0 cannot be decoded, 1 entry ignored: training can read the images" in said
-    assert said.count(f"{root}/train: .ipynb_checkpoints, __MACOSX ignored: ") == 1
-    assert said.count(f"{root}/val: @eaDir ignored: ") == 1
+    output = capsys.readouterr().out
+    assert "53 images, 0 cannot be decoded, 1 entry ignored: training can read the images" in output
+    assert output.count(f"{root}/train: .ipynb_checkpoints, __MACOSX ignored: ") == 1
+    assert output.count(f"{root}/val: @eaDir ignored: ") == 1
 
 
-def test_folder_without_splits_is_refused(tmp_path, capsys):
+def test_folder_without_splits_is_rejected(tmp_path, capsys):
     with pytest.raises(UsageError, match="neither train/ nor val/"):
         verify.verify(tmp_path)
     assert dataset.main(["verify", str(tmp_path)]) == 2
@@ -328,8 +328,9 @@ def test_folder_without_splits_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("end", "says"), [(partial(os._exit, 3), "exit code 3"), (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL")]
+    ("crash", "message"),
+    [(partial(os._exit, 3), "exit code 3"), (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL")],
 )
-def test_reader_that_ends_its_process_is_a_finding(end, says):
-    """DALI's readers crash on some damaged containers."""
-    assert verify._in_a_process(end) == ([], f"its process ended with {says}")
+def test_crash_of_reader_process_is_reported(crash, message):
+    """DALI's readers crash on some damaged record files."""
+    assert verify._in_a_process(crash) == ([], f"its process ended with {message}")

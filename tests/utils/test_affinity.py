@@ -17,7 +17,7 @@ UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A container that counts 8 cores and may use 0, 1, 3, 4, 70 and 127; returns what it binds itself to."""
+    """Simulate a container with 8 cores that may use 0, 1, 3, 4, 70 and 127; returns the list of bindings."""
     bound = []
     monkeypatch.setattr(logger, "_quiet", False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -29,7 +29,7 @@ def machine(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nvml(monkeypatch):
-    """A driver with three GPUs in the place of pynvml."""
+    """Replace pynvml by a fake driver with three GPUs."""
 
     def gpu(known, key):
         if key not in known:
@@ -51,7 +51,7 @@ def nvml(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)
     yield module
-    assert state.open == 0  # NVML is shut down on every way out
+    assert state.open == 0  # NVML is shut down in every case
 
 
 def fail(error):
@@ -62,7 +62,7 @@ def fail(error):
 
 
 @pytest.mark.parametrize(("local_gpu", "cores"), [(0, {0, 1, 3}), (1, {3, 4, 127})])
-def test_process_is_bound_to_those_of_its_cores_that_are_near(machine, capsys, local_gpu, cores):
+def test_process_is_bound_to_its_cores_local_to_gpu(machine, capsys, local_gpu, cores):
     affinity.bind_to_gpu(local_gpu)
     assert machine == [(0, cores)]
     assert capsys.readouterr().err == ""
@@ -79,48 +79,48 @@ def test_process_is_bound_to_those_of_its_cores_that_are_near(machine, capsys, l
         ("GPU-bbbb,GPU-aaaa", 1, {0, 1, 3}),
     ],
 )
-def test_gpu_counts_within_cuda_visible_devices(machine, monkeypatch, visible, local_gpu, cores):
+def test_gpu_index_is_relative_to_cuda_visible_devices(machine, monkeypatch, visible, local_gpu, cores):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     affinity.bind_to_gpu(local_gpu)
     assert machine == [(0, cores)]
 
 
-def test_no_near_core_among_its_own_only_warns(machine, capsys):
+def test_process_without_local_cores_logs_a_warning(machine, capsys):
     affinity.bind_to_gpu(2)
     assert machine == []
-    assert "warning: --enable-cpu-affinity: none of this process's cores is local to GPU 2" in capsys.readouterr().err
+    assert "warning: --enable-cpu-affinity: no allowed core is local to GPU 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("visible", "local_gpu"), [("", 3), ("0", 1), ("7", 0), ("GPU-none", 0), ("-1", 0)], ids=str)
-def test_unknown_gpu_only_warns(machine, monkeypatch, capsys, visible, local_gpu):
+def test_unknown_gpu_logs_a_warning(machine, monkeypatch, capsys, visible, local_gpu):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     affinity.bind_to_gpu(local_gpu)
     assert machine == []
-    assert f"warning: --enable-cpu-affinity: GPU {local_gpu} has no core list" in capsys.readouterr().err
+    assert f"warning: --enable-cpu-affinity: NVML reports no cores of GPU {local_gpu}" in capsys.readouterr().err
 
 
-def test_missing_pynvml_only_warns(machine, monkeypatch, capsys):
+def test_missing_pynvml_logs_a_warning(machine, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     affinity.bind_to_gpu(0)
     assert machine == []
     assert "warning: --enable-cpu-affinity: nvidia-ml-py is not installed" in capsys.readouterr().err
 
 
-def test_missing_driver_only_warns(machine, nvml, capsys):
+def test_missing_driver_logs_a_warning(machine, nvml, capsys):
     nvml.nvmlInit = fail(NVMLError("Driver Not Loaded"))
     affinity.bind_to_gpu(0)
     assert machine == []
     assert "NVML is not available (Driver Not Loaded)" in capsys.readouterr().err
 
 
-def test_missing_core_list_only_warns(machine, nvml, capsys):
+def test_missing_core_list_logs_a_warning(machine, nvml, capsys):
     nvml.nvmlDeviceGetCpuAffinity = fail(NVMLError("Not Supported"))
     affinity.bind_to_gpu(0)
     assert machine == []
-    assert "GPU 0 has no core list (Not Supported)" in capsys.readouterr().err
+    assert "NVML reports no cores of GPU 0 (Not Supported)" in capsys.readouterr().err
 
 
-def test_refusal_of_the_operating_system_only_warns(monkeypatch, capsys):
+def test_permission_error_logs_a_warning(monkeypatch, capsys):
     monkeypatch.setattr(os, "sched_setaffinity", fail(PermissionError(1, "Operation not permitted")))
     affinity.bind_to_gpu(0)
     assert "Operation not permitted" in capsys.readouterr().err

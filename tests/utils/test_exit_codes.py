@@ -1,4 +1,4 @@
-"""How commands end."""
+"""Exit codes of commands."""
 
 import errno
 import functools
@@ -31,38 +31,38 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_control_c_ends_every_tool_with_a_sentence(monkeypatch, capsys, name):
+def test_control_c_exits_with_code_130_in_every_command(monkeypatch, capsys, name):
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    main, words, place = TOOLS[name]
-    monkeypatch.setattr(*place, interrupt)
-    assert main(words) == 130
+    main, arguments, target = TOOLS[name]
+    monkeypatch.setattr(*target, interrupt)
+    assert main(arguments) == 130
     assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: interrupted\n")
 
 
-@pytest.mark.parametrize("words", [["--help"], None], ids=["help", "result"])
+@pytest.mark.parametrize("arguments", [["--help"], None], ids=["help", "result"])
 @pytest.mark.parametrize("name", TOOLS)
-def test_a_result_that_cannot_be_written_is_a_failure(monkeypatch, capsys, name, words):
-    """/dev/full can be opened, and refuses every byte. 20,000 lines are more than stdout holds back."""
-    main, others, place = TOOLS[name]
-    monkeypatch.setattr(*place, lambda *args, **options: [print("x") for _ in range(20_000)])
+def test_unwritable_stdout_exits_with_code_1(monkeypatch, capsys, name, arguments):
+    """/dev/full can be opened but rejects every byte. 20,000 lines exceed the buffer of stdout."""
+    main, default_arguments, target = TOOLS[name]
+    monkeypatch.setattr(*target, lambda *args, **options: [print("x") for _ in range(20_000)])
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
-        assert main(words or others) == 1
-    says = "stdout: cannot be written (No space left on device); make room, or redirect it to a different file"
-    assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: error: {says}\n")
+        assert main(arguments or default_arguments) == 1
+    message = "stdout: cannot be written (No space left on device); free disk space, or redirect it"
+    assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: error: {message}\n")
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
-def test_what_train_py_prints_instead_of_training_is_a_result(monkeypatch, capsys, flag):
+def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatch, capsys, flag):
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         assert train.main([flag]) == 1
     assert "train.py: error: stdout: cannot be written (No space left" in capsys.readouterr().err
 
 
-def test_a_closed_stdout_is_a_failure_of_a_tool():
+def test_closed_stdout_exits_with_code_1():
     code = "import sys; from utils import exit_codes; sys.exit(exit_codes.of('x', lambda: print(1)))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
@@ -81,23 +81,23 @@ def children(process):
 
 
 def control_c(process):
-    """What Control-C does: SIGINT to all processes of the terminal. Returns what the command said."""
+    """Send SIGINT to all processes of the command, like Control-C; returns the last line of stderr."""
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "Traceback" not in said
-    return said.splitlines()[-1]
+    assert "Traceback" not in stderr
+    return stderr.splitlines()[-1]
 
 
-def start(*words):
-    """As from a terminal: tests that run in the background of a shell inherit that SIGINT is ignored."""
-    command = [sys.executable, "-m", *map(str, words)]
+def start(*arguments):
+    """Start a command as from a terminal: tests in the background of a shell inherit that SIGINT is ignored."""
+    command = [sys.executable, "-m", *map(str, arguments)]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
     as_default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=as_default, **options)
 
 
-def test_control_c_during_the_imports_of_a_tool():
+def test_control_c_during_imports_exits_with_code_130():
     process = start("paddle_resnet.doctor")
     deadline = time.monotonic() + 30
     while not is_blocked(process) and time.monotonic() < deadline:
@@ -105,8 +105,8 @@ def test_control_c_during_the_imports_of_a_tool():
     assert control_c(process) == "paddle_resnet.doctor: interrupted"
 
 
-def test_control_c_while_processes_decode(photos, tmp_path):
-    """As soon as the first one has started."""
+def test_control_c_with_decoding_processes_exits_with_code_130(photos, tmp_path):
+    """The signal is sent once the first decoding process has started."""
     for name in ("train", "val"):
         for path in (photos / "train").glob("*/*"):
             for i in range(60):
@@ -114,12 +114,12 @@ def test_control_c_while_processes_decode(photos, tmp_path):
                 (tmp_path / name / path.parent.name / f"{i}_{path.name}").symlink_to(path)
     process = start("paddle_resnet.dataset", "verify", tmp_path)
     deadline = time.monotonic() + 30
-    while len(children(process)) < 2 and time.monotonic() < deadline:  # the first one watches resources
+    while len(children(process)) < 2 and time.monotonic() < deadline:  # the first child is Python's resource tracker
         time.sleep(0.001)
     assert control_c(process) == "paddle_resnet.dataset: interrupted"
 
 
-def test_errors_do_not_steer_the_terminal(capsys):
+def test_control_characters_in_errors_are_escaped(capsys):
     def fail():
         raise UsageError("a\x1b[31m\nb", "c")
 
@@ -128,7 +128,7 @@ def test_errors_do_not_steer_the_terminal(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "message"),
     [
         (MemoryError("std::bad_alloc"), " (std::bad_alloc)"),
         (MemoryError(), ""),
@@ -143,29 +143,29 @@ def test_errors_do_not_steer_the_terminal(capsys):
         (OSError(12, "Cannot allocate memory"), " ([Errno 12] Cannot allocate memory)"),
     ],
 )
-def test_too_little_memory_is_a_sentence(capsys, error, says):
+def test_out_of_memory_exits_with_code_1_and_an_error(capsys, error, message):
     def fail():
         raise error
 
     assert exit_codes.of("x", fail) == 1
-    says = f"x: error: too little memory{says}; use a smaller --batch-size, or add memory\n"
-    assert capsys.readouterr().err == says
+    message = f"x: error: too little memory{message}; use a smaller --batch-size, or add memory\n"
+    assert capsys.readouterr().err == message
 
 
-def test_too_few_open_files_are_an_error(photos, monkeypatch, verify_here, capsys):
-    """As with ulimit -n 16; the image that could not be opened is not a damaged one."""
+def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, verify_here, capsys):
+    """The test simulates ulimit -n 16, where an image that cannot be opened is not damaged."""
 
     def read(image):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), image.path)
 
     monkeypatch.setattr(records, "read", read)
     assert dataset.main(["verify", str(photos)]) == 1
-    said = capsys.readouterr().err
-    assert "error: ulimit -n: " in said
-    assert said.endswith("/00.jpg'); raise it, for example with ulimit -n 1024\n")
+    stderr = capsys.readouterr().err
+    assert "error: ulimit -n: " in stderr
+    assert stderr.endswith("/00.jpg'); raise it, for example with ulimit -n 1024\n")
 
 
-def test_too_few_threads_are_a_sentence(capsys):
+def test_thread_limit_exits_with_code_1_and_an_error(capsys):
     def fail():
         raise RuntimeError("can't start new thread")
 
@@ -173,7 +173,7 @@ def test_too_few_threads_are_a_sentence(capsys):
     assert "no more threads can be started (can't start new thread); add memory, or" in capsys.readouterr().err
 
 
-def test_other_errors_pass():
+def test_other_errors_are_raised():
     def fail():
         raise RuntimeError("Out of range")
 
@@ -181,7 +181,7 @@ def test_other_errors_pass():
         exit_codes.of("x", fail)
 
 
-def test_a_limit_that_the_import_of_paddle_exceeds():
+def test_address_space_limit_below_need_of_paddle_exits_with_code_1():
     def limited():
         resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20))
 
@@ -194,17 +194,17 @@ def test_a_limit_that_the_import_of_paddle_exceeds():
     )
 
 
-def test_a_deleted_working_directory_is_an_error(tmp_path, monkeypatch, capsys):
+def test_deleted_working_directory_exits_with_code_1(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    for name, (main, words, _) in TOOLS.items():
-        assert main(words) == 1
+    for name, (main, arguments, _) in TOOLS.items():
+        assert main(arguments) == 1
         expected = f"paddle_resnet.{name}: error: working directory: cannot be used (No such file or directory); "
         assert capsys.readouterr().err.endswith(f"{expected}change to a different one\n")
 
 
-def test_no_temporary_folder_is_an_error(monkeypatch, capsys):
+def test_missing_temporary_folder_exits_with_code_1(monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
     assert exit_codes.of("x", tempfile.TemporaryDirectory) == 1

@@ -1,4 +1,4 @@
-"""Names and opening of files; what commands make of unusable ones is in the tests of the commands."""
+"""Opening and writing of files. Tests of the commands cover their errors for unusable files."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from utils import files
 
 
-def test_a_file_may_have_the_size_of_the_limit(tmp_path):
+def test_open_regular_accepts_files_up_to_limit(tmp_path):
     (tmp_path / "file").write_bytes(b"four")
     with files.open_regular(tmp_path / "file", 4) as file:
         assert file.read() == b"four"
@@ -17,7 +17,7 @@ def test_a_file_may_have_the_size_of_the_limit(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_is_written_appears_complete_or_not_at_all(tmp_path, monkeypatch, kind):
+def test_written_is_atomic(tmp_path, monkeypatch, kind):
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: calls.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *names: calls.append("replace") or replace(*names))
@@ -33,16 +33,16 @@ def test_what_is_written_appears_complete_or_not_at_all(tmp_path, monkeypatch, k
     with pytest.raises(KeyboardInterrupt):
         write("half", KeyboardInterrupt)
     assert not list(tmp_path.iterdir())
-    write("whole")
-    place = str(files.partial_path(tmp_path / "x"))
-    assert calls == [*([f"{place}/y"] if kind == "folder" else []), place, "replace"]
+    write("complete")
+    partial_path = str(files.partial_path(tmp_path / "x"))
+    assert calls == [*([f"{partial_path}/y"] if kind == "folder" else []), partial_path, "replace"]
     with pytest.raises(ValueError):
         write("half", ValueError)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x/y" if kind == "folder" else tmp_path / "x").read_text() == "whole"
+    assert (tmp_path / "x/y" if kind == "folder" else tmp_path / "x").read_text() == "complete"
 
 
-def test_partial_file_has_the_given_name_and_is_not_flushed(tmp_path, monkeypatch):
+def test_written_with_partial_name_is_not_flushed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", None)
     with files.written(tmp_path / "x", tmp_path / ".x.partial") as partial:
         assert partial == tmp_path / ".x.partial"

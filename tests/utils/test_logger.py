@@ -14,7 +14,7 @@ from utils.errors import RunError, UsageError
 
 @pytest.fixture(autouse=True)
 def own_log(monkeypatch):
-    """Leave the log of other tests as it was: open, on rank 0, without a report."""
+    """Restore the log for other tests: open, on rank 0, without a report."""
     monkeypatch.setattr(logger, "_quiet", False)
     yield
     logger.close()
@@ -33,12 +33,12 @@ def begin(path, rank=0, append=False):
 
 
 def entries(path):
-    """All lines but those that begin a report."""
+    """Return all entries except those that begin a report."""
     lines = path.read_text().splitlines()
     assert all(line.startswith("DLLL ") for line in lines)
-    found = [json.loads(line.removeprefix("DLLL ")) for line in lines]
-    assert found[0]["step"] == "PARAMETER"
-    return [entry for entry in found if entry["step"] != "PARAMETER"]
+    parsed = [json.loads(line.removeprefix("DLLL ")) for line in lines]
+    assert parsed[0]["step"] == "PARAMETER"
+    return [entry for entry in parsed if entry["step"] != "PARAMETER"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_metrics_are_reported_and_printed(report, capsys, step, reported, printe
     assert capsys.readouterr().out == f"{printed}  train.loss 0.5  val.loss 0.25\n"
 
 
-def test_line_has_the_keys_of_dllogger(report):
+def test_report_line_has_keys_of_dllogger(report):
     logger.log((0, 1), {"train.loss": 1.0})
     logger.log((0, 2), {"train.loss": 1.0})
     first, second = entries(report)
@@ -75,18 +75,18 @@ def test_parameters_are_reported_but_not_printed(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_report_of_another_run_stays_until_this_one_begins(report, capsys):
+def test_existing_report_is_kept_until_begin(report, capsys):
     logger.log((), {"train.loss": 1.0})
     before = report.read_bytes()
     logger.setup(report)
     logger.log((0, 1), {"train.loss": 2.0})
     assert "loss 2" in capsys.readouterr().out
     logger.close()
-    logger.begin({"lr": 0.2})  # nowhere
+    logger.begin({"lr": 0.2})  # the report is not set up
     assert report.read_bytes() == before
 
 
-def test_lines_are_in_the_file_before_it_is_closed(report):
+def test_report_lines_are_flushed_immediately(report):
     for step in range(3):
         logger.log((0, step), {"train.loss": 1.0})
         assert len(entries(report)) == step + 1
@@ -102,23 +102,23 @@ def test_info_and_warnings_are_not_in_the_report(report, capsys):
 
 
 def test_each_line_is_one_write():
-    """A datagram socket keeps writes apart, as they reach a log file that threads and processes share."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    """A datagram socket preserves the boundaries of writes, which matter for log files shared by processes."""
+    receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     program = "from utils import logger; logger.info('a'); logger.warn('b'); logger.log((0,), {'train.loss': 1.0})"
-    with ours, theirs:
-        ours.settimeout(30)
-        subprocess.run([sys.executable, "-u", "-c", program], cwd=ROOT, stdout=theirs, stderr=theirs, check=True)
-        assert [ours.recv(100) for _ in range(3)] == [b"a\n", b"warning: b\n", b"epoch 0 train  loss 1\n"]
+    with receiver, sender:
+        receiver.settimeout(30)
+        subprocess.run([sys.executable, "-u", "-c", program], cwd=ROOT, stdout=sender, stderr=sender, check=True)
+        assert [receiver.recv(100) for _ in range(3)] == [b"a\n", b"warning: b\n", b"epoch 0 train  loss 1\n"]
 
 
-def test_new_report_replaces_the_old_one(report):
+def test_begin_replaces_existing_report(report):
     logger.log((), {"train.loss": 1.0})
     begin(report)
     logger.log((), {"train.loss": 2.0})
     assert [entry["data"] for entry in entries(report)] == [{"train.loss": 2.0}]
 
 
-def test_report_of_a_run_that_append_keeps_what_it_has(tmp_path):
+def test_append_keeps_existing_report_entries(tmp_path):
     report = tmp_path / "report.json"
     for loss in (1.0, 2.0):
         begin(report, append=True)
@@ -126,16 +126,16 @@ def test_report_of_a_run_that_append_keeps_what_it_has(tmp_path):
     assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("torn", ["", "DLLL ", 'DLLL {"timestamp": "17'])
-@pytest.mark.parametrize("whole", [0, 2])
-def test_line_that_a_full_disk_has_torn_is_left_out(report, torn, whole):
-    for _ in range(whole):
+@pytest.mark.parametrize("partial_line", ["", "DLLL ", 'DLLL {"timestamp": "17'])
+@pytest.mark.parametrize("complete_lines", [0, 2])
+def test_incomplete_last_line_is_removed_on_append(report, partial_line, complete_lines):
+    for _ in range(complete_lines):
         logger.log((), {"train.loss": 1.0})
     logger.close()
-    report.write_text(report.read_text() + torn)
+    report.write_text(report.read_text() + partial_line)
     begin(report, append=True)
     logger.log((), {"train.loss": 2.0})
-    assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0] * whole + [2.0]
+    assert [entry["data"]["train.loss"] for entry in entries(report)] == [1.0] * complete_lines + [2.0]
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
@@ -148,32 +148,32 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_other_ranks_leave_rank_0s_report_alone(report):
+def test_other_ranks_do_not_change_report_of_rank_0(report):
     logger.log((), {"train.loss": 1.0})
     begin(report, rank=1)
     logger.log((), {"train.loss": 2.0})
     assert [entry["data"] for entry in entries(report)] == [{"train.loss": 1.0}]
 
 
-def test_without_a_report_metrics_are_only_printed(capsys):
+def test_metrics_are_only_printed_without_report(capsys):
     logger.log((), {"train.loss": 1.0})
     assert capsys.readouterr().out == "summary train  loss 1\n"
 
 
-def test_full_disk_ends_the_run_with_a_sentence():
-    """/dev/full can be opened, and refuses every byte."""
+def test_full_disk_raises_run_error():
+    """/dev/full can be opened but rejects every byte."""
     logger.setup("/dev/full")
     try:
         with pytest.raises(
             RunError,
-            match=r"^--report-file /dev/full: can no longer be written \(No space left.*; make room.*--resume$",
+            match=r"^--report-file /dev/full: can no longer be written \(No space left.*; free disk space.*--resume$",
         ):
             logger.begin({"lr": 0.1})
     finally:
         logger.close()
 
 
-def test_close_may_come_twice(report):
+def test_close_may_be_called_twice(report):
     logger.log((), {"train.loss": 1.0})
     logger.close()
     logger.close()
@@ -182,7 +182,7 @@ def test_close_may_come_twice(report):
 
 
 @pytest.mark.parametrize("name", ["", "file/report.json"], ids=["a folder", "below a file"])
-def test_unwritable_report_is_refused(tmp_path, name):
+def test_unwritable_report_is_an_error(tmp_path, name):
     (tmp_path / "file").write_text("")
     logger.setup(tmp_path / name)
     with pytest.raises(UsageError, match=f"^--report-file {tmp_path / name}: cannot be written .*; choose a diff"):
@@ -199,8 +199,8 @@ sys.stdin.read()
 """
 
 
-def test_a_second_run_with_the_same_report_is_refused(tmp_path):
-    """Early, at setup, if the first has begun, and else when it begins. Links do not hide the file."""
+def test_second_run_with_same_report_is_rejected(tmp_path):
+    """The error comes at setup if the first run has begun, and otherwise at begin, also through links."""
     report, link = tmp_path / "report.json", tmp_path / "link.json"
     link.symlink_to(report)
     logger.setup(report)
@@ -208,10 +208,12 @@ def test_a_second_run_with_the_same_report_is_refused(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as holder:
         assert holder.stdout.readline() == "begun\n"
-        says = rf"^--report-file {report}: another run \(process {holder.pid} on .*\) is writing it; wait until it ends"
-        with pytest.raises(UsageError, match=says):
+        message = (
+            rf"^--report-file {report}: another run \(process {holder.pid} on .*\) is writing it; wait until it ends"
+        )
+        with pytest.raises(UsageError, match=message):
             logger.begin({"lr": 0.1})
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=message):
             logger.setup(report)
         assert len(read_report(report)) == 1
         holder.communicate("")
@@ -222,7 +224,7 @@ def test_a_second_run_with_the_same_report_is_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "report.json"]
 
 
-TALK = r"""
+LOGGING_PROGRAM = r"""
 from utils import logger
 logger.setup({report!r})
 logger.begin(dict(lr=0.1))
@@ -232,10 +234,10 @@ for step in range(3):
 """
 
 
-def talk(tmp_path, **options):
-    """A process that logs three steps and names beyond ASCII; its report and what it said on stderr."""
+def run_logging_program(tmp_path, **options):
+    """Run a process that logs three steps and non-ASCII names, and check its report; returns the finished process."""
     report = tmp_path / "report.json"
-    code = TALK.format(report=str(report))
+    code = LOGGING_PROGRAM.format(report=str(report))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
@@ -244,25 +246,25 @@ def talk(tmp_path, **options):
 
 
 @pytest.mark.parametrize("fault", ["full", "broken pipe", "closed", "both closed"])
-def test_output_that_cannot_be_written_costs_only_its_lines(tmp_path, fault):
+def test_unwritable_output_does_not_stop_the_run(tmp_path, fault):
     if fault == "full":
         with open("/dev/full", "w") as full:
-            said = talk(tmp_path, stdout=full).stderr
-        assert said.count("stdout: can no longer be written (No space left on device), so the run continues") == 1
+            stderr = run_logging_program(tmp_path, stdout=full).stderr
+        assert stderr.count("stdout: can no longer be written (No space left on device), so the run continues") == 1
     elif fault == "broken pipe":
         reader, writer = os.pipe()
         os.close(reader)
-        said = talk(tmp_path, stdout=writer).stderr
+        stderr = run_logging_program(tmp_path, stdout=writer).stderr
         os.close(writer)
-        assert said.count("stdout: can no longer be written (Broken pipe), so the run continues") == 1
+        assert stderr.count("stdout: can no longer be written (Broken pipe), so the run continues") == 1
     else:
         numbers = (1,) if fault == "closed" else (1, 2)
-        said = talk(tmp_path, preexec_fn=lambda: [os.close(number) for number in numbers]).stderr
-        assert said == ""
+        stderr = run_logging_program(tmp_path, preexec_fn=lambda: [os.close(number) for number in numbers]).stderr
+        assert stderr == ""
 
 
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LANG": "C", "LC_ALL": "C"}], ids=str)
-def test_output_in_ascii_takes_every_name(tmp_path, environment):
-    done = talk(tmp_path, stdout=subprocess.PIPE, env={**os.environ, **environment})
+def test_ascii_output_escapes_names(tmp_path, environment):
+    done = run_logging_program(tmp_path, stdout=subprocess.PIPE, env={**os.environ, **environment})
     assert done.stdout.count("ber ") == 3
     assert r"\udcff" in done.stdout

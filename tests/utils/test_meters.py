@@ -19,11 +19,11 @@ def test_accuracy_is_exact_over_many_float32_batches():
     assert meter.sum == sum(correct)
     assert meter.count == sum(sizes)
     assert meter.sum / meter.count == sum(correct) / sum(sizes)
-    assert rounded.sum != sum(correct)  # so the counts were worth restoring
+    assert rounded.sum != sum(correct)  # the exact counts require is_ratio
 
 
 @pytest.mark.parametrize("is_ratio", [False, True])
-def test_batches_weigh_by_their_samples(is_ratio):
+def test_batches_are_weighted_by_number_of_samples(is_ratio):
     meter = AverageMeter("top1", is_ratio)
     meter.update(1.0, 3)
     meter.update(0.0, 1)
@@ -32,7 +32,7 @@ def test_batches_weigh_by_their_samples(is_ratio):
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1)])
-def test_values_a_sample_are_averaged(shape):
+def test_values_per_sample_are_averaged(shape):
     meter = AverageMeter("loss")
     meter.update(np.array([1, 2, 3, 6], dtype=np.float32).reshape(shape), 4)
     meter.update(5.0, 1)
@@ -41,7 +41,7 @@ def test_values_a_sample_are_averaged(shape):
 
 
 @pytest.mark.parametrize("value", [2.5, np.float32(2.5), np.array(2.5), np.array([2.5]), np.array([[2.5]]), [2.5]])
-def test_a_batch_mean_may_be_a_number_or_an_array_of_one(value):
+def test_batch_mean_may_be_a_number_or_one_element_array(value):
     meter = AverageMeter("loss")
     meter.update(value, 8)
     assert (meter.value, meter.sum, meter.count) == (2.5, 20.0, 8)
@@ -55,11 +55,11 @@ def test_float32_losses_are_summed_in_float64():
     assert meter.sum == 2**24 + 100
 
 
-def test_no_samples_are_not_a_number():
+def test_empty_meter_has_value_nan():
     assert math.isnan(AverageMeter("loss").value)
 
 
-def test_reset_forgets():
+def test_reset_clears_meter():
     meter = AverageMeter("loss")
     meter.update(1.0, 2)
     meter.reset()
@@ -77,12 +77,12 @@ def test_reset_forgets():
         ([0.25], 250.0, 250.0, 250.0, 250.0, 250.0),
     ],
 )
-def test_latency_percentiles_are_milliseconds_between_the_nearest_steps(batch_times_s, mean, p50, p90, p95, p99):
-    expected = dict(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99)  # noqa: C408  the names are the point
+def test_latency_percentiles_are_interpolated_in_milliseconds(batch_times_s, mean, p50, p90, p95, p99):
+    expected = dict(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99)  # noqa: C408  keyword names are clearer here
     assert latency_percentiles(batch_times_s) == pytest.approx({f"latency_{k}_ms": v for k, v in expected.items()})
 
 
-def test_state_goes_on():
+def test_restored_state_continues_average():
     meter, other = AverageMeter("loss"), AverageMeter("loss")
     for value in (0.1, 0.7):
         meter.update(value, 3)
@@ -92,7 +92,7 @@ def test_state_goes_on():
     assert (other.mean(), other.sum, other.count) == (meter.mean(), meter.sum, meter.count)
 
 
-def test_updates_that_are_not_finite_are_counted_in_a_row():
+def test_consecutive_non_finite_updates_are_counted():
     meter = AverageMeter("loss")
     counts = []
     for value in (1.0, float("nan"), float("inf"), 2.0, float("nan")):
@@ -106,7 +106,7 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     meter = ConfusionMeter(10)
     batch = np.array([[3, 4], [0, 0], [3, 4]])
     meter.update(batch, 3)
-    batch[:] = 9  # the loop may reuse its memory
+    batch[:] = 9  # the training loop may reuse this memory
     meter.update(np.array([[9, 8]]), 1)
     codes, counts = meter.counts()
     assert codes.tolist() == [0, 34, 98]
@@ -115,7 +115,7 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     assert [part.tolist() for part in meter.counts()] == [[], []]
 
 
-def test_values_that_are_not_finite_are_counted_and_not_averaged():
+def test_non_finite_values_are_counted_and_not_averaged():
     meter = AverageMeter("loss")
     meter.update(float("nan"), 4)
     assert math.isnan(meter.value) and math.isnan(meter.mean())
@@ -131,21 +131,21 @@ def test_values_that_are_not_finite_are_counted_and_not_averaged():
     assert meter.not_finite == 0
 
 
-def test_confusion_leaves_out_images_without_a_prediction():
-    """As Paddle's top_k gives them where the logits are not numbers."""
+def test_confusion_omits_images_without_prediction():
+    """Paddle's top_k returns such predictions for NaN logits."""
     meter = ConfusionMeter(10)
     meter.update(np.array([[3, -(2**32) + 7], [0, 2**32 + 9], [3, -1], [4, 10], [3, 4]]), 5)
     codes, counts = meter.counts()
     assert (codes.tolist(), counts.tolist()) == ([34], [1])
 
 
-def test_of_equal_logits_the_lower_class_comes_first():
+def test_top_meter_orders_equal_logits_by_class():
     meter = TopMeter(5)
     meter.update(np.arange(1000)[None] % 3, 1)
     assert meter.rows()[0, :5].tolist() == [2, 5, 8, 11, 14]
 
 
-def test_sum_over_samples_does_not_depend_on_their_order():
+def test_sum_over_samples_does_not_depend_on_order():
     losses = np.random.RandomState(0).lognormal(0, 4, 50_000).astype(np.float32)
     sums = set()
     for order in (losses, losses[::-1], np.sort(losses)):
@@ -158,7 +158,7 @@ def test_sum_over_samples_does_not_depend_on_their_order():
     assert sums.pop() == pytest.approx(losses.sum(dtype=np.float64), rel=1e-9)
 
 
-def test_times_of_steps_and_what_is_left_out(monkeypatch):
+def test_step_clock_measures_steps_without_pauses(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("utils.meters.perf_counter", lambda: now[0])
     clock = StepClock()
@@ -177,7 +177,7 @@ def test_times_of_steps_and_what_is_left_out(monkeypatch):
     assert clock.since_last_log() == {"ips": 2, "data_time": 0, "compute_time": 4, "batch_time": 4}
     assert clock.recent() == pytest.approx((4 / 3, 14 / 3))
     now[0] += 1
-    clock.close_step()  # the last step's metrics are there now
+    clock.close_step()  # the metrics of the last step have arrived
     now[0] += 100  # a checkpoint
     clock.resume()
     step(1, 1, 8)

@@ -1,4 +1,4 @@
-"""What a command may write."""
+"""Checks of the output paths of a command."""
 
 import os
 
@@ -9,8 +9,8 @@ from utils.errors import UsageError
 
 
 @pytest.fixture
-def places(tmp_path):
-    """A folder with a checkpoint, a run's folder, a data set and links to them."""
+def root(tmp_path):
+    """A folder with a checkpoint in a run folder, a data set and links to them."""
     (tmp_path / "run/3").mkdir(parents=True)
     (tmp_path / "run/.lock").touch()
     for name in ("tiny.pdparams", "tiny.pdopt"):
@@ -28,22 +28,22 @@ def content(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def test_outputs_that_harm_nothing_are_accepted_and_nothing_is_left(places, capsys):
-    before = content(places)
+def test_valid_outputs_are_accepted_and_not_created(root, capsys):
+    before = content(root)
     outputs.claim(
-        {"--a": places / "new/a", "--b": places / "file", "--c": places / "run/report.json", "--d": None},
-        {"--e": places / "new/e", "--f": places / "run"},
-        inputs=[("IN", places / "nowhere"), ("IN", places / "data/train/x.jpg")],
-        protected=[("the data set", places / "data")],
-        run_folder=places / "run",
+        {"--a": root / "new/a", "--b": root / "file", "--c": root / "run/report.json", "--d": None},
+        {"--e": root / "new/e", "--f": root / "run"},
+        inputs=[("IN", root / "nowhere"), ("IN", root / "data/train/x.jpg")],
+        protected=[("the data set", root / "data")],
+        run_folder=root / "run",
     )
     outputs.claim({"--a": "/dev/null", "--b": "/dev/null"})
-    assert content(places) == before
-    assert capsys.readouterr().err == f"warning: --b {places}/file: replaces an existing file\n"
+    assert content(root) == before
+    assert capsys.readouterr().err == f"warning: --b {root}/file: replaces an existing file\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "folders", "says"),
+    ("files", "folders", "message"),
     [
         (["new/a", "new/../new/a"], [], "--0 new/a"),
         (["link/a", "data/a"], [], "--0 link/a"),
@@ -67,10 +67,10 @@ def test_outputs_that_harm_nothing_are_accepted_and_nothing_is_left(places, caps
         (["pipe"], [], "--0 pipe: cannot be written (a pipe without a reader"),
     ],
 )
-def test_outputs_that_do_harm_are_refused(places, monkeypatch, files, folders, says):
-    monkeypatch.chdir(places)
-    os.mkfifo(places / "pipe")
-    before = content(places / "data") | content(places / "run")
+def test_harmful_outputs_are_rejected(root, monkeypatch, files, folders, message):
+    monkeypatch.chdir(root)
+    os.mkfifo(root / "pipe")
+    before = content(root / "data") | content(root / "run")
     with pytest.raises(UsageError) as error:
         outputs.claim(
             {f"--{i}": path for i, path in enumerate(files)},
@@ -79,12 +79,12 @@ def test_outputs_that_do_harm_are_refused(places, monkeypatch, files, folders, s
             protected=[("the data set's", "data/train")],
             run_folder="next",
         )
-    assert says in str(error.value).replace(f"{places}/", "")
-    assert content(places / "data") | content(places / "run") == before
+    assert message in str(error.value).replace(f"{root}/", "")
+    assert content(root / "data") | content(root / "run") == before
 
 
-def test_a_pipe_keeps_its_reader(tmp_path):
-    """Opening and closing the other end would look to the reader like the end of the output."""
+def test_claim_does_not_close_pipe_of_reader(tmp_path):
+    """Opening and closing the write end would signal end of file to the reader."""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     outputs.claim({"--csv": tmp_path / "pipe"})

@@ -1,4 +1,4 @@
-"""The live line, in a pseudo-terminal of its own."""
+"""The live line, in a pseudo-terminal."""
 
 import os
 import pty
@@ -16,26 +16,26 @@ from utils import progress
 
 
 def run_in_terminal(command, columns, **environment):
-    """(exit code, what a terminal of that width received), stderr included."""
-    ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    # Empty: pytest-xdist sets COLUMNS for its workers, and the terminal's own width would not count.
+    """Run a command in a terminal; returns (exit code, output including stderr)."""
+    controller, terminal = pty.openpty()
+    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    # pytest-xdist sets COLUMNS for its workers, which would override the width of the terminal.
     environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": ""} | environment
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=terminal)
+    os.close(terminal)
     received = b""
     while True:
         try:
-            data = os.read(ours, 65536)
-        except OSError:  # the other end is closed
+            data = os.read(controller, 65536)
+        except OSError:  # the terminal is closed
             break
         received += data
-    os.close(ours)
+    os.close(controller)
     return process.wait(60), received.decode()
 
 
 def plain(text):
-    """Without colours and movements of the cursor."""
+    """Remove colors and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
@@ -44,24 +44,24 @@ def train_command(photos, folder, *flags):
     return [sys.executable, "tests/train_tiny.py", *TINY, *map(str, [*places, *flags])]
 
 
-def test_a_run_on_a_terminal_shows_phases_and_steps_and_logs_the_same(photos, tmp_path):
+def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, tmp_path):
     flags = ["--epochs", "2", "--print-interval", "1"]
     (tmp_path / "live").mkdir()
     command = train_command(photos, tmp_path / "live", *flags, "--slow-step", "0.3")
     code, received = run_in_terminal(command, 250)
     text = plain(received)
     assert code == 0, text
-    for phase in ("the import of Paddle", "the list of train images", "building a program"):
-        assert re.search(rf"{phase}  \d+ s", text), phase
+    for phase in ("Paddle import", "image listing (train)", "program construction"):
+        assert re.search(rf"{re.escape(phase)}  \d+ s", text), phase
     steps = re.findall(
         r"epoch (\d) (train|val)  step (\d)/3  (?:\d+:)?\d+:\d\d left( \(run [\d:]+\))?  (.*?)\s*[\r\n]", text
     )
     assert {(epoch, mode) for epoch, mode, *_ in steps} >= {("0", "train"), ("1", "train")}
-    trained = next(figures for _, mode, _, run, figures in steps if mode == "train" and run)
+    trained = next(metrics for _, mode, _, run, metrics in steps if mode == "train" and run)
     pattern = r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  waiting for data \d+%  lr [\d.e-]+"
     assert re.fullmatch(pattern, trained), trained
     assert "GPU memory" not in text
-    # Above it, whole and once, the lines of epochs; no lines of steps, which the report has.
+    # Lines of epochs are printed once above the live line; lines of steps are only in the report.
     lines = re.split(r"[\r\n]+", text)
     assert len([line for line in lines if line.startswith("epoch 0 train  loss ")]) == 1
     assert not any(line.startswith("epoch 0 step ") for line in lines)
@@ -76,37 +76,37 @@ def test_a_run_on_a_terminal_shows_phases_and_steps_and_logs_the_same(photos, tm
     assert [entry["step"] for entry in reports[0]] == [entry["step"] for entry in reports[1]]
 
 
-def test_a_terminal_that_is_gone_ends_no_run(tmp_path):
+def test_closed_terminal_does_not_stop_the_run(tmp_path):
     program = "import sys, time\nfrom utils import progress\nwith progress.shown():\n    print('ready', flush=True)\n"
     program += "    time.sleep(1)\n    progress.phase('b')\nopen(sys.argv[1], 'w').close()"
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     with open(tmp_path / "stderr", "w") as stderr:
         environment = os.environ | {"TERM": "xterm"}
         command = [sys.executable, "-c", program, tmp_path / "done"]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=stderr)
-    os.close(theirs)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=stderr)
+    os.close(terminal)
     received = b""
     while b"ready" not in received:
-        received += os.read(ours, 100)
-    os.close(ours)
+        received += os.read(controller, 100)
+    os.close(controller)
     process.wait(60)
     assert (tmp_path / "done").exists()
 
 
-def test_an_error_follows_the_live_line(tmp_path):
+def test_error_is_printed_after_live_line(tmp_path):
     program = "from utils import progress\nwith progress.shown():\n    raise ZeroDivisionError"
     code, received = run_in_terminal([sys.executable, "-c", program], 80)
     assert code == 1
     assert re.search(r"^ZeroDivisionError", plain(received), re.MULTILINE)
 
 
-def test_a_line_above_is_whole_and_as_it_is(tmp_path):
+def test_log_line_above_live_line_is_printed_unchanged(tmp_path):
     line = "[red] " + "a long command " * 20
     program = f"from utils import logger, progress\nwith progress.shown():\n    logger.info({line!r})"
     assert line in plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
 
 
-def test_the_live_line_is_one_row_of_any_terminal():
+def test_live_line_is_truncated_to_one_row():
     program = "from utils import progress\nwith progress.shown():\n"
     program += "    progress.phase('p'); progress.show(1, 2, 3, 4, ['a figure'] * 20); import time; time.sleep(0.6)"
     received = plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
@@ -115,19 +115,19 @@ def test_the_live_line_is_one_row_of_any_terminal():
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"PADDLE_TRAINERS_NUM": "2"}], ids=str)
-def test_no_live_line_where_it_cannot_be_drawn_or_would_be_of_one_rank(environment):
+def test_live_line_is_disabled_on_dumb_terminals_and_in_jobs(environment):
     program = "from utils import logger, progress\nwith progress.shown():\n    logger.info(progress.is_shown())"
     assert run_in_terminal([sys.executable, "-c", program], 80, **environment) == (0, "False\r\n")
 
 
-def test_without_a_terminal_nothing_is_imported_nor_due():
+def test_rich_is_not_imported_without_terminal():
     program = "import sys\nfrom utils import logger, progress\nwith progress.shown():\n    progress.phase('a')\n"
     program += "    logger.info((progress.is_due(), progress.is_shown(), 'rich' in sys.modules))"
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout == "(False, False, False)\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "(False, False, False)\n"
 
 
-def test_figures_are_due_again_after_a_while(monkeypatch):
+def test_metrics_are_due_again_after_period(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress, "_live", object())
     monkeypatch.setattr(progress, "monotonic", lambda: now[0])
@@ -139,7 +139,7 @@ def test_figures_are_due_again_after_a_while(monkeypatch):
     assert progress.is_due()
 
 
-def test_durations():
+def test_duration_format():
     assert [progress._duration(s) for s in (0, 9.6, 61, 3600, 90000)] == [
         "00:00",
         "00:10",

@@ -12,7 +12,7 @@ from utils import signals
 
 
 @pytest.fixture(autouse=True)
-def handlers_of_the_tests():
+def restored_handlers():
     before = {number: signal.getsignal(number) for number in signals.NUMBERS}
     yield
     for number, handler in before.items():
@@ -24,14 +24,14 @@ def send(name):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_signals_are_noted_and_repeats_ignored(name):
+def test_signal_is_recorded_and_repeats_are_ignored(name):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with signals.watched():
         assert signals.received() is None
         for _ in range(3):
             send(name)
             assert signals.received() == name
-    send(name)  # while the process leaves
+    send(name)  # while the process exits
 
 
 def test_sighup_stays_ignored_under_nohup():
@@ -46,7 +46,7 @@ def test_sighup_stays_ignored_under_nohup():
 
 
 @pytest.mark.parametrize("first", [[], ["SIGTERM"]])
-def test_second_sigint_interrupts(first):
+def test_second_sigint_raises_keyboard_interrupt(first):
     with signals.watched():
         for name in [*first, "SIGINT"]:
             send(name)
@@ -55,15 +55,15 @@ def test_second_sigint_interrupts(first):
             send("SIGINT")
 
 
-def test_handlers_are_put_back_after_a_run_that_was_not_stopped():
+def test_handlers_are_restored_after_completed_run():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with signals.watched():
         pass
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_the_import_of_paddle_does_not_change_what_sigterm_does():
-    """Paddle installs a handler in C, of which Python's signal module does not know."""
+def test_deferred_restores_sigterm_handler_of_c_code():
+    """Paddle installs a C handler that Python's signal module does not know."""
 
     def caught():
         with open("/proc/self/status") as f:
@@ -81,7 +81,7 @@ def test_the_import_of_paddle_does_not_change_what_sigterm_does():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_means_nothing_while_a_stopped_process_leaves():
+def test_sigterm_is_ignored_while_stopped_process_exits():
     with signals.watched():
         send("SIGTERM")
     send("SIGTERM")
@@ -89,7 +89,7 @@ def test_sigterm_means_nothing_while_a_stopped_process_leaves():
         assert signals.received() is None
 
 
-def test_launched_process_that_failed_leaves_with_its_own_exit_code(monkeypatch):
+def test_sigterm_is_ignored_after_failure_only_in_launched_process(monkeypatch):
     for launched in (False, True):
         if launched:
             monkeypatch.setenv("PADDLE_TRAINER_ID", "0")
@@ -98,13 +98,13 @@ def test_launched_process_that_failed_leaves_with_its_own_exit_code(monkeypatch)
         assert (signal.getsignal(signal.SIGTERM) == signal.SIG_IGN) == launched
 
 
-def test_sigterm_after_the_last_line_does_not_change_the_exit_code(tmp_path):
-    """A launcher or a batch system may send it to a process that is just ending, which takes Paddle a while."""
+def test_sigterm_after_last_line_does_not_change_exit_code(tmp_path):
+    """A launcher or batch system may send SIGTERM while the process exits, which takes Paddle some time."""
     command = [sys.executable, "train.py", *TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic"]
     command += ["--dry-run", "--output-dir", tmp_path]
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert any(line.startswith("dry run: ") for line in process.stdout)
-        time.sleep(0.1)  # until main() is through
+        time.sleep(0.1)  # until main() has returned
         while process.poll() is None:
             process.terminate()
             time.sleep(0.01)
