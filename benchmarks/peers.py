@@ -1,7 +1,8 @@
-"""Compare the speed of this project and of PyTorch with ResNet-50 on one GPU, in turn: training on synthetic images and
-on JPEG files, and evaluation on JPEG files. With --rows "two GPUs", also training on synthetic images on two GPUs.
+"""Compare the speed of this project and of PyTorch on one GPU, in turn: training and evaluation on synthetic images and
+on JPEG files. With --rows "two GPUs", also training on synthetic images on two GPUs. --arch selects the networks.
 
     python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
+    python benchmarks/peers.py run --rows synthetic --arch ResNet50 --arch MobileNetV2 --torch-python PYTHON
     python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
 
 Each measurement is a separate process: `train.py --benchmark` for this project, `worker` of this file for a baseline.
@@ -18,10 +19,12 @@ baselines train with DistributedDataParallel.
 with an empty kernel cache in the first repetition and reuses it in later ones. This project uses the cache of the
 machine; filling an empty one takes some seconds (docs/kernels.md).
 
-DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, torchvision and nvidia-dali.
+DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
+nvidia-dali. The networks of the baselines are timm's.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -35,6 +38,23 @@ ROOT = Path(__file__).resolve().parent.parent
 OWN = "paddle_resnet"
 HALF = ["--amp", "--use-pure-fp16", "--scale-loss", "128", "--use-dynamic-loss-scaling", "--dali-output-fp16"]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+TIMM = {  # {--arch: name of the same network in timm}
+    "ResNet18": "resnet18",
+    "ResNet34": "resnet34",
+    "ResNet50": "resnet50",
+    "ResNet101": "resnet101",
+    "ResNet152": "resnet152",
+    "ResNet50_vd": "resnet50d",
+    "SE_ResNet50_vd": "seresnet50",  # without the deep stem and the averaging shortcuts
+    "ResNeXt50_32x4d": "resnext50_32x4d",
+    "MobileNetV2": "mobilenetv2_100",
+    "MobileNetV3_Large": "mobilenetv3_large_100",
+    "MobileNetV3_Small": "mobilenetv3_small_100",
+    "GhostNet": "ghostnet_100",
+    "EfficientNet_Lite0": "efficientnet_lite0",
+    "EfficientNet_Lite1": "efficientnet_lite1",
+    "EfficientNet_Lite2": "efficientnet_lite2",
+}
 # {row: (task, trainer, arguments of the worker)}; in each task, this project comes first.
 ROWS = {
     f"train, synthetic: {OWN}": ("train, synthetic", OWN, []),
@@ -46,12 +66,14 @@ ROWS = {
     f"train, JPEG: {OWN}": ("train, JPEG", OWN, []),
     "train, JPEG: PyTorch eager": ("train, JPEG", "torch", []),
     "train, JPEG: PyTorch compile": ("train, JPEG", "torch", ["--compile", "default"]),
+    f"evaluate, synthetic: {OWN}": ("evaluate, synthetic", OWN, []),
+    "evaluate, synthetic: PyTorch compile": ("evaluate, synthetic", "torch", ["--compile", "default"]),
     f"evaluate, JPEG: {OWN}": ("evaluate, JPEG", OWN, []),
     "evaluate, JPEG: PyTorch compile": ("evaluate, JPEG", "torch", ["--compile", "default"]),
 }
 TWO = "two GPUs"
 DEFAULT_ROWS = [row for row in ROWS if "max-autotune" not in row and TWO not in row]
-WORKER_FLAGS = ("image_root", "arch", "device", "batch_size", "crop_size", "threads", "steps", "warmup_steps")
+WORKER_FLAGS = ("image_root", "device", "batch_size", "crop_size", "threads", "steps", "warmup_steps")
 
 
 def run(args):
@@ -61,13 +83,12 @@ def run(args):
         sys.exit("--image-root: not set; set it to a folder with train/ and val/, or add --rows synthetic")
     results = []
     with tempfile.TemporaryDirectory() as folder, open(args.output, "a", encoding="utf-8") as output:
-        for repetition in range(args.repeats):
-            for row in rows:
-                result = {"row": row, "repetition": repetition, **measure(args, row, Path(folder))}
-                results.append(result)
-                output.write(json.dumps(result) + "\n")
-                output.flush()
-                print(f"{repetition} {row}: {result.get('error') or round(result['ips'])}", flush=True)
+        for repetition, arch, row in itertools.product(range(args.repeats), args.arch or ["ResNet50"], rows):
+            result = {"row": row, "arch": arch, "repetition": repetition, **measure(args, arch, row, Path(folder))}
+            results.append(result)
+            output.write(json.dumps(result) + "\n")
+            output.flush()
+            print(f"{repetition} {arch} {row}: {result.get('error') or round(result['ips'])}", flush=True)
     print(table(results))
     return 1 if any("error" in result for result in results) else 0
 
@@ -80,13 +101,13 @@ def choose(wanted):
     return [row for row in ROWS if any(text in row and (TWO in text or TWO not in row) for text in wanted)]
 
 
-def measure(args, row, folder):
+def measure(args, arch, row, folder):
     """Return {"ips": images/s, "first_step_s": seconds, ...} of one process, or {"error": its last line of output}."""
     task, trainer, arguments = ROWS[row]
     report = folder / "report.json"
     report.unlink(missing_ok=True)
     is_own = trainer == OWN
-    command = own_command(args, task, report) if is_own else baseline_command(args, task, arguments)
+    command = own_command(args, arch, task, report) if is_own else baseline_command(args, arch, task, arguments)
     environment = dict(os.environ)
     if not is_own:
         values = {name: getattr(args, name) for name in WORKER_FLAGS}
@@ -107,12 +128,12 @@ def measure(args, row, folder):
     return {**result, "command": command}
 
 
-def baseline_command(args, task, arguments):
+def baseline_command(args, arch, task, arguments):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if is_for_two(task) else []
-    return [args.torch_python, *launcher, __file__, "worker", task, *arguments]
+    return [args.torch_python, *launcher, __file__, "worker", task, "--arch", arch, *arguments]
 
 
-def own_command(args, task, report):
+def own_command(args, arch, task, report):
     scope = "train_only" if task.startswith("train") else "eval_only"
     side = str(args.crop_size)
     command = [args.paddle_python]
@@ -122,7 +143,7 @@ def own_command(args, task, report):
         command += ["--gpus", gpus] if args.device == "gpu" else ["--nproc_per_node", "2"]
     command += ["train.py", "--benchmark", "--run-scope", scope, "--report-file", str(report)]
     command += ["--benchmark-steps", str(args.steps), "--benchmark-warmup-steps", str(args.warmup_steps)]
-    command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", args.arch]
+    command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", arch]
     command += ["--crop-size", side, "--image-shape", f"4,{side},{side}", "--device", args.device]
     command += ["--interp", "linear"]  # like the pipeline of the baselines
     command += ["--show-config", "false", "--print-interval", str(10**9)]
@@ -148,32 +169,41 @@ def read_report(path):
 def table(results):
     """Return a Markdown table of the rows that were measured. Failed measurements are counted, but not averaged."""
     lines = [
-        "| task | trainer | n | median images/s | lowest to highest | speedup of paddle_resnet | first step, s |",
-        "|---|---|---|---|---|---|---|",
+        "| network | task | trainer | n | median images/s | lowest to highest | speedup of paddle_resnet | GPU memory, "
+        "MiB | first step, s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    by_row = {row: [r for r in results if r["row"] == row] for row in ROWS}
-    rates = {row: [r["ips"] for r in measured if "error" not in r] for row, measured in by_row.items()}
-    for row, (task, _, _) in ROWS.items():
-        if not by_row[row]:
+    archs = dict.fromkeys(r.get("arch", "ResNet50") for r in results)
+    by_row = {
+        (arch, row): [r for r in results if (r.get("arch", "ResNet50"), r["row"]) == (arch, row)]
+        for arch, row in itertools.product(archs, ROWS)
+    }
+    rates = {key: [r["ips"] for r in measured if "error" not in r] for key, measured in by_row.items()}
+    for (arch, row), measured in by_row.items():
+        if not measured:
             continue
-        failed = len(by_row[row]) - len(rates[row])
-        n = f"{len(rates[row])}{f' ({failed} failed)' if failed else ''}"
-        cells = ["", "", "", ""]
-        if rates[row]:
-            middle = statistics.median(rates[row])
-            cells[0], cells[1] = f"{middle:,.0f}", f"{min(rates[row]):,.0f} to {max(rates[row]):,.0f}"
-            if rates[f"{task}: {OWN}"]:
-                cells[2] = f"{statistics.median(rates[f'{task}: {OWN}']) / middle:.3f} x"
-            waits = [r["first_step_s"] for r in by_row[row] if "error" not in r]
-            cells[3] = f"{statistics.median(waits):.1f} ({min(waits):.1f} to {max(waits):.1f})"
-        lines.append("| " + " | ".join([task, row.partition(": ")[2], n, *cells]) + " |")
+        task, ips = ROWS[row][0], rates[arch, row]
+        failed = len(measured) - len(ips)
+        n = f"{len(ips)}{f' ({failed} failed)' if failed else ''}"
+        cells = [""] * 5
+        if ips:
+            middle = statistics.median(ips)
+            cells[0], cells[1] = f"{middle:,.0f}", f"{min(ips):,.0f} to {max(ips):,.0f}"
+            if rates[arch, f"{task}: {OWN}"]:
+                cells[2] = f"{statistics.median(rates[arch, f'{task}: {OWN}']) / middle:.3f} x"
+            succeeded = [r for r in measured if "error" not in r]
+            memory = [r["peak_memory_allocated_mib"] for r in succeeded if "peak_memory_allocated_mib" in r]
+            cells[3] = f"{statistics.median(memory):,.0f}" if memory else ""
+            waits = [r["first_step_s"] for r in succeeded]
+            cells[4] = f"{statistics.median(waits):.1f} ({min(waits):.1f} to {max(waits):.1f})"
+        lines.append("| " + " | ".join([arch, task, row.partition(": ")[2], n, *cells]) + " |")
     return "\n".join(lines)
 
 
 def worker(args):
     """Measure PyTorch once, and print the result as a JSON line."""
+    import timm
     import torch
-    import torchvision
 
     training, on_gpu = args.task.startswith("train"), args.device == "gpu"
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -184,7 +214,7 @@ def worker(args):
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    model = getattr(torchvision.models, args.arch.lower())().to(device, memory_format=torch.channels_last)
+    model = timm.create_model(TIMM[args.arch]).to(device, memory_format=torch.channels_last)
     norms = [p for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d) for p in m.parameters()]
     others = [p for p in model.parameters() if all(p is not norm for norm in norms)]
     groups = [{"params": others, "weight_decay": 3.0517578125e-05}, {"params": norms, "weight_decay": 0.0}]
@@ -312,7 +342,6 @@ def parse_args():
     commands = parser.add_subparsers(dest="command", required=True)
     both = argparse.ArgumentParser(add_help=False)
     both.add_argument("--image-root", metavar="DIR")
-    both.add_argument("--arch", default="ResNet50")
     both.add_argument(
         "--device", default="gpu", choices=["gpu", "cpu"], help="cpu computes in float32, for tests of this file"
     )
@@ -324,6 +353,7 @@ def parse_args():
 
     run = commands.add_parser("run", parents=[both])
     run.add_argument("--rows", action="append", metavar="TEXT", help=f"rows whose names contain TEXT: {list(ROWS)}")
+    run.add_argument("--arch", action="append", choices=TIMM, help="network (default: ResNet50); repeat it for more")
     run.add_argument("--repeats", type=int, default=3)
     run.add_argument("--output", default="peers.jsonl", metavar="FILE", help="file to which JSON lines are appended")
     run.add_argument("--paddle-python", default=sys.executable, metavar="PYTHON")
@@ -332,6 +362,7 @@ def parse_args():
     run.add_argument("--torch-env-clear", action="store_true", help="unset PYTHONPATH and LD_LIBRARY_PATH for PyTorch")
     worker = commands.add_parser("worker", parents=[both])
     worker.add_argument("task", choices=sorted({task for task, _, _ in ROWS.values()}))
+    worker.add_argument("--arch", choices=TIMM, default="ResNet50")
     worker.add_argument("--compile", choices=["default", "max-autotune"])
     commands.add_parser("table").add_argument("files", nargs="+", metavar="FILE")
     args = parser.parse_args()

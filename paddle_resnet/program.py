@@ -71,7 +71,7 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
     Args:
         out: logits [N, class_num].
-        feeds: result of create_feeds. If it also has "weights" [N, class_num] in float32, each row with the sum 1,
+        feeds: result of create_feeds. If it also contains "weights" [N, class_num] in float32, whose rows sum to 1,
             these replace the label in the loss.
         class_num: number of classes.
         label_smoothing: fraction of each label spread evenly over all classes, in training only: Szegedy et al.,
@@ -427,7 +427,9 @@ class _Pass:
         self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
         self.first_step = 0 if args.benchmark else loader.step
         if self._batches_each_step > 1 and len(loader) == iterators.UNKNOWN_LENGTH:
-            raise UsageError(f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length")
+            raise UsageError(
+                f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length; implement its __len__"
+            )
         self._used = durations.used_batches(len(loader), args.accumulate_steps) if mode is Mode.TRAIN else len(loader)
         self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else end_step or self._used
         self._clock = StepClock()
@@ -448,7 +450,7 @@ class _Pass:
         they are not in step.
 
         Raises:
-            Preempted: training is to stop; raised before the same step on every rank.
+            Preempted: training stops; every rank raises this before the same step.
         """
         if self._mode is Mode.TRAIN:
             if step % self._batches_each_step == 0 and exchange.stop_agreed():

@@ -8,7 +8,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.paddle import DALIGenericIterator
 from PIL import Image
 
-from conftest import TINY, assert_one_sentence, frozen
+from conftest import TINY, assert_one_error, frozen
 from helpers import epoch, take
 from paddle_resnet import dali
 from paddle_resnet.data import listing, readers
@@ -113,7 +113,7 @@ def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, c
 
 def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
     args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # 0.06 x batch size 8
-    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
+    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
 
@@ -396,7 +396,7 @@ def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path,
         assert done.returncode == 0, done.stderr[-2000:]  # the GPU's decoder fills in missing pixels
         return
     assert done.returncode == 2, done.stderr[-2000:]
-    assert_one_sentence(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
+    assert_one_error(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
 
 
 @pytest.mark.parametrize("mode", [Mode.TRAIN, Mode.EVAL])

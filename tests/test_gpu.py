@@ -20,7 +20,7 @@ from conftest import (
     NHWC,
     ROOT,
     TINY,
-    assert_one_sentence,
+    assert_one_error,
     assert_sparse,
     gpu_labels,
     losses,
@@ -55,7 +55,7 @@ STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPA
 STOPS |= {"O2 EMA inside an epoch": ([*O2, "--ema", "0.9"], 4)}
 
 
-@pytest.mark.parametrize("hardware_decodes", [0, 0.9])
+@pytest.mark.parametrize("hardware_load", [0, 0.9])
 def test_gpu_loader_images_match_cpu_loader(parse, photos, hardware_load):
     images, labels = [], []
     for device in ("cpu", "gpu"):
@@ -139,7 +139,7 @@ def test_undecodable_image_stops_the_run_with_its_path(run_train, photos, tmp_pa
     path = sorted((root / "train" / "class1").iterdir())[3]
     path.write_bytes(damage(path.read_bytes()))
     assert run_train(*FP32, "--cpu-decoder-load", fraction, "--epochs", "20", image_root=root)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [str(path), "rank 0", "--skip-list"])
+    assert_one_error(capsys.readouterr().err, [str(path), "rank 0", "--skip-list"])
 
 
 @pytest.mark.parametrize("batch_size", [7, 23, 32])
@@ -335,7 +335,7 @@ def test_network_with_nondeterministic_operators_is_not_captured(run_train, monk
     assert "--cuda-graph false: operator dropout draws random numbers from Paddle's generator" in output
     assert "CUDA graph, batch" not in output
     assert run_train(*flags, "--cuda-graph", "true", "--overwrite")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--cuda-graph true: operator dropout"])
+    assert_one_error(capsys.readouterr().err, ["--cuda-graph true: operator dropout"])
 
 
 @pytest.mark.parametrize("flags", [O2, FP32_NHWC], ids=["O2", "fp32"])
@@ -551,7 +551,7 @@ def two_gpus(photos, tmp_path):
 def test_failed_rank_stops_job_on_two_gpus(two_gpus, fault, message):
     """Rank 0 waits in NCCL inside a CUDA graph, which does not return by itself."""
     logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", *O2, fault=fault)
-    assert_one_sentence(logs[0], [message])
+    assert_one_error(logs[0], [message])
 
 
 @pytest.mark.parametrize("flags", [*KINDS.values(), *PADDLE_KERNELS.values()], ids=[*KINDS, *PADDLE_KERNELS])

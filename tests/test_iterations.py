@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 
@@ -87,12 +87,12 @@ def test_larger_num_iter_resumes_inside_the_epoch(run_train, tmp_path):
 def test_resume_with_changed_steps_per_epoch_is_an_error(run_train, capsys):
     assert run_train(*STEPS, "--num-iter", "2")[0] == 0
     assert run_train(*STEPS, "--num-iter", "4", "--batch-size", "4", "--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--iter-unit batch", "3 steps per epoch", "has 7", "--batch-size"])
+    assert_one_error(capsys.readouterr().err, ["--iter-unit batch", "3 steps per epoch", "has 7", "--batch-size"])
 
 
 def test_profile_steps_after_first_stop_is_an_error(run_train, capsys):
     assert run_train(*SEVEN, "--profile-steps", "1:3")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
+    assert_one_error(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
 
 
 def test_two_processes_average_bn_statistics_before_evaluation(launch):
@@ -167,7 +167,7 @@ def test_num_iter_may_end_inside_a_stage(run_train):
 def test_stage_batch_larger_than_data_set_is_an_error(run_train, capsys):
     assert run_train("--epochs", "2", "--sizes", "32:0,24:1:31")[0] == 2
     expected = ["--sizes 32:0,24:1:31: batch size 31 exceeds the 30 training images per process; use 30 or less"]
-    assert_one_sentence(capsys.readouterr().err, expected)
+    assert_one_error(capsys.readouterr().err, expected)
 
 
 def test_schedule_counts_steps(parse):
@@ -202,4 +202,4 @@ def test_interval_defaults_depend_on_iter_unit(parse):
 )
 def test_flags_incompatible_with_iter_unit_are_errors(run_train, capsys, flags, message):
     assert run_train(*flags.split())[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [message])
+    assert_one_error(capsys.readouterr().err, [message])

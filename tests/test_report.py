@@ -9,7 +9,7 @@ import pytest
 from paddle import static
 
 import train
-from conftest import assert_one_sentence, losses, phase, read_report
+from conftest import assert_one_error, losses, phase, read_report
 from paddle_resnet import report
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.results import reading
@@ -94,16 +94,16 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
         capsys.readouterr()
         assert run_train(*flags, *more)[0] == 2
         message = f"--report-file {kept}: the report of a training run; choose a different file"
-        assert_one_sentence(capsys.readouterr().err, [message, "or replace it with --overwrite"])
+        assert_one_error(capsys.readouterr().err, [message, "or replace it with --overwrite"])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
     assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append
     message = f"--report-file {kept}: the report of a different training run; choose a different file"
-    assert_one_sentence(capsys.readouterr().err, [message])
+    assert_one_error(capsys.readouterr().err, [message])
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 0
     assert f"--report-file {kept}: replaces the report of an earlier training run\n" in capsys.readouterr().out
     kept.write_text("my notes\n")
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"--report-file {kept}: exists and is not a report; choose a"])
+    assert_one_error(capsys.readouterr().err, [f"--report-file {kept}: exists and is not a report; choose a"])
     assert kept.read_text() == "my notes\n"
 
 
@@ -165,7 +165,7 @@ def test_colliding_output_paths_are_errors(run_train, photos, tmp_path, capsys, 
         (tmp_path / name).write_text("")
     before = sorted(tmp_path.rglob("*"))
     assert run_train(*(flag.format(tmp_path) for flag in flags))[0] == 2
-    assert_one_sentence(capsys.readouterr().err, message)
+    assert_one_error(capsys.readouterr().err, message)
     assert sorted(tmp_path.rglob("*")) == before
 
 

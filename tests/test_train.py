@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from conftest import NHWC, ROOT, assert_one_sentence, assert_sparse, losses, phase
+from conftest import NHWC, ROOT, assert_one_error, assert_sparse, losses, phase
 from paddle_resnet import export
 from paddle_resnet.data import listing
 from utils.mode import Mode
@@ -100,7 +100,7 @@ def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
     assert run_train("--dry-run", "--from-checkpoint", tmp_path / "nowhere")[0] == 2
     (tmp_path / "output").write_text("in the way")
     assert run_train("--dry-run")[0] == 2
-    assert_one_sentence(
+    assert_one_error(
         capsys.readouterr().err.partition("nowhere")[2], ["--output-dir", "output is not a writable folder"]
     )
 
@@ -123,7 +123,7 @@ def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     capsys.readouterr()
     pretrained = ["--from-pretrained-params", tmp_path / "output/Tiny/1", *elsewhere, "--epochs", "1"]
     assert run_train(*pretrained)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["2:4 sparse weights", "use --asp --prune-model", "or --asp false"])
+    assert_one_error(capsys.readouterr().err, ["2:4 sparse weights", "use --asp --prune-model", "or --asp false"])
     assert run_train(*pretrained, "--asp", "false")[0] == 0
     assert "has 2:4 sparse weights, which --asp false makes dense" in capsys.readouterr().err
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/1")[0] == 0
@@ -174,7 +174,7 @@ def test_invalid_data_set_exits_with_code_2(run_train, photos, tmp_path, capsys,
     code, report = run_train(image_root=root)
     assert code == 2
     output = capsys.readouterr()
-    assert_one_sentence(output.err, [*message, str(root)])
+    assert_one_error(output.err, [*message, str(root)])
     assert "the train split in" not in output.out or (root / "train" / "class1").is_dir()
     assert report == []
 
@@ -199,7 +199,7 @@ def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad
 
     monkeypatch.setattr(listing, "list_folder", list_folder)
     assert run_train(*flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
+    assert_one_error(capsys.readouterr().err, ["label that is not a class of the network", "--num-of-class"])
 
 
 @pytest.mark.parametrize("name", ["train/class0/12.jpg", "val/class2/20.jpg"])
@@ -207,7 +207,7 @@ def test_undecodable_image_stops_the_run_unless_in_skip_list(run_train, photos, 
     root = changed_copy(photos, tmp_path, lambda root: (root / name).write_bytes(b"no image"))
     assert run_train("--batch-size", "2", "--dali-prefetch", "1", image_root=root)[0] == 2
     message = [f"{root}/{name}: cannot be decoded (rank 0)", f"verify {root} --fix-list", "--skip-list"]
-    assert_one_sentence(capsys.readouterr().err, message)
+    assert_one_error(capsys.readouterr().err, message)
     (tmp_path / "skip.txt").write_text(name)
     code, report = run_train("--skip-list", tmp_path / "skip.txt", "--overwrite", image_root=root)
     assert code == 0
@@ -246,28 +246,28 @@ def test_undecodable_image_stops_the_run_unless_in_skip_list(run_train, photos, 
 def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
     code, report = run_train(*flags)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, message)
+    assert_one_error(capsys.readouterr().err, message)
     assert report == []
 
 
 def test_checkpoint_of_different_model_exits_with_code_2(run_train, checkpoint, capsys):
     code, _ = run_train("--model-arch-name", "ResNet18", "--from-checkpoint", checkpoint)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, ["--from-checkpoint", "does not match the model", "--model-arch-name"])
+    assert_one_error(capsys.readouterr().err, ["--from-checkpoint", "does not match the model", "--model-arch-name"])
 
 
 def test_checkpoint_of_finished_run_exits_with_code_2(run_train, tmp_path, capsys):
     run_train()
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "auto"]
     assert run_train(*flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--epochs 1", "more than 1"])
+    assert_one_error(capsys.readouterr().err, ["--epochs 1", "more than 1"])
 
 
 def test_unknown_yaml_key_exits_with_code_2(run_train, tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text("batchsize: 3\n")
     assert run_train("--config", path)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
+    assert_one_error(capsys.readouterr().err, [str(path), "batchsize", "batch_size"])
 
 
 def test_process_exits_with_code_2_on_invalid_flag(train_process):
@@ -275,7 +275,7 @@ def test_process_exits_with_code_2_on_invalid_flag(train_process):
     rejected = train_process("--image-root", "/nowhere", "--data-layout", "HWNC")
     assert rejected.returncode == 2
     assert "Traceback" not in rejected.stderr
-    assert_one_sentence(rejected.stderr, ["--data-layout", "HWNC", "NHWC"])
+    assert_one_error(rejected.stderr, ["--data-layout", "HWNC", "NHWC"])
 
 
 def test_print_config_output_is_a_valid_config_file(train_process, tmp_path):

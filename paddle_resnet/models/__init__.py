@@ -165,13 +165,13 @@ def ends(program):
 
 
 def registered(arch):
-    """Return the Network of --model-arch-name, which is case-insensitive; None if it is not in the registry."""
-    network = {name.lower(): network for name, network in MODELS.items()}.get(arch.lower())
+    """Return the Network of --model-arch-name, spelled as for registered_name; None if it is not in the registry."""
+    network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
     return network if isinstance(network, Network) else None
 
 
 def registered_name(arch):
-    """Return the registered name for --model-arch-name, which is case-insensitive; FILE.py:NAME unchanged.
+    """Return the registered name for --model-arch-name, where case, "-" and "_" do not matter; FILE.py:NAME unchanged.
 
     Raises:
         UsageError: the network is unknown, or user_file.check fails.
@@ -179,7 +179,11 @@ def registered_name(arch):
     if user_file.split(arch):
         user_file.check(arch)
         return arch
-    names = {name.lower(): name for name in MODELS}
-    if arch.lower() not in names:
+    names = {_simplified(name): name for name in MODELS}
+    if _simplified(arch) not in names:
         raise UsageError(f"--model-arch-name {arch}: unknown network; use one of {', '.join(MODELS)}, or FILE.py:NAME")
-    return names[arch.lower()]
+    return names[_simplified(arch)]
+
+
+def _simplified(name):
+    return name.lower().replace("-", "").replace("_", "")

@@ -108,8 +108,8 @@ def _start(add):
         "--pretrained-mismatch",
         default="error",
         choices=["error", "skip-classifier"],
-        help="for pretrained parameters whose classifier has a different shape; skip-classifier leaves the classifier "
-        "at its initial values, for fine-tuning",
+        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: keep the "
+        "initial values of the classifier, for fine-tuning",
     )
     add(
         "--dry-run",
@@ -682,10 +682,10 @@ def _benchmark(add):
 
 
 def _truth(text):
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in words:
+    values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"'{text}': expected true or false")
-    return words[text.lower()]
+    return values[text.lower()]
 
 
 def _file_name(text):

@@ -22,7 +22,7 @@ def parse(monkeypatch, *arguments):
 def test_benchmark_command_has_known_flags(monkeypatch, tmp_path, task):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,2")
     args = parse(monkeypatch, "run", "--image-root", "photos", "--batch-size", "64", "--steps", "7", "--threads", "3")
-    python, *launcher = peers.own_command(args, task, tmp_path / "report.json")
+    python, *launcher = peers.own_command(args, "ResNet18", task, tmp_path / "report.json")
     start = launcher.index("train.py")
     launcher, arguments = launcher[:start], launcher[start + 1 :]
     launch_on_two = ["-m", "paddle.distributed.launch", "--log_dir", str(tmp_path / "logs"), "--gpus", "5,3"]
@@ -30,6 +30,7 @@ def test_benchmark_command_has_known_flags(monkeypatch, tmp_path, task):
     flags = config.parse_args(arguments)
     assert flags.benchmark and flags.amp and flags.amp_level == "O2" and flags.data_layout == "NHWC"
     assert (flags.batch_size, flags.benchmark_steps, flags.benchmark_warmup_steps) == (64, 7, 50)
+    assert flags.model_arch_name == "ResNet18"
     assert flags.run_scope.trains == task.startswith("train")
     assert (flags.data_format == "synthetic") == ("synthetic" in task)
     if "synthetic" not in task:
@@ -46,20 +47,25 @@ def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
     assert measured["first_step_at"] < float(entries[-1]["timestamp"])
     assert "paddle" in measured["versions"]
     args = parse(monkeypatch, "run", "--image-root", tmp_path / "nowhere", "--device", "cpu")
-    result = peers.measure(args, "train, JPEG: paddle_resnet", tmp_path)
+    result = peers.measure(args, "ResNet50", "train, JPEG: paddle_resnet", tmp_path)
     assert result["returncode"] == 2
     assert f"{tmp_path}/nowhere" in result["error"]
 
 
 def test_table_has_medians_and_ratios():
-    own, eager, compiled = (f"train, synthetic: {who}" for who in ("paddle_resnet", "PyTorch eager", "PyTorch compile"))
-    results = [{"row": own, "ips": ips, "first_step_s": 9.0} for ips in (6000.0, 7000.0, 6800.0)]
+    task = "train, synthetic"
+    own, eager, compiled = (f"{task}: {who}" for who in ("paddle_resnet", "PyTorch eager", "PyTorch compile"))
+    results = [
+        {"row": own, "ips": ips, "first_step_s": 9.0, "peak_memory_allocated_mib": 5e3} for ips in (6e3, 7e3, 6.8e3)
+    ]
     results += [{"row": compiled, "ips": ips, "first_step_s": s} for ips, s in ((800.0, 40.0), (850.0, 20.0))]
     results += [{"row": compiled, "error": "out of memory"}, {"row": eager, "error": "no torch"}]
+    results += [{"row": own, "arch": "GhostNet", "ips": 70.0, "first_step_s": 9.0}]
     assert peers.table(results).splitlines()[2:] == [
-        "| train, synthetic | paddle_resnet | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 9.0 (9.0 to 9.0) |",
-        "| train, synthetic | PyTorch eager | 0 (1 failed) |  |  |  |  |",
-        "| train, synthetic | PyTorch compile | 2 (1 failed) | 825 | 800 to 850 | 8.242 x | 30.0 (20.0 to 40.0) |",
+        f"| ResNet50 | {task} | paddle_resnet | 3 | 6,800 | 6,000 to 7,000 | 1.000 x | 5,000 | 9.0 (9.0 to 9.0) |",
+        f"| ResNet50 | {task} | PyTorch eager | 0 (1 failed) |  |  |  |  |  |",
+        f"| ResNet50 | {task} | PyTorch compile | 2 (1 failed) | 825 | 800 to 850 | 8.242 x |  | 30.0 (20.0 to 40.0) |",
+        f"| GhostNet | {task} | paddle_resnet | 1 | 70 | 70 to 70 | 1.000 x |  | 9.0 (9.0 to 9.0) |",
     ]
 
 

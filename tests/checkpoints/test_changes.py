@@ -1,4 +1,4 @@
-"""What has changed between a checkpoint and the run that goes on from it, and while a run writes: noticed and said."""
+"""Changes between a checkpoint and the run that resumes from it, and changes to its folder during a run."""
 
 import os
 import shutil
@@ -14,8 +14,8 @@ from paddle_resnet.checkpoints import folders, restore
 from utils.errors import UsageError
 
 
-def test_a_resumed_run_writes_the_same_bytes(run_train, tmp_path):
-    """The learning rate once had shape () before a resume and (1,) behind it."""
+def test_resumed_run_writes_identical_files(run_train, tmp_path):
+    """Regression: the learning rate had shape () before a resume and shape (1,) after it."""
     assert run_train("--epochs", "2")[0] == 0
     expected = {end: (tmp_path / f"output/Tiny/1/tiny.{end}").read_bytes() for end in ("pdparams", "pdopt")}
     shutil.rmtree(tmp_path / "output/Tiny/1")
@@ -24,7 +24,7 @@ def test_a_resumed_run_writes_the_same_bytes(run_train, tmp_path):
         assert (tmp_path / f"output/Tiny/1/tiny.{end}").read_bytes() == data, end
 
 
-def test_an_image_that_moved_to_another_class_starts_the_epoch_again(run_train, stop_before, photos, tmp_path, capsys):
+def test_resume_restarts_epoch_if_image_changed_class(run_train, stop_before, photos, tmp_path, capsys):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     flags = ["--epochs", "2", "--print-interval", "1"]
@@ -36,26 +36,26 @@ def test_an_image_that_moved_to_another_class_starts_the_epoch_again(run_train, 
     capsys.readouterr()
     code, report = run_train(*flags, "--resume", image_root=root)
     assert code == 0
-    said = capsys.readouterr().err
-    assert "the loader cannot resume inside the epoch: list of images and labels (hash) is " in said
-    assert "epoch 1 restarts with the parameters of " in said
+    stderr = capsys.readouterr().err
+    assert "the loader cannot resume inside the epoch: list of images and labels (hash) is " in stderr
+    assert "epoch 1 restarts with the parameters of " in stderr
     assert (1, 0) in losses(report)
 
 
-def test_another_version_of_paddle_is_said(capsys):
+def test_different_paddle_version_triggers_warning(capsys):
     meta = {"paddle_version": "2.5.1", "arguments": {}, "world_size": 1}
     restore._log_environment_changes(meta)
     assert "the checkpoint is from Paddle 2.5.1, but this is " in capsys.readouterr().err
-    del meta["paddle_version"]  # older checkpoints
+    del meta["paddle_version"]  # checkpoints of older versions lack it
     restore._log_environment_changes(meta)
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("link", ["symbolic", "hard", "to nothing"])
-def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path, link):
+@pytest.mark.parametrize("link", ["symbolic", "hard", "dangling"])
+def test_lock_that_is_a_link_raises_and_keeps_target(tmp_path, link):
     target, lock = tmp_path / "target", tmp_path / "Tiny/.lock"
     lock.parent.mkdir()
-    if link != "to nothing":
+    if link != "dangling":
         target.write_text("precious")
     if link == "hard":
         os.link(target, lock)
@@ -65,21 +65,21 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path, li
         folders.lock(lock.parent)
     with pytest.raises(UsageError, match=r"--output-dir .*: cannot be written \(.*lock is a link; remove it\)"):
         restore._clean(lock.parent)
-    assert target.exists() == (link != "to nothing")
-    assert link == "to nothing" or target.read_text() == "precious"
+    assert target.exists() == (link != "dangling")
+    assert link == "dangling" or target.read_text() == "precious"
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(os.mkfifo, "is not a regular file; remove it"), (os.mkdir, "Is a directory")]
+    ("make", "problem"), [(os.mkfifo, "is not a regular file; remove it"), (os.mkdir, "Is a directory")]
 )
-def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path, make, says):
+def test_lock_that_is_not_a_file_raises(tmp_path, make, problem):
     (tmp_path / "Tiny").mkdir()
     make(tmp_path / "Tiny/.lock")
-    with pytest.raises(UsageError, match=rf"--output-dir .*: cannot be written \(.*{says}\)"):
+    with pytest.raises(UsageError, match=rf"--output-dir .*: cannot be written \(.*{problem}\)"):
         restore._clean(tmp_path / "Tiny")
 
 
-def test_a_lock_that_a_pipe_replaces_during_a_run_is_noticed(tmp_path, capsys):
+def test_lock_replaced_by_pipe_raises(tmp_path, capsys):
     write_checkpoint(tmp_path, "1")
     file = folders.lock(tmp_path)
     (tmp_path / ".lock").unlink()
@@ -88,7 +88,7 @@ def test_a_lock_that_a_pipe_replaces_during_a_run_is_noticed(tmp_path, capsys):
         folders.keep(tmp_path, file)
 
 
-def test_a_lock_that_was_deleted_is_taken_anew(tmp_path, capsys):
+def test_deleted_lock_is_acquired_again(tmp_path, capsys):
     write_checkpoint(tmp_path, "1")
     file = folders.lock(tmp_path)
     assert folders.keep(tmp_path, file) is file
@@ -103,13 +103,13 @@ def test_a_lock_that_was_deleted_is_taken_anew(tmp_path, capsys):
         file = new
 
 
-def test_a_run_whose_lock_another_run_has_taken_writes_no_more(run_train, tmp_path, monkeypatch, capsys):
-    """After its .lock was deleted, a second run could start in the same folder."""
+def test_run_stops_writing_if_other_run_has_lock(run_train, tmp_path, monkeypatch, capsys):
+    """If .lock is deleted, a second run can start in the same folder."""
     from paddle_resnet import program
 
     root, real, holders = tmp_path / "output/Tiny", program.run_and_save, []
 
-    def meanwhile(*args, **kwargs):
+    def run_and_lose_lock(*args, **kwargs):
         if not holders:
             (root / ".lock").unlink()
             command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(root)]
@@ -117,21 +117,21 @@ def test_a_run_whose_lock_another_run_has_taken_writes_no_more(run_train, tmp_pa
             assert holders[0].stdout.readline() == "locked\n"
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(program, "run_and_save", meanwhile)
+    monkeypatch.setattr(program, "run_and_save", run_and_lose_lock)
     try:
         assert run_train()[0] == 1
     finally:
         for holder in holders:
             holder.kill()
             holder.communicate()
-    said = capsys.readouterr().err
-    says = f"Tiny/0: checkpoint not written, because {root}/.lock was deleted and another run (process {holders[0].pid}"
-    assert says in said
+    stderr = capsys.readouterr().err
+    problem = f"{root}/.lock was deleted and another run (process {holders[0].pid}"
+    assert f"Tiny/0: checkpoint not written, because {problem}" in stderr
     assert not (root / "0").exists()
 
 
-def test_a_closed_output_costs_no_checkpoint(photos, tmp_path):
-    """As in `train.py | head -1`."""
+def test_closed_stdout_does_not_prevent_checkpoint(photos, tmp_path):
+    """This happens in `train.py | head -1`."""
     places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
     reader, writer = os.pipe()
     os.close(reader)

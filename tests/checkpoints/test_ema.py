@@ -1,4 +1,4 @@
-"""Runs with --ema: what they evaluate, save, resume, export and predict."""
+"""Runs with --ema: evaluation, saving, resuming, export and prediction."""
 
 import pickle
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from conftest import NHWC, assert_one_sentence, assert_sparse, losses, phase
+from conftest import NHWC, assert_one_error, assert_sparse, losses, phase
 from paddle_resnet import export
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.serving import inference
@@ -19,7 +19,7 @@ EPOCH = "Tiny/2"
 
 @pytest.fixture
 def averaged(once, run_train, tmp_path):
-    """A copy of the output folder of a run with --ema, which runs once for all tests: (folder, report entries)."""
+    """A copy of the output folder of a run with --ema, and its report entries. The run is shared by all tests."""
 
     def make(folder):
         code, report = run_train(*EMA, "--output-dir", folder / "output")
@@ -39,15 +39,15 @@ def results(report, step=()):
     return {name: phase(report, list(step), "val.")[name] for name in RESULTS}
 
 
-def test_training_has_the_losses_of_a_run_without_averages(run_train, averaged):
+def test_averages_do_not_change_training_losses(run_train, averaged):
     code, report = run_train(*FLAGS)
     assert code == 0
-    expected, found = losses(report), losses(averaged[1])
+    expected, result = losses(report), losses(averaged[1])
     for key in expected:
-        assert (found[key] == expected[key]) == (key[1] != "val"), key
+        assert (result[key] == expected[key]) == (key[1] != "val"), key
 
 
-def test_evaluation_uses_the_averages_unless_a_file_is_named(run_train, averaged, capsys):
+def test_evaluation_uses_averages_unless_path_is_a_file(run_train, averaged, capsys):
     folder, report = averaged
     assert weights(folder / EPOCH).keys() == weights(folder / EPOCH, "pdparams").keys()
     for epoch in range(3):
@@ -55,33 +55,33 @@ def test_evaluation_uses_the_averages_unless_a_file_is_named(run_train, averaged
         code, evaluated = run_train("--run-scope", "eval_only", *start)
         assert code == 0
         assert results(evaluated) == results(report, [epoch])
-    says = f"--from-checkpoint {folder / EPOCH}: loads the averages of --ema, tiny.pdema"
-    assert says in capsys.readouterr().out
-    for named, is_averaged in ((folder / EPOCH, True), (folder / EPOCH / "tiny.pdparams", False)):
-        _, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", named)
+    message = f"--from-checkpoint {folder / EPOCH}: loads the averages of --ema, tiny.pdema"
+    assert message in capsys.readouterr().out
+    for path, is_averaged in ((folder / EPOCH, True), (folder / EPOCH / "tiny.pdparams", False)):
+        _, evaluated = run_train("--run-scope", "eval_only", "--from-pretrained-params", path)
         assert (results(evaluated) == results(report, [2])) == is_averaged
 
 
-def test_best_is_ranked_by_the_averages(averaged):
+def test_best_is_selected_by_accuracy_of_averages(averaged):
     folder, report = averaged
     top1 = [results(report, [epoch])["top1"] for epoch in range(3)]
     assert (folder / "Tiny/best").resolve().name == str(top1.index(max(top1)))
     assert folders.verify(folder / EPOCH)["best"]["top1"] == max(top1)
 
 
-def test_prediction_and_export_use_the_averages(averaged, photos, tmp_path, capsys):
+def test_prediction_and_export_use_averages(averaged, photos, tmp_path, capsys):
     folder = averaged[0] / EPOCH
     expected = weights(folder)
     network = inference.load_checkpoint(folder)
     assert "the averages of --ema" in capsys.readouterr().err
     for name in ("conv2d_3.w_0", "batch_norm_3.w_1", "linear_0.b_0"):
         np.testing.assert_array_equal(network.parameter(name), expected[name])
-    export.export(folder, tmp_path / "export", verify=photos)  # against the recorded evaluation, too
+    export.export(folder, tmp_path / "export", verify=photos)  # compares with the recorded evaluation
 
 
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
 @pytest.mark.parametrize("stop", [{"train_step": 4}, {"eval_step": 1}, {"train_step": 6}])
-def test_a_resume_is_exact(run_train, once, stop_before, tmp_path, stop, kernels):
+def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp_path, stop, kernels):
     flags = [*FLAGS, *(NHWC if kernels == "native" else []), "--kernels", kernels]
     ema = ["--ema", "0.8"]
 
@@ -90,7 +90,7 @@ def test_a_resume_is_exact(run_train, once, stop_before, tmp_path, stop, kernels
         assert code == 0
         (folder / "losses").write_bytes(pickle.dumps(losses(report)))
 
-    whole = once(f"averaged_{kernels}", make)
+    uninterrupted = once(f"averaged_{kernels}", make)
     stop_before(**stop)
     code, report = run_train(*flags, *ema, "--resume")
     assert code == 75
@@ -98,14 +98,14 @@ def test_a_resume_is_exact(run_train, once, stop_before, tmp_path, stop, kernels
     stop_before()
     code, report = run_train(*flags, "--resume")  # inherits --ema
     assert code == 0
-    assert first | losses(report) == pickle.loads((whole / "losses").read_bytes())
-    expected = weights(whole / EPOCH)
+    assert first | losses(report) == pickle.loads((uninterrupted / "losses").read_bytes())
+    expected = weights(uninterrupted / EPOCH)
     for name, value in weights(tmp_path / "output" / EPOCH).items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-def test_a_resume_with_and_without_averages(run_train, tmp_path, capsys):
-    """Averages that a checkpoint lacks start at its weights; --ema None leaves out those that it has."""
+def test_resume_adds_or_removes_averages(run_train, tmp_path, capsys):
+    """Averages missing from a checkpoint are initialized with its weights; --ema None ignores existing averages."""
     assert run_train(*FLAGS, "--epochs", "1")[0] == 0
     output = tmp_path / "output/Tiny"
     assert not list(output.glob("*/*.pdema"))
@@ -125,25 +125,25 @@ def test_averages_of_sparse_weights_are_sparse(run_train, tmp_path):
     assert_sparse(weights(tmp_path / "output" / EPOCH))
 
 
-def test_fine_tuning_starts_at_the_averages(run_train, averaged, tmp_path):
+def test_fine_tuning_starts_from_averages(run_train, averaged, tmp_path):
     start = ["--from-pretrained-params", averaged[0] / EPOCH]
     assert run_train("--lr", "0", "--warmup-epochs", "0", "--run-scope", "train_only", *start)[0] == 0
-    found, expected = weights(tmp_path / "output/Tiny/0", "pdparams"), weights(averaged[0] / EPOCH)
+    result, expected = weights(tmp_path / "output/Tiny/0", "pdparams"), weights(averaged[0] / EPOCH)
     for name in ("conv2d_3.w_0", "linear_0.b_0"):
-        np.testing.assert_array_equal(found[name], expected[name])
+        np.testing.assert_array_equal(result[name], expected[name])
 
 
-def test_a_benchmark_takes_averages(run_train):
+def test_benchmark_accepts_ema(run_train):
     steps = ["--benchmark-steps", "2", "--benchmark-warmup-steps", "1"]
     for scope in ("train_only", "eval_only"):
         assert run_train("--ema", "0.9", "--benchmark", *steps, "--run-scope", scope)[0] == 0
 
 
-@pytest.mark.parametrize("damage", ["changed", "of another network"])
-def test_damaged_averages_are_errors(run_train, averaged, tmp_path, capsys, damage):
+@pytest.mark.parametrize("damage", ["changed", "different network"])
+def test_damaged_averages_are_rejected(run_train, averaged, tmp_path, capsys, damage):
     folder = averaged[0] / "Tiny"
     content = b"not a pickle"
-    if damage == "of another network":
+    if damage == "different network":
         state = weights(folder / "2")
         del state["conv2d_3.w_0"]
         content = pickle.dumps(state, protocol=4)
@@ -154,9 +154,9 @@ def test_damaged_averages_are_errors(run_train, averaged, tmp_path, capsys, dama
         folder = folders.commit(tmp_path / "wrong", "2", files, meta).parent
     else:
         (folder / "2/tiny.pdema").write_bytes(content)
-    says = "tiny.pdema has" if damage == "changed" else "does not match the model (1 missing)"
+    problem = "tiny.pdema has" if damage == "changed" else "does not match the model (1 missing)"
     starts = [["--run-scope", "eval_only", "--from-checkpoint", folder / "2"]]
     starts.append(["--epochs", "4", "--from-checkpoint", folder, "--last-epoch-of-checkpoint", "2"])
     for start in starts:
         assert run_train(*start)[0] == 2
-        assert_one_sentence(capsys.readouterr().err, [says])
+        assert_one_error(capsys.readouterr().err, [problem])

@@ -1,4 +1,4 @@
-"""Folders of checkpoints without any network: what is whole, what a kill leaves behind, what is found and deleted."""
+"""Checkpoint folders without any network: validity, state after a kill, listing and deletion."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ def names(root):
     return sorted(p.name for p in root.iterdir())
 
 
-def test_commit_names_every_file_with_size_and_digest(tmp_path):
+def test_commit_records_size_and_digest_of_each_file(tmp_path):
     best = {"epoch": 1, "loss": 1.5, "top1": 0.5, "top5": 1, "ips": 20.5}
     folder = write_checkpoint(tmp_path, "3_40", best=best, rate=0.1)
     assert names(folder) == ["a.pdopt", "a.pdparams", "meta.json"]
@@ -34,8 +34,8 @@ def test_commit_names_every_file_with_size_and_digest(tmp_path):
     assert names(tmp_path) == ["3_40"]
 
 
-def test_a_name_appears_once_its_files_are_on_the_disk(tmp_path, monkeypatch):
-    """In the order in which files and folders are flushed: files, their folder, the folder of the new name."""
+def test_commit_flushes_files_before_rename(tmp_path, monkeypatch):
+    """The flush order is: files, their folder, the folder that contains the new name."""
     flushed, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
     write_checkpoint(tmp_path, "3")
@@ -44,7 +44,7 @@ def test_a_name_appears_once_its_files_are_on_the_disk(tmp_path, monkeypatch):
     assert flushed == [*files, partial, str(tmp_path)]
 
 
-def test_a_folder_of_the_same_name_is_replaced(tmp_path):
+def test_commit_replaces_folder_with_same_name(tmp_path):
     write_checkpoint(tmp_path, "3", "old")
     folder = write_checkpoint(tmp_path, "3", "newer")
     assert (folder / "a.pdparams").read_text() == "newer"
@@ -68,14 +68,14 @@ def lengthen(path):
 
 @pytest.mark.parametrize("file", ["a.pdparams", "a.pdopt", "meta.json"])
 @pytest.mark.parametrize("damage", [flip_bit, truncate, lengthen, lambda path: path.write_bytes(b""), os.remove])
-def test_damage_is_found_and_the_file_named(tmp_path, file, damage):
+def test_damaged_file_is_detected_and_reported(tmp_path, file, damage):
     folder = write_checkpoint(tmp_path, "3")
     damage(folder / file)
     with pytest.raises(folders.DamagedError, match=file):
         folders.verify(folder)
 
 
-def test_a_flipped_bit_of_meta_json_is_found_or_changes_nothing(tmp_path):
+def test_flipped_bit_in_meta_json_is_detected_or_harmless(tmp_path):
     folder = write_checkpoint(tmp_path, "3", rate=0.125)
     data = (folder / "meta.json").read_bytes()
     meta, harmless = folders.verify(folder), 0
@@ -89,10 +89,10 @@ def test_a_flipped_bit_of_meta_json_is_found_or_changes_nothing(tmp_path):
             harmless += 1
         except folders.DamagedError:
             pass
-    assert harmless < len(bits) / 8  # white space that turned into other white space
+    assert harmless < len(bits) / 8  # some flips turn white space into other white space
 
 
-def test_meta_of_another_format_is_refused(tmp_path):
+def test_meta_json_with_unknown_format_is_rejected(tmp_path):
     folder = write_checkpoint(tmp_path, "3")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"format": 99}))
@@ -100,7 +100,7 @@ def test_meta_of_another_format_is_refused(tmp_path):
         folders.verify(folder)
 
 
-def test_folders_are_those_with_the_name_of_a_checkpoint(tmp_path):
+def test_below_lists_only_checkpoint_names_in_order(tmp_path):
     for name in ("10", "9", "9_20", "9_3", ".9.partial", "x", "9_", "_9", "9_1_2", "-1"):
         (tmp_path / name).mkdir()
     (tmp_path / "8").write_text("a file")
@@ -108,17 +108,17 @@ def test_folders_are_those_with_the_name_of_a_checkpoint(tmp_path):
     assert folders.below(tmp_path / "nowhere") == []
 
 
-def test_newest_is_the_one_written_last(tmp_path):
+def test_newest_first_sorts_by_sequence_number(tmp_path):
     write_checkpoint(tmp_path, "89", sequence=4)
     write_checkpoint(tmp_path, "0", sequence=6)
     write_checkpoint(tmp_path, "0_20", sequence=5)
     (write_checkpoint(tmp_path, "1", sequence=7) / "meta.json").unlink()
-    whole, damaged = folders.newest_first(tmp_path)
-    assert [folder.name for folder, _ in whole] == ["0", "0_20", "89"]
+    valid, damaged = folders.newest_first(tmp_path)
+    assert [folder.name for folder, _ in valid] == ["0", "0_20", "89"]
     assert [(folder.name, "meta.json" in problem) for folder, problem in damaged] == [("1", True)]
 
 
-def test_mark_changes_over(tmp_path):
+def test_mark_replaces_only_links(tmp_path):
     for name in ("1", "2"):
         write_checkpoint(tmp_path, name)
         folders.mark(tmp_path, "latest", name)
@@ -130,7 +130,7 @@ def test_mark_changes_over(tmp_path):
     assert names(tmp_path) == ["1", "2", "best", "latest"]
 
 
-def test_deleting_a_link_leaves_what_it_leads_to(tmp_path):
+def test_delete_of_link_keeps_target(tmp_path):
     folder = write_checkpoint(tmp_path / "elsewhere", "3")
     (tmp_path / "3").symlink_to(folder)
     folders.delete(tmp_path / "3")
@@ -138,7 +138,7 @@ def test_deleting_a_link_leaves_what_it_leads_to(tmp_path):
     folders.verify(folder)
 
 
-def test_deletions_leave_what_this_program_did_not_write(tmp_path, capsys):
+def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
     for name in ("1", "2", "3"):
         write_checkpoint(tmp_path, name)
         (tmp_path / name / "notes.txt").write_text(name)
@@ -151,7 +151,7 @@ def test_deletions_leave_what_this_program_did_not_write(tmp_path, capsys):
     (tmp_path / "3").rename(tmp_path / "x")
     write_checkpoint(tmp_path, "3")
     (tmp_path / ".notes.partial").write_text("mine")
-    (tmp_path / "x").rename(tmp_path / ".3.replaced")  # as after a kill
+    (tmp_path / "x").rename(tmp_path / ".3.replaced")  # the state after a kill
     folders.clean(tmp_path)
     folders.verify(tmp_path / "3")
     assert (tmp_path / "3/notes.txt").read_text() == "3"
@@ -168,15 +168,15 @@ def test_deletions_leave_what_this_program_did_not_write(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("form", ["rename", "marker"])
-def test_a_checkpoint_of_another_program_is_never_deleted(tmp_path, capsys, form):
+def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
     write_checkpoint(tmp_path, "4")
     for name in ("3", "5"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "resnet_50_paddle.pdparams").write_text("NVIDIA's")
     folders.remove_all(tmp_path)
-    said = capsys.readouterr()
-    assert f"--overwrite: deletes 4 in {tmp_path}" in said.out
-    assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write" in said.err
+    output = capsys.readouterr()
+    assert f"--overwrite: deletes 4 in {tmp_path}" in output.out
+    assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write" in output.err
     (tmp_path / "3.old").mkdir()
     files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}
     folders.verify(folders.commit(tmp_path, "3", files, META, form))
@@ -185,26 +185,30 @@ def test_a_checkpoint_of_another_program_is_never_deleted(tmp_path, capsys, form
     assert "renamed to 3.old1" in capsys.readouterr().err
 
 
-def test_failing_deletion_is_a_warning_and_leaves_nothing_that_looks_whole(tmp_path, capsys, monkeypatch):
+def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsys, monkeypatch):
     folder = write_checkpoint(tmp_path, "3")
 
-    def refuse(*args, **kwargs):
+    def deny(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(folders.Path, "rmdir", refuse)
+    monkeypatch.setattr(folders.Path, "rmdir", deny)
     folders.delete(folder)
     assert "3: cannot be deleted (Permission denied); delete it manually" in capsys.readouterr().err
     assert folders.newest_first(tmp_path)[0] == []
     monkeypatch.undo()
     folder = write_checkpoint(tmp_path, "4")
-    monkeypatch.setattr(folders, "_remove", lambda path: None)  # killed after the first step
+    monkeypatch.setattr(folders, "_remove", lambda path: None)  # like a kill after the first step of a deletion
     folders.delete(folder)
     assert folders.newest_first(tmp_path)[0] == []
 
 
 def commit_in_a_child(root, form, fatal):
-    """Commit checkpoint 2 in addition to 1, over an older 2, and delete 1, in a process that is killed before its n-th
-    change of a file; returns its exit code: the number of changes if it was not killed."""
+    """Replace an older checkpoint 2 and delete checkpoint 1 in a process that is killed before its n-th change of a
+    file.
+
+    Returns:
+        its exit code, the number of changes unless it was killed.
+    """
     changes = 0
 
     def audit(event, args):
@@ -216,7 +220,7 @@ def commit_in_a_child(root, form, fatal):
                 os.kill(os.getpid(), signal.SIGKILL)
             changes += 1
 
-    pid = os.fork()  # a new Python would take most of the time of the test
+    pid = os.fork()  # starting a new Python process would dominate the time of the test
     if pid == 0:
         try:
             sys.addaudithook(audit)
@@ -231,7 +235,7 @@ def commit_in_a_child(root, form, fatal):
 
 
 @pytest.mark.parametrize("form", ["rename", "marker"])
-def test_kill_before_any_change_leaves_whole_checkpoints_alone(tmp_path, form):
+def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
     results = set()
     for fatal in range(100):
         root = tmp_path / str(fatal)
@@ -241,17 +245,17 @@ def test_kill_before_any_change_leaves_whole_checkpoints_alone(tmp_path, form):
         folders.mark(root, "latest", "1")
         code = commit_in_a_child(root, form, fatal)
         folders.clean(root)
-        whole, damaged = folders.newest_first(root)
-        content = {folder.name: (folder / "a.pdparams").read_text() for folder, _ in whole}
-        for folder, _ in whole:
+        valid, damaged = folders.newest_first(root)
+        content = {folder.name: (folder / "a.pdparams").read_text() for folder, _ in valid}
+        for folder, _ in valid:
             folders.verify(folder)
-        newest = whole[0][0].name
+        newest = valid[0][0].name
         results.add((newest, content[newest], "1" in content))
         assert content[newest] == {"1": "one", "2": "new"}[newest]
         if form == "rename" or newest == "2":
-            assert content["2"] == ("new" if newest == "2" else "old")  # put back, if it had made way already
+            assert content["2"] == ("new" if newest == "2" else "old")  # clean restores the older one
         else:
-            assert content.get("2", "old") == "old"  # of another run, and replaced in place
+            assert content.get("2", "old") == "old"  # the older one is replaced in place, so it can be lost
         assert damaged == []
         assert not [name for name in names(root) if name.startswith(".")]
         if code != -signal.SIGKILL:
@@ -260,7 +264,7 @@ def test_kill_before_any_change_leaves_whole_checkpoints_alone(tmp_path, form):
     assert results == {("1", "one", True), ("2", "new", True), ("2", "new", False)}
 
 
-def test_another_process_is_kept_out_until_the_first_has_ended(tmp_path):
+def test_lock_excludes_other_processes_until_exit(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
     (tmp_path / ".lock").write_text("process 4194304 on a machine with a longer name than this one's\n" * 2)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
@@ -276,10 +280,10 @@ def test_another_process_is_kept_out_until_the_first_has_ended(tmp_path):
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
 
 
-def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
-    def no_locks(file, how):
+def test_file_system_without_locks_triggers_warning(tmp_path, monkeypatch, capsys):
+    def fail(file, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(locks.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(locks.fcntl, "lockf", fail)
     folders.lock(tmp_path).close()
     assert f"{tmp_path}/.lock: the file system does not support locks (No locks available)" in capsys.readouterr().err

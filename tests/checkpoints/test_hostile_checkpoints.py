@@ -1,4 +1,4 @@
-"""Checkpoints from strangers and from broken disks: no file runs code, crashes, hangs, or is taken in silence."""
+"""Untrusted and damaged checkpoints: no file may run code, crash or hang the program, or be accepted by mistake."""
 
 import base64
 import contextlib
@@ -13,7 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from conftest import assert_one_sentence, losses
+from conftest import assert_one_error, losses
 from helpers import META, write_checkpoint
 from paddle_resnet import export
 from paddle_resnet.checkpoints import arrays, folders
@@ -27,7 +27,7 @@ STATE = {
     "mask": np.array([[True], [False]]),
     "transposed": np.asfortranarray(np.arange(6, dtype=np.float16).reshape(2, 3)),
 }
-PROTOCOLS = (2, 3, 4)  # those that Paddle writes
+PROTOCOLS = (2, 3, 4)  # the pickle protocols that Paddle writes
 
 
 def read(tmp_path, data):
@@ -37,17 +37,17 @@ def read(tmp_path, data):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_arrays_come_back_as_pickle_has_them(tmp_path, protocol):
+def test_read_arrays_equal_unpickled_arrays(tmp_path, protocol):
     state = STATE | {"StructuredToParameterName@@": {"weight": "conv2d_0.w_0"}}
-    found = read(tmp_path, pickle.dumps(state, protocol))
-    assert found.keys() == STATE.keys()
+    result = read(tmp_path, pickle.dumps(state, protocol))
+    assert result.keys() == STATE.keys()
     for name, array in STATE.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-        np.testing.assert_array_equal(found[name], array)
+        assert (result[name].dtype, result[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(result[name], array)
 
 
 class Payload:
-    """Makes a file when it is unpickled by a reader that runs what it is told."""
+    """Calls a function, by default one that creates a folder, when a reader without protection unpickles it."""
 
     def __init__(self, path, function=None):
         self._call = (function or os.mkdir, (str(path),))
@@ -57,7 +57,7 @@ class Payload:
 
 
 def payloads(path):
-    """{kind: pickle that makes a folder}."""
+    """{kind: pickle that creates a folder}."""
     made = Payload(path)
     objects = np.empty(1, object)
     objects[0] = made
@@ -65,18 +65,18 @@ def payloads(path):
     return {
         "value": pickle.dumps({"a": made}),
         "key": pickle.dumps({made: STATE["steps"]}),
-        "beside arrays": pickle.dumps(STATE | {"z": made}, 4),
-        "in an array of objects": pickle.dumps({"a": objects}, 4),
+        "next to arrays": pickle.dumps(STATE | {"z": made}, 4),
+        "in an object array": pickle.dumps({"a": objects}, 4),
         "protocol 0": pickle.dumps({"a": made}, 0),
         "eval, as paddle.save writes tensors": pickle.dumps({"a": Payload(text, eval)}, 4),
-        "before a good one": pickle.dumps(made, 4) + pickle.dumps(STATE, 4),
+        "before a valid pickle": pickle.dumps(made, 4) + pickle.dumps(STATE, 4),
         "INST": b"(S'" + str(path).encode() + b"'\nios\nmkdir\n.",
         "OBJ": b"(cos\nmkdir\nS'" + str(path).encode() + b"'\no.",
     }
 
 
 @pytest.mark.parametrize("kind", payloads(""))
-def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, kind):
+def test_code_in_pickle_is_rejected_and_not_run(tmp_path, kind):
     path = tmp_path / "made"
     data = payloads(path)[kind]
     with pytest.raises(UnreadableError):
@@ -84,25 +84,25 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, kind):
     assert not path.exists()
 
 
-def test_the_payloads_do_run_where_pickle_reads_them(tmp_path):
-    """Or the test above would not test anything."""
+def test_payloads_run_in_pickle_module(tmp_path):
+    """This proves that the test above can fail."""
     for i, kind in enumerate(payloads("")):
         path = tmp_path / str(i)
-        with contextlib.suppress(Exception):  # which may follow once the payload has run
+        with contextlib.suppress(Exception):  # pickle may fail after the payload has run
             pickle.loads(payloads(path)[kind])
         assert path.exists(), kind
 
 
-def test_what_is_named_is_said(tmp_path):
+def test_error_contains_unsupported_function(tmp_path):
     with pytest.raises(UnreadableError, match=r"^posix.mkdir is not supported, only arrays$"):
         read(tmp_path, pickle.dumps({"a": Payload("x")}, 4))
 
 
-@pytest.mark.parametrize("user", ["--from-pretrained-params", "--from-checkpoint", "--dry-run", "export"])
-def test_commands_run_no_code_of_a_checkpoint(run_train, tmp_path, capsys, user):
-    path, root = tmp_path / "made", tmp_path / "stranger"
+@pytest.mark.parametrize("command", ["--from-pretrained-params", "--from-checkpoint", "--dry-run", "export"])
+def test_commands_do_not_run_code_in_checkpoint(run_train, tmp_path, capsys, command):
+    path, root = tmp_path / "made", tmp_path / "untrusted"
     data = pickle.dumps(STATE | {"z": Payload(path)}, 4)
-    if user == "export":
+    if command == "export":
         assert run_train()[0] == 0
         meta = folders.verify(tmp_path / "output/Tiny/0")
         files = {f"tiny.{end}": lambda file: file.write(data) for end in ("pdparams", "pdopt")}
@@ -114,57 +114,57 @@ def test_commands_run_no_code_of_a_checkpoint(run_train, tmp_path, capsys, user)
         (root / "0").mkdir(parents=True)
         for end in ("pdparams", "pdopt"):
             (root / "0" / f"tiny.{end}").write_bytes(data)
-        flags = ["--from-pretrained-params", root / "0", *(["--dry-run"] if user == "--dry-run" else [])]
-        if user == "--from-checkpoint":
-            flags = [user, root, "--epochs", "2", "--last-epoch-of-checkpoint", "auto"]
+        flags = ["--from-pretrained-params", root / "0", *(["--dry-run"] if command == "--dry-run" else [])]
+        if command == "--from-checkpoint":
+            flags = [command, root, "--epochs", "2", "--last-epoch-of-checkpoint", "auto"]
         assert run_train(*flags)[0] == 2
-        assert_one_sentence(
+        assert_one_error(
             capsys.readouterr().err, ["tiny.pdparams cannot be read (posix.mkdir is not supp", "choose a different"]
         )
     assert not path.exists()
 
 
 def hostile_pickles():
-    """Pickles that take time, memory, or the memory of others where pickle reads them."""
+    """Pickles with which the pickle module needs much time or memory, or reads memory out of bounds."""
     key = b"\x80\x04})\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"K\x01s."
     one = pickle.dumps({"a": STATE["steps"]}, 4)
     text = b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93\x94\x8c\x06latin1\x94X" + struct.pack("<I", 10**6)
     text += b"x" * 10**6 + b"\x94"
     return {
-        "a text encoded 1,500 times": text + b"h\x00h\x02h\x01\x86R" * 1500 + b".",
-        "a name of 1 MB set 100,000 times": text + b"}" + b"h\x02K\x01s" * 100_000 + b".",
-        "a key that takes 2^60 steps to hash": key,
-        "a list of lists": b"\x80\x04]" + b"]" * 100_000,
-        "tuples of tuples": b"\x80\x04)" + b"\x85" * 100_000 + b".",
-        "a memo of 32 GB": b"\x80\x04K\x01r\xff\xff\xff\xff.",
+        "text encoded 1,500 times": text + b"h\x00h\x02h\x01\x86R" * 1500 + b".",
+        "name of 1 MB set 100,000 times": text + b"}" + b"h\x02K\x01s" * 100_000 + b".",
+        "key that takes 2^60 steps to hash": key,
+        "nested lists": b"\x80\x04]" + b"]" * 100_000,
+        "nested tuples": b"\x80\x04)" + b"\x85" * 100_000 + b".",
+        "memo of 32 GB": b"\x80\x04K\x01r\xff\xff\xff\xff.",
         "bytes of 8 EB": b"\x80\x04\x8e" + struct.pack("<Q", 2**62),
-        "a frame of 8 EB": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"K\x01.",
-        "a number of 5,000 digits": b"I" + b"9" * 5000 + b"\n.",
+        "frame of 8 EB": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"K\x01.",
+        "number of 5,000 digits": b"I" + b"9" * 5000 + b"\n.",
         "pointers as objects": one.replace(b"\x02i8", b"\x02O8"),
-        "an array of 8 EB": one.replace(b"K\x01\x85", b"\x8a\x08" + b"\xff" * 7 + b"\x3f\x85"),
-        "an array larger than its bytes": one.replace(b"K\x01\x85", b"K\x02\x85"),
-        "an array smaller than its bytes": one.replace(b"K\x01\x85", b"K\x00\x85"),
-        "a number": pickle.dumps({"a": 1.5}, 4),
+        "array of 8 EB": one.replace(b"K\x01\x85", b"\x8a\x08" + b"\xff" * 7 + b"\x3f\x85"),
+        "array larger than its bytes": one.replace(b"K\x01\x85", b"K\x02\x85"),
+        "array smaller than its bytes": one.replace(b"K\x01\x85", b"K\x00\x85"),
+        "number": pickle.dumps({"a": 1.5}, 4),
         "text": pickle.dumps({"a": "text"}, 4),
-        "no table": pickle.dumps(STATE["steps"], 4),
-        "a number as a name": pickle.dumps({3: STATE["steps"]}, 4),
-        "text as an array": pickle.dumps({"a": np.array(["x"])}, 4),
-        "complex numbers": pickle.dumps({"a": np.complex64([1])}, 4),
-        "nothing": b"",
-        "a stop": b".",
-        "a dot": b"\x80\x04.",
+        "array without dict": pickle.dumps(STATE["steps"], 4),
+        "number as name": pickle.dumps({3: STATE["steps"]}, 4),
+        "text array": pickle.dumps({"a": np.array(["x"])}, 4),
+        "complex array": pickle.dumps({"a": np.complex64([1])}, 4),
+        "empty file": b"",
+        "only STOP": b".",
+        "only PROTO and STOP": b"\x80\x04.",
     }
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", hostile_pickles())
-def test_hostile_pickles_are_refused_at_once(tmp_path, kind):
+def test_hostile_pickles_are_rejected_quickly(tmp_path, kind):
     with pytest.raises(UnreadableError):
         read(tmp_path, hostile_pickles()[kind])
 
 
-def test_memory_is_bounded_by_the_size_of_the_file(tmp_path):
-    data = hostile_pickles()["a text encoded 1,500 times"]
+def test_memory_is_bounded_by_file_size(tmp_path):
+    data = hostile_pickles()["text encoded 1,500 times"]
     tracemalloc.start()
     try:
         with pytest.raises(UnreadableError, match="encodes more text than it contains"):
@@ -175,7 +175,8 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path):
 
 
 def mutated(data, generator):
-    """Bytes with one to four changes: a flipped bit, another byte, a huge word, a piece cut out, doubled or moved."""
+    """Data with one to four mutations: a flipped bit, a random byte, an extreme integer, or a piece that is removed,
+    duplicated or copied over a different position. One in ten is also truncated."""
     data = bytearray(data)
     for _ in range(generator.randint(1, 4)):
         at = generator.randrange(len(data))
@@ -199,42 +200,42 @@ def mutated(data, generator):
 
 @pytest.mark.parametrize("count", [600, pytest.param(6000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_mutated_pickles_are_arrays_of_numbers_or_refused(tmp_path, protocol, count):
+def test_mutated_pickles_are_numeric_arrays_or_rejected(tmp_path, protocol, count):
     generator, data = random.Random(count), pickle.dumps(STATE, protocol)
-    refused = 0
+    rejected = 0
     for _ in range(count):
         damaged = mutated(data, generator)
         try:
-            found = read(tmp_path, damaged)
+            result = read(tmp_path, damaged)
         except UnreadableError as e:
-            refused += 1
+            rejected += 1
             assert len(str(e)) < 300
             continue
-        for name, array in found.items():
+        for name, array in result.items():
             assert isinstance(name, str) and array.dtype.kind in "biuf"
             assert array.nbytes <= len(damaged)
-    assert count / 3 < refused < count  # some change a number, and no reader can know
+    assert count / 3 < rejected < count  # no reader can detect a changed value of an array
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
-def test_mutated_npz_files_are_arrays_of_numbers_or_refused(tmp_path, count):
+def test_mutated_npz_files_are_numeric_arrays_or_rejected(tmp_path, count):
     path, generator = tmp_path / "bn_rank1.npz", random.Random(count)
     np.savez(path, **{name: STATE[name] for name in ("batch_norm_0.w_1", "learning_rate_0")})
     data = path.read_bytes()
     assert len(arrays.read_npz(path)) == 2
-    refused = 0
+    rejected = 0
     for _ in range(count):
         path.write_bytes(mutated(data, generator))
         try:
-            found = arrays.read_npz(path)
+            result = arrays.read_npz(path)
         except UnreadableError:
-            refused += 1
+            rejected += 1
         else:
-            assert all(array.dtype.kind in "biuf" for array in found.values())
-    assert count / 3 < refused < count
+            assert all(array.dtype.kind in "biuf" for array in result.values())
+    assert count / 3 < rejected < count
 
 
-def test_npz_files_with_objects_or_compressed_are_refused(tmp_path):
+def test_npz_files_with_objects_or_compression_are_rejected(tmp_path):
     made, path = tmp_path / "made", tmp_path / "bn_rank1.npz"
     objects = np.empty(1, object)
     objects[0] = Payload(made)
@@ -248,17 +249,17 @@ def test_npz_files_with_objects_or_compressed_are_refused(tmp_path):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop", "nothing"])
-def test_what_is_not_a_file_is_refused_at_once(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop", "missing"])
+def test_parameter_path_that_is_not_a_file_is_rejected(tmp_path, kind):
     path = tmp_path / "tiny.pdparams"
-    says = put(path, kind)
+    problem = put(path, kind)
     for reader in (arrays.read_pickle, arrays.read_npz):
-        with pytest.raises(UnreadableError, match=says):
+        with pytest.raises(UnreadableError, match=problem):
             reader(path)
 
 
 def put(path, kind):
-    """Put something that is not a regular file at a path; returns what is to be said of it."""
+    """Create something that is not a regular file; returns the expected error."""
     if kind == "pipe":
         os.mkfifo(path)
         return "not a regular file"
@@ -278,7 +279,7 @@ RESULT = {"loss": 1.5, "top1": 0.5, "top5": 1.0, "ips": 20.0}
 FILE = {"size": 3, "sha256": "0" * 64}
 METER = {"sum": 2.0, "count": 3}
 LOADER = {"step": 1, "conditions": {}}
-# {field: values that it cannot have}
+# {field: invalid values}
 IMPOSSIBLE = {
     "sequence": [-1, 1.5, None, "1", True, [], float("nan"), 10**4000],
     "run": [None, 3, []],
@@ -306,53 +307,53 @@ IMPOSSIBLE = {
     + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
     + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
 }
-# What is no meta.json at all, or one that takes time or memory.
+# Invalid contents of meta.json, some of which take much time or memory to parse.
 CONTENTS = {
-    "a list": b"[1]",
-    "a number": b"1",
+    "list": b"[1]",
+    "number": b"1",
     "null": b"null",
     "text": b'"x"',
-    "nothing": b"",
-    "half of it": b'{"format": 2, "epo',
+    "empty": b"",
+    "truncated": b'{"format": 2, "epo',
     "no checksum": b'{"format": 2}',
     "not UTF-8": b"\xff\xfe\xfa",
-    "deep": b"[" * 200_000,
-    "deep and whole": b'{"a": ' * 50_000 + b"1" + b"}" * 50_000,
-    "a number of 5,000 digits": b'{"epoch": ' + b"9" * 5000 + b"}",
-    "more than any has": b" " * (folders.META_LIMIT + 1),
+    "deep and truncated": b"[" * 200_000,
+    "deep": b'{"a": ' * 50_000 + b"1" + b"}" * 50_000,
+    "number of 5,000 digits": b'{"epoch": ' + b"9" * 5000 + b"}",
+    "too large": b" " * (folders.META_LIMIT + 1),
 }
 
 
 def craft(folder, meta):
-    """A meta.json with a right checksum, whatever it says."""
+    """Write a meta.json with any content and a correct checksum."""
     folder.mkdir(exist_ok=True)
     (folder / "meta.json").write_text(json.dumps({**meta, "checksum": folders._checksum(meta)}))
 
 
 @pytest.fixture
-def good(tmp_path):
-    """The content of a good meta.json."""
+def valid(tmp_path):
+    """The content of a valid meta.json."""
     return folders.read_meta(write_checkpoint(tmp_path, "3"))
 
 
-def test_the_good_one_is_good(tmp_path, good):
-    craft(tmp_path / "4", good)
-    assert folders.read_meta(tmp_path / "4") == good
+def test_valid_meta_json_is_accepted(tmp_path, valid):
+    craft(tmp_path / "4", valid)
+    assert folders.read_meta(tmp_path / "4") == valid
 
 
 DAMAGED_STATES = {
     "text": {"pipeline": base64.b64encode(b"garbage").decode()},
-    "of no pipeline": {"pipeline": ""},
-    "without a pipeline": {},  # removed below
-    "of an earlier step": {"step": 1},
-    "after the end": {"step": 4},
+    "empty pipeline": {"pipeline": ""},
+    "no pipeline": {},  # removed below
+    "earlier step": {"step": 1},
+    "step after the end": {"step": 4},
 }
-# A flipped bit in the names of what DALI's plugin keeps in its state.
+# Names in the state of DALI's plugin, in which the test flips a bit.
 NAMES_IN_STATES = (b"_size", b"_counter_per_gpu", b"epoch_idx", b"iter")
 
 
-def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path, capsys):
-    """In a meta.json whose checksum is right."""
+def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, capsys):
+    """The checksum of meta.json is correct."""
     stop_before(train_step=2)
     assert run_train()[0] == 75
     stop_before()
@@ -361,7 +362,7 @@ def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path
     [rank] = meta["ranks"]
     pipeline = base64.b64decode(rank["loader"]["pipeline"])
     states = {name: rank["loader"] | damage for name, damage in DAMAGED_STATES.items()}
-    states["without a pipeline"].pop("pipeline")
+    states["no pipeline"].pop("pipeline")
     for name in NAMES_IN_STATES:
         assert name in pipeline
         damaged = base64.b64encode(pipeline.replace(name, name[:-1] + bytes([name[-1] ^ 1]), 1)).decode()
@@ -370,20 +371,23 @@ def test_a_damaged_state_of_the_loader_is_named(run_train, stop_before, tmp_path
         craft(folder, meta | {"ranks": [rank | {"loader": state}]})
         capsys.readouterr()
         assert run_train("--resume")[0] == 2, damage
-        says = [f"{folder}: the state of the loader is damaged (", "): move it away, or start from another checkpoint"]
+        message = [
+            f"{folder}: the state of the loader is damaged (",
+            "); move it away, or choose a different checkpoint",
+        ]
         if "step" in DAMAGED_STATES.get(damage, ()):
-            says = ["contains only damaged checkpoints"]
-        assert_one_sentence(capsys.readouterr().err, says)
+            message = ["contains only damaged checkpoints"]
+        assert_one_error(capsys.readouterr().err, message)
 
 
 @pytest.mark.parametrize("field", IMPOSSIBLE)
-def test_impossible_values_are_damage_and_the_field_is_named(tmp_path, good, field):
+def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
     for value in IMPOSSIBLE[field]:
-        craft(tmp_path / "4", good | {field: value})
+        craft(tmp_path / "4", valid | {field: value})
         with pytest.raises(folders.DamagedError, match=rf"^meta.json is damaged: {field} is [^\n]{{1,200}}$"):
             folders.read_meta(tmp_path / "4")
-    craft(tmp_path / "4", {name: value for name, value in good.items() if name != field})
-    if field == "class_names":  # older checkpoints have none
+    craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
+    if field == "class_names":  # optional, because older checkpoints lack it
         assert field not in folders.read_meta(tmp_path / "4")
         return
     with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
@@ -391,19 +395,19 @@ def test_impossible_values_are_damage_and_the_field_is_named(tmp_path, good, fie
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", [*CONTENTS, "pipe", "device", "folder", "loop", "nothing at all"])
-def test_what_is_no_meta_json_is_damage_at_once(tmp_path, kind):
+@pytest.mark.parametrize("kind", [*CONTENTS, "pipe", "device", "folder", "loop", "missing"])
+def test_invalid_meta_json_is_rejected_quickly(tmp_path, kind):
     path = tmp_path / "meta.json"
     if kind in CONTENTS:
         path.write_bytes(CONTENTS[kind])
-        says = "meta.json (is damaged|has format None|cannot be read .*limit)"
+        problem = "meta.json (is damaged|has format None|cannot be read .*limit)"
     else:
-        says = f"meta.json cannot be read .{put(path, kind)}"
-    with pytest.raises(folders.DamagedError, match=says):
+        problem = f"meta.json cannot be read .{put(path, kind)}"
+    with pytest.raises(folders.DamagedError, match=problem):
         folders.read_meta(tmp_path)
 
 
-def test_what_the_manifest_does_not_list_is_no_part_of_a_checkpoint(tmp_path, good):
+def test_files_outside_manifest_are_ignored(tmp_path, valid):
     for name in ("other.pdparams", "other.pdopt"):
         (tmp_path / "3" / name).write_bytes(b"x")
     assert folders.verify(tmp_path / "3")["files"].keys() == {"a.pdparams", "a.pdopt"}
@@ -412,23 +416,27 @@ def test_what_the_manifest_does_not_list_is_no_part_of_a_checkpoint(tmp_path, go
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_files_of_a_checkpoint_that_are_no_files_are_damage_at_once(tmp_path, good, kind):
+def test_checkpoint_file_that_is_not_regular_is_rejected_quickly(tmp_path, valid, kind):
     (tmp_path / "3/a.pdopt").unlink()
-    says = put(tmp_path / "3/a.pdopt", kind)
-    with pytest.raises(folders.DamagedError, match=f"a.pdopt cannot be read .{says}"):
+    problem = put(tmp_path / "3/a.pdopt", kind)
+    with pytest.raises(folders.DamagedError, match=f"a.pdopt cannot be read .{problem}"):
         folders.verify(tmp_path / "3")
 
 
-def stray(root, good):
-    """Folders that are named like checkpoints, newer than all, and none: crafted, empty, of pipes, of links."""
+def stray(root, valid):
+    """Create invalid folders with checkpoint names, newer than all checkpoints: crafted meta.json files, pipes, links.
+
+    Returns:
+        their number.
+    """
     name = iter(range(1000, 2000))
     for field, values in IMPOSSIBLE.items():
-        craft(root / str(next(name)), good | {"sequence": 10**6, "epoch": 900} | {field: values[0]})
+        craft(root / str(next(name)), valid | {"sequence": 10**6, "epoch": 900} | {field: values[0]})
     for content in CONTENTS.values():
         folder = root / str(next(name))
         folder.mkdir()
         (folder / "meta.json").write_bytes(content)
-    for kind in ("pipe", "device", "folder", "loop", "nothing at all"):
+    for kind in ("pipe", "device", "folder", "loop", "missing"):
         folder = root / str(next(name))
         folder.mkdir()
         (folder / "notes").write_text("of the user")
@@ -437,53 +445,56 @@ def stray(root, good):
     (root / str(next(name))).write_text("a file")
     folder = root / str(next(name))
     folder.mkdir()
-    for end in ("pdparams", "pdopt"):  # as NVIDIA's example has them: no resume may take these
+    for end in ("pdparams", "pdopt"):  # like NVIDIA's example, without meta.json; a resume must ignore it
         (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
-    return next(name) - 1002  # the link to nothing and the file are no folders
+    return next(name) - 1002  # without the dangling link and the file, which are not folders
 
 
-def test_stray_folders_end_neither_a_running_job_nor_a_resume(run_train, tmp_path, capsys):
-    """They come while epoch 0 is evaluated: the next saves and a resume pass them over."""
+def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):
+    """Folders that appear next to the checkpoint of epoch 0 are ignored by a resume and by later saves."""
     root, flags = tmp_path / "output/Tiny", ["--keep-checkpoints", "2"]
     assert run_train("--epochs", "1")[0] == 0
     count = stray(root, folders.read_meta(root / "0"))
     capsys.readouterr()
     assert run_train("--epochs", "3", *flags, "--resume")[0] == 0
-    said = capsys.readouterr()
-    assert "Tiny/0: continues with epoch 1" in said.out
-    assert said.err.count("not a valid checkpoint: meta.json") == count
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert "Tiny/0: continues with epoch 1" in output.out
+    assert output.err.count("not a valid checkpoint: meta.json") == count
+    assert "Traceback" not in output.err
     assert [p.name for p, _ in folders.newest_first(root)[0]][:2] == ["2", "1"]
     assert folders.verify(root / "2")["epoch"] == 2
 
 
-def test_a_folder_that_cannot_be_entered_does_not_end_a_resume(run_train, tmp_path, monkeypatch, capsys):
+def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch, capsys):
     assert run_train("--epochs", "1")[0] == 0
     root = tmp_path / "output/Tiny"
     (root / "99").mkdir()
     (root / "99/notes").write_text("of the user")
     real = os.open
 
-    def refuse(path, *arguments, **options):  # as a superuser may enter it
+    def deny(path, *arguments, **options):  # instead of permissions, which do not restrict a superuser
         if "/99" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", deny)
     assert run_train("--epochs", "2", "--resume")[0] == 0
     assert "Tiny/99: not a valid checkpoint: meta.json cannot be read (Permission denied)" in capsys.readouterr().err
 
 
-def test_resume_takes_no_checkpoint_whose_meta_json_is_gone(run_train, tmp_path, capsys):
+def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys):
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").unlink()
     assert run_train("--epochs", "2", "--resume")[0] == 2
-    says = ["Tiny (0) have no meta.json", "--last-epoch-of-checkpoint auto to continue from one of a different program"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    message = [
+        "Tiny (0) have no meta.json",
+        "--last-epoch-of-checkpoint auto to continue from one of a different program",
+    ]
+    assert_one_error(capsys.readouterr().err, message)
 
 
 def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
-    """bn_rank0.npz, which no run writes, set any variable."""
+    """Regression: bn_rank0.npz, which no run writes, could set any variable."""
     stop_before(train_step=1)
     assert run_train("--print-interval", "1")[0] == 75
     stop_before()
@@ -497,7 +508,7 @@ def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
     assert losses(report) == losses(expected)
 
 
-def test_impossible_arguments_are_a_sentence_of_export(run_train, tmp_path, capsys):
+def test_export_reports_invalid_arguments_in_meta_json(run_train, tmp_path, capsys):
     assert run_train()[0] == 0
     folder = tmp_path / "output/Tiny/0"
     meta = folders.read_meta(folder)

@@ -1,4 +1,4 @@
-"""Faults of real processes: killed, stopped by a signal, out of disk. tests/README.md lists the tests of each fault."""
+"""Faults of processes: SIGKILL, stop signals, full disks. tests/README.md lists the tests of each fault."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, TINY, TWO_EPOCHS, assert_one_sentence, losses, read_report, wait_until
+from conftest import ROOT, TINY, TWO_EPOCHS, assert_one_error, losses, read_report, wait_until
 from paddle_resnet.checkpoints import folders
 
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "2", "--resume"]
@@ -41,7 +41,7 @@ class Runs:
         return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
 
     def finish(self, process, timeout=200):
-        """(exit code, output); what the run has reported is added to .losses."""
+        """Wait for the process and add its losses to .losses; returns (exit code, output)."""
         output, _ = process.communicate(timeout=timeout)
         for key, value in losses(read_report(self.report)).items():
             assert self.losses.setdefault(key, value) == value, f"loss of {key} changed after a resume"
@@ -51,7 +51,7 @@ class Runs:
         return self.finish(self.start(*flags, **options))
 
     def wait_for(self, process, text):
-        """Read the report until a line has a text."""
+        """Wait until the report contains a text."""
         end = time.monotonic() + 120
         while not (self.report.exists() and text in self.report.read_text()):
             assert process.poll() is None, process.communicate()[0]
@@ -59,15 +59,15 @@ class Runs:
             time.sleep(0.005)
 
     def logs(self):
-        """Of the ranks of a job."""
+        """The logs of all ranks of a job."""
         return "".join(path.read_text() for path in sorted((self.folder / "log").glob("workerlog.*")))
 
     def check(self):
-        """What is visible is whole; nothing else that a program could take for a checkpoint."""
-        whole, damaged = folders.newest_first(self.root)
-        for folder, _ in whole:
+        """Verify all checkpoints; returns the names of the valid and of the damaged ones, newest first."""
+        valid, damaged = folders.newest_first(self.root)
+        for folder, _ in valid:
             folders.verify(folder)
-        return [folder.name for folder, _ in whole], [folder.name for folder, _ in damaged]
+        return [folder.name for folder, _ in valid], [folder.name for folder, _ in damaged]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def runs(photos, tmp_path):
 
 @pytest.fixture(scope="session")
 def expected(photos, once):
-    """Losses of an uninterrupted run in a process of its own."""
+    """Losses of an uninterrupted run in a separate process."""
 
     def make(folder):
         code, output = Runs(photos, folder).run(*FLAGS)
@@ -86,21 +86,25 @@ def expected(photos, once):
     return losses(read_report(once("uninterrupted", make) / "report.json"))
 
 
-def no_process_is_left(runs):
-    """No process has the folder of these runs on its command line."""
-    found = []
+def all_have_exited(runs):
+    """Whether no process has the folder of these runs on its command line."""
+    pids = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline") as f:
                 if str(runs.folder) in f.read() and int(pid) != os.getpid():
-                    found.append(pid)
+                    pids.append(pid)
         except OSError:
             pass
-    return not found
+    return not pids
 
 
-def killed_then_resumed(runs, fatal):
-    """A run that is killed before its n-th change to the output folder, and the same command again."""
+def kill_and_resume(runs, fatal):
+    """Run a command that is killed before its n-th change to the output folder, and repeat it.
+
+    Returns:
+        False if the run has fewer changes.
+    """
     code, output = runs.run(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root)
     if code == 0:
         return False
@@ -112,20 +116,20 @@ def killed_then_resumed(runs, fatal):
     return True
 
 
-# Of the 60 or so changes: in the first checkpoint, in the second one, in a deletion.
+# A run makes about 60 changes. These are in the first checkpoint, in the second one and in a deletion.
 @pytest.mark.parametrize("fatal", [*(pytest.param(change, marks=pytest.mark.soak) for change in (4, 13)), 31])
-def test_killed_in_a_commit(runs, expected, fatal):
-    assert killed_then_resumed(runs, fatal)
+def test_kill_during_commit(runs, expected, fatal):
+    assert kill_and_resume(runs, fatal)
     assert runs.losses == expected
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_killed_before_every_change_to_the_output_folder(photos, tmp_path, expected):
+def test_kill_before_every_change_to_output_folder(photos, tmp_path, expected):
     for fatal in range(1000):
         runs = Runs(photos, tmp_path / str(fatal))
         runs.folder.mkdir()
-        if not killed_then_resumed(runs, fatal):
+        if not kill_and_resume(runs, fatal):
             break
         assert runs.losses == expected, fatal
         shutil.rmtree(runs.folder)
@@ -134,7 +138,7 @@ def test_killed_before_every_change_to_the_output_folder(photos, tmp_path, expec
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_killed_at_random_times(photos, tmp_path, expected):
+def test_kill_at_random_times(photos, tmp_path, expected):
     generator = random.Random(0)
     for i in range(50):
         runs = Runs(photos, tmp_path / str(i))
@@ -151,7 +155,7 @@ def test_killed_at_random_times(photos, tmp_path, expected):
 
 
 def stop(runs, process, *, times=3, number=signal.SIGTERM):
-    """The launcher's way: up to three signals, 0.2 s apart."""
+    """Send up to three signals 0.2 s apart, like the launcher; returns (exit code, output)."""
     for _ in range(times):
         process.send_signal(number)
         time.sleep(0.2)
@@ -163,14 +167,14 @@ def stop(runs, process, *, times=3, number=signal.SIGTERM):
 WHEN = {
     "training": ('"step": [1, 0]', ["--slow-step", "1"]),
     "evaluation": ('"step": [1], "data": {"train.loss"', ["--slow-evaluation", "1"]),
-    "compilation": ("", []),  # the file is there
+    "compilation": ("", []),  # once the report file exists
 }
 OTHERS = ("training", "compilation")
 
 
-# test_train_py_itself_stops has one signal in compilation and in training.
+# test_train_py_stops_on_sigterm sends one signal in compilation and in training.
 @pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.soak) for when in OTHERS), "evaluation"])
-def test_three_sigterms(runs, expected, when):
+def test_three_sigterms_stop_run(runs, expected, when):
     text, options = WHEN[when]
     flags = ["--epochs", "3", "--print-interval", "1", "--resume"]
     process = runs.start(*flags, *options)
@@ -179,7 +183,7 @@ def test_three_sigterms(runs, expected, when):
     assert code == 75, output
     assert "stopped by SIGTERM; the same command with --resume continues" in output
     if when == "compilation":
-        assert not runs.losses  # nothing has been trained: nothing to save
+        assert not runs.losses  # there is nothing to save before the first step
     else:
         newest = runs.check()[0][0]
         assert newest.startswith("1_")
@@ -189,31 +193,31 @@ def test_three_sigterms(runs, expected, when):
     assert runs.losses == expected
 
 
-def listens(process):
+def handles_sigterm(process):
     """Whether a process has a handler for SIGTERM."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
-def test_train_py_itself_stops(tmp_path):
-    """It imports Paddle, which takes over SIGTERM, after it has begun to listen."""
+def test_train_py_stops_on_sigterm(tmp_path):
+    """Paddle replaces the handler of SIGTERM when it is imported, after train.py has set its own."""
     report, output = tmp_path / "report.json", tmp_path / "output"
     flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
     command = list(map(str, [sys.executable, "train.py", *TINY, *flags, *places]))
-    for is_ready in (listens, lambda process: report.exists() and '"step": [0, 2]' in report.read_text()):
+    for is_ready in (handles_sigterm, lambda process: report.exists() and '"step": [0, 2]' in report.read_text()):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         while not is_ready(process):
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == 75, said
+        stdout, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, stdout
         report.unlink(missing_ok=True)
     assert folders.newest_first(output / "ResNet18")[0]
 
 
-def test_second_sigint_ends_the_run_at_once(runs):
+def test_second_sigint_stops_run_immediately(runs):
     process = runs.start(*FLAGS, "--slow-step", "30")
     runs.wait_for(process, "PARAMETER")
     time.sleep(4)
@@ -224,55 +228,55 @@ def test_second_sigint_ends_the_run_at_once(runs):
     assert code == 130, output
 
 
-def held_before(runs, step):
-    """Start a run that waits before its n-th training step; returns its process and what lets it go on."""
-    path = runs.folder / "go_on"
+def start_blocked(runs, step):
+    """Start a run that waits before its n-th training step; returns its process and a function that unblocks it."""
+    path = runs.folder / "unblocked"
     return runs.start(*FLAGS, "--fault", f"0 {step} none", "--fault-after", path), path.touch
 
 
-def test_a_second_run_in_the_same_folder_is_refused(runs, expected, photos):
-    """Anew or with --resume: it would delete and replace the first one's checkpoints and report. The first one goes
-    on."""
-    process, go_on = held_before(runs, 2)
+def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
+    """With or without --resume, it would delete or replace checkpoints and the report of the first run, which
+    continues."""
+    process, unblock = start_blocked(runs, 2)
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
     flags = [flag for flag in FLAGS if flag != "--resume"]
-    (runs.root / ".9.partial").mkdir()  # as if the first one were writing it
+    (runs.root / ".9.partial").mkdir()  # stands for a checkpoint that the first run is writing
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     others = []
     for more in ([], ["--resume", "--dry-run"]):
         command = [sys.executable, "tests/train_tiny.py", *TINY, *places, *flags, *more]
         others.append(subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes))
-    held = f"--report-file {runs.report}", f"--output-dir {runs.folder}/output"
-    for second, says in zip(others, held, strict=True):
+    flags = f"--report-file {runs.report}", f"--output-dir {runs.folder}/output"
+    for second, flag in zip(others, flags, strict=True):
         _, stderr = second.communicate(timeout=200)
         assert second.returncode == 2
-        assert_one_sentence(stderr, [f"{says}: another run (process {process.pid} on ", "wait until it ends, or"])
+        assert_one_error(stderr, [f"{flag}: another run (process {process.pid} on ", "wait until it ends, or"])
     assert (runs.root / ".9.partial").exists()
-    go_on()
+    unblock()
     code, output = runs.finish(process)
     assert code == 0, output
     assert runs.losses == expected
     assert runs.check()[0][0] == "2"
 
 
-# test_restore.py has the file in the way without a process.
+# test_restore.py tests the file in the way without a process.
 @pytest.mark.parametrize("fault", ["full disk", pytest.param("file in the way", marks=pytest.mark.soak)])
-def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
-    """RLIMIT_FSIZE lets every write beyond a size fail, as on a full disk. A file where a folder shall be stands for
-    a folder that became read-only, because a superuser may write into those."""
-    process, go_on = held_before(runs, 4)  # the second step of the second epoch
-    wait_until((runs.root / "0").exists, 120)  # written in the background
+def test_failed_checkpoint_write_stops_run(runs, expected, fault):
+    """RLIMIT_FSIZE makes writes beyond a size fail, as on a full disk. A file in place of a folder stands for a folder
+    that became read-only, because a superuser can write to read-only folders."""
+    process, unblock = start_blocked(runs, 4)  # the second step of the second epoch
+    wait_until((runs.root / "0").exists, 120)  # checkpoints are written asynchronously
     if fault == "full disk":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     else:
         (runs.root / ".1_2.partial").write_text("in the way")
-    go_on()
+    unblock()
     code, output = runs.finish(process)
     assert code == 1, output
-    says = {"full disk": "File too large", "file in the way": "File exists"}[fault]
-    assert f"output/Tiny/1_2: checkpoint cannot be written ({says}), " in output
+    reason = {"full disk": "File too large", "file in the way": "File exists"}[fault]
+    assert f"output/Tiny/1_2: checkpoint cannot be written ({reason}), " in output
     assert "Traceback" not in output
     assert runs.check() == (["0", "0_2"], [])
     code, output = runs.run(*FLAGS)
@@ -282,25 +286,25 @@ def test_checkpoint_that_cannot_be_written_ends_the_run(runs, expected, fault):
 
 
 @pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["stopped", "killed"])
-def test_two_processes_stop_together_or_one_is_killed_and_they_go_on_bit_for_bit(runs, two_processes, is_killed):
+def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_killed):
     flags = [*TWO_EPOCHS, "--resume"]
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
-    assert code == signal.SIGTERM, output  # the launcher's own exit code; its workers' is 75
-    assert no_process_is_left(runs)
+    assert code == signal.SIGTERM, output  # the exit code of the launcher; that of the workers is 75
+    assert all_have_exited(runs)
     assert "stopped by SIGTERM; the same command with --resume continues" in runs.logs()
     assert folders.position(runs.check()[0][0])[1]  # inside an epoch
 
-    if is_killed:  # in the second epoch, with the first one's checkpoint, which is written in the background
+    if is_killed:  # in the second epoch, once the checkpoint of the first one has been written
         fault = ["--fault", "0 2 killed", "--fault-after", runs.root / "0"]
         start = time.monotonic()
         code, output = runs.run(*flags, *fault, processes=2)
         assert time.monotonic() - start < 60
         assert code != 0
-        assert no_process_is_left(runs)
+        assert all_have_exited(runs)
         log = (runs.folder / "log/workerlog.1").read_text()
-        assert_one_sentence(log, ["rank 0 failed first: its process exited"])
+        assert_one_error(log, ["rank 0 failed first: its process exited"])
         assert runs.check()[0][0] == "0"
 
     code, output = runs.run(*flags, processes=2)

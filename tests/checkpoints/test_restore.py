@@ -1,3 +1,5 @@
+"""Saving and restoring of a run: position, schedule, statistics, and selection of the checkpoint to start from."""
+
 import dataclasses
 import json
 import random
@@ -37,7 +39,7 @@ def args(parse, tmp_path):
 
 @pytest.fixture
 def run(args):
-    """A run after two steps; returns (saver, lr_scheduler, fetchs)."""
+    """A run after two steps: (saver, lr_scheduler, fetchs)."""
     compiled, exe, fetchs, lr_scheduler, main = build(args)
     for images, labels in random_batches(2):
         loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
@@ -59,7 +61,7 @@ def find(args, folder, epoch=None):
     return restore.find(args)
 
 
-def test_layout(args, saved, tmp_path):
+def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert saved == tmp_path / "Tiny" / "4"
     assert sorted(p.name for p in saved.iterdir()) == ["meta.json", "tiny.pdopt", "tiny.pdparams"]
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir()) == [".lock", "4", "latest"]
@@ -70,26 +72,31 @@ def test_layout(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    assert len((saved / "meta.json").read_text().splitlines()) < 200  # a person can read it
+    assert len((saved / "meta.json").read_text().splitlines()) < 200  # the file is formatted for people
 
 
-def test_position_inside_an_epoch(args, run):
+def test_restore_inside_epoch(args, run):
     saver, lr_scheduler, fetchs = run
     random.seed(3)
     saver.save(4, 2)
     saver.finish()
     expected = random.random(), np.random.rand()
     assert saver.folder.name == "4_2"
-    found = find(args, saver.folder.parent, "auto")
-    assert (found.epoch, found.step, found.trained, found.loader_state) == (4, 2, None, Loader().state())
+    checkpoint = find(args, saver.folder.parent, "auto")
+    assert (checkpoint.epoch, checkpoint.step, checkpoint.trained, checkpoint.loader_state) == (
+        4,
+        2,
+        None,
+        Loader().state(),
+    )
     _, _, fresh, schedule, _ = build(args)
-    restore.restore(args, found, schedule, Loader(), fresh, PLACE)
+    restore.restore(args, checkpoint, schedule, Loader(), fresh, PLACE)
     assert fresh["loss"][1].state() == fetchs["loss"][1].state()
     assert (random.random(), np.random.rand()) == expected
     assert schedule.last_epoch == 42
 
 
-def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_those_of_rank_0(args, run, monkeypatch):
+def test_training_resumes_with_bn_statistics_of_own_rank(args, run, monkeypatch):
     saver, _, _ = run
     own = {"batch_norm_3.w_1": np.arange(32, dtype=np.float32)}
     state = {"loader": Loader().state(), "meters": {}}
@@ -97,28 +104,28 @@ def test_each_process_trains_on_with_its_own_bn_statistics_and_evaluates_with_th
     saver.save(4, 2)
     saver.finish()
     monkeypatch.setattr(processes, "rank", lambda: 1)
-    found = find(args, saver.folder.parent, "auto")
+    checkpoint = find(args, saver.folder.parent, "auto")
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=False)
-        variables.load(args, found.folder, main, PLACE)
+        variables.load(args, checkpoint.folder, main, PLACE)
         assert not np.array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
     with static.scope_guard(static.Scope()):
         _, _, fetchs, schedule, main = build(args)
-        variables.load(args, found.folder, main, PLACE)
-        restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
+        variables.load(args, checkpoint.folder, main, PLACE)
+        restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
         np.testing.assert_array_equal(variable("batch_norm_3.w_1"), own["batch_norm_3.w_1"])
 
 
-def test_position_between_training_and_evaluation(args, run):
+def test_restore_between_training_and_evaluation(args, run):
     saver, _, _ = run
     trained = {"loss": 1.5, "top1": 0.5, "top5": 1.0, "ips": 20.0}
     saver.save(4, 10, trained=trained)
     saver.finish()
-    found = find(args, saver.folder.parent, "auto")
-    assert (found.epoch, found.step, found.trained) == (4, 10, trained)
+    checkpoint = find(args, saver.folder.parent, "auto")
+    assert (checkpoint.epoch, checkpoint.step, checkpoint.trained) == (4, 10, trained)
 
 
-def test_failed_evaluation_saves_the_epoch_of_a_single_process_only(run, monkeypatch):
+def test_save_on_error_saves_only_with_single_process(run, monkeypatch):
     saver, _, _ = run
     monkeypatch.setattr(exchange, "gather", lambda data: [data])
     monkeypatch.setattr(processes, "world_size", lambda: 2)
@@ -130,61 +137,61 @@ def test_failed_evaluation_saves_the_epoch_of_a_single_process_only(run, monkeyp
 
 
 @pytest.mark.timeout(20)
-def test_schedule_goes_on_exactly(args, run):
+def test_schedule_is_restored_exactly(args, run):
     saver, lr_scheduler, _ = run
     saver.save(0, 2)
     saver.finish()
     _, _, fetchs, schedule, _ = build(args)
     restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
     assert schedule.state_dict() == lr_scheduler.state_dict()
-    found = find(args, saver.folder.parent, "auto")
-    found = dataclasses.replace(found, epoch=2**31 - 1)  # as a damaged meta.json may say
-    restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
+    checkpoint = find(args, saver.folder.parent, "auto")
+    checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)  # possible in a damaged meta.json
+    restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
 
 
-def test_another_number_of_processes_is_another_rate_and_said(args, run, monkeypatch, capsys):
+def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, capsys):
     saver, _, _ = run
     saver.save(0)
     saver.finish()
     _, _, fetchs, schedule, _ = build(args)
-    found = find(args, saver.folder.parent, "auto")
-    restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
+    checkpoint = find(args, saver.folder.parent, "auto")
+    restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
     assert "learning rate" not in capsys.readouterr().err
     monkeypatch.setattr(processes, "world_size", lambda: 2)
-    restore.restore(args, found, schedule, Loader(), fetchs, PLACE)
-    says = "a run of 1 processes, but this run has 2; the global batch size and the peak learning rate change"
-    assert says in capsys.readouterr().err
+    restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
+    warning = "a run of 1 processes, but this run has 2; the global batch size and the peak learning rate change"
+    assert warning in capsys.readouterr().err
 
 
-def test_the_same_position_is_saved_once(args, run, tmp_path):
+def test_same_position_is_saved_once(args, run, tmp_path):
     saver, _, _ = run
-    saver.save(0, 0)  # nothing has been trained
+    saver.save(0, 0)  # before the first step, there is nothing to save
     saver.save(1)
-    saver.save(2, 0)  # the end of epoch 1
+    saver.save(2, 0)  # the same position as the end of epoch 1
     saver.finish()
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
 
 
-def test_error_of_the_writer_ends_the_run_at_the_next_save(args, run, tmp_path):
+def test_write_error_raises_at_next_save(args, run, tmp_path):
     saver, _, _ = run
     saver.save(0)
     saver.finish()
-    (tmp_path / "Tiny" / ".1.partial").write_text("a file where the folder shall be")
+    (tmp_path / "Tiny" / ".1.partial").write_text("a file in place of the folder")
     saver.save(1)
     with pytest.raises(RunError, match="Tiny/1: checkpoint cannot be written .*; free disk space"):
         saver.save(2)
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
 
-def test_the_newest_and_the_best_are_kept_and_what_other_runs_wrote(args, run, tmp_path):
+def test_newest_best_and_other_runs_checkpoints_are_kept(args, run, tmp_path):
     saver, _, _ = run
     args.keep_checkpoints = 2
-    own, saver._run = saver._run, "another"
+    own, saver._run = saver._run, "other run"
     saver.save(0)
     saver.finish()
     saver._run = own
-    for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):  # the first of equal ones is the best
+    for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):  # of equal epochs, the first is the best
         saver.save(epoch, evaluated={"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0})
     saver.finish()
     assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
@@ -192,7 +199,7 @@ def test_the_newest_and_the_best_are_kept_and_what_other_runs_wrote(args, run, t
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_one_value_that_is_not_finite_keeps_a_checkpoint_from_being_written(run, tmp_path, value):
+def test_non_finite_value_prevents_checkpoint(run, tmp_path, value):
     saver, _, _ = run
     weight = variable("conv2d_0.w_0")
     weight[-1, -1, -1, -1] = value
@@ -203,7 +210,7 @@ def test_one_value_that_is_not_finite_keeps_a_checkpoint_from_being_written(run,
     assert folders.finished(tmp_path / "Tiny") == []
 
 
-def test_writing_goes_on_while_the_run_does(args, run, monkeypatch):
+def test_checkpoint_is_written_asynchronously(args, run, monkeypatch):
     saver, _, _ = run
     import threading
 
@@ -221,15 +228,15 @@ def test_writing_goes_on_while_the_run_does(args, run, monkeypatch):
     ("below", "epoch", "start"),
     [("", "auto", 11), ("", 4, 5), ("", 10, 11), ("4", None, 0), ("4", 4, 5), ("4", "auto", 5), ("latest", "auto", 11)],
 )
-def test_find(args, run, tmp_path, below, epoch, start):
+def test_find_epoch_and_folder(args, run, tmp_path, below, epoch, start):
     saver, _, _ = run
     for number in (4, 10):
         saver.save(number)
     saver.finish()
-    (tmp_path / "Tiny" / "11").mkdir()  # no files: not a checkpoint
-    found = find(args, tmp_path / "Tiny" / below, epoch)
-    assert found.epoch == start
-    assert found.folder == str(tmp_path / "Tiny" / (below or str(start - 1)))
+    (tmp_path / "Tiny" / "11").mkdir()  # an empty folder is not a checkpoint
+    checkpoint = find(args, tmp_path / "Tiny" / below, epoch)
+    assert checkpoint.epoch == start
+    assert checkpoint.folder == str(tmp_path / "Tiny" / (below or str(start - 1)))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +250,7 @@ def test_find(args, run, tmp_path, below, epoch, start):
         ("", None, r"contains runs of several networks; choose one of .*Big, .*Tiny"),
     ],
 )
-def test_missing_checkpoint_is_refused(args, saved, tmp_path, below, epoch, message):
+def test_missing_checkpoint_is_rejected(args, saved, tmp_path, below, epoch, message):
     (tmp_path / "empty").mkdir()
     shutil.copytree(saved, tmp_path / "Big/4")
     args.set("default", model_arch_name="Tiny")
@@ -251,7 +258,7 @@ def test_missing_checkpoint_is_refused(args, saved, tmp_path, below, epoch, mess
         find(args, tmp_path / below, epoch)
 
 
-def test_the_prefix_is_that_of_meta_json_or_else_the_flag(args, saved):
+def test_prefix_comes_from_meta_json_or_flag(args, saved):
     args.model_prefix = "other"
     assert find(args, saved.parent, "auto").epoch == 5
     (saved / "meta.json").unlink()
@@ -259,8 +266,8 @@ def test_the_prefix_is_that_of_meta_json_or_else_the_flag(args, saved):
         find(args, saved.parent, "auto")
 
 
-def test_a_folder_of_a_run_stands_for_its_best_or_else_its_newest_checkpoint(args, run, tmp_path, capsys):
-    """For every command: itself, the run's folder and the --output-dir, which has a folder of another network, too."""
+def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsys):
+    """Both the folder of the run and the --output-dir are accepted, even if it has a folder of a different network."""
     saver, _, _ = run
     root = tmp_path / "Tiny"
     for number, top1 in ((4, 0.5), (7, 0.2)):
@@ -275,17 +282,17 @@ def test_a_folder_of_a_run_stands_for_its_best_or_else_its_newest_checkpoint(arg
     assert find(args, tmp_path, "auto").folder == str(root / "8_2")
     assert find(args, tmp_path, 7).folder == str(root / "7")
     (root / "best").unlink()
-    assert find(args, tmp_path).folder == str(root / "7")  # not inside an epoch
+    assert find(args, tmp_path).folder == str(root / "7")  # 8_2 is inside an epoch
     args.from_checkpoint, args.last_epoch_of_checkpoint = None, None
     args.from_pretrained_params = str(tmp_path)
     assert restore.find(args) is None
     assert args.from_pretrained_params == str(root / "7")
-    shutil.copytree(root / "4", tmp_path / "Big/4")  # --model-arch-name decides
+    shutil.copytree(root / "4", tmp_path / "Big/4")  # --model-arch-name selects one of two runs
     assert find(args, tmp_path).folder == str(root / "7")
 
 
 @pytest.mark.parametrize("prefix", ["resnet_50_paddle", "tiny_paddle", "mine"])
-def test_files_of_other_programs_are_found_without_model_prefix(args, saved, prefix):
+def test_files_of_other_programs_do_not_need_model_prefix(args, saved, prefix):
     args.set("default", model_prefix="tiny_paddle")
     (saved / "meta.json").unlink()
     for end in ("pdparams", "pdopt"):
@@ -297,31 +304,31 @@ def test_files_of_other_programs_are_found_without_model_prefix(args, saved, pre
 
 @pytest.mark.parametrize("epoch", [4, None])
 @pytest.mark.parametrize("file", ["tiny.pdparams", "tiny.pdopt", "meta.json"])
-def test_damaged_checkpoint_that_was_asked_for_is_refused(args, saved, file, epoch):
+def test_explicit_damaged_checkpoint_is_rejected(args, saved, file, epoch):
     data = (saved / file).read_bytes()
     (saved / file).write_bytes(data[:-1] + b"\x01")
     with pytest.raises(UsageError, match=f"Tiny/4 is damaged: {file}"):
         find(args, saved if epoch is None else saved.parent, epoch)
 
 
-def test_old_folder_needs_an_epoch_for_a_name(args, saved, tmp_path):
+def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "mine")
     (tmp_path / "mine/meta.json").unlink()
     with pytest.raises(UsageError, match="mine: has no meta.json, and its name is not an epoch; use"):
         find(args, tmp_path / "mine", "auto")
     assert find(args, tmp_path / "mine").epoch == 0
-    for epoch in ("9", "10"):  # the newest of several
+    for epoch in ("9", "10"):  # auto selects the newest
         shutil.copytree(tmp_path / "mine", tmp_path / "theirs" / epoch)
     assert find(args, tmp_path / "theirs", "auto").epoch == 11
 
 
-def test_start_cleans_up_after_a_killed_run(args, tmp_path):
+def test_start_deletes_files_of_killed_run(args, tmp_path):
     (tmp_path / "Tiny" / ".7.partial").mkdir(parents=True)
     Saver(args, None, None, None, {})
     assert [path.name for path in (tmp_path / "Tiny").iterdir()] == [".lock"]
 
 
-def test_meta_json_says_what_the_run_was(args, saved):
+def test_meta_json_contains_arguments_of_run(args, saved):
     meta = json.loads((saved / "meta.json").read_text())
     assert meta["arguments"]["model_arch_name"] == "Tiny"
     assert meta["arguments"]["run_scope"] == "train_eval"

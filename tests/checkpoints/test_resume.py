@@ -1,4 +1,4 @@
-"""A resumed run against one that was never interrupted: the same losses, bit for bit."""
+"""Resumed runs have losses that are bit-identical to those of an uninterrupted run."""
 
 import json
 import pickle
@@ -8,43 +8,43 @@ import numpy as np
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, losses, phase, read_report
+from conftest import NHWC, assert_one_error, losses, phase, read_report
 from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 
-STEPS = 3  # of an epoch: 30 images, batch 8, the last partial one dropped
+STEPS = 3  # per epoch: 30 images in batches of 8, without the last partial batch
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
 
 
 @pytest.fixture
-def whole(once, run_train):
-    """Losses of an uninterrupted run with given flags, which runs once for all tests."""
+def uninterrupted(once, run_train):
+    """A function that returns the losses of an uninterrupted run. All tests share the run of the same flags."""
 
-    def whole(*flags):
+    def uninterrupted(*flags):
         def make(folder):
             code, report = run_train(*FLAGS, *flags, "--output-dir", folder / "output")
             assert code == 0
             (folder / "losses").write_bytes(pickle.dumps(losses(report)))
 
-        return pickle.loads((once("_".join(["whole", *flags]), make) / "losses").read_bytes())
+        return pickle.loads((once("_".join(["uninterrupted", *flags]), make) / "losses").read_bytes())
 
-    return whole
+    return uninterrupted
 
 
 STOPS = [
     ({"train_step": 0}, None),
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     ({"train_step": 4}, "1_1"),
-    ({"train_step": 6}, "1"),  # between two epochs: nothing to add to what is saved
-    ({"eval_step": 1}, "1_3"),  # one poll of the three batches of an evaluation: the second epoch's
+    ({"train_step": 6}, "1"),  # between two epochs, where the checkpoint already exists
+    ({"eval_step": 1}, "1_3"),  # in the second epoch, since an evaluation of three batches polls once
     ({"train_step": 8}, "2_2"),
 ]
 
 
 @pytest.mark.parametrize(("stop", "newest"), STOPS)
-def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, whole, stop_before, tmp_path, stop, newest):
-    expected = whole()
+def test_resumed_losses_equal_uninterrupted_losses(run_train, uninterrupted, stop_before, tmp_path, stop, newest):
+    expected = uninterrupted()
     assert len(expected) == 3 * (STEPS + 2)
     stop_before(**stop)
     code, report = run_train(*FLAGS, "--resume")
@@ -57,29 +57,29 @@ def test_losses_after_a_stop_are_those_of_an_uninterrupted_run(run_train, whole,
     code, report = run_train(*FLAGS, "--resume")
     assert code == 0
     second = losses(report)
-    assert not set(first) & set(second)  # nothing was done twice
+    assert not set(first) & set(second)  # no step runs twice
     assert first | second == expected
 
 
-# test_dali.py has the states of the readers of all formats.
+# test_dali.py tests the reader states of all formats.
 MORE_FORMATS = [pytest.param(name, marks=pytest.mark.soak) for name in ("filelist", "lmdb", "webdataset")]
 
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", *MORE_FORMATS])
-def test_every_format_goes_on_inside_an_epoch(run_train, losses_with_a_stop, converted, data_format):
+def test_every_format_resumes_inside_epoch(run_train, losses_with_a_stop, converted, data_format):
     flags = [*FLAGS, "--epochs", "2", "--resume"]
     code, report = run_train(*flags, image_root=converted[data_format])
     assert code == 0
     expected = losses(report)
     assert len(expected) == 2 * (STEPS + 2)
-    found = losses_with_a_stop(4, *flags, image_root=converted[data_format])  # in the second epoch
-    assert found == expected
+    result = losses_with_a_stop(4, *flags, image_root=converted[data_format])  # in the second epoch
+    assert result == expected
 
 
 @pytest.mark.parametrize(
     "kernels", [[], [*NHWC, "--kernels", "native", "--image-shape", "4,32,48"]], ids=["paddle", "native"]
 )
-def test_random_numbers_of_a_step_do_not_depend_on_a_stop(run_train, losses_with_a_stop, kernels):
+def test_random_numbers_of_step_are_independent_of_stops(run_train, losses_with_a_stop, kernels):
     flags = [*FLAGS, *kernels, "--epochs", "2", "--resume", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4"]
     flags += ["--drop-path", "0.5"]
     code, report = run_train(*flags)
@@ -88,21 +88,23 @@ def test_random_numbers_of_a_step_do_not_depend_on_a_stop(run_train, losses_with
 
 
 @pytest.mark.parametrize("data_format", ["folder", pytest.param("synthetic", marks=pytest.mark.soak)])
-def test_a_run_stopped_again_and_again_gets_there(run_train, whole, stop_before, tmp_path, monkeypatch, data_format):
+def test_repeatedly_stopped_run_equals_uninterrupted_run(
+    run_train, uninterrupted, stop_before, tmp_path, monkeypatch, data_format
+):
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", data_format]
-    expected = whole(*flags)
-    found, runs = {}, 0
+    expected = uninterrupted(*flags)
+    result, runs = {}, 0
     while True:
         stop_before(train_step=2)
         code, report = run_train(*FLAGS, *flags, "--resume")
-        found |= losses(report)
+        result |= losses(report)
         runs += 1
         if code == 0:
             break
         assert code == 75
     assert runs == 5
-    assert found == expected
+    assert result == expected
 
 
 def _modes():
@@ -111,10 +113,10 @@ def _modes():
     return list(Mode)
 
 
-def test_a_resume_without_its_flags_continues_recipe_and_sparsity(run_train, whole, stop_before, tmp_path, capsys):
+def test_resume_inherits_recipe_and_sparsity(run_train, uninterrupted, stop_before, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--weight-decay", "0.01", "--momentum", "0.5", "--label-smoothing", "0.3"]
     flags += ["--bn-weight-decay", "--rand-crop-scale", "0.5,1", "--keep-checkpoints", "1"]
-    expected = whole(*flags)
+    expected = uninterrupted(*flags)
     stop_before(train_step=4)
     first = losses(run_train(*FLAGS, *flags, "--resume")[1])
     params = pickle.loads((tmp_path / "output/Tiny/1_1/tiny.pdparams").read_bytes())
@@ -124,24 +126,24 @@ def test_a_resume_without_its_flags_continues_recipe_and_sparsity(run_train, who
     code, report = run_train(*FLAGS, "--resume")
     assert code == 0
     assert first | losses(report) == expected
-    said = capsys.readouterr()
-    [line] = [line for line in said.out.splitlines() if "/1_1/meta.json: " in line]
-    for words in ("--asp True", "--prune-model True", "--weight-decay 0.01", "--keep-checkpoints 1"):
-        assert words in line
-    assert said.err == ""
+    output = capsys.readouterr()
+    [line] = [line for line in output.out.splitlines() if "/1_1/meta.json: " in line]
+    for flag in ("--asp True", "--prune-model True", "--weight-decay 0.01", "--keep-checkpoints 1"):
+        assert flag in line
+    assert output.err == ""
     params = pickle.loads((tmp_path / "output/Tiny/2/tiny.pdparams").read_bytes())
     assert len(masks) == 9
     for name, mask in masks.items():
         np.testing.assert_array_equal(params[name], mask)
 
 
-def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path, capsys):
-    expected = whole()
+def test_checkpoints_inside_epoch_do_not_change_losses(run_train, uninterrupted, tmp_path, capsys):
+    expected = uninterrupted()
     code, report = run_train(*FLAGS, "--save-interval-steps", "2", "--keep-checkpoints", "9")
     assert code == 0
     assert losses(report) == expected
-    found = sorted(p.name for p in (tmp_path / "output/Tiny").iterdir())
-    assert found == [".lock", "0", "0_2", "1", "1_2", "2", "2_2", "best", "latest"]
+    names = sorted(p.name for p in (tmp_path / "output/Tiny").iterdir())
+    assert names == [".lock", "0", "0_2", "1", "1_2", "2", "2_2", "best", "latest"]
     for name in ("1", "1_2"):
         flags = ["--from-checkpoint", tmp_path / "output/Tiny" / name, "--last-epoch-of-checkpoint", "auto"]
         code, report = run_train(*FLAGS, *flags, "--output-dir", tmp_path / f"from_{name}")
@@ -152,28 +154,28 @@ def test_checkpoints_inside_an_epoch_change_no_number(run_train, whole, tmp_path
         capsys.readouterr()
         _, report = run_train("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny" / name)
         assert phase(report, [1], "val.")["images"] == 23
-        where = "epoch 1\n" if name == "1" else "epoch 1 after 2 of 3 steps\n"
-        assert f"evaluates {tmp_path}/output/Tiny/{name}: {where}" in capsys.readouterr().out
+        position = "epoch 1\n" if name == "1" else "epoch 1 after 2 of 3 steps\n"
+        assert f"evaluates {tmp_path}/output/Tiny/{name}: {position}" in capsys.readouterr().out
 
 
-def test_other_batch_size_starts_the_epoch_again_and_says_so(run_train, stop_before, tmp_path, capsys):
+def test_different_batch_size_restarts_epoch_with_warning(run_train, stop_before, tmp_path, capsys):
     stop_before(train_step=4)
     assert run_train(*FLAGS)[0] == 75
     stop_before()
     capsys.readouterr()
     code, report = run_train(*FLAGS, "--resume", "--batch-size", "6")
     assert code == 0
-    said = capsys.readouterr()
-    assert "--batch-size is 6 and was 8" in said.err
-    assert "epoch 1 restarts with the parameters of " in said.err
-    assert "training: --batch-size 6 (was 8); the losses will differ from those of an uninterrupted run" in said.err
+    stderr = capsys.readouterr().err
+    assert "--batch-size is 6 and was 8" in stderr
+    assert "epoch 1 restarts with the parameters of " in stderr
+    assert "training: --batch-size 6 (was 8); the losses will differ from those of an uninterrupted run" in stderr
     steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.loss" in e["data"]]
     assert steps == [[epoch, step] for epoch in (1, 2) for step in range(5)]
     rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
-    assert rates == [0.05]  # the peak, right after one epoch of warm-up
+    assert rates == [0.05]  # the peak, directly after one epoch of warm-up
 
 
-def test_other_batch_size_in_the_first_epoch_is_the_same_run(run_train, stop_before, tmp_path, capsys):
+def test_different_batch_size_in_first_epoch_continues_same_run(run_train, stop_before, tmp_path, capsys):
     stop_before(train_step=1)
     assert run_train(*FLAGS)[0] == 75
     stop_before()
@@ -182,7 +184,7 @@ def test_other_batch_size_in_the_first_epoch_is_the_same_run(run_train, stop_bef
     assert not (tmp_path / "output/Tiny/0_1").exists()
 
 
-def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys):
+def test_resume_with_more_epochs_uses_new_schedule(run_train, tmp_path, capsys):
     flags = ["--print-interval", "1", "--resume"]
     assert run_train("--epochs", "1", *flags)[0] == 0
     assert capsys.readouterr().err == ""
@@ -193,26 +195,26 @@ def test_longer_training_goes_on_by_its_own_schedule(run_train, tmp_path, capsys
     assert rates == [pytest.approx(0.025)]
 
 
-def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path, capsys, monkeypatch):
-    expected = whole()
+def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos, tmp_path, capsys, monkeypatch):
+    expected = uninterrupted()
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     image = root / "val/class2/20.jpg"
     data = image.read_bytes()
     image.write_bytes(b"no image")
-    in_the_way = tmp_path / "output/Tiny/.0_3.partial"
-    in_the_way.parent.mkdir(parents=True)
-    in_the_way.write_text("")
+    file_in_the_way = tmp_path / "output/Tiny/.0_3.partial"
+    file_in_the_way.parent.mkdir(parents=True)
+    file_in_the_way.write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "clean", lambda root: None)  # removes the file at the start
+        patch.setattr(folders, "clean", lambda root: None)  # it would remove the file at the start
         assert run_train(*FLAGS, image_root=root)[0] == 2
-    said = capsys.readouterr()
-    assert f"{image}: cannot be decoded" in said.err
-    assert "epoch 0 is trained, but cannot be saved: " in said.out + said.err
+    output = capsys.readouterr()
+    assert f"{image}: cannot be decoded" in output.err
+    assert "epoch 0 is trained, but cannot be saved: " in output.out + output.err
     assert run_train(*FLAGS, image_root=root)[0] == 2
-    said = capsys.readouterr()
-    assert f"{image}: cannot be decoded" in said.err
-    assert "epoch 0 is trained and saved; --resume continues with its evaluation" in said.out
+    output = capsys.readouterr()
+    assert f"{image}: cannot be decoded" in output.err
+    assert "epoch 0 is trained and saved; --resume continues with its evaluation" in output.out
     image.write_bytes(data)
     code, report = run_train(*FLAGS, "--resume", image_root=root)
     assert code == 0
@@ -221,16 +223,16 @@ def test_evaluation_that_fails_costs_no_epoch(run_train, whole, photos, tmp_path
     assert (0, "val") in resumed and (0, 0) not in resumed and (1, 0) in resumed
 
 
-def test_command_that_is_done_can_be_repeated(run_train, capsys):
+def test_finished_command_can_be_repeated(run_train, capsys):
     assert run_train("--resume")[0] == 0
     assert run_train("--resume")[0] == 0
     assert "all 1 epochs are done" in capsys.readouterr().out
 
 
-def test_report_of_a_stopped_run_goes_on(run_train, whole, stop_before, tmp_path):
-    """Stopped, resumed, and started once more with nothing left to do: one report of the whole run."""
-    expected = whole()
-    report = tmp_path / "whole.json"
+def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path):
+    """The run is stopped, resumed, and started again after its end. All three write to one report."""
+    expected = uninterrupted()
+    report = tmp_path / "uninterrupted.json"
     for stop, code in ((4, 75), (None, 0), (None, 0)):
         stop_before(train_step=stop)
         assert run_train(*FLAGS, "--resume", "--report-file", report)[0] == code
@@ -240,7 +242,7 @@ def test_report_of_a_stopped_run_goes_on(run_train, whole, stop_before, tmp_path
     assert phase(entries, [], "val.")["images"] == 23
 
 
-def test_resume_prefers_its_own_checkpoint_to_the_start(run_train, stop_before, tmp_path, capsys):
+def test_resume_prefers_own_checkpoint_to_pretrained_params(run_train, stop_before, tmp_path, capsys):
     assert run_train("--output-dir", tmp_path / "pretrained")[0] == 0
     flags = [*FLAGS, "--resume", "--from-pretrained-params", tmp_path / "pretrained/Tiny/0"]
     stop_before(train_step=4)
@@ -251,8 +253,8 @@ def test_resume_prefers_its_own_checkpoint_to_the_start(run_train, stop_before, 
     assert "Tiny/1_1: continues with epoch 1 step 1" in capsys.readouterr().out
 
 
-def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run_train, whole, tmp_path, capsys):
-    expected = whole()
+def test_resume_skips_damaged_newest_checkpoint(run_train, uninterrupted, tmp_path, capsys):
+    expected = uninterrupted()
     assert run_train(*FLAGS)[0] == 0
     path = tmp_path / "output/Tiny/2/tiny.pdopt"
     data = bytearray(path.read_bytes())
@@ -261,26 +263,25 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run_train, w
     capsys.readouterr()
     code, report = run_train(*FLAGS, "--resume")
     assert code == 0
-    said = capsys.readouterr().err
-    assert "output/Tiny/2: damaged: tiny.pdopt does not match its sha256" in said
+    assert "output/Tiny/2: damaged: tiny.pdopt does not match its sha256" in capsys.readouterr().err
     assert losses(report) == {key: value for key, value in expected.items() if key[0] == 2}
 
     path.write_bytes(data)
     flags = ["--from-checkpoint", tmp_path / "output/Tiny", "--last-epoch-of-checkpoint", "2", "--epochs", "4"]
     code, _ = run_train(*flags)
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, ["output/Tiny/2 is damaged", "choose a different"])
+    assert_one_error(capsys.readouterr().err, ["output/Tiny/2 is damaged", "choose a different"])
 
 
-def test_nothing_but_damaged_checkpoints_is_an_error(run_train, tmp_path, capsys):
+def test_resume_with_only_damaged_checkpoints_is_rejected(run_train, tmp_path, capsys):
     assert run_train()[0] == 0
     (tmp_path / "output/Tiny/0/meta.json").write_text("{}")
     assert run_train("--resume")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["only damaged checkpoints", "to start a new run"])
+    assert_one_error(capsys.readouterr().err, ["only damaged checkpoints", "to start a new run"])
 
 
-def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train, tmp_path, capsys):
-    """Two files of paddle.static.save a folder, named by the epoch, and nothing else."""
+def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, capsys):
+    """Its folders are named after the epoch and contain the two files of paddle.static.save."""
     assert run_train(*FLAGS)[0] == 0
     old = tmp_path / "old" / "1"
     shutil.copytree(tmp_path / "output/Tiny/1", old)
@@ -290,30 +291,30 @@ def test_checkpoint_of_nvidias_example_goes_on_and_its_lacks_are_named(run_train
         flags = ["--from-checkpoint", tmp_path / "old", "--last-epoch-of-checkpoint", number, "--overwrite"]
         code, report = run_train(*FLAGS, *flags)
         assert code == 0
-        said = capsys.readouterr().err
-        assert "has no meta.json, and therefore no checksums, loader state or best result" in said
+        stderr = capsys.readouterr().err
+        assert "has no meta.json, and therefore no checksums, loader state or best result" in stderr
         steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.lr" in e["data"]]
         assert steps == [[2, step] for step in range(STEPS)]
     resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
     _, report = run_train(*FLAGS, "--overwrite")
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
-    # In its own folder: the error messages have the flags that continue it.
+    # If it is in the output folder, the error messages contain the flags that continue it.
     own = tmp_path / "own/Tiny"
     shutil.copytree(old, own / "1")
-    words = ["--from-checkpoint", str(own), "--last-epoch-of-checkpoint", "auto"]
+    start = ["--from-checkpoint", str(own), "--last-epoch-of-checkpoint", "auto"]
     for flags in ([], ["--resume"]):
         capsys.readouterr()
         assert run_train(*FLAGS, "--output-dir", own.parent, *flags)[0] == 2
-        assert_one_sentence(capsys.readouterr().err, [" ".join(words)])
+        assert_one_error(capsys.readouterr().err, [" ".join(start)])
     files = {path: path.read_bytes() for path in (own / "1").iterdir()}
-    assert run_train(*FLAGS, "--output-dir", own.parent, *words, "--resume")[0] == 0
+    assert run_train(*FLAGS, "--output-dir", own.parent, *start, "--resume")[0] == 0
     assert run_train(*FLAGS, "--output-dir", own.parent, "--epochs", "1", "--overwrite")[0] == 0
     assert entries(own) == {"0": "0", "1": "1", "latest": "0", "best": "0"}
     assert {path: path.read_bytes() for path in (own / "1").iterdir()} == files
 
 
 @pytest.mark.parametrize("starts", [["5"], ["3", "5"]], ids=["one run", "resumed"])
-def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp_path, monkeypatch, starts):
+def test_best_and_latest_are_links_and_best_is_kept(run_train, tmp_path, monkeypatch, starts):
     from paddle_resnet import program
 
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.9])
@@ -335,8 +336,8 @@ def test_best_and_latest_lead_to_checkpoints_and_the_best_is_kept(run_train, tmp
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", root / "best")[0] == 0
 
 
-def test_the_best_has_a_checkpoint_and_is_of_no_abandoned_branch(run_train, tmp_path, monkeypatch, capsys):
-    """Epochs 0 and 2 score more, but are not saved. The damaged epoch 3 is trained again."""
+def test_best_epoch_is_saved_and_in_current_history(run_train, tmp_path, monkeypatch, capsys):
+    """Epochs 0 and 2 have higher accuracy, but are not saved. The damaged epoch 3 is trained again."""
     from paddle_resnet import program
 
     scores = iter([0.9, 0.1, 0.9, 0.8, 0.9, 0.3])
@@ -357,8 +358,8 @@ def test_the_best_has_a_checkpoint_and_is_of_no_abandoned_branch(run_train, tmp_
     assert saver.best_before(root, saved)["epoch"] == 1
 
 
-def test_sparse_checkpoints_of_older_versions_keep_their_dense_first_layer(run_train, tmp_path, capsys):
-    """They have no mask for it, those of NVIDIA's example and of this version do."""
+def test_sparse_checkpoint_of_older_version_keeps_dense_first_layer(run_train, tmp_path, capsys):
+    """Older versions wrote no mask for the first layer; NVIDIA's example and this version do."""
     flags = ["--asp", "--prune-model", *NHWC]
     assert run_train(*flags)[0] == 0
     mask, root = "conv2d_0.w_0.asp_mask", tmp_path / "output/Tiny"
@@ -372,22 +373,20 @@ def test_sparse_checkpoints_of_older_versions_keep_their_dense_first_layer(run_t
         (root / "0/tiny.pdparams").write_bytes(pickle.dumps(params, protocol=4))
         capsys.readouterr()
         assert run_train(*NHWC, "--asp", *start, "--output-dir", tmp_path / place)[0] == 0
-        found = pickle.loads((tmp_path / place / "Tiny/1/tiny.pdparams").read_bytes())
-        assert found[mask].mean() == density
+        result = pickle.loads((tmp_path / place / "Tiny/1/tiny.pdparams").read_bytes())
+        assert result[mask].mean() == density
         assert (f"has no {mask}; these weights remain dense" in capsys.readouterr().out) == (place == "old")
 
 
-def test_another_model_is_refused_by_the_flag_that_was_given(run_train, capsys):
+def test_resume_rejects_different_number_of_classes(run_train, capsys):
     assert run_train("--epochs", "1")[0] == 0
     assert run_train("--epochs", "2", "--resume", "--num-of-class", "4")[0] == 2
-    assert_one_sentence(
-        capsys.readouterr().err, ["--resume: ", "has 3 classes, but this run has 4; use --num-of-class 3"]
-    )
+    assert_one_error(capsys.readouterr().err, ["--resume: ", "has 3 classes, but this run has 4; use --num-of-class 3"])
 
 
-@pytest.mark.parametrize("link", ["gone", "to another", "a folder"])
-def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatch, capsys, link):
-    """As after a kill between a checkpoint and its links, or after a copy of the folder that follows them."""
+@pytest.mark.parametrize("link", ["missing", "wrong target", "folder"])
+def test_best_is_kept_if_links_are_invalid(run_train, tmp_path, monkeypatch, capsys, link):
+    """This happens after a kill between a checkpoint and its links, or if a copy of the folder follows links."""
     from paddle_resnet import program
 
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
@@ -398,13 +397,13 @@ def test_the_best_is_kept_whatever_the_links_are(run_train, tmp_path, monkeypatc
     root = tmp_path / "output/Tiny"
     for name in ("best", "latest"):
         (root / name).unlink()
-        if link == "to another":
+        if link == "wrong target":
             (root / name).symlink_to("0")
-        elif link == "a folder":
+        elif link == "folder":
             shutil.copytree(root / "1", root / name)
     assert run_train("--epochs", "5", *flags)[0] == 0
     assert {"1", "3", "4"} == {p.name for p in root.iterdir() if p.name.isdigit()}
-    if link == "a folder":
+    if link == "folder":
         assert "best: cannot be linked to 1 (not a link); remove the existing file" in capsys.readouterr().err
     else:
         assert ((root / "best").resolve().name, (root / "latest").resolve().name) == ("1", "4")
@@ -414,8 +413,8 @@ def entries(root):
     return {path.name: path.resolve().name for path in root.iterdir() if path.name != ".lock"}
 
 
-def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypatch, capsys):
-    """All of it: the best result of the new run is lower."""
+def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkeypatch, capsys):
+    """The best result is replaced too: that of the new run is lower."""
     from paddle_resnet import program
 
     scores, run = iter([0.9, 0.2, 0.3, 0.1]), program.run
@@ -429,30 +428,30 @@ def test_an_earlier_run_is_replaced_only_if_asked(run_train, tmp_path, monkeypat
     for flags in (["--epochs", "1"], ["--dry-run"], ["--from-checkpoint", root / "1"], branch):
         code, report = run_train(*flags)
         assert (code, report) == (2, [])
-        says = [f"{root}: contains checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
-        said = capsys.readouterr().err
-        assert_one_sentence(said, says)
-        assert ("--overwrite" in said) == ("--from-checkpoint" not in flags)  # which would delete the start
+        message = [f"{root}: contains checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
+        stderr = capsys.readouterr().err
+        assert_one_error(stderr, message)
+        assert ("--overwrite" in stderr) == ("--from-checkpoint" not in flags)  # it would delete the start
     assert run_train("--overwrite", "--dry-run")[0] == 0
     (root / "1/notes.txt").write_text("mine")
     assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files
     assert run_train("--epochs", "1", "--overwrite")[0] == 0
-    said = capsys.readouterr()
-    assert f"--overwrite: deletes 0, 1, 2, latest, best in {root}" in said.out
-    assert f"{root}/1: not deleted, because it contains files that this program did not write (notes.txt)" in said.err
+    output = capsys.readouterr()
+    assert f"--overwrite: deletes 0, 1, 2, latest, best in {root}" in output.out
+    assert f"{root}/1: not deleted, because it contains files that this program did not write (notes.txt)" in output.err
     assert entries(root) == {"0": "0", "1": "1", "latest": "0", "best": "0"}
     assert entries(root / "1").keys() == {"notes.txt"}
     assert json.loads((root / "0/meta.json").read_text())["best"]["top1"] == 0.1
 
 
-def test_overwriting_leaves_alone_what_is_no_checkpoint_of_the_folder(run_train, tmp_path):
+def test_overwrite_keeps_other_files_and_link_targets(run_train, tmp_path):
     root, elsewhere = tmp_path / "output/Tiny", tmp_path / "archive/7"
     assert run_train("--epochs", "1", "--output-dir", tmp_path / "archive")[0] == 0
     (tmp_path / "archive/Tiny/0").rename(elsewhere)
     files = {path: path.read_bytes() for path in elsewhere.iterdir()}
     (root / "2024").mkdir(parents=True)
     (root / "2024/notes.txt").write_text("mine")
-    assert run_train("--epochs", "1", "--run-scope", "train_only")[0] == 0  # 2024 is no earlier run
+    assert run_train("--epochs", "1", "--run-scope", "train_only")[0] == 0  # 2024 is not a checkpoint
     (root / "7").symlink_to(elsewhere)
     assert run_train("--epochs", "1", "--run-scope", "train_only", "--overwrite")[0] == 0
     assert not (root / "7").is_symlink()
@@ -461,19 +460,19 @@ def test_overwriting_leaves_alone_what_is_no_checkpoint_of_the_folder(run_train,
 
 
 @pytest.mark.parametrize("place", ["1", "best"])
-def test_what_a_run_starts_from_is_not_overwritten(run_train, tmp_path, capsys, place):
+def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys, place):
     (tmp_path / "output/Tiny/1").mkdir(parents=True)
     (tmp_path / "output/Tiny/1/tiny.pdparams").write_bytes(b"")
     (tmp_path / "output/Tiny/best").symlink_to("1")
     start = tmp_path / "output/Tiny" / place
     assert run_train("--from-pretrained-params", start, "--overwrite")[0] == 2
-    says = [f"--overwrite: would delete --from-pretrained-params {start}", "choose a different --output-dir"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    message = [f"--overwrite: would delete --from-pretrained-params {start}", "choose a different --output-dir"]
+    assert_one_error(capsys.readouterr().err, message)
     assert (tmp_path / "output/Tiny/1/tiny.pdparams").exists()
 
 
-def test_a_folder_without_a_whole_checkpoint_holds_no_run(parse, tmp_path):
-    """What a kill left unfinished stops nobody; what is damaged or of another program is not replaced."""
+def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
+    """Unfinished checkpoints of a killed run are replaced; files of a different program are not."""
     args, root = parse("--output-dir", tmp_path), tmp_path / "Tiny"
     (root / "3").mkdir(parents=True)
     (root / "4").mkdir()
@@ -481,12 +480,12 @@ def test_a_folder_without_a_whole_checkpoint_holds_no_run(parse, tmp_path):
     (root / "4/tiny.pdparams").touch()
     saver.check_folder(args, None)
     (root / "4/.unfinished").unlink()
-    says = (
+    message = (
         r"contains checkpoints of a different program \(4\); continue the newest with --from-checkpoint .*Tiny --last"
     )
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         saver.check_folder(args, None)
-    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))  # goes on from it
+    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))  # resumes from it
     with pytest.raises(UsageError, match="different program"):
         saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 0))
 
@@ -497,7 +496,7 @@ def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsy
 
     run = program.run_and_save
 
-    def poisoned(*args, **kwargs):
+    def run_and_set_nan(*args, **kwargs):
         result = run(*args, **kwargs)
         tensor = static.global_scope().find_var("conv2d_3.w_0").get_tensor()
         weight = np.array(tensor)
@@ -505,25 +504,21 @@ def test_non_finite_state_is_never_saved(run_train, tmp_path, monkeypatch, capsy
         tensor.set(weight, processes.place(args[0].device))
         return result
 
-    monkeypatch.setattr(program, "run_and_save", poisoned)
+    monkeypatch.setattr(program, "run_and_save", run_and_set_nan)
     code, _ = run_train("--epochs", "2", "--resume")
     assert code == 1
-    assert_one_sentence(
-        capsys.readouterr().err, ["output/Tiny/1: checkpoint not written", "conv2d_3.w_0", "non-finite"]
-    )
+    assert_one_error(capsys.readouterr().err, ["output/Tiny/1: checkpoint not written", "conv2d_3.w_0", "non-finite"])
     assert [p.name for p in (tmp_path / "output/Tiny").iterdir() if p.name.isdigit()] == ["0"]
 
 
-def test_losses_that_stay_non_finite_end_the_run(run_train, tmp_path, capsys):
+def test_consecutive_non_finite_losses_stop_run(run_train, tmp_path, capsys):
     code, _ = run_train("--lr", "1e30", "--epochs", "9", "--max-bad-steps", "4")
     assert code == 1
     error = capsys.readouterr().err
-    assert_one_sentence(error, ["--max-bad-steps 4", "4 consecutive losses", "learning rate", "lower --lr"])
+    assert_one_error(error, ["--max-bad-steps 4", "4 consecutive losses", "learning rate", "lower --lr"])
 
 
-def test_other_classes_are_warned_of_in_training_and_refused_in_an_evaluation(
-    run_train, checkpoint, photos, tmp_path, capsys
-):
+def test_different_classes_warn_in_training_and_fail_in_evaluation(run_train, checkpoint, photos, tmp_path, capsys):
     root = tmp_path / "renamed"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
@@ -534,11 +529,11 @@ def test_other_classes_are_warned_of_in_training_and_refused_in_an_evaluation(
     assert run_train(*start, "--dry-run", image_root=root)[0] == 0
     assert "trained on different classes: label 1 was ['class1'] and is ['class2']" in capsys.readouterr().err
     assert run_train(*start, "--run-scope", "eval_only", image_root=root)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
+    assert_one_error(capsys.readouterr().err, [f"{root}: val/other is not one of the 3 classes of the checkpoint"])
 
 
-def test_an_evaluation_takes_the_labels_of_the_checkpoint(run_train, checkpoint, photos, tmp_path, capsys):
-    """Without class0 and train/, sorted folders would number class1 and class2 as 0 and 1."""
+def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp_path, capsys):
+    """class0 and train/ are missing, so the sorted folders alone would give class1 and class2 the labels 0 and 1."""
     flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
     predictions = tmp_path / "predictions.csv"
     assert run_train(*flags, "--predictions", predictions)[0] == 0
@@ -549,24 +544,24 @@ def test_an_evaluation_takes_the_labels_of_the_checkpoint(run_train, checkpoint,
     (root / "classes.txt").write_text("ant\nbee\ncat\n")
     capsys.readouterr()
     assert run_train(*flags, "--predictions", predictions, image_root=root)[0] == 0
-    said = capsys.readouterr().err
-    assert f"--image-root {root}: val has no images of 1 of 3 classes (class0)" in said
-    assert "other classes" not in said
+    stderr = capsys.readouterr().err
+    assert f"--image-root {root}: val has no images of 1 of 3 classes (class0)" in stderr
+    assert "other classes" not in stderr
     names = {"class0": "ant", "class1": "bee", "class2": "cat"}
     renamed = [[*row[:3], *(names.get(name, name) for name in row[3:])] for row in columns]
     assert [row.split(",")[:5] for row in predictions.read_text().splitlines()] == renamed
-    found = (tmp_path / "report.classes.csv").read_text().splitlines()
-    assert [row.split(",")[:3] for row in found[1:]] == [["0", "ant", "0"], ["1", "bee", "8"], ["2", "cat", "7"]]
+    table = (tmp_path / "report.classes.csv").read_text().splitlines()
+    assert [row.split(",")[:3] for row in table[1:]] == [["0", "ant", "0"], ["1", "bee", "8"], ["2", "cat", "7"]]
 
 
 SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images: 3, 7 and 3 steps
 
 
 @pytest.mark.parametrize(("step", "newest"), [(1, "0_1"), (3, "0"), (4, "1_1"), (10, "1"), (12, "2_2")])
-def test_a_run_with_stages_resumes_in_each_of_them(run_train, whole, stop_before, tmp_path, step, newest):
-    """Inside an epoch of each stage, and between two."""
-    expected = whole(*SIZES)
-    assert expected != whole()
+def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_before, tmp_path, step, newest):
+    """The run stops inside an epoch of each stage, and between stages."""
+    expected = uninterrupted(*SIZES)
+    assert expected != uninterrupted()
     stop_before(train_step=step)
     code, report = run_train(*FLAGS, *SIZES, "--resume")
     assert code == 75
@@ -579,8 +574,8 @@ def test_a_run_with_stages_resumes_in_each_of_them(run_train, whole, stop_before
 
 
 @pytest.mark.parametrize("kernels", [[], [*NHWC, "--kernels", "native"]], ids=["paddle", "native"])
-def test_stages_share_all_variables(run_train, whole, monkeypatch, kernels):
-    """Synthetic images are the same in each step: stages of one size train like a run without stages."""
+def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
+    """Synthetic images are the same in each step, so stages of one size train like a run without stages."""
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
-    assert whole(*flags, "--sizes", "32:0,32:1,32:2") == whole(*flags)
+    assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

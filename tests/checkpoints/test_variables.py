@@ -1,3 +1,5 @@
+"""Loading and saving of parameters and optimizer state."""
+
 import pickle
 
 import numpy as np
@@ -20,7 +22,7 @@ def args(parse):
 
 @pytest.fixture
 def saved(args, tmp_path):
-    """A checkpoint's two files after two steps; returns (folder, {variable: value})."""
+    """The two files of a checkpoint after two steps: (folder, {variable: value})."""
     compiled, exe, _, lr_scheduler, main = build(args)
     for images, labels in random_batches(2):
         exe.run(compiled, {"data": images, "label": labels})
@@ -36,14 +38,14 @@ def save(program, folder):
 
 
 def load(args, folder, *, is_train=True, seed=7):
-    """Variables of a fresh program after loading."""
+    """Load into a new program; returns {variable: value}."""
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=is_train, seed=seed)
         assert variables.load(args, folder, main, PLACE) is False
         return {v.name: variable(v.name) for v in main.list_vars() if v.persistable}
 
 
-def test_everything_comes_back_bit_for_bit(args, saved):
+def test_loaded_variables_are_bit_identical(args, saved):
     folder, expected = saved
     state = load(args, folder)
     assert state.keys() == expected.keys()
@@ -52,7 +54,7 @@ def test_everything_comes_back_bit_for_bit(args, saved):
         np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
-def test_paddle_static_load_reads_it(args, saved):
+def test_paddle_static_load_reads_saved_files(args, saved):
     folder, expected = saved
     with static.scope_guard(static.Scope()):
         _, exe, _, _, main = build(args, seed=7)
@@ -61,7 +63,7 @@ def test_paddle_static_load_reads_it(args, saved):
             np.testing.assert_array_equal(variable(name), value, err_msg=name)
 
 
-def test_files_of_paddle_static_save_are_read(args, saved, tmp_path):
+def test_load_reads_files_of_paddle_static_save(args, saved, tmp_path):
     _, expected = saved
     _, _, _, _, main = build(args, seed=3)
     for name, value in expected.items():
@@ -72,7 +74,7 @@ def test_files_of_paddle_static_save_are_read(args, saved, tmp_path):
         np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
-def test_evaluation_program_takes_the_parameters_alone(args, saved):
+def test_evaluation_loads_only_parameters(args, saved):
     folder, expected = saved
     (folder / "tiny.pdopt").unlink()
     state = load(args, folder, is_train=False)
@@ -81,22 +83,24 @@ def test_evaluation_program_takes_the_parameters_alone(args, saved):
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-def test_other_model_is_refused_and_everything_listed_if_asked(args, saved):
+def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
     args.model_arch_name = "ResNet18"
-    says = r"not match the model \(\d+ missing, \d+ with a different shape\); use the --model-arch-name \(now ResNet18"
-    with pytest.raises(UsageError, match=says) as error:
+    message = (
+        r"not match the model \(\d+ missing, \d+ with a different shape\); use the --model-arch-name \(now ResNet18"
+    )
+    with pytest.raises(UsageError, match=message) as error:
         load(args, saved[0])
     assert "batch_norm" not in str(error.value)
     args.verbose = True
-    with pytest.raises(UsageError, match=says) as error:
+    with pytest.raises(UsageError, match=message) as error:
         load(args, saved[0])
     _, missing, reshaped = str(error.value).splitlines()
     assert missing.startswith("missing: batch_norm_10.b_0, batch_norm_10.w_0, batch_norm_10.w_1, ")
     assert "conv2d_8.w_0 is [" in reshaped
 
 
-def test_other_class_count_is_refused(args, saved):
-    """With one remedy, which depends on what the run does."""
+def test_different_number_of_classes_is_rejected(args, saved):
+    """The remedy depends on the run scope."""
     args.num_of_class = 4
     remedies = {"train_eval": "to train a new last layer, use --from-pretrained-params and --pretrained-mismatch skip"}
     remedies["eval_only"] = "use --num-of-class 3 and images of its classes$"
@@ -106,7 +110,7 @@ def test_other_class_count_is_refused(args, saved):
             load(args, saved[0], is_train=scope == "train_eval")
 
 
-def test_integers_do_not_replace_floats(args, saved):
+def test_integer_parameters_are_rejected(args, saved):
     path = saved[0] / "tiny.pdparams"
     state = pickle.loads(path.read_bytes())
     for dtype in ("float64", "int64"):
@@ -120,35 +124,35 @@ def test_integers_do_not_replace_floats(args, saved):
 @pytest.mark.parametrize(
     "damage", [lambda data: data[: len(data) // 2], lambda data: b"not a pickle", lambda data: b""]
 )
-def test_damaged_file_is_refused(args, saved, damage):
+def test_damaged_file_is_rejected(args, saved, damage):
     path = saved[0] / "tiny.pdparams"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UsageError, match=r"tiny.pdparams cannot be read"):
         load(args, saved[0])
 
 
-def test_files_beside_a_damaged_description_are_refused(args, tmp_path):
+def test_files_with_damaged_meta_json_are_rejected(args, tmp_path):
     (tmp_path / folders.META).write_text("{")
     (tmp_path / "tiny.pdparams").write_bytes(b"")
     with pytest.raises(UsageError, match=f"--from-checkpoint {tmp_path}: damaged: .*; choose a different checkpoint"):
         variables.load(args, tmp_path, None, PLACE)
-    for given in (tmp_path, tmp_path / "tiny.pdparams"):
-        args.from_pretrained_params = str(given)
-        with pytest.raises(UsageError, match=f"--from-pretrained-params {given}: damaged: .*; choose a different"):
+    for path in (tmp_path, tmp_path / "tiny.pdparams"):
+        args.from_pretrained_params = str(path)
+        with pytest.raises(UsageError, match=f"--from-pretrained-params {path}: damaged: .*; choose a different"):
             restore.origin(args, None)
 
 
-def test_missing_optimizer_file_is_refused(args, saved):
+def test_missing_optimizer_file_is_rejected(args, saved):
     (saved[0] / "tiny.pdopt").unlink()
     with pytest.raises(UsageError, match=r"tiny.pdopt cannot be read"):
         load(args, saved[0])
 
 
 @pytest.mark.parametrize("form", ["folder", "file", "prefix"])
-def test_pretrained_parameters(args, saved, form):
+def test_pretrained_parameters_are_loaded_without_optimizer_state(args, saved, form):
     folder, expected = saved
-    given = {"folder": folder, "file": folder / "tiny.pdparams", "prefix": folder / "tiny"}[form]
-    args.from_pretrained_params = str(given)
+    path = {"folder": folder, "file": folder / "tiny.pdparams", "prefix": folder / "tiny"}[form]
+    args.from_pretrained_params = str(path)
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, seed=7)
         variables.load_pretrained(args, main, PLACE)
@@ -156,14 +160,14 @@ def test_pretrained_parameters(args, saved, form):
         assert not any(variable(v.name).any() for v in main.list_vars() if "velocity" in v.name)
 
 
-def test_missing_pretrained_parameters_are_refused(args, tmp_path):
+def test_missing_pretrained_parameters_are_rejected(args, tmp_path):
     args.from_pretrained_params = str(tmp_path / "nothing")
     _, _, _, _, main = build(args)
     with pytest.raises(UsageError, match="--from-pretrained-params .*nothing"):
         variables.load_pretrained(args, main, PLACE)
 
 
-def test_fine_tuning_leaves_out_the_classifier_and_nothing_else(args, saved, capsys):
+def test_skip_classifier_skips_only_classifier(args, saved, capsys):
     folder, expected = saved
     args.from_pretrained_params, args.num_of_class = str(folder), 5
     with static.scope_guard(static.Scope()):
@@ -183,8 +187,9 @@ def test_fine_tuning_leaves_out_the_classifier_and_nothing_else(args, saved, cap
             variables.load_pretrained(args, main, PLACE)
 
 
-def test_float16_parameters_are_saved_from_their_float32_masters(args):
-    """As in a run with --use-pure-fp16, which needs a GPU: the file holds what an evaluation in float32 loads."""
+def test_float16_parameters_are_saved_from_float32_masters(args):
+    """A run with --use-pure-fp16 needs a GPU, so the test creates its variables. An evaluation in float32 loads the
+    file."""
     _, _, _, _, main = build(args)
     name = "conv2d_0.w_0"
     master = variable(name)
@@ -202,13 +207,13 @@ def test_float16_parameters_are_saved_from_their_float32_masters(args):
     mask = (np.arange(master.size).reshape(master.shape) % 2).astype(np.float32)
     main.global_block().create_parameter(name=name + ".asp_mask", shape=mask.shape, dtype="float32")
     static.global_scope().var(name + ".asp_mask").get_tensor().set(mask, PLACE)
-    params, optimizer = variables.snapshot(main)  # a run without --asp would read the master
+    params, optimizer = variables.snapshot(main)  # a run without --asp reads the master weights
     for saved in (params[name], optimizer[name + "_fp32_master_0"]):
         np.testing.assert_array_equal(saved, master * mask)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])
-def test_loss_scale_is_the_flags_unless_the_run_adapts_it(args, tmp_path, capsys, is_dynamic):
+def test_static_loss_scale_comes_from_flag(args, tmp_path, capsys, is_dynamic):
     args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 128.0
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args)
@@ -220,8 +225,8 @@ def test_loss_scale_is_the_flags_unless_the_run_adapts_it(args, tmp_path, capsys
     assert ("--scale-loss 1024: replaces the checkpoint's loss scale 128" in capsys.readouterr().out) != is_dynamic
 
 
-def test_bfloat16_variables_get_the_nearest_values():
-    """As a GPU rounds; Paddle's CPU kernel cuts off."""
+def test_bfloat16_variables_are_rounded_to_nearest_even():
+    """They are rounded as on a GPU; Paddle's CPU kernel truncates."""
     values = np.random.RandomState(0).standard_normal(1000).astype(np.float32)
     values[:5] = 0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20  # ties and almost one
     tensor = static.global_scope().var("rounded").get_tensor()

@@ -1,4 +1,4 @@
-"""What is compared between processes; whole jobs that disagree are in test_jobs.py."""
+"""Settings that are compared between processes. test_jobs.py tests whole jobs that disagree."""
 
 import pytest
 
@@ -11,22 +11,22 @@ from utils.mode import Mode
 
 @pytest.fixture
 def facts(monkeypatch):
-    """What a process would compare."""
-    seen = []
-    monkeypatch.setattr(agreement, "_compare", seen.append)
+    """The values that a function of agreement.py compares in this process."""
+    compared = []
+    monkeypatch.setattr(agreement, "_compare", compared.append)
 
     def facts(function, *args):
         function(*args)
-        return seen.pop()
+        return compared.pop()
 
     return facts
 
 
-def test_agreeing_processes_pass():
+def test_equal_settings_pass():
     agreement._check_equal([{"--lr": 0.1}] * 3)
 
 
-def test_every_difference_is_named_with_its_ranks():
+def test_error_lists_each_difference_with_its_ranks():
     with pytest.raises(UsageError) as e:
         agreement._check_equal([{"--lr": 1, "--asp": True}, {"--lr": 2, "--asp": True}, {"--lr": 1}])
     assert "--lr is 1 on ranks 0, 2 and 2 on rank 1, --asp is True on ranks 0, 1 and None on rank 2; start" in str(
@@ -34,16 +34,16 @@ def test_every_difference_is_named_with_its_ranks():
     )
 
 
-def test_flags_of_paths_and_speed_may_differ(facts, parse):
+def test_flags_for_paths_and_speed_may_differ(facts, parse):
     first = facts(agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b"))
     assert first == facts(agreement.check_start, parse())
-    # A checkpoint replaces a default, and an explicit flag of the same value stays.
+    # A checkpoint replaces a default value, but not an explicit flag with the same value.
     for seed in ("7", "42"):
         other = facts(agreement.check_start, parse("--dali-random-seed", seed))
         assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}
 
 
-def test_kernels_that_one_machine_lacks_are_named_with_a_remedy(facts):
+def test_kernels_missing_on_one_machine_raise_with_remedy(facts):
     from paddle import static
 
     main = static.Program()
@@ -52,7 +52,7 @@ def test_kernels_that_one_machine_lacks_are_named_with_a_remedy(facts):
         agreement._check_equal(all_ranks)
 
 
-def test_sources_are_part_of_it(facts, parse, monkeypatch):
+def test_source_code_is_compared(facts, parse, monkeypatch):
     first = facts(agreement.check_start, parse())
     sources = agreement._sources()
     assert {"train.py", "config.py", "paddle_resnet/models/resnet.py", "utils/meters.py"} <= set(sources)
@@ -61,7 +61,7 @@ def test_sources_are_part_of_it(facts, parse, monkeypatch):
     assert {name for name in first if first[name] != other[name]} == {"source code of this program (hash)"}
 
 
-def test_sizes_lists_classes_and_shapes_are_part_of_it(facts, parse, photos, tmp_path):
+def test_sizes_lists_classes_and_shapes_are_compared(facts, parse, photos, tmp_path):
     from paddle import static
 
     def work(*flags, classes=None):

@@ -1,4 +1,4 @@
-"""Who may take part, and what unauthenticated clients can do: nothing."""
+"""Authentication of ranks, and unauthenticated clients, which must not affect a job."""
 
 import asyncio
 import contextlib
@@ -14,33 +14,33 @@ KEYS = [(0, "key 0"), (1, "key 1")]
 
 
 def run(scenario):
-    """Run a coroutine function of (address, [(rank, message) that have arrived]) beside a server."""
+    """Run a coroutine function of (address, [(rank, received message)]) while a server runs."""
 
     async def run():
-        came = []
+        received = []
 
         async def welcome(rank, reader, writer):
             while message := await channel.receive(reader):
-                came.append((rank, message))
+                received.append((rank, message))
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
             await channel.serve(listener, KEYS, welcome)
-            return await asyncio.wait_for(scenario(listener.getsockname(), came), 60)
+            return await asyncio.wait_for(scenario(listener.getsockname(), received), 60)
 
     return asyncio.run(run())
 
 
-async def works(address, came):
-    """A rank is served at once."""
+async def rank_is_served(address, received):
+    """Send a message as rank 1; return whether only this message arrives."""
     reader, writer = await channel.connect(*address, "key 1", 1)
     writer.write(channel.encode({"at": "home"}))
-    while not came:
+    while not received:
         await asyncio.sleep(0.01)
     writer.close()
-    return came == [(1, {"at": "home"})]
+    return received == [(1, {"at": "home"})]
 
 
-def test_two_ends_derive_the_same_key_and_nobody_else_does():
+def test_only_both_ends_derive_common_key():
     (mine, my_public), (theirs, their_public), (other, _) = (channel.key_pair() for _ in range(3))
     key = channel.common_key(mine, their_public)
     assert key == channel.common_key(theirs, my_public)
@@ -49,20 +49,21 @@ def test_two_ends_derive_the_same_key_and_nobody_else_does():
 
 
 @pytest.mark.parametrize("public", [0, 1, channel._PRIME - 1, channel._PRIME, -5])
-def test_public_keys_that_give_the_secret_away_are_refused(public):
+def test_weak_public_key_is_rejected(public):
     with pytest.raises(ValueError, match="public key"):
         channel.common_key(channel.key_pair()[0], public)
 
 
-def test_the_prime_is_a_safe_one():
+def test_prime_is_safe():
     for number in (channel._PRIME, channel._PRIME // 2):
         assert number.bit_length() in (2048, 2047)
         assert pow(3, number - 1, number) == 1
-    assert pow(2, channel._PRIME // 2, channel._PRIME) == 1  # the generator gives nothing of the exponent away
+    # The generator has order q, so a public key reveals no bit of its exponent.
+    assert pow(2, channel._PRIME // 2, channel._PRIME) == 1
 
 
-def test_rank_is_heard():
-    assert run(works)
+def test_message_of_rank_is_received():
+    assert run(rank_is_served)
 
 
 @pytest.mark.parametrize(
@@ -79,22 +80,22 @@ def test_rank_is_heard():
         json.dumps({"rank": 1, "challenge": "", "proof": "0" * 64}).encode() + b"\n",
     ],
 )
-def test_bytes_of_unauthenticated_clients_end_their_connection_alone(line):
-    async def scenario(address, came):
+def test_invalid_data_of_unauthenticated_client_closes_only_its_connection(line):
+    async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(line + channel.encode({"failed": "ha", "code": 1}))
         await reader.readline()  # the challenge
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.close()
-        assert not came
-        return await works(address, came)
+        assert not received
+        return await rank_is_served(address, received)
 
     assert run(scenario)
 
 
-def test_endless_line_is_cut_off():
-    async def scenario(address, came):
+def test_overlong_line_closes_connection():
+    async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
         sent = 0
         with contextlib.suppress(ConnectionError):
@@ -103,16 +104,16 @@ def test_endless_line_is_cut_off():
                 sent += 1 << 16
                 await writer.drain()
         assert sent < 1 << 26
-        return await works(address, came)
+        return await rank_is_served(address, received)
 
     assert run(scenario)
 
 
-def test_idle_unauthenticated_clients_keep_nobody_out():
-    async def scenario(address, came):
+def test_idle_unauthenticated_clients_do_not_block_ranks():
+    async def scenario(address, received):
         idle = [await asyncio.open_connection(*address) for _ in range(252)]
         start = time.monotonic()
-        assert await works(address, came)
+        assert await rank_is_served(address, received)
         assert time.monotonic() - start < channel.PROOF_S / 2
         challenged = [await reader.readline() for reader, _ in idle]
         assert all(challenged)
@@ -125,10 +126,10 @@ def test_idle_unauthenticated_clients_keep_nobody_out():
     assert run(scenario)
 
 
-def test_unauthenticated_client_that_stays_idle_is_closed(monkeypatch):
+def test_idle_unauthenticated_client_is_disconnected(monkeypatch):
     monkeypatch.setattr(channel, "PROOF_S", 0.1)
 
-    async def scenario(address, came):
+    async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
         assert json.loads(await reader.readline()).keys() == {"challenge"}
         assert await reader.read() == b""
@@ -137,36 +138,36 @@ def test_unauthenticated_client_that_stays_idle_is_closed(monkeypatch):
     run(scenario)
 
 
-def test_proof_of_another_connection_is_worth_nothing():
-    async def scenario(address, came):
-        seen = []
+def test_replayed_proof_is_rejected():
+    async def scenario(address, received):
+        sent = []
         write = asyncio.StreamWriter.write
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(asyncio.StreamWriter, "write", lambda self, data: seen.append(data) or write(self, data))
+            patch.setattr(asyncio.StreamWriter, "write", lambda self, data: sent.append(data) or write(self, data))
             _, writer = await channel.connect(*address, "key 1", 1)
             writer.close()
-        (proof,) = [line for line in seen if b"rank" in line]
+        (proof,) = [line for line in sent if b"rank" in line]
         reader, writer = await asyncio.open_connection(*address)
         writer.write(proof)
         await reader.readline()
         assert await reader.read() == b""
         writer.close()
-        return await works(address, came)
+        return await rank_is_served(address, received)
 
     assert run(scenario)
 
 
-@pytest.mark.parametrize("answer", ["nothing", "another key", "the rank's own proof"])
-def test_rank_does_not_talk_to_an_unauthenticated_server(monkeypatch, answer):
+@pytest.mark.parametrize("answer", ["no proof", "wrong key", "reflected proof"])
+def test_rank_rejects_unauthenticated_server(monkeypatch, answer):
     monkeypatch.setattr(channel, "CONNECT_S", 0)
 
     async def impostor(reader, writer):
         writer.write(channel.encode({"challenge": "mine"}))
         message = await channel.receive(reader)
-        if answer == "another key":
+        if answer == "wrong key":
             proof = channel._proof("guess", "coordinator", "mine", message["challenge"])
             writer.write(channel.encode({"proof": proof}))
-        elif answer == "the rank's own proof":
+        elif answer == "reflected proof":
             writer.write(channel.encode({"proof": message["proof"]}))
         writer.close()
 

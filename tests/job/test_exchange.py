@@ -1,4 +1,4 @@
-"""Host numbers between ranks; several ranks in one process, over a store in memory."""
+"""Exchange of host values between ranks. Several ranks share one process and an in-memory store."""
 
 import contextlib
 import socket
@@ -10,11 +10,11 @@ import pytest
 from paddle_resnet.job import exchange, processes
 
 
-def test_all_gather_of_one_process():
+def test_all_gather_with_one_process():
     np.testing.assert_array_equal(exchange.all_gather([1, 0.1]), [[1, 0.1]])
 
 
-def test_exchanges_of_one_process():
+def test_exchanges_with_one_process():
     assert exchange.gather(b"abc") == [b"abc"]
     assert exchange.from_rank_0(lambda: {"a": 1}) == {"a": 1}
     with exchange.exit_barrier():
@@ -22,7 +22,7 @@ def test_exchanges_of_one_process():
 
 
 class Store:
-    """Paddle's TCP store in memory, for several ranks in one process."""
+    """An in-memory replacement for Paddle's TCP store, for several ranks in one process."""
 
     def __init__(self):
         self.values, self.counts = {}, {}
@@ -38,7 +38,7 @@ class Store:
         return self.counts[key]
 
 
-def test_the_store_keeps_only_the_last_bytes_that_rank_0_has_collected(monkeypatch):
+def test_store_keeps_only_last_gather(monkeypatch):
     store, gathered = Store(), []
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 3)
@@ -52,7 +52,7 @@ def test_the_store_keeps_only_the_last_bytes_that_rank_0_has_collected(monkeypat
         assert sum(len(value) for value in store.values.values()) == 2 * 2 * 1000
 
 
-def test_what_rank_0_has_not_taken_is_not_written_over(monkeypatch):
+def test_gather_does_not_overwrite_unread_value(monkeypatch):
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 2)
@@ -60,14 +60,14 @@ def test_what_rank_0_has_not_taken_is_not_written_over(monkeypatch):
     for name, value in (("_exchanges", 1), ("_last_gather", None)):
         monkeypatch.setattr(exchange, name, value)
     assert exchange.gather(b"first") is None
-    with pytest.raises(KeyError, match="taken"):  # where the real store waits
+    with pytest.raises(KeyError, match="taken"):  # the real store waits instead
         exchange.gather(b"second")
     assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
 
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Function that makes this process a rank of three, over a store in memory that it returns."""
+    """Function that makes this process one of three ranks with a common in-memory store, which it returns."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 3)
@@ -81,7 +81,7 @@ def as_rank(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch, as_rank):
-    """A stream of each of three ranks, and a function that adds an item of a rank."""
+    """The streams of three ranks, and a function that adds an item to the stream of a rank."""
     made = []
     for rank in range(3):
         as_rank(rank)
@@ -95,11 +95,11 @@ def streams(monkeypatch, as_rank):
     return made, add
 
 
-def test_a_stream_brings_all_items_to_rank_0_and_nobody_waits(streams):
+def test_stream_delivers_all_items_to_rank_0_without_waiting(streams):
     _, add = streams
     assert add(0, "a0") == [["a0"]]
     assert [add(1, "a1"), add(1, "b1"), add(1, "c1")] == [[], [], []]  # rank 1 is ahead
-    assert add(0, "b0") == [["b0"]]  # rank 2 has none
+    assert add(0, "b0") == [["b0"]]  # rank 2 has added no item
     assert add(2, "a2") == []
     assert add(0, "c0") == [["c0"], ["a1"], ["a2"]]
     assert add(0, "d0") == [["d0"]]
@@ -107,7 +107,7 @@ def test_a_stream_brings_all_items_to_rank_0_and_nobody_waits(streams):
     assert add(0, "e0") == [["e0"], ["b1", "c1", "d1"], ["b2"]]
 
 
-def test_the_end_of_a_stream_brings_what_is_left(streams, as_rank, monkeypatch):
+def test_finish_delivers_remaining_items(streams, as_rank, monkeypatch):
     made, add = streams
     for rank, item in ((1, "a1"), (1, "b1"), (2, "a2"), (0, "a0")):
         add(rank, item)
@@ -117,13 +117,13 @@ def test_the_end_of_a_stream_brings_what_is_left(streams, as_rank, monkeypatch):
     )
     for rank in range(3):
         as_rank(rank)
-        found = made[rank].finish()
-        assert rank == 0 or found == []
-    # Rank 0 has read the first batch, which the others do not know: it comes twice.
+        remaining = made[rank].finish()
+        assert rank == 0 or remaining == []
+    # Rank 1 cannot know that rank 0 has read its first batch, and sends it again.
     assert [data.decode() for data in left.values()] == ["[]", '["a1", "b1"]', '["a2"]']
 
 
-def test_a_stream_keeps_no_more_than_a_batch_a_rank_in_the_store(streams, as_rank):
+def test_stream_stores_one_batch_per_rank(streams, as_rank):
     _, add = streams
     for number in range(200):
         for rank in (1, 2, 0):
@@ -134,8 +134,8 @@ def test_a_stream_keeps_no_more_than_a_batch_a_rank_in_the_store(streams, as_ran
     assert len(store.counts) == 2
 
 
-def test_store_is_waited_for_where_python_runs():
-    """Not in Paddle's client, which keeps Python's lock."""
+def test_wait_for_store_releases_gil():
+    """Paddle's client would wait in C code that holds the GIL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     thread = threading.Thread(target=exchange._wait_for_server, args=address, daemon=True)
@@ -147,8 +147,8 @@ def test_store_is_waited_for_where_python_runs():
     assert not thread.is_alive()
 
 
-def test_only_the_stores_connection_sends_at_once():
-    """Beside connections of other kinds, such as an unnamed UNIX socket, which some programs give a job for stdin."""
+def test_only_store_connection_disables_nagle():
+    """The job may have other sockets too, such as an unnamed UNIX socket as its stdin."""
     with contextlib.ExitStack() as stack:
         for end in socket.socketpair():
             stack.enter_context(end)
@@ -160,8 +160,8 @@ def test_only_the_stores_connection_sends_at_once():
 
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
-def test_all_ranks_stop_before_the_same_step(monkeypatch, asked, lead):
-    """Rank 1 is up to two steps ahead, as far as it can get; asked: {rank: how many steps later than others}."""
+def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
+    """Rank 1 is `lead` steps ahead; more than two is impossible. asked: {rank: delay of its signal in steps}."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 2)

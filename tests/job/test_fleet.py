@@ -28,20 +28,20 @@ from utils.errors import RunError
     ],
     ids=str,
 )
-def test_the_device_and_the_layout_decide_how_steps_run(parse, monkeypatch, flags, is_fused, is_serial):
-    args, found = parse("--seed", "5"), {}
+def test_start_sets_strategy_for_device_and_layout(parse, monkeypatch, flags, is_fused, is_serial):
+    args, settings = parse("--seed", "5"), {}
     args = args.copy(**flags)
-    monkeypatch.setattr(paddle, "set_flags", found.update)
-    monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: found.update(strategy=strategy))
+    monkeypatch.setattr(paddle, "set_flags", settings.update)
+    monkeypatch.setattr(fleet.fleet, "init", lambda is_collective, strategy: settings.update(strategy=strategy))
     fleet.start(args)
-    assert found["strategy"].fuse_all_reduce_ops == is_fused
-    assert found["FLAGS_new_executor_serial_run"] == is_serial
-    drawn = random.random(), np.random.rand()
-    assert drawn == (random.Random(5).random(), np.random.RandomState(5).rand())
+    assert settings["strategy"].fuse_all_reduce_ops == is_fused
+    assert settings["FLAGS_new_executor_serial_run"] == is_serial
+    numbers = random.random(), np.random.rand()
+    assert numbers == (random.Random(5).random(), np.random.RandomState(5).rand())
 
 
-def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):
-    """Paddle would wait in C code for a server that could not start."""
+def test_occupied_launcher_port_raises(monkeypatch):
+    """Without this check, Paddle waits in C code for a server that cannot start."""
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -50,8 +50,8 @@ def test_port_of_the_launcher_that_is_taken_is_named(monkeypatch):
             fleet._prepare_for_gloo()
 
 
-def test_port_of_the_launcher_is_held_for_paddles_server(monkeypatch):
-    """A connection of another program does not get it meanwhile."""
+def test_launcher_port_is_reserved_for_paddle_server(monkeypatch):
+    """Until Paddle's server starts, no other program can bind the port."""
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
@@ -62,9 +62,9 @@ def test_port_of_the_launcher_is_held_for_paddles_server(monkeypatch):
         HTTPServer(("", port), BaseHTTPRequestHandler).server_close()
 
 
-@pytest.mark.parametrize("delay_s", [0, 1], ids=["at work", "just forked"])
-def test_processes_that_paddle_forks_die_with_their_parent(delay_s):
-    """The parent is killed at once; the child has asked to die with it by then, or has not got to it."""
+@pytest.mark.parametrize("delay_s", [0, 1], ids=["running", "just forked"])
+def test_forked_processes_exit_with_parent(delay_s):
+    """The parent is killed at once, after or before the child has called prctl(PR_SET_PDEATHSIG)."""
     program = (
         f"import os, multiprocessing, time; os.register_at_fork(after_in_child=lambda: time.sleep({delay_s})); "
         "from paddle_resnet.job import fleet; fleet._prepare_for_gloo(); "

@@ -1,4 +1,4 @@
-"""Two and three processes on the CPU, started by Paddle's launcher as on GPUs."""
+"""Jobs of two and three processes on the CPU, started by Paddle's launcher as on GPUs."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from conftest import (
     ROOT,
     TINY,
     TWO_EPOCHS,
-    assert_one_sentence,
+    assert_one_error,
     assert_sparse,
     losses,
     phase,
@@ -32,14 +32,14 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.native import build as native
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
-# Where both do the same, one will do: jobs take long.
+# Jobs are slow, so by default only one kernel set runs if both do the same work.
 ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KERNELS[:-1]), KERNELS[-1]]
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
-    """NHWC fuses the all-reduces on a CPU as on a GPU: gradients lie in buffers that are reduced as a whole. A gradient
-    that is not in its buffer in time leaves the ranks different, or unlike those that reduce each gradient alone."""
+    """With NHWC, all-reduces are fused on a CPU as on a GPU: each reduces a buffer of many gradients. If a gradient is
+    not in its buffer in time, the ranks differ from each other or from a job that reduces each gradient alone."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
     flags += ["--shares", "--stages", "4"]
     single, (reference, _) = launch(2, *flags, "--unfused")
@@ -55,7 +55,7 @@ def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
             np.testing.assert_allclose(changes, expected, rtol=0, atol=0.02 * np.abs(expected).max(), err_msg=name)
 
 
-def test_ranks_agree_bit_for_bit(two_processes):
+def test_ranks_are_bit_identical(two_processes):
     report, parameters, _ = two_processes
     assert len(parameters) == 2
     assert parameters[0].files == parameters[1].files
@@ -65,16 +65,16 @@ def test_ranks_agree_bit_for_bit(two_processes):
     trained, evaluated = phase(report, [1], "train."), phase(report, [1], "val.")
     assert trained["images"] == 2 * (30 // 2 // 4) * 4
     assert evaluated["images"] == 23
-    # The figures of a step are the job's, as those of the epoch are.
+    # Step metrics are those of the whole job, like epoch metrics.
     steps = [phase(report, [1, step], "train.") for step in range(3)]
     assert sum(step["loss"] for step in steps) / 3 == pytest.approx(trained["loss"], rel=1e-12)
     assert sum(step["top1"] for step in steps) / 3 == pytest.approx(trained["top1"], rel=1e-12)
-    # Two processes: twice the learning rate.
+    # Two processes double the learning rate.
     assert max(e["data"]["train.lr"] for e in report if "train.lr" in e["data"]) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_processes_evaluate_and_predict_like_one(launch, two_processes, run_train, tmp_path, processes):
+def test_processes_evaluate_and_predict_like_single_process(launch, two_processes, run_train, tmp_path, processes):
     report, _, checkpoints = two_processes
     flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoints / "1", "--predictions"]
     code, alone = run_train(*flags, tmp_path / "one.csv")
@@ -90,49 +90,49 @@ def test_processes_evaluate_and_predict_like_one(launch, two_processes, run_trai
     assert len(job) == 24
     assert job[0] == one[0]
     columns = one[0].split(",")
-    for line, found in zip(one[1:], job[1:], strict=True):
-        for name, mine, alone in zip(columns, found.split(","), line.split(","), strict=True):
+    for line, job_line in zip(one[1:], job[1:], strict=True):
+        for name, value, expected in zip(columns, job_line.split(","), line.split(","), strict=True):
             if name.startswith("probability"):
-                assert float(mine) == pytest.approx(float(alone), rel=1e-5)
+                assert float(value) == pytest.approx(float(expected), rel=1e-5)
             else:
-                assert mine == alone, name
+                assert value == expected, name
 
 
 def states(folder, processes, epochs):
-    """Everything that each rank has trained at the end of each epoch, which has to be the same on all ranks."""
-    found = []
+    """The trained state at the end of each epoch. It must be bit-identical on all ranks."""
+    epoch_states = []
     for epoch in range(epochs):
         first, *others = (np.load(folder / f"epoch{epoch}_rank{rank}.npz") for rank in range(processes))
         for other in others:
             assert other.files == first.files
             for name in first.files:
                 np.testing.assert_array_equal(first[name], other[name], err_msg=f"{name} in epoch {epoch}")
-        found.append(first)
-    return found
+        epoch_states.append(first)
+    return epoch_states
 
 
 SHARES = ["--shares", "--data-format", "synthetic", "--epochs", "2", "--model-arch-name", "Plain"]
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_n_processes_train_like_one_with_n_times_the_batch(launch, tmp_path, processes):
-    """Without batch normalisation, whose statistics are those of a process's own images."""
+def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path, processes):
+    """The network has no batch normalization, whose statistics depend on the images of each process."""
     launch(1, *SHARES, "--batch-size", 4 * processes, "--lr", 0.005 * processes)
     launch(processes, *SHARES, "--batch-size", "4", "--lr", "0.005")
-    ones, manys = states(tmp_path / "job0", 1, 2), states(tmp_path / "job1", processes, 2)
-    for one, many in zip(ones, manys, strict=True):
-        assert one.files == many.files
-        for name in one.files:
-            error = np.abs(one[name] - many[name]).max()
-            assert error <= 1e-5 * np.abs(one[name]).max(), name
-    # The comparison would see a gradient that is off: the parameters have moved.
-    moved = np.abs(ones[0]["conv2d_3.w_0"] - ones[1]["conv2d_3.w_0"]).max()
-    assert moved > 1e-3 * np.abs(ones[0]["conv2d_3.w_0"]).max()
+    expected, results = states(tmp_path / "job0", 1, 2), states(tmp_path / "job1", processes, 2)
+    for single, job in zip(expected, results, strict=True):
+        assert single.files == job.files
+        for name in single.files:
+            error = np.abs(single[name] - job[name]).max()
+            assert error <= 1e-5 * np.abs(single[name]).max(), name
+    # The parameters change by more than the tolerance, so the comparison detects a wrong gradient.
+    change = np.abs(expected[0]["conv2d_3.w_0"] - expected[1]["conv2d_3.w_0"]).max()
+    assert change > 1e-3 * np.abs(expected[0]["conv2d_3.w_0"]).max()
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
-def test_the_norm_is_that_of_all_processes(launch, tmp_path, kernels):
-    """Two processes clip like one with twice the batch; the norm of a single process would differ."""
+def test_gradient_norm_is_global(launch, tmp_path, kernels):
+    """Two processes clip like one with twice the batch size. A norm per process would differ."""
     flags = [
         *SHARES,
         *NHWC,
@@ -153,8 +153,8 @@ def test_the_norm_is_that_of_all_processes(launch, tmp_path, kernels):
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
-def test_processes_accumulate_like_one_with_a_larger_batch(launch, tmp_path, kernels):
-    """NHWC fuses the all-reduces, which must follow the sums over the batches."""
+def test_processes_accumulate_like_single_process_with_larger_batch(launch, tmp_path, kernels):
+    """With NHWC, the fused all-reduces must run after the sums over the batches."""
     flags = [*SHARES, *NHWC, "--run-scope", "train_only", "--epochs", "1", "--kernels", kernels]
     flags += ["--accumulate-steps", "2", "--clip-grad-norm", "1"]
     launch(1, *flags, "--batch-size", "8", "--lr", "0.02")
@@ -165,19 +165,19 @@ def test_processes_accumulate_like_one_with_a_larger_batch(launch, tmp_path, ker
         np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
 
 
-# test_amp_and_sparsity.py has the algorithms.
+# test_amp_and_sparsity.py tests the algorithms.
 @pytest.mark.parametrize(
     "algorithm", [MASK_ALGORITHMS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in MASK_ALGORITHMS[1:])]
 )
-def test_masks_are_the_same_on_all_ranks_and_keep(launch, tmp_path, algorithm):
+def test_masks_are_identical_on_all_ranks_and_constant(launch, tmp_path, algorithm):
     launch(2, "--batch-size", "4", "--epochs", "2", "--asp", "--prune-model", "--mask-algo", algorithm)
     for state in states(tmp_path / "job0", 2, 2):
         assert_sparse(state, algorithm)
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
-def test_overflow_on_one_rank_skips_the_step_on_all(launch, tmp_path, kernels):
-    """Two of the four steps of an epoch: skipped, each halves the loss scale, and the other two are done."""
+def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels):
+    """Two of the four steps of an epoch overflow. Each is skipped and halves the loss scale."""
     flags = ["--scaling", "--overflow", "1 2 3", "--batch-size", "6", "--lr", "0.001", "--kernels", kernels]
     flags += NHWC if kernels == "native" else []
     report, _ = launch(2, *SHARES, *flags)
@@ -188,22 +188,22 @@ def test_overflow_on_one_rank_skips_the_step_on_all(launch, tmp_path, kernels):
     assert all(np.isfinite(state[name]).all() for state in overflowed for name in state.files)
 
 
-def test_averages_are_the_same_on_all_ranks_and_after_a_resume(launch, tmp_path):
-    """With BN, whose statistics are those of each process inside an epoch, from where the second job continues."""
+def test_averages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
+    """The second job resumes inside an epoch, where the batch normalization statistics differ between processes."""
     flags = ["--batch-size", "4", "--epochs", "2", "--lr", "0.1", "--ema", "0.9", "--save-interval-steps", "2"]
     flags += ["--keep-checkpoints", "9"]
     launch(2, *flags)
     expected = states(tmp_path / "job0", 2, 2)
     assert {"conv2d_3.w_0.ema", "batch_norm_0.w_1.ema"} <= {*expected[0].files}
-    shutil.move(tmp_path / "output", tmp_path / "whole")
-    launch(2, *flags, "--from-checkpoint", tmp_path / "whole/Tiny/1_2", "--last-epoch-of-checkpoint", "auto")
+    shutil.move(tmp_path / "output", tmp_path / "uninterrupted")
+    launch(2, *flags, "--from-checkpoint", tmp_path / "uninterrupted/Tiny/1_2", "--last-epoch-of-checkpoint", "auto")
     for rank in range(2):
         resumed = np.load(tmp_path / f"job1/epoch1_rank{rank}.npz")
         for name in resumed.files:
             np.testing.assert_array_equal(resumed[name], expected[1][name], err_msg=name)
 
 
-def test_more_processes_than_validation_images(launch, run_train, checkpoint, photos, tmp_path):
+def test_evaluation_with_more_processes_than_images(launch, run_train, checkpoint, photos, tmp_path):
     root = tmp_path / "two"
     for i in (0, 1):
         (root / "val" / f"class{i}").mkdir(parents=True)
@@ -223,7 +223,7 @@ def test_more_processes_than_validation_images(launch, run_train, checkpoint, ph
 @pytest.mark.parametrize(
     ("name", "rank"), [("val/class0/00.jpg", 0), pytest.param("val/class2/20.jpg", 1, marks=pytest.mark.soak)]
 )
-def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
+def test_bad_image_on_one_rank_stops_job(launch, photos, tmp_path, name, rank):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     (root / name).write_bytes(b"no image")
@@ -232,19 +232,20 @@ def test_bad_image_of_one_rank_ends_all(launch, photos, tmp_path, name, rank):
     code, logs = launch(2, *flags, succeeds=False)
     assert monotonic() - start < 120
     assert code == 2
-    says = f"{root}/{name}: cannot be decoded (rank {rank})"
-    assert_one_sentence(logs[rank], [f"error: {says}"])
-    assert_one_sentence(logs[1 - rank], [f"rank {rank} failed first: {says}"])
+    message = f"{root}/{name}: cannot be decoded (rank {rank})"
+    assert_one_error(logs[rank], [f"error: {message}"])
+    assert_one_error(logs[1 - rank], [f"rank {rank} failed first: {message}"])
 
 
 STALL = "--comm-timeout-s 8: no progress for 8 s; rank {} is in"
 STOPPED = "--comm-timeout-s 8: no progress for 8 s; rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
 FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
-    # Rank 0 waits for rank 1, as in a copy to a GPU that stands still: no thread of it can tell where it is.
+    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a copy to a GPU that stalls. None of its threads can
+    # report a position.
     "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
-# The same of the other rank, or a part of the same, or of other tests (stopped: test_monitor.py).
+# The same faults on the other rank, and faults that other tests cover (SIGSTOP: test_monitor.py).
 MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
     "0 4 killed": "rank 0 failed first: its process exited",
@@ -257,14 +258,14 @@ MORE_FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "message"),
     [
-        *(pytest.param(fault, says, id=fault) for fault, says in FAULTS.items()),
-        *(pytest.param(fault, says, id=fault, marks=pytest.mark.soak) for fault, says in MORE_FAULTS.items()),
+        *(pytest.param(fault, message, id=fault) for fault, message in FAULTS.items()),
+        *(pytest.param(fault, message, id=fault, marks=pytest.mark.soak) for fault, message in MORE_FAULTS.items()),
     ],
 )
-def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, says):
-    """In the second epoch, whose first one has left a checkpoint."""
+def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message):
+    """The fault happens in the second epoch. The checkpoint of the first one remains valid."""
     rank, _, kind = fault.partition(",")[0].split()
     start = monotonic()
     code, logs = launch(
@@ -274,7 +275,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, sa
     )
     assert monotonic() - start < 120
     assert code != 0
-    assert_one_sentence(logs[1 - int(rank)], [says])
+    assert_one_error(logs[1 - int(rank)], [message])
     assert "Traceback" not in logs[1 - int(rank)]
     assert ("Traceback" in logs[int(rank)]) == (kind == "raises")
     wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
@@ -282,12 +283,13 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(launch, tmp_path, fault, sa
     folders.verify(tmp_path / "output/Tiny/0")
 
 
-def test_a_rank_whose_python_cannot_run_says_why_the_job_ends(launch, tmp_path):
-    """As in a call of CUDA that waits for the GPU with Python's lock: neither threads nor signals get through."""
+def test_rank_without_gil_reports_failure_of_other_rank(launch, tmp_path):
+    """Rank 0 is in C code that holds the GIL, like a CUDA call that waits for the GPU: no thread or signal handler
+    runs."""
     fault = "0 4 locks,1 4 killed_later"
     code, logs = launch(2, "--batch-size", "4", "--epochs", "3", "--fault", fault, succeeds=False)
     assert code != 0
-    assert_one_sentence(logs[0], ["rank 1 failed first: its process exited without an error message in epoch"])
+    assert_one_error(logs[0], ["rank 1 failed first: its process exited without an error message in epoch"])
     wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
 
 
@@ -302,31 +304,31 @@ DISAGREEMENTS = [
     ),
     (2, "1 --image-root other", ["number of validation images is 23 on rank 0 and 22 on rank 1"]),
 ]
-# A rank that fails alone, as in test_bad_image_of_one_rank_ends_all.
-NOWHERE = (2, "1 --image-root nowhere", ["rank 1 failed first: --image-root nowhere: not a folder"])
+# One rank fails, as in test_bad_image_on_one_rank_stops_job.
+MISSING_ROOT = (2, "1 --image-root nowhere", ["rank 1 failed first: --image-root nowhere: not a folder"])
 
 
 @pytest.mark.parametrize(
-    ("processes", "differs", "says"),
+    ("processes", "differs", "message"),
     [
         *(pytest.param(*case, id=case[1]) for case in DISAGREEMENTS),
-        pytest.param(*NOWHERE, id=NOWHERE[1], marks=pytest.mark.soak),
+        pytest.param(*MISSING_ROOT, id=MISSING_ROOT[1], marks=pytest.mark.soak),
     ],
 )
-def test_disagreements_are_found_before_step_1(launch, photos, tmp_path, processes, differs, says):
+def test_differences_between_ranks_are_errors_before_first_step(launch, photos, tmp_path, processes, differs, message):
     shutil.copytree(photos, tmp_path / "other")
     (tmp_path / "other/val/class0/00.jpg").unlink()
     differs = differs.replace("other", f"{tmp_path}/other")
     code, logs = launch(processes, "--differs", differs, succeeds=False)
     assert code == 2
     for log in logs:
-        words = [words.removeprefix("rank 1 failed first: ") if log is logs[1] else words for words in says]
-        assert_one_sentence(log, words)
+        messages = [text.removeprefix("rank 1 failed first: ") if log is logs[1] else text for text in message]
+        assert_one_error(log, messages)
         assert "epoch 0" not in log
 
 
-def test_processes_outlive_no_launcher(photos, tmp_path):
-    """They stop as after a SIGTERM, with a checkpoint."""
+def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
+    """They stop like after SIGTERM and write a checkpoint."""
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
     flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]
@@ -341,25 +343,25 @@ def test_processes_outlive_no_launcher(photos, tmp_path):
     process.wait()
     wait_until(lambda: not processes_with(tmp_path), 60)
     log = (tmp_path / "log/workerlog.0").read_text()
-    # Rank 0 says it, and whose signal came first.
+    # Rank 0 logs the stop and which process received the first signal.
     assert re.search(r"stopped by (SIGTERM|a signal to another process); the same command with --resume continues", log)
     folders.verify((tmp_path / "output/Tiny/latest").resolve())
 
 
-def test_two_nodes_train_like_one_with_two_processes(two_processes, launch_nodes):
+def test_two_nodes_train_like_one_node_with_two_processes(two_processes, launch_nodes):
     nodes, folder = launch_nodes(*TWO_EPOCHS)
     assert [node.wait(120) for node in nodes] == [0, 0]
     report, parameters, _ = two_processes
     assert losses(read_report(folder / "report.json")) == losses(report)
     for rank, expected in enumerate(parameters):
-        found = np.load(folder / f"rank{rank}.npz")
+        result = np.load(folder / f"rank{rank}.npz")
         for name in expected.files:
-            np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+            np.testing.assert_array_equal(result[name], expected[name], err_msg=name)
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_lost_node_ends_the_other(launch_nodes, lost):
-    """Its launcher and its process at once, so that nobody is left there to tell."""
+def test_lost_node_stops_other_node(launch_nodes, lost):
+    """The launcher and the process of a node are killed at once, so neither can report a failure."""
     flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
     nodes, folder = launch_nodes(*flags, "--slow-step", "0.1")
     wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
@@ -368,23 +370,23 @@ def test_a_lost_node_ends_the_other(launch_nodes, lost):
         os.kill(pid, signal.SIGKILL)
     assert nodes[1 - lost].wait(60) != 0
     log = (folder / f"log{1 - lost}/workerlog.0").read_text()
-    assert_one_sentence(log, [f"rank {lost} failed first: its process exited"])
+    assert_one_error(log, [f"rank {lost} failed first: its process exited"])
 
 
 def processes_with(folder):
-    """Processes other than this one with a folder on their command line or in their environment."""
-    found = set()
+    """PIDs of other processes that have a folder in their command line or environment."""
+    pids = set()
     for path in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):
             with contextlib.suppress(OSError):
                 if bytes(folder) in (path / name).read_bytes() and int(path.name) != os.getpid():
-                    found.add(path.name)
-    return found
+                    pids.add(path.name)
+    return pids
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_alone_ends_after_the_timeout(photos, tmp_path, rank):
-    """The others were never started, or PADDLE_MASTER leads elsewhere. Paddle alone would wait for minutes."""
+def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
+    """The other ranks were never started, or PADDLE_MASTER is wrong. Paddle alone would wait for minutes."""
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
     environment = {
@@ -402,7 +404,7 @@ def test_a_rank_that_is_alone_ends_after_the_timeout(photos, tmp_path, rank):
         list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
     )
     assert monotonic() - start < 60
-    # Rank 0 waits in Paddle's C code while it holds the GIL, and is killed.
+    # Rank 0 waits in Paddle's C code, which holds the GIL, so the monitor kills it.
     assert done.returncode == (1 if rank else -signal.SIGKILL)
-    says = f"--comm-timeout-s 3: not all ranks have connected after 3 s; check PADDLE_MASTER 127.0.0.1:{free[0]} and"
-    assert_one_sentence(done.stderr, [says])
+    message = f"--comm-timeout-s 3: not all ranks have connected after 3 s; check PADDLE_MASTER 127.0.0.1:{free[0]} and"
+    assert_one_error(done.stderr, [message])

@@ -1,4 +1,4 @@
-"""The monitors of a job in one event loop, and real ones. Whole jobs are in test_jobs.py."""
+"""Monitors of a job, in one event loop and as processes. test_jobs.py tests whole jobs."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,14 @@ NO_ROOM = {"failed": "no room", "code": 2}
 
 @pytest.fixture(autouse=True)
 def killed(monkeypatch):
-    """Signals of monitors in this process, which are not sent: their ranks have the number of this one's parent."""
+    """Signals that monitors in this process would send. Their ranks have the process ID of this process's parent."""
     killed = []
     monkeypatch.setattr(monitor, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
     return killed
 
 
 class Job:
-    """Ranks, each with its monitor; that of rank 0 has the coordinator."""
+    """Ranks, each with a monitor. The monitor of rank 0 contains the coordinator."""
 
     def __init__(self, world_size=3, timeout_s=600):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -37,8 +37,8 @@ class Job:
         self.keys = [(rank, f"key {rank}") for rank in range(world_size)]
         self._timeout_s, self._ends = timeout_s, [self._listener]
 
-    async def start(self, rank, knows_the_others=True, pid=None):
-        """A rank: the connection to its monitor, its position, and the task that ends with its monitor."""
+    async def start(self, rank, has_address=True, pid=None):
+        """Start a rank: a connection to its monitor, a position, and the task of the monitor."""
         near, far = socket.socketpair()
         position = Position()
         self._ends += [near, far]
@@ -53,19 +53,19 @@ class Job:
 
         reader, writer = await asyncio.open_unix_connection(sock=near)
         this = SimpleNamespace(reader=reader, writer=writer, position=position, monitor=asyncio.create_task(run()))
-        if knows_the_others:
+        if has_address:
             address = {**self.address, "key": dict(self.keys)[rank], **({"keys": self.keys} if coordinator else {})}
             send(this, {"address": address})
         return this
 
     async def start_all(self):
         ranks = [await self.start(rank) for rank, _ in self.keys]
-        await until(lambda: len(self.coordinator._peers) == len(ranks))
+        await until(lambda: len(self.coordinator._writers) == len(ranks))
         return ranks
 
 
 def run(scenario, *args, **kwargs):
-    """Run a coroutine function of a Job, made with kwargs, and of args."""
+    """Run a coroutine function of a Job(**kwargs) and args."""
 
     async def run():
         job = Job(**kwargs)
@@ -83,7 +83,7 @@ def send(rank, message):
 
 
 async def exit_code(rank, has_ended=True):
-    """The exit code that a rank gets, which ends then; 0: it may leave."""
+    """The exit code that the monitor sends to a rank, which then exits. 0 means a normal exit."""
     code = await rank.reader.read(1)
     if has_ended:
         rank.writer.close()
@@ -98,17 +98,17 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_keys_of_many_ranks_reach_the_coordinator():
+def test_coordinator_receives_keys_of_many_ranks():
     async def scenario(job):
         job.keys = [(rank, "0" * 64) for rank in range(5000)]
         rank = await job.start(0)
-        await until(lambda: len(job.coordinator._seen) == 5000 and 0 in job.coordinator._peers)
+        await until(lambda: len(job.coordinator._seen) == 5000 and 0 in job.coordinator._writers)
         rank.monitor.cancel()
 
     run(scenario)
 
 
-def test_first_cause_goes_to_all_ranks(capsys):
+def test_first_failure_is_sent_to_all_ranks(capsys):
     async def scenario(job):
         ranks = await job.start_all()
         send(ranks[2], NO_ROOM)
@@ -118,7 +118,7 @@ def test_first_cause_goes_to_all_ranks(capsys):
     assert capsys.readouterr().err == "train.py: error: rank 2 failed first: no room\n" * 2
 
 
-def test_failure_of_rank_0_is_told_and_it_ends_by_itself(capsys):
+def test_failure_of_rank_0_is_sent_to_other_ranks(capsys):
     async def scenario(job):
         ranks = await job.start_all()
         send(ranks[0], NO_ROOM)
@@ -129,7 +129,7 @@ def test_failure_of_rank_0_is_told_and_it_ends_by_itself(capsys):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_rank_that_is_lost_is_named_with_its_place(capsys, rank):
+def test_lost_rank_is_reported_with_position(capsys, rank):
     async def scenario(job):
         ranks = await job.start_all()
         ranks[rank].position.phase("epoch 7 train")
@@ -139,12 +139,12 @@ def test_rank_that_is_lost_is_named_with_its_place(capsys, rank):
         assert await asyncio.gather(*map(exit_code, others)) == [1, 1]
 
     run(scenario)
-    says = f"rank {rank} failed first: its process exited without an error message in epoch 7 train, step 2, "
-    assert capsys.readouterr().err.count(f"train.py: error: {says}") == 2
+    message = f"rank {rank} failed first: its process exited without an error message in epoch 7 train, step 2, "
+    assert capsys.readouterr().err.count(f"train.py: error: {message}") == 2
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-def test_rank_that_is_late_hears_the_cause_too(capsys, is_connected):
+def test_late_rank_receives_first_failure(capsys, is_connected):
     async def scenario(job):
         ranks = [await job.start(rank) for rank in (0, 1)]
         if is_connected:
@@ -160,7 +160,7 @@ def test_rank_that_is_late_hears_the_cause_too(capsys, is_connected):
     assert capsys.readouterr().err.count("rank 0 failed first: no room") == 2
 
 
-def test_ranks_that_take_their_leave_are_not_missed(capsys):
+def test_normal_exit_of_ranks_is_not_failure(capsys):
     async def scenario(job):
         ranks = await job.start_all()
         for rank in (1, 2, 0):
@@ -172,8 +172,8 @@ def test_ranks_that_take_their_leave_are_not_missed(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_rank_that_stalls_is_named_after_the_timeout(capsys, killed):
-    """No rank runs Python here, as if C code held the GIL: the monitors read where all are."""
+def test_stalled_rank_is_reported_after_timeout(capsys, killed):
+    """No rank runs Python code here, as if C code held the GIL. The monitors read the positions."""
 
     async def scenario(job):
         ranks = await job.start_all()
@@ -188,12 +188,12 @@ def test_rank_that_stalls_is_named_after_the_timeout(capsys, killed):
         assert await asyncio.gather(*map(exit_code, ranks)) == [1, 1, 1]
 
     run(scenario, timeout_s=1)
-    says = "--comm-timeout-s 1: no progress for 1 s; rank 2 is in epoch 0 train, step 7, waiting for images"
-    assert capsys.readouterr().err == f"train.py: error: {says}, others wait in epoch 0 train, step 9\n" * 3
+    message = "--comm-timeout-s 1: no progress for 1 s; rank 2 is in epoch 0 train, step 7, waiting for images"
+    assert capsys.readouterr().err == f"train.py: error: {message}, others wait in epoch 0 train, step 9\n" * 3
     assert not killed
 
 
-def test_progress_of_other_ranks_does_not_count():
+def test_progress_of_other_ranks_does_not_reset_timeout():
     coordinator, now = monitor._Coordinator(2, 50, None), time.monotonic()
     coordinator._seen = {0: ([1, 8, "epoch 0 train"], now), 1: ([1, 2, "epoch 0 train"], now - 49)}
     coordinator.check_progress()
@@ -203,10 +203,9 @@ def test_progress_of_other_ranks_does_not_count():
     assert "rank 1 is in epoch 0 train, step 0, others wait in epoch 0 train, step 3" in coordinator._end["end"]
 
 
-def test_stopped_rank_is_named_wherever_the_others_are(capsys, monkeypatch):
-    monkeypatch.setattr(
-        monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone
-    )  # the process is a stand-in
+def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
+    # The process that is stopped is not the rank, whose connection is in this process.
+    monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 
     async def scenario(job, pid):
         ranks = [await job.start(0), await job.start(1, pid=pid)]
@@ -219,22 +218,24 @@ def test_stopped_rank_is_named_wherever_the_others_are(capsys, monkeypatch):
         process.send_signal(signal.SIGSTOP)
         run(scenario, process.pid, world_size=2, timeout_s=0.2)
         process.kill()
-    says = "no progress for 0.2 s; rank 1 stopped by SIGSTOP or a debugger in epoch 0 train, step 7"
-    assert capsys.readouterr().err == f"train.py: error: --comm-timeout-s 0.2: {says}\n" * 2
+    message = "no progress for 0.2 s; rank 1 stopped by SIGSTOP or a debugger in epoch 0 train, step 7"
+    assert capsys.readouterr().err == f"train.py: error: --comm-timeout-s 0.2: {message}\n" * 2
 
 
-def test_ranks_that_do_not_find_each_other_end_after_the_timeout(capsys):
+def test_unconnected_ranks_exit_after_timeout(capsys):
     async def scenario(job):
-        ranks = [await job.start(rank, knows_the_others=False) for rank in (0, 1)]
+        ranks = [await job.start(rank, has_address=False) for rank in (0, 1)]
         assert await asyncio.gather(*map(exit_code, ranks)) == [1, 1]
 
     run(scenario, timeout_s=0.2)
-    says = "--comm-timeout-s 0.2: not all ranks have connected after 0 s; check PADDLE_MASTER master:1 and the network"
-    assert capsys.readouterr().err == f"train.py: error: {says}\n" * 2
+    message = (
+        "--comm-timeout-s 0.2: not all ranks have connected after 0 s; check PADDLE_MASTER master:1 and the network"
+    )
+    assert capsys.readouterr().err == f"train.py: error: {message}\n" * 2
 
 
-def test_silence_of_rank_0_ends_a_rank(capsys):
-    """As if the machine had stalled."""
+def test_rank_exits_if_rank_0_is_silent(capsys):
+    """This happens if the machine of rank 0 stalls."""
 
     async def scenario(job):
         async def welcome(rank, reader, writer):
@@ -249,7 +250,7 @@ def test_silence_of_rank_0_ends_a_rank(capsys):
     )
 
 
-def test_rank_0_gone_ends_a_rank(capsys):
+def test_rank_exits_if_rank_0_is_lost(capsys):
     async def scenario(job):
         async def welcome(rank, reader, writer):
             pass
@@ -261,7 +262,7 @@ def test_rank_0_gone_ends_a_rank(capsys):
     assert "rank 0 failed first: its process exited without an error message:" in capsys.readouterr().err
 
 
-def test_rank_0_that_cannot_be_reached_is_named(capsys, monkeypatch):
+def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(channel, "CONNECT_S", 0.1)
 
     async def scenario(job):
@@ -273,25 +274,25 @@ def test_rank_0_that_cannot_be_reached_is_named(capsys, monkeypatch):
     assert f"monitor of rank 0 at 127.0.0.1:{port}: cannot be reached (" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_another", [False, True])
-def test_rank_that_cannot_end_is_killed(capsys, monkeypatch, killed, is_another):
-    """As one whose C code holds the GIL, but no other process that has got its number since."""
+@pytest.mark.parametrize("is_pid_reused", [False, True])
+def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_reused):
+    """This happens if C code holds the GIL. A different process that reuses the process ID is not killed."""
     monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
     async def scenario(job):
         ranks = await job.start_all()
         send(ranks[2], NO_ROOM)
         assert await exit_code(ranks[1], has_ended=False) == 2
-        if is_another:
+        if is_pid_reused:
             monkeypatch.setattr(monitor.os, "getppid", lambda: 1)
         await asyncio.gather(*(rank.monitor for rank in ranks))
 
     run(scenario)
-    assert set(killed) == (set() if is_another else {(os.getppid(), signal.SIGKILL)})
+    assert set(killed) == (set() if is_pid_reused else {(os.getppid(), signal.SIGKILL)})
     assert "train.py: error: rank 2 failed first: no room\n" in capsys.readouterr().err
 
 
-def test_rank_stops_when_its_launcher_is_gone(monkeypatch, killed):
+def test_rank_receives_sigterm_if_launcher_is_killed(monkeypatch, killed):
     parents = iter([10, 10, 1, 1, 1])
     monkeypatch.setattr(monitor, "_parent", lambda pid: next(parents, 1))
 
@@ -304,13 +305,13 @@ def test_rank_stops_when_its_launcher_is_gone(monkeypatch, killed):
     assert killed == [(os.getppid(), signal.SIGTERM)]
 
 
-def test_parent_of_a_process():
+def test_parent_process_id():
     assert monitor._parent(os.getpid()) == os.getppid()
     assert monitor._parent(2**22 + 1) is None
 
 
 @pytest.mark.parametrize("kind", ["full disk", "broken pipe", "closed"])
-def test_log_that_cannot_be_written_keeps_no_rank_alive(monkeypatch, kind):
+def test_ranks_exit_if_log_is_not_writable(monkeypatch, kind):
     read, write = os.pipe()
     os.close(read)
     stream = open("/dev/full" if kind == "full disk" else write, "w")  # noqa: SIM115
@@ -329,8 +330,8 @@ def test_log_that_cannot_be_written_keeps_no_rank_alive(monkeypatch, kind):
         stream.close()
 
 
-def test_what_is_no_message_of_a_rank_ends_nothing(capsys):
-    nonsense = [
+def test_invalid_messages_of_rank_are_ignored(capsys):
+    invalid = [
         {"failed": "ha", "code": 0},
         {"failed": "ha", "code": 256},
         {"failed": "ha", "code": "1"},
@@ -348,12 +349,12 @@ def test_what_is_no_message_of_a_rank_ends_nothing(capsys):
     async def scenario(job):
         ranks = [await job.start(rank) for rank in (0, 1)]
         _, writer = await channel.connect(**job.address, key="key 2", rank=2)
-        for message in nonsense:
+        for message in invalid:
             writer.write(channel.encode(message))
         writer.write(channel.encode({"at": [1, 4, "epoch 0 train"]}))
         await until(lambda: job.coordinator._seen and job.coordinator._seen[2][0] == [1, 4, "epoch 0 train"])
         assert job.coordinator._end is None
-        assert len(job.coordinator._peers) == 3
+        assert len(job.coordinator._writers) == 3
         for one in ranks:
             assert not one.monitor.done()
             one.monitor.cancel()
@@ -362,16 +363,16 @@ def test_what_is_no_message_of_a_rank_ends_nothing(capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("key", ["key 2", "key 1", "another"])
-def test_coordinator_accepts_each_rank_once_and_no_unauthenticated_client(key):
+@pytest.mark.parametrize("key", ["key 2", "key 1", "unknown key"])
+def test_coordinator_accepts_only_authenticated_ranks_and_each_once(key):
     async def scenario(job):
         ranks = await job.start_all()
-        with contextlib.suppress(ConnectionError):  # a second rank 2 is told nothing, the others are no rank 2
+        with contextlib.suppress(ConnectionError):  # a second rank 2 gets no reply; other keys fail for rank 2
             reader, writer = await channel._prove(**job.address, key=key, rank=2)
             writer.write(channel.encode(NO_ROOM))
             assert await channel.receive(reader) is None
         assert job.coordinator._end is None
-        assert len(job.coordinator._peers) == 3
+        assert len(job.coordinator._writers) == 3
         for one in ranks:
             one.monitor.cancel()
 
@@ -379,15 +380,15 @@ def test_coordinator_accepts_each_rank_once_and_no_unauthenticated_client(key):
 
 
 def start(listener):
-    """A real monitor of rank 0, and its rank's end of their connection."""
+    """Start a monitor process of rank 0; return it and the rank's end of their connection."""
     near, far = socket.socketpair()
     with far:
         return monitor.start(0, 1, 600, "master:1", far, Position(), listener), near
 
 
-@pytest.mark.parametrize("says_goodbye", [False, True])
-def test_monitor_outlives_neither_its_rank_nor_its_purpose(capfd, tmp_path, monkeypatch, says_goodbye):
-    """Neither signals nor modules of the working directory matter to it."""
+@pytest.mark.parametrize("sends_bye", [False, True])
+def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
+    """It ignores signals and modules in the working directory."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -396,15 +397,15 @@ def test_monitor_outlives_neither_its_rank_nor_its_purpose(capfd, tmp_path, monk
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(process.pid, number)
             assert process.poll() is None
-            if says_goodbye:
+            if sends_bye:
                 rank.sendall(channel.encode({"bye": True}))
                 assert rank.recv(2) == b"\0"
         assert process.wait(60) == 0
     assert capfd.readouterr() == ("", "")
 
 
-def test_monitor_does_not_wait_for_what_its_rank_has_forked():
-    """Such a process has the rank's end of the connection, too."""
+def test_monitor_does_not_wait_for_forked_processes_of_rank():
+    """A forked process inherits the rank's end of the connection."""
     program = (
         "import os, socket, time; from paddle_resnet.job import position, monitor; "
         "near, far = socket.socketpair(); listener = socket.create_server(('127.0.0.1', 0)); "

@@ -1,4 +1,4 @@
-"""Ranks and devices."""
+"""The launcher's environment variables: ranks, devices and addresses."""
 
 import os
 import random
@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from conftest import ROOT, assert_one_sentence
+from conftest import ROOT, assert_one_error
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 
 
-def test_place_and_rank_come_from_the_launcher(monkeypatch, parse):
+def test_rank_and_gpu_come_from_launcher_environment(monkeypatch, parse):
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (0, 1, 0)
     monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
@@ -22,7 +22,7 @@ def test_place_and_rank_come_from_the_launcher(monkeypatch, parse):
     assert (processes.rank(), processes.world_size(), processes.local_gpu()) == (3, 4, 2)
 
 
-def test_cpu_refuses_what_only_a_gpu_does(parse):
+def test_gpu_flags_are_rejected_on_cpu(parse):
     for flags in (["--amp"], ["--dali-device", "gpu"], ["--cpu-decoder-load", "0.4"]):
         with pytest.raises(UsageError, match=flags[0]):
             parse(*flags)
@@ -30,7 +30,7 @@ def test_cpu_refuses_what_only_a_gpu_does(parse):
     assert (args.device, args.dali_device) == ("cpu", "cpu")
 
 
-GARBAGE = [
+INVALID = [
     ("PADDLE_TRAINER_ID", "x", "not a number from 0 to 1"),
     ("PADDLE_TRAINER_ID", "2", "not a number from 0 to 1"),
     ("PADDLE_TRAINER_ID", "", "not a number from 0 to 1"),
@@ -64,38 +64,38 @@ def job_of_two(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_what_the_launcher_sets_passes(job_of_two):
+def test_environment_of_launcher_is_valid(job_of_two):
     processes.check_environment()
 
 
-def test_no_launcher_passes():
+def test_environment_without_launcher_is_valid():
     processes.check_environment()
 
 
-@pytest.mark.parametrize(("name", "value", "says"), GARBAGE)
-def test_garbage_of_the_launcher_is_named_with_a_remedy(job_of_two, monkeypatch, name, value, says):
+@pytest.mark.parametrize(("name", "value", "problem"), INVALID)
+def test_invalid_launcher_variable_raises_with_remedy(job_of_two, monkeypatch, name, value, problem):
     monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=f"^{name} {re.escape(repr(value))}: {says}.*; start .*, or unset {name}$"):
+    with pytest.raises(UsageError, match=f"^{name} {re.escape(repr(value))}: {problem}.*; start .*, or unset {name}$"):
         processes.check_environment()
 
 
 @pytest.mark.parametrize("name", ["PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS"])
-def test_processes_that_do_not_know_of_each_other_are_refused(job_of_two, monkeypatch, name):
+def test_missing_address_variable_raises(job_of_two, monkeypatch, name):
     monkeypatch.delenv(name)
     with pytest.raises(UsageError, match=f"^PADDLE_TRAINERS_NUM '2': requires {name}, which is not set; start"):
         processes.check_environment()
 
 
-def test_too_few_endpoints_are_refused(job_of_two, monkeypatch):
+def test_too_few_endpoints_raise(job_of_two, monkeypatch):
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1")
     with pytest.raises(UsageError, match="^PADDLE_TRAINER_ENDPOINTS '127.0.0.1:1': 1 addresses for 2 processes; start"):
         processes.check_environment()
 
 
-def test_random_garbage_passes_or_is_refused(job_of_two, monkeypatch):
-    """What passes can be used."""
+def test_random_values_raise_or_are_usable(job_of_two, monkeypatch):
+    """Values that pass the check yield a valid rank and GPU."""
     generator = random.Random(1)
-    names = sorted({name for name, _, _ in GARBAGE})
+    names = sorted({name for name, _, _ in INVALID})
     for _ in range(2000):
         with monkeypatch.context() as patch:
             alphabet = generator.choice(["0123456789", string.printable, "0123456789.:,-", "\u0663\xb2\udc80"])
@@ -110,10 +110,10 @@ def test_random_garbage_passes_or_is_refused(job_of_two, monkeypatch):
             assert processes.is_one_host() in (True, False)
 
 
-def test_garbage_is_refused_before_paddle_is_imported():
-    """Its import would end in a traceback."""
+def test_invalid_environment_is_rejected_before_paddle_import():
+    """The import itself would end with a traceback."""
     environment = {**os.environ, "PADDLE_TRAINER_ID": "x"}
     command = [sys.executable, "train.py", "--device", "cpu", "--data-format", "synthetic", "--epochs", "1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert_one_sentence(done.stderr, ["error: PADDLE_TRAINER_ID 'x': not a number"])
+    assert_one_error(done.stderr, ["error: PADDLE_TRAINER_ID 'x': not a number"])

@@ -1,4 +1,4 @@
-"""Figures of single steps over several processes."""
+"""Step metrics over several processes."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from paddle_resnet.job import exchange, processes, step_log
 
 
-def test_figures_of_a_step_over_all_processes():
+def test_step_metrics_are_combined_over_processes():
     all_ranks = [
         (8, {"loss": 1.0, "top1": 0.5, "ips": 100.0, "data_time": 0.1}, {"lr": 0.3}),
         (2, {"loss": 2.0, "top1": 0.0, "ips": 50.0, "data_time": 0.3}, {"lr": 0.3}),
@@ -21,7 +21,7 @@ def test_figures_of_a_step_over_all_processes():
     assert math.isnan(step_log.over_all(all_ranks)["loss"])
 
 
-def test_one_process_logs_at_once():
+def test_single_process_logs_immediately():
     logged = []
     log = step_log.StepLog(lambda *line: logged.append(line))
     log.add(3, 8, {"loss": 1.0}, {"lr": 0.3})
@@ -31,7 +31,7 @@ def test_one_process_logs_at_once():
 
 @pytest.fixture
 def stream(monkeypatch):
-    """The batches that rank 0 of two gets, to be filled."""
+    """A stand-in for the stream of rank 0 of two. Tests set the batches of rank 1."""
 
     class Stream:
         batches = []  # noqa: RUF012
@@ -47,10 +47,11 @@ def stream(monkeypatch):
     return Stream
 
 
-def test_steps_are_logged_once_all_processes_have_told_theirs(stream):
-    """In their order and once, also if a batch comes twice; at the end, those of some processes alone."""
-    theirs = [[step, 8, {"loss": 3.0 + step}, {}] for step in range(5)]
-    stream.batches = [[], theirs[:1], theirs[1:4], theirs[1:]]
+def test_steps_are_logged_when_all_processes_have_reported(stream):
+    """Each step is logged once and in order, even if a batch arrives twice. At the end, steps that only some processes
+    have reported are logged too."""
+    remote = [[step, 8, {"loss": 3.0 + step}, {}] for step in range(5)]
+    stream.batches = [[], remote[:1], remote[1:4], remote[1:]]
     logged = []
     log = step_log.StepLog(lambda step, metrics: logged.append((step, metrics["loss"])))
     for step, expected in ((0, 0), (1, 1), (2, 3)):

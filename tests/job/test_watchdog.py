@@ -1,4 +1,4 @@
-"""Messages of a rank to its monitor, and how it ends on the monitor's reply. Whole jobs are in test_jobs.py."""
+"""Messages of a rank to its monitor, and its exit on the monitor's reply. test_jobs.py tests whole jobs."""
 
 import contextlib
 import signal
@@ -21,14 +21,14 @@ class Ended(BaseException):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No process ends; nothing is left of a test."""
+    """Reset the state of the module."""
     monkeypatch.setattr(watchdog, "_position", Position())
     monkeypatch.setattr(watchdog, "_monitor", None)
 
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Exit codes that this process would have ended with."""
+    """Codes passed to os._exit, which is replaced."""
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     return codes
@@ -36,7 +36,7 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """A rank's side of its monitor, whose process is gone, and the monitor's end of their connection."""
+    """A rank's handle of its monitor, whose process has exited, and the monitor's end of their connection."""
     near, far = socket.socketpair()
     process = type("Process", (), {"wait": lambda self, timeout: 0})()
     with near, far:
@@ -50,23 +50,23 @@ def test_position_needs_no_monitor():
 
 
 @pytest.mark.parametrize("code", [1, 2, 255])
-def test_reply_of_the_monitor_ends_the_process(pair, ended, code):
+def test_process_exits_with_code_of_monitor(pair, ended, code):
     _, monitor = pair
     monitor.sendall(bytes([code]))
     wait_until(lambda: ended, 10)
     assert ended == [code]
 
 
-def test_process_without_a_monitor_ends(pair, ended, capsys):
+def test_process_exits_if_monitor_exits(pair, ended, capsys):
     _, monitor = pair
     monitor.close()
     wait_until(lambda: ended, 10)
     assert ended == [1]
-    says = "train.py: error: monitor: the process that monitors this rank has exited: it was killed or crashed\n"
-    assert capsys.readouterr().err == says
+    message = "train.py: error: monitor: the process that monitors this rank has exited: it was killed or crashed\n"
+    assert capsys.readouterr().err == message
 
 
-def test_process_whose_monitor_has_died_unread_ends(pair, ended):
+def test_process_exits_if_monitor_exits_with_unread_message(pair, ended):
     one, monitor = pair
     one.send({"address": "unread"})
     monitor.close()
@@ -74,7 +74,7 @@ def test_process_whose_monitor_has_died_unread_ends(pair, ended):
     assert ended == [1]
 
 
-def test_log_that_cannot_be_written_keeps_no_process_alive(pair, ended, monkeypatch):
+def test_process_exits_if_log_is_not_writable(pair, ended, monkeypatch):
     _, monitor = pair
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(watchdog.sys, "stderr", full)
@@ -86,7 +86,7 @@ def test_log_that_cannot_be_written_keeps_no_process_alive(pair, ended, monkeypa
             full.close()
 
 
-def test_main_thread_says_nothing_once_the_process_is_being_ended(pair, ended, monkeypatch):
+def test_main_thread_waits_if_monitor_ends_process(pair, ended, monkeypatch):
     monkeypatch.setattr(watchdog, "LEAVE_S", 60)
     one, monitor = pair
     monitor.sendall(b"\1")
@@ -99,7 +99,7 @@ def test_main_thread_says_nothing_once_the_process_is_being_ended(pair, ended, m
     main.join(60)
 
 
-def test_rank_leaves_when_its_monitor_releases_it(pair, ended):
+def test_rank_leaves_after_reply_of_monitor(pair, ended):
     one, monitor = pair
     monitor.sendall(b"\0")
     one.leave({"bye": True})
@@ -121,19 +121,21 @@ def test_monitor_that_does_not_exit_is_killed(pair, ended, monkeypatch, answers)
     assert not ended
 
 
-def test_words_of_an_error_and_exit_code(monkeypatch):
-    told, armed = [], []
+def test_report_failure_sends_cause_and_exit_code(monkeypatch):
+    sent, armed = [], []
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0)
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda s, exit: armed.append((s, exit)))
-    monkeypatch.setattr(watchdog, "_monitor", type("Monitor", (), {"leave": lambda self, words: told.append(words)})())
+    monkeypatch.setattr(
+        watchdog, "_monitor", type("Monitor", (), {"leave": lambda self, message: sent.append(message)})()
+    )
     for error in (DataError("bad.jpg"), RunError("no room"), KeyboardInterrupt(), ZeroDivisionError("by 0")):
         watchdog.report_failure(error)
-    words = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
-    assert told == [{"failed": cause, "code": code} for cause, code in words]
-    assert armed == [(watchdog.END_S, True)] * 4  # should the process not come to its end
+    failures = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
+    assert sent == [{"failed": cause, "code": code} for cause, code in failures]
+    assert armed == [(watchdog.END_S, True)] * 4  # exits the process if it does not exit by itself
 
 
-def test_master_that_is_another_machine_is_refused():
+def test_master_on_different_machine_is_rejected():
     def never(*_):
         raise AssertionError
 
@@ -141,21 +143,22 @@ def test_master_that_is_another_machine_is_refused():
         watchdog.start(0, 2, 600, "192.0.2.1:5", never, never)
 
 
-def test_monitors_of_two_ranks_find_each_other_and_show_no_secret():
-    """Real monitors; this process is both ranks. Nothing that is told to the store or to ps gives the keys away."""
-    told, ready = {}, threading.Barrier(2)
+def test_monitors_connect_without_revealing_keys():
+    """The monitors are processes and this process is both ranks. The keys are neither in the store nor on a command
+    line."""
+    stored, ready = {}, threading.Barrier(2)
 
     def exchange_of(rank):
         def gather(data):
-            told[rank] = data
+            stored[rank] = data
             ready.wait(30)
-            return [told[0], told[1]] if rank == 0 else None
+            return [stored[0], stored[1]] if rank == 0 else None
 
         def from_rank_0(function):
             if rank == 0:
-                told["answer"] = function()
+                stored["answer"] = function()
             ready.wait(30)
-            return told["answer"]
+            return stored["answer"]
 
         return gather, from_rank_0
 
@@ -163,7 +166,7 @@ def test_monitors_of_two_ranks_find_each_other_and_show_no_secret():
     common_key = channel.common_key
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channel, "common_key", lambda *args: keys.append(common_key(*args)) or keys[-1])
-        watches = {}
+        monitors = {}
 
         def start(rank):
             watchdog.start(rank, 2, 600, "127.0.0.1:5", *exchange_of(rank))
@@ -172,17 +175,17 @@ def test_monitors_of_two_ranks_find_each_other_and_show_no_secret():
         for rank in (0, 1):
             threads.append(threading.Thread(target=start, args=(rank,)))
             threads[-1].start()
-            wait_until(lambda rank=rank: rank in told, 30)
-            watches[rank], watchdog._monitor = watchdog._monitor, None
+            wait_until(lambda rank=rank: rank in stored, 30)
+            monitors[rank], watchdog._monitor = watchdog._monitor, None
         for thread in threads:
             thread.join()
     assert len(keys) == 4
     assert len(set(keys)) == 2
-    arguments = [Path(f"/proc/{one._process.pid}/cmdline").read_text() for one in watches.values()]
+    arguments = [Path(f"/proc/{one._process.pid}/cmdline").read_text() for one in monitors.values()]
     for key in keys:
-        assert key not in str(told)
+        assert key not in str(stored)
         assert key not in str(arguments)
     for rank in (1, 0):
-        watchdog._monitor = watches[rank]
+        watchdog._monitor = monitors[rank]
         watchdog.stop()
-        assert watches[rank]._process.returncode == 0
+        assert monitors[rank]._process.returncode == 0

@@ -1,6 +1,6 @@
-"""Each difference between Paddle 2.6 and Paddle 3 that compat.py covers is still there.
+"""Differences between Paddle 2.6 and Paddle 3 that compat.py covers.
 
-A test that fails here says that a line of compat.py is no longer needed, or that Paddle has changed once more.
+If a test fails, a line of compat.py is no longer needed, or Paddle has changed again.
 """
 
 import json
@@ -23,14 +23,14 @@ only_paddle_3 = pytest.mark.skipif(not compat.IS_PADDLE_3, reason="a difference 
 
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3", "3.3.1", "3.3.2", "3.3.1.post129"])
-def test_tested_lines_are_taken(version):
+def test_tested_version_is_accepted(version):
     compat.check_version(version)
 
 
 @pytest.mark.parametrize(
     "version", ["2.5.2", "2.6.1", "3.0.0", "3.2.2", "3.3.0", "3.4.0", "4.0.0", "0.0.0", "3.0.0-rc1"]
 )
-def test_others_are_refused_by_name(version):
+def test_other_version_is_rejected(version):
     with pytest.raises(UsageError, match=rf"Paddle {version} .* 2\.6\.2 \(lowest\) and 3\.3\.1 \(highest\)"):
         compat.check_version(version)
 
@@ -43,8 +43,8 @@ def test_others_are_refused_by_name(version):
         "-m paddle_resnet.predict nosuch-model --benchmark",
     ],
 )
-def test_commands_refuse_another_version(monkeypatch, tmp_path, command):
-    """With exit code 2 and one sentence, also where it lacks the inner modules of the tested ones."""
+def test_command_exits_with_code_2_for_other_version(monkeypatch, tmp_path, command):
+    """The exit code is 2 and there is one error message, even if internal modules of supported versions are missing."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nimport paddle_resnet, paddle\npaddle.__version__ = '2.4.1'\nsys.modules['paddle.base'] = None\n"
     )
@@ -55,7 +55,7 @@ def test_commands_refuse_another_version(monkeypatch, tmp_path, command):
 
 
 @only_paddle_3
-def test_pir_is_refused(train_process, monkeypatch):
+def test_pir_is_rejected(train_process, monkeypatch):
     monkeypatch.setenv("FLAGS_enable_pir_api", "1")
     done = train_process("--device", "cpu", "--data-format", "synthetic")
     assert done.returncode == 2
@@ -63,8 +63,8 @@ def test_pir_is_refused(train_process, monkeypatch):
 
 
 @only_paddle_3
-def test_programs_are_legacy_ones_under_the_launcher_too(monkeypatch, tmp_path):
-    """Started without the variable, as by a user: conftest has set it for this process."""
+def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
+    """The job starts without the variable, which importing conftest has set in this process."""
     monkeypatch.delenv("FLAGS_enable_pir_api")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
@@ -75,7 +75,7 @@ def test_programs_are_legacy_ones_under_the_launcher_too(monkeypatch, tmp_path):
 
 
 @only_paddle_3
-def test_programs_are_legacy_ones_if_paddle_was_imported_first(monkeypatch):
+def test_legacy_programs_are_used_if_paddle_is_imported_first(monkeypatch):
     monkeypatch.delenv("FLAGS_enable_pir_api")
     code = "import paddle, paddle_resnet; paddle.enable_static(); assert not paddle.framework.in_pir_mode()\n"
     code += "paddle.static.Program().clone(for_test=True)"
@@ -83,7 +83,7 @@ def test_programs_are_legacy_ones_if_paddle_was_imported_first(monkeypatch):
     assert done.returncode == 0, done.stderr[-1000:]
 
 
-def test_the_program_format_is_set_in_one_place():
+def test_program_format_is_set_in_one_place():
     paths = [*ROOT.glob("*.py"), *ROOT.glob("paddle_resnet/**/*.py"), *ROOT.glob("utils/*.py")]
     setting = [path for path in paths if "FLAGS_enable_pir_api" in path.read_text()]
     assert sorted(setting) == [ROOT / "paddle_resnet/__init__.py", ROOT / "paddle_resnet/machine/compat.py"]
@@ -95,12 +95,12 @@ from paddle import static
 from paddle.distributed import fleet
 from paddle.incubate import asp
 
-def fails(what, error, function):
+def fails(feature, error, function):
     try:
         function()
     except error:
         return
-    raise SystemExit(f"{what} works with PIR programs: see docs/paddle3.md")
+    raise SystemExit(f"{feature} works with PIR programs: see docs/paddle3.md")
 
 def minimize(optimizer):
     with static.program_guard(static.Program(), startup := static.Program()):
@@ -119,8 +119,8 @@ fails("clone(for_test)", TypeError, lambda: static.Program().clone(for_test=True
 
 
 @only_paddle_3
-def test_pir_programs_still_lack_what_training_needs(monkeypatch):
-    """What FLAGS_enable_pir_api=0 is for. If one of these works, docs/paddle3.md is out of date."""
+def test_pir_programs_do_not_support_training(monkeypatch):
+    """This is the reason for FLAGS_enable_pir_api=0. If one of these features works, docs/paddle3.md is outdated."""
     monkeypatch.setenv("FLAGS_enable_pir_api", "1")
     done = subprocess.run([sys.executable, "-c", PIR], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-1000:]
@@ -131,19 +131,19 @@ def attributes(op_type):
 
 
 @only_paddle_2
-def test_paddle_2_has_an_all_reduce_on_the_computations_stream():
+def test_paddle_2_has_all_reduce_on_computation_stream():
     assert "use_calc_stream" in attributes("c_allreduce_sum")
 
 
 @only_paddle_3
-def test_paddle_3_has_no_all_reduce_on_the_computations_stream():
+def test_paddle_3_has_no_all_reduce_on_computation_stream():
     assert "use_calc_stream" not in attributes("all_reduce")
     with pytest.raises(ValueError, match="not been registered"):
         attributes("c_allreduce_sum")
 
 
 @only_paddle_3
-def test_paddle_3_cannot_append_an_all_reduce_to_a_legacy_program():
+def test_paddle_3_cannot_append_all_reduce_to_legacy_program():
     with static.program_guard(static.Program()), pytest.raises(TypeError, match="expected str instance"):
         paddle.distributed.all_reduce(variable("float32"))
 
@@ -152,18 +152,18 @@ def variable(dtype):
     return static.data("x", [3], dtype)
 
 
-def test_versions_want_different_communicators_on_a_cpu():
+def test_versions_require_different_communicators_on_cpu():
     main, exe = static.Program(), static.Executor(paddle.CPUPlace())
     with static.program_guard(main):
         compat.append_all_reduce(main.global_block(), variable("float32"))
-    lacks = "NCCLCommContext is nullptr" if compat.IS_PADDLE_3 else "initialize the gloo environment"
-    with pytest.raises(RuntimeError, match=lacks):
+    message = "NCCLCommContext is nullptr" if compat.IS_PADDLE_3 else "initialize the gloo environment"
+    with pytest.raises(RuntimeError, match=message):
         exe.run(main, feed={"x": np.zeros(3, "float32")})
 
 
 @only_paddle_3
 @pytest.mark.parametrize(("name", "dtype"), [("sqrt", "float32"), ("any", "bool")])
-def test_paddle_3_refuses_legacy_variables(monkeypatch, name, dtype):
+def test_paddle_3_rejects_legacy_variables(monkeypatch, name, dtype):
     with static.program_guard(static.Program()):
         function = getattr(paddle.base.dygraph.generated_tensor_methods_patch, f"_{name}")
         with pytest.raises(TypeError, match="must be Value"):
@@ -171,19 +171,19 @@ def test_paddle_3_refuses_legacy_variables(monkeypatch, name, dtype):
 
 
 @pytest.mark.parametrize("values", [[0, 0, 0], [0, 1, 0]])
-def test_any_of_legacy_variables(monkeypatch, values):
-    monkeypatch.setattr(paddle, "any", paddle.any)  # put back afterwards
+def test_any_accepts_legacy_variables(monkeypatch, values):
+    monkeypatch.setattr(paddle, "any", paddle.any)  # restored after the test
     compat.accept_legacy_any()
     compat.accept_legacy_any()
     main, exe = static.Program(), static.Executor(paddle.CPUPlace())
     with static.program_guard(main):
-        found = paddle.any(variable("bool"))
-    [result] = exe.run(main, feed={"x": np.array(values, bool)}, fetch_list=[found])
+        output = paddle.any(variable("bool"))
+    [result] = exe.run(main, feed={"x": np.array(values, bool)}, fetch_list=[output])
     assert result == any(values)
     assert next(op.type for op in main.global_block().ops) == "reduce_any"
 
 
-def test_any_of_other_tensors_stays_paddles(monkeypatch):
+def test_any_of_eager_tensors_is_unchanged(monkeypatch):
     monkeypatch.setattr(paddle, "any", paddle.any)
     compat.accept_legacy_any()
     paddle.disable_static()
@@ -193,7 +193,7 @@ def test_any_of_other_tensors_stays_paddles(monkeypatch):
         paddle.enable_static()
 
 
-def test_sqrt():
+def test_sqrt_accepts_legacy_variables():
     main, exe = static.Program(), static.Executor(paddle.CPUPlace())
     with static.program_guard(main):
         root = compat.sqrt(variable("float32"))
@@ -201,8 +201,8 @@ def test_sqrt():
     assert np.array_equal(result, np.sqrt(np.float32([4, 9, 2])))
 
 
-def test_assigned():
-    """Each version's attribute is missing in the other."""
+def test_assigned_returns_array_of_operator():
+    """The two versions use different attributes."""
     array, main = np.float32([[1.5, 0.1], [3e-9, -7]]), static.Program()
     with static.program_guard(main):
         paddle.assign(array)
@@ -217,7 +217,7 @@ def test_paddle_2_has_no_fused_residual_unit():
 
 
 @only_paddle_3
-def test_paddle_3_has_a_fused_residual_unit_in_some_builds():
+def test_paddle_3_has_fused_residual_unit_in_some_builds():
     assert hasattr(static.BuildStrategy, "fuse_resunit")
     if not paddle.is_compiled_with_cuda():
         with pytest.raises(UsageError, match="--fuse-resunit"):
@@ -228,14 +228,14 @@ GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
 
 
 @pytest.mark.parametrize("folder", GOLDENS, ids=lambda folder: folder.name)
-def test_versions_read_each_other(folder):
-    """The tolerance is for another processor; .ci/run compares the versions on one machine to 1e-5."""
+def test_files_of_each_version_are_readable(folder):
+    """The tolerance allows for a different processor; .ci/run compares the versions on one machine to 1e-5."""
     other_paddle.check(folder, rtol=2e-4)
 
 
-def test_there_is_a_golden_of_each_version_and_they_agree():
+def test_golden_files_of_both_versions_agree():
     names = [f"paddle_{'.'.join(map(str, version))}" for version in (compat.LOWEST, compat.HIGHEST)]
     assert names == [folder.name for folder in GOLDENS]
     lowest, highest = (json.loads((folder / "expected.json").read_text()) for folder in GOLDENS)
-    for what in ("losses", "probabilities"):
-        np.testing.assert_allclose(lowest[what], highest[what], rtol=1e-5)
+    for key in ("losses", "probabilities"):
+        np.testing.assert_allclose(lowest[key], highest[key], rtol=1e-5)

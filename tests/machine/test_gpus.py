@@ -1,4 +1,4 @@
-"""What is said of a GPU that Paddle cannot compute on; none is here, so Paddle's answers are made up."""
+"""Messages about GPUs that Paddle cannot use. The tests need no GPU: they replace Paddle's functions."""
 
 import struct
 
@@ -13,17 +13,18 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU build of Paddle, one GPU, and an Executor that answers what the list `answers` holds."""
-    answers = [np.arange(4, dtype=np.float32) * 2]
+    """Simulate a GPU build of Paddle with one GPU; returns a list whose first item is what the Executor returns or
+    raises."""
+    results = [np.arange(4, dtype=np.float32) * 2]
 
     class Executor:
         def __init__(self, place):
             pass
 
         def run(self, program, feed, fetch_list):
-            if isinstance(answers[0], Exception):
-                raise answers[0]
-            return answers[:1]
+            if isinstance(results[0], Exception):
+                raise results[0]
+            return results[:1]
 
     for name, value in {
         "is_compiled_with_cuda": lambda: True,
@@ -37,10 +38,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(static, "Executor", Executor)
     monkeypatch.setattr(libraries, "problem", lambda several: None)
     monkeypatch.setattr(gpus, "build_capabilities", lambda: ["6.1", "7.0", "8.6"])
-    return answers
+    return results
 
 
-def test_gpu_that_works(gpu):
+def test_working_gpu_has_no_problem(gpu):
     assert gpus.problem(0) is None
     assert gpus.resolve("auto", 0, False) == gpus.resolve("gpu", 0, False) == "gpu"
 
@@ -51,33 +52,33 @@ NO_KERNEL = OSError(
 )
 
 
-def test_gpu_without_kernels(gpu, capsys):
+def test_gpu_without_kernels_is_reported(gpu, capsys):
     gpu[0] = NO_KERNEL
-    says = (
+    problem = (
         "GPU 0 (NVIDIA H100, compute capability 9.0) cannot run the kernels of "
         f"Paddle {paddle.__version__} for CUDA 11.8, which has compute capability 6.1 7.0 8.6 "
         "(ExternalError: CUDA error(209), no kernel image is available for execution on the device); install "
     )
-    assert gpus.problem(0).startswith(says)
+    assert gpus.problem(0).startswith(problem)
     with pytest.raises(UsageError) as e:
         gpus.resolve("gpu", 0, False)
-    assert str(e.value).startswith(f"--device gpu: {says}")
+    assert str(e.value).startswith(f"--device gpu: {problem}")
     assert gpus.resolve("auto", 0, False) == "cpu"
-    assert capsys.readouterr().err.startswith(f"warning: --device auto: this run is on the CPU: {says}")
+    assert capsys.readouterr().err.startswith(f"warning: --device auto: this run is on the CPU: {problem}")
 
 
-def test_gpu_that_computes_wrong_values(gpu):
+def test_gpu_with_wrong_results_is_reported(gpu):
     gpu[0] = np.zeros(4, np.float32)
     assert "[0.0, 1.0, 2.0, 3.0] + [0.0, 1.0, 2.0, 3.0] gives [0.0, 0.0, 0.0, 0.0]" in gpus.problem(0)
 
 
-def test_missing_library_comes_before_the_kernel(gpu, monkeypatch):
+def test_missing_library_is_reported_before_missing_kernel(gpu, monkeypatch):
     gpu[0] = NO_KERNEL
     monkeypatch.setattr(libraries, "problem", lambda several: f"no NCCL {several}")
     assert gpus.problem(0, several=True) == "no NCCL True"
 
 
-def test_no_gpu_build_and_no_gpu(gpu, monkeypatch, capsys):
+def test_cpu_build_or_missing_gpu_is_reported(gpu, monkeypatch, capsys):
     assert "does not detect GPU 1" in gpus.problem(1)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
     assert "does not detect GPU 0" in gpus.problem(0)
@@ -85,10 +86,10 @@ def test_no_gpu_build_and_no_gpu(gpu, monkeypatch, capsys):
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
     assert "is a CPU build; use --device cpu" in gpus.problem(0)
     assert gpus.resolve("auto", 0, False) == "cpu"
-    assert capsys.readouterr().err == ""  # a machine without GPU is no news
+    assert capsys.readouterr().err == ""  # no warning on a machine without a GPU
 
 
-def test_cpu_asks_nothing(monkeypatch):
+def test_cpu_device_skips_gpu_checks(monkeypatch):
     monkeypatch.setattr(gpus, "problem", None)
     assert gpus.resolve("cpu", 0, False) == "cpu"
 
@@ -102,8 +103,8 @@ def fatbin(*entries):
     return gpus._FATBIN + struct.pack("<HHQ", 1, 16, len(body)) + body
 
 
-def test_capabilities_of_a_library(tmp_path, monkeypatch):
-    """A file of GPU code is a header and entries of one architecture each; the magic word also occurs elsewhere."""
+def test_capabilities_are_read_from_library(tmp_path, monkeypatch):
+    """A fat binary is a header and one entry per architecture. The magic number also occurs in other data."""
     root = tmp_path / "paddle"
     (root / "libs").mkdir(parents=True)
     code = fatbin((2, 61, b"x" * 8), (2, 80, gpus._FATBIN * 2), (1, 90, b"y" * 16))
@@ -115,6 +116,6 @@ def test_capabilities_of_a_library(tmp_path, monkeypatch):
     assert gpus.build_capabilities() == ["6.1", "7.5", "8.0", "9.0+"]
 
 
-def test_capabilities_that_paddle_tells(monkeypatch):
+def test_capabilities_are_read_from_paddle_version(monkeypatch):
     monkeypatch.setattr(paddle.version, "cuda_archs", lambda: [80, 90, 100], raising=False)
     assert gpus.build_capabilities() == ["8.0", "9.0", "10.0"]

@@ -1,4 +1,5 @@
-"""Which CUDA library Paddle gets: small libraries stand for Paddle and for the packages, the real linker finds them."""
+"""Selection of CUDA libraries. Small libraries replace those of Paddle and of the packages; the real linker loads
+them."""
 
 import os
 import shutil
@@ -15,7 +16,7 @@ PHI = """
 #include <dlfcn.h>
 extern "C" const char *open_cudnn() {
   void *cudnn = dlopen("libcudnn.so", RTLD_LAZY);
-  return cudnn == nullptr ? "none" : reinterpret_cast<const char *(*)()>(dlsym(cudnn, "whose"))();
+  return cudnn == nullptr ? "none" : reinterpret_cast<const char *(*)()>(dlsym(cudnn, "origin"))();
 }
 """
 PADDLE = """
@@ -38,13 +39,13 @@ def compile_library(path, source, *flags):
     subprocess.run(list(map(str, command)), input=source, text=True, check=True)
 
 
-def cudnn(whose):
-    return f'extern "C" const char *whose() {{ return "{whose}"; }}'
+def cudnn(origin):
+    return f'extern "C" const char *origin() {{ return "{origin}"; }}'
 
 
 @pytest.fixture
 def site(tmp_path):
-    """Site packages with a Paddle and a cuDNN package."""
+    """A site-packages folder with a Paddle and two versions of a cuDNN package."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     root = tmp_path / "site"
@@ -59,7 +60,7 @@ def site(tmp_path):
 
 
 def opened(site, **environment):
-    """Which cuDNN this Paddle opens."""
+    """Return which cuDNN library a new Paddle process opens."""
     environment |= {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(site.parent / "cache")}
     command = [sys.executable, "-S", "-c", RUN]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -67,14 +68,14 @@ def opened(site, **environment):
     return done.stdout.strip()
 
 
-def test_library_of_a_package_is_found(site):
+def test_library_of_package_is_opened(site):
     assert opened(site) == "package 8"
-    assert opened(site) == "package 8"  # with links that are there already
+    assert opened(site) == "package 8"  # with existing links
     (folder,) = (site.parent / "cache/paddle_resnet").iterdir()
     assert {"libcudnn.so", "libcudnn.so.8", "libphi.so"} <= {path.name for path in folder.iterdir()}
 
 
-def test_without_a_cache_folder(site):
+def test_library_is_opened_without_cache_folder(site):
     (site.parent / "cache").write_text("no folder")
     assert opened(site) == "package 8"
 
@@ -85,7 +86,7 @@ def links(monkeypatch, tmp_path):
     return {"libcudnn.so": ROOT / "README.md"}
 
 
-def test_other_packages_have_links_of_their_own(links):
+def test_different_packages_have_different_links(links):
     first = libraries._make_folder(links)
     assert (first / "libcudnn.so").resolve() == ROOT / "README.md"
     second = libraries._make_folder({"libcudnn.so": ROOT / "LICENSE"})
@@ -93,8 +94,8 @@ def test_other_packages_have_links_of_their_own(links):
     assert libraries._make_folder(links) == first
 
 
-def test_processes_that_start_together_share_the_links(links, monkeypatch):
-    """Another process makes the folder while this one does."""
+def test_concurrent_processes_share_links(links, monkeypatch):
+    """A second process creates the folder at the same time."""
     real, made = libraries._fill, []
 
     def fill(folder, links):
@@ -111,7 +112,7 @@ def test_processes_that_start_together_share_the_links(links, monkeypatch):
     assert (made[0] / "libcudnn.so").exists()
 
 
-def test_links_without_a_cache_folder_are_of_this_process_alone(links, tmp_path):
+def test_links_without_cache_folder_are_temporary(links, tmp_path):
     (tmp_path / "cache").write_text("no folder")
     folder = libraries._make_folder(links)
     assert (folder / "libcudnn.so").exists()
@@ -119,14 +120,14 @@ def test_links_without_a_cache_folder_are_of_this_process_alone(links, tmp_path)
     libraries._make_folder.temporary.cleanup()
 
 
-def test_library_path_takes_precedence(site):
-    mine = site.parent / "mine"
-    compile_library(mine / "libcudnn.so", cudnn("mine"))
-    assert opened(site, LD_LIBRARY_PATH=str(mine)) == "mine"
+def test_ld_library_path_takes_precedence(site):
+    custom = site.parent / "custom"
+    compile_library(custom / "libcudnn.so", cudnn("custom"))
+    assert opened(site, LD_LIBRARY_PATH=str(custom)) == "custom"
 
 
 @pytest.mark.parametrize(("version", "cuda"), [("3.3.1", "11.8"), ("2.6.2", "12.0"), ("2.6.2", "False")])
-def test_other_builds_are_left_alone(site, version, cuda):
+def test_other_builds_get_no_links(site, version, cuda):
     text = f"full_version    = '{version}'\ncuda_version     = '{cuda}'\n"
     (site / "paddle/version/__init__.py").write_text(text)
     assert opened(site) == "none"
@@ -135,19 +136,19 @@ def test_other_builds_are_left_alone(site, version, cuda):
 
 @pytest.fixture
 def cuda_11(monkeypatch, tmp_path):
-    """This Paddle is one for CUDA 11 whose libraries are all there; returns their folder."""
+    """Simulate a Paddle for CUDA 11 with all its libraries; returns their folder."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(paddle.version, "full_version", "2.6.2")
     monkeypatch.setattr(paddle.version, "cuda", lambda: "11.8")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     for name, (_, major) in (libraries.NEEDED | libraries.NEEDED_BY_SEVERAL_GPUS).items():
-        put(tmp_path, name, major)
+        create_library(tmp_path, name, major)
     return tmp_path
 
 
-def put(folder, name, major):
-    """A library and, behind a name without version, a link to it."""
+def create_library(folder, name, major):
+    """Create a library and, if the name has no version, a link with this name."""
     file = name if name.endswith(f".{major}") else f"{name}.{major}"
     compile_library(folder / file, f"int is_{major};")
     if file != name:
@@ -155,26 +156,26 @@ def put(folder, name, major):
         (folder / name).symlink_to(file)
 
 
-def test_all_libraries_are_there(cuda_11):
+def test_complete_libraries_have_no_problem(cuda_11):
     assert libraries.problem() is None
     assert libraries.problem(several_gpus=True) is None
 
 
 @pytest.mark.parametrize("name", ["libcublas.so", "libcudnn_cnn_train.so.8"])
-def test_missing_library_is_named(cuda_11, name):
+def test_missing_library_is_reported(cuda_11, name):
     (cuda_11 / name).unlink()
     library = "cuBLAS 11" if "cublas" in name else "cuDNN 8"
-    says = f"needs {library}, but {name} cannot be opened; install it with python -m pip install -r requirements.txt"
-    assert says in libraries.problem()
+    remedy = "install it with python -m pip install -r requirements.txt"
+    assert f"needs {library}, but {name} cannot be opened; {remedy}" in libraries.problem()
 
 
-def test_nccl_is_needed_by_several_gpus(cuda_11):
+def test_several_gpus_require_nccl(cuda_11):
     (cuda_11 / "libnccl.so").unlink()
     assert libraries.problem() is None
     assert "needs NCCL 2, but libnccl.so cannot" in libraries.problem(several_gpus=True)
 
 
 @pytest.mark.parametrize("major", [7, 9])
-def test_library_of_another_version_is_named(cuda_11, major):
-    put(cuda_11, "libcudnn.so", major)
+def test_library_of_different_version_is_reported(cuda_11, major):
+    create_library(cuda_11, "libcudnn.so", major)
     assert f"needs cuDNN 8, but libcudnn.so is {cuda_11}/libcudnn.so.{major}" in libraries.problem()

@@ -13,8 +13,11 @@ CLASSES = [1, 2, 5, 7]
 
 
 def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
-    """Return [value of each metric, gradient of the squared loss by the logits if the loss is a mean], and the
-    program."""
+    """Run a loss head on random logits.
+
+    Returns:
+        {metric: value}, with the gradient of the squared loss with respect to the logits if is_train, and the program.
+    """
     main = static.Program()
     random = np.random.RandomState(0)
     feed = feed or {"x": random.randn(6, classes).astype("float32") * 3, "y": random.randint(0, classes, (6, 1))}
@@ -23,32 +26,33 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
         logits.stop_gradient = False
         weights = {"weights": static.data("w", [None, classes])} if is_weighted else {}
         head = add_head(logits, {"label": static.data("y", [None, 1], "int64")} | weights, classes, smoothing, is_train)
-        wanted = list(head.values())
+        outputs = list(head.values())
         if is_train:
-            wanted += static.gradients(head["loss"] * head["loss"], logits)  # not of the loss, whose own gradient is 1
+            outputs += static.gradients(head["loss"] * head["loss"], logits)  # squared, so the output gradient is not 1
     exe = static.Executor(paddle.CPUPlace())
-    return dict(zip([*head, "gradient"], exe.run(main, feed, wanted), strict=False)), main
+    return dict(zip([*head, "gradient"], exe.run(main, feed, outputs), strict=False)), main
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 @pytest.mark.parametrize("is_train", [True, False])
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("smoothing", [0, 0.1])
-def test_both_heads_are_the_same(classes, smoothing, is_train):
+def test_native_head_equals_paddle_head(classes, smoothing, is_train):
     native.load()
     expected, _ = run(loss_head.add_paddle, classes, smoothing, is_train)
-    found, main = run(loss_head.add_native, classes, smoothing, is_train)
-    assert list(found) == list(expected) == ["loss", "top1", "top5", "gradient" if is_train else "confusion"]
+    result, main = run(loss_head.add_native, classes, smoothing, is_train)
+    assert list(result) == list(expected) == ["loss", "top1", "top5", "gradient" if is_train else "confusion"]
     for name, value in expected.items():
-        assert found[name].shape == value.shape, name
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+        assert result[name].shape == value.shape, name
+        np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     assert next(op.type for op in main.global_block().ops if loss_head.contains(op)) == "native_loss"
 
 
 @pytest.mark.parametrize("smoothing", [0, 0.1])
 @pytest.mark.parametrize("name", ["paddle", "native"])
-def test_weights_of_classes_replace_the_label_in_the_loss(name, smoothing):
-    """Loss and gradient of Szegedy et al., arXiv:1512.00567, section 7, in float64; the accuracies use the label."""
+def test_class_weights_replace_label_in_loss(name, smoothing):
+    """Reference in float64: loss and gradient of Szegedy et al., arXiv:1512.00567, section 7. Accuracies use the
+    label."""
     if name == "native":
         if native.missing() is not None:
             pytest.skip(native.missing())
@@ -58,21 +62,21 @@ def test_weights_of_classes_replace_the_label_in_the_loss(name, smoothing):
     weights = random.dirichlet(np.ones(7), 6)
     weights[0] = np.eye(7)[2]
     feed = {"x": x.astype("float32"), "y": y, "w": weights.astype("float32")}
-    found, _ = run(getattr(loss_head, f"add_{name}"), 7, smoothing, True, feed, is_weighted=True)
+    result, _ = run(getattr(loss_head, f"add_{name}"), 7, smoothing, True, feed, is_weighted=True)
     log_softmax = x - np.log(np.exp(x).sum(1, keepdims=True))
     target = (1 - smoothing) * weights + smoothing / 7
     loss = -(target * log_softmax).sum(1).mean()
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
     gradient = 2 * loss * (np.exp(log_softmax) - target) / 6
-    np.testing.assert_allclose(found["gradient"], gradient, rtol=1e-4, atol=1e-6)
-    assert found["top1"] == np.float32((x.argmax(1) == y[:, 0]).mean())
+    np.testing.assert_allclose(result["gradient"], gradient, rtol=1e-4, atol=1e-6)
+    assert result["top1"] == np.float32((x.argmax(1) == y[:, 0]).mean())
 
 
 HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is None else [])]
 
 
 @pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
-def test_ties_and_nan_follow_one_rule(add_head):
+def test_ties_and_nan_have_same_order_everywhere(add_head):
     """The lower class of two equal logits ranks first, NaN ranks last, and a label with NaN is incorrect, in both
     heads, the confusion counts and the predictions."""
     if add_head is loss_head.add_native:
@@ -84,17 +88,19 @@ def test_ties_and_nan_follow_one_rule(add_head):
     y = random.randint(0, 7, (400, 1))
     rows = np.arange(len(x))
     order = np.argsort(-x, axis=1, kind="stable")
-    order[np.isnan(x)[rows[:, None], order]] = 7  # no class
-    found = {is_train: run(add_head, 7, 0, is_train, {"x": x, "y": y})[0] for is_train in (True, False)}
-    for head in found.values():
+    order[np.isnan(x)[rows[:, None], order]] = 7  # not a class
+    result = {is_train: run(add_head, 7, 0, is_train, {"x": x, "y": y})[0] for is_train in (True, False)}
+    for head in result.values():
         assert head["top1"] == np.float32((order[:, :1] == y).mean())
         assert head["top5"] == np.float32((order[:, :5] == y).any(1).mean())
     has_nan = np.isnan(x).any(1)
-    np.testing.assert_array_equal(np.isnan(found[False]["loss"][:, 0]), has_nan)
-    np.testing.assert_array_equal(np.isnan(found[True]["gradient"]).all(1), np.ones(len(x), bool))  # of a NaN loss
-    np.testing.assert_array_equal(found[False]["confusion"], np.hstack([y, order[:, :1]]))
+    np.testing.assert_array_equal(np.isnan(result[False]["loss"][:, 0]), has_nan)
+    np.testing.assert_array_equal(
+        np.isnan(result[True]["gradient"]).all(1), np.ones(len(x), bool)
+    )  # the mean loss is NaN
+    np.testing.assert_array_equal(result[False]["confusion"], np.hstack([y, order[:, :1]]))
     confusion, top = ConfusionMeter(7), TopMeter(5)
-    confusion.update(found[False]["confusion"], len(x))
+    confusion.update(result[False]["confusion"], len(x))
     top.update(x, len(x))
     np.testing.assert_array_equal(top.rows()[:, :5], order[:, :5])
     codes, counts = confusion.counts()
@@ -103,7 +109,7 @@ def test_ties_and_nan_follow_one_rule(add_head):
 
 
 @pytest.mark.parametrize("is_train", [True, False])
-def test_the_head_is_all_that_its_scope_contains(is_train):
+def test_scope_contains_only_head(is_train):
     main = static.Program()
     with static.program_guard(main):
         logits = paddle.mean(static.data("x", [None, 4, 3]), axis=1)

@@ -7,7 +7,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, frozen
+from conftest import NHWC, assert_one_error, frozen
 from helpers import random_batches
 from paddle_resnet import models, program
 from paddle_resnet.models import layers, mixing
@@ -26,33 +26,33 @@ def generator(step=0):
 def test_mixup_draws_one_ratio_for_all_pixels():
     ratios = []
     for step in range(2000):
-        rows, columns, share = mixing.draw(generator(step), {"mixup": 0.4}, 5, 7)
+        rows, columns, ratio = mixing.draw(generator(step), {"mixup": 0.4}, 5, 7)
         assert (rows.shape, columns.shape) == ((5,), (7,))
-        np.testing.assert_allclose(np.outer(rows, columns), np.full((5, 7), 1 - share), rtol=1e-12)
-        ratios.append(share)
+        np.testing.assert_allclose(np.outer(rows, columns), np.full((5, 7), 1 - ratio), rtol=1e-12)
+        ratios.append(ratio)
     # Beta(a, a) has the mean 1/2 and the variance 1 / (4 (2 a + 1)).
     assert np.mean(ratios) == pytest.approx(0.5, abs=0.03)
     assert np.var(ratios) == pytest.approx(1 / (4 * 1.8), rel=0.06)
 
 
-def test_cutmix_draws_a_box_and_counts_its_pixels():
+def test_cutmix_draws_box_and_counts_pixels():
     """The box has the area of the ratio and a random center, and is clipped at the edges: arXiv:1905.04899, appendix
     A."""
-    shares = []
+    ratios = []
     for step in range(2000):
-        rows, columns, share = mixing.draw(generator(step), {"cutmix": 1}, 200, 300)
+        rows, columns, ratio = mixing.draw(generator(step), {"cutmix": 1}, 200, 300)
         box = np.outer(rows, columns)
         assert set(np.unique(box)) <= {0, 1}
-        assert share == pytest.approx(1 - box.mean())
+        assert ratio == pytest.approx(1 - box.mean())
         for side in (rows, columns):  # one interval
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
-        shares.append(share)
+        ratios.append(ratio)
     # The mean area of a box of the sides r h and r w at a uniform center is (r - r^2 / 4)^2 with r^2 = 1 - ratio.
     areas = [(r - r**2 / 4) ** 2 for r in np.sqrt(np.linspace(0, 1, 10001))]
-    assert 1 - np.mean(shares) == pytest.approx(np.mean(areas), abs=0.03)
+    assert 1 - np.mean(ratios) == pytest.approx(np.mean(areas), abs=0.03)
 
 
-def test_with_both_each_batch_has_one_of_them():
+def test_mixup_and_cutmix_alternate_by_batch():
     mixes = [mixing.draw(generator(step), {"mixup": 0.4, "cutmix": 1}, 8, 8) for step in range(400)]
     is_box = [set(np.unique(np.outer(mix.rows, mix.columns))) <= {0, 1} for mix in mixes]
     assert np.mean(is_box) == pytest.approx(0.5, abs=0.1)
@@ -66,20 +66,20 @@ def losses_of(args, feeds):
         exe = static.Executor(paddle.CPUPlace())
         exe.run(startup)
         compiled = program.compile_prog(frozen(args), main)
-        found = []
+        result = []
         for images, labels in feeds:
             compiled.write_scalars()
             feed = {"data": images, "label": labels}
-            found.append(exe.run(compiled, feed, [fetchs["loss"][0]])[0].item())
+            result.append(exe.run(compiled, feed, [fetchs["loss"][0]])[0].item())
             lr_scheduler.step()
-        return found
+        return result
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 @pytest.mark.parametrize("flag", ["--mixup", "--cutmix"])
-def test_a_mixed_batch_has_the_loss_of_its_formula(parse, kernels, flag):
-    """With a learning rate of 0: the losses of the mixed images for their own labels and for those of their
-    partners."""
+def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
+    """The learning rate is 0. The reference is the loss of the mixed images with their own labels and with those of
+    their partners."""
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())
@@ -87,19 +87,19 @@ def test_a_mixed_batch_has_the_loss_of_its_formula(parse, kernels, flag):
     flags = [*kernels, "--lr", "0", "--seed", "5", "--label-smoothing", "0.1"]
     shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
     batches = random_batches(3, shape)
-    found = losses_of(parse(*flags, flag, "0.5"), batches)
-    mixed, shares = [], []
+    result = losses_of(parse(*flags, flag, "0.5"), batches)
+    mixed, ratios = [], []
     for step, (images, labels) in enumerate(batches):
-        drawn = random_numbers.generator(5, step, "mix", 0)
-        mix = mixing.draw(drawn, {flag.removeprefix("--"): 0.5}, 32, 32)
-        theirs = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
-        images = (1 - theirs) * images + theirs * images[::-1]
+        random = random_numbers.generator(5, step, "mix", 0)
+        mix = mixing.draw(random, {flag.removeprefix("--"): 0.5}, 32, 32)
+        weights = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
+        images = (1 - weights) * images + weights * images[::-1]
         mixed += [(images.astype("float32"), labels), (images.astype("float32"), labels[::-1].copy())]
-        shares.append(mix.fraction)
+        ratios.append(mix.fraction)
     parts = losses_of(parse(*flags), mixed)
-    expected = [share * parts[2 * i] + (1 - share) * parts[2 * i + 1] for i, share in enumerate(shares)]
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found != pytest.approx(losses_of(parse(*flags), batches), rel=3e-5)
+    expected = [ratio * parts[2 * i] + (1 - ratio) * parts[2 * i + 1] for i, ratio in enumerate(ratios)]
+    assert result == pytest.approx(expected, rel=1e-5)
+    assert result != pytest.approx(losses_of(parse(*flags), batches), rel=3e-5)
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
@@ -110,10 +110,10 @@ def test_dropout_differs_in_each_step_and_is_deterministic(parse, kernels):
         native.load()
     [batch] = random_batches(1, (32, 32, 4) if "native" in kernels else (3, 32, 32))
     flags = [*kernels, "--lr", "0"]
-    found = losses_of(parse(*flags, "--dropout", "0.5"), [batch] * 3)
-    assert len(set(found)) == 3
-    assert losses_of(parse(*flags, "--dropout", "0.5"), [batch] * 3) == found
-    assert losses_of(parse(*flags, "--dropout", "0.5", "--seed", "9"), [batch] * 3) != found
+    result = losses_of(parse(*flags, "--dropout", "0.5"), [batch] * 3)
+    assert len(set(result)) == 3
+    assert losses_of(parse(*flags, "--dropout", "0.5"), [batch] * 3) == result
+    assert losses_of(parse(*flags, "--dropout", "0.5", "--seed", "9"), [batch] * 3) != result
     assert len(set(losses_of(parse(*flags), [batch] * 2))) == 1
 
 
@@ -125,10 +125,10 @@ def test_drop_path_differs_in_each_step_and_is_deterministic(parse, kernels):
         native.load()
     [batch] = random_batches(1, (32, 32, 4) if "native" in kernels else (3, 32, 32))
     flags = [*kernels, "--lr", "0"]
-    found = losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3)
-    assert len(set(found)) == 3
-    assert losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3) == found
-    assert losses_of(parse(*flags, "--drop-path", "0.9", "--seed", "9"), [batch] * 3) != found
+    losses = losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3)
+    assert len(set(losses)) == 3
+    assert losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3) == losses
+    assert losses_of(parse(*flags, "--drop-path", "0.9", "--seed", "9"), [batch] * 3) != losses
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
@@ -170,15 +170,15 @@ def test_drop_path_rises_with_depth_and_does_not_change_evaluation(parse, four_s
     assert "dropout" not in [op.type for op in main.global_block().ops]
 
 
-def test_random_numbers_differ_by_seed_step_layer_and_rank():
+def test_random_numbers_depend_on_seed_step_layer_and_rank():
     keys = [(0, 0, "mix", 0), (1, 0, "mix", 0), (0, 1, "mix", 0), (0, 0, "dropout", 0), (0, 0, "mix", 1)]
-    drawn = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
-    assert len(set(drawn)) == len(keys)
-    assert drawn == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
+    numbers = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
+    assert len(set(numbers)) == len(keys)
+    assert numbers == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--mixup", "0.2", "--batch-size", "1"], "--mixup: requires two images per batch"),
         (["--mixup", "1.7e308"], "--mixup: 1.7e308"),
@@ -187,13 +187,13 @@ def test_random_numbers_differ_by_seed_step_layer_and_rank():
         (["--cutmix", "-1"], "--cutmix: -1 is negative"),
     ],
 )
-def test_invalid_values_are_errors(run_train, capsys, flags, says):
+def test_invalid_values_are_rejected(run_train, capsys, flags, message):
     assert run_train(*flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [says])
+    assert_one_error(capsys.readouterr().err, [message])
 
 
 def test_drop_path_without_residual_blocks_is_an_error(run_train, monkeypatch, capsys):
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (), width=8))
     assert run_train("--drop-path", "0.1")[0] == 2
     expected = ["--drop-path 0.1: --model-arch-name Tiny has no", "remove --drop-path"]
-    assert_one_sentence(capsys.readouterr().err, expected)
+    assert_one_error(capsys.readouterr().err, expected)

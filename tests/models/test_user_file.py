@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from conftest import ROOT, assert_one_sentence, losses
+from conftest import ROOT, assert_one_error, losses
 from helpers import NETWORK_EXAMPLE
 from paddle_resnet import export, models, predict
 from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
 
-# Executing it leaves a trace.
+# A file that creates another one when it is executed.
 MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
 
 
@@ -41,7 +41,7 @@ def trained(own_run, file, tmp_path):
     return tmp_path / "output/Net"
 
 
-def test_example_is_resumed_evaluated_exported_and_predicts(own_run, file, trained, photos, tmp_path, capsys):
+def test_example_supports_resume_evaluation_export_and_prediction(own_run, file, trained, photos, tmp_path, capsys):
     meta = folders.read_meta(trained / "0")
     assert meta["arguments"]["model_arch_name"] == "net.py:Net"
     assert meta["network_sha256"] == user_file.sha256("net.py:Net")
@@ -66,18 +66,18 @@ def test_example_is_resumed_evaluated_exported_and_predicts(own_run, file, train
     assert "exported; remove the flag" in capsys.readouterr().err
 
 
-def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(file, own_run, losses_with_a_stop):
+def test_resume_inside_epoch_is_bit_identical(file, own_run, losses_with_a_stop):
     flags = ["--model-arch-name", "net.py:Net", "--print-interval", "1"]
     _, report = own_run("--print-interval", "1")
     assert losses_with_a_stop(2, *flags, "--resume") == losses(report)
 
 
-def test_a_checkpoint_alone_never_executes_a_file(run_train, file, trained, tmp_path, capsys):
+def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path, capsys):
     (tmp_path / "net.executed").unlink()
     forget()
     image = ROOT / "docs/data_way.svg"
     starts = [
-        lambda: run_train("--model-arch-name", "Tiny", "--from-checkpoint", trained)[0],  # explicit: does not fit
+        lambda: run_train("--model-arch-name", "Tiny", "--from-checkpoint", trained)[0],  # does not match the model
         lambda: export.main([str(trained / "0"), str(tmp_path / "exported")]),
         lambda: predict.main([str(trained / "0"), str(image), "--device", "cpu"]),
     ]
@@ -97,7 +97,7 @@ def test_a_checkpoint_alone_never_executes_a_file(run_train, file, trained, tmp_
         "--resume --from-pretrained-params output/Net",
     ],
 )
-def test_train_needs_the_flag(run_train, file, trained, tmp_path, capsys, flags):
+def test_training_requires_flag(run_train, file, trained, tmp_path, capsys, flags):
     (tmp_path / "net.executed").unlink()
     forget()
     import train
@@ -105,34 +105,34 @@ def test_train_needs_the_flag(run_train, file, trained, tmp_path, capsys, flags)
     size = "--image-shape 3,32,32 --device cpu --batch-size 8 --warmup-epochs 0 --output-dir elsewhere"
     photos = json.loads((trained / "0/meta.json").read_text())["arguments"]["image_root"]
     assert train.main([*size.split(), "--image-root", photos, *flags.split()]) == 2
-    assert_one_sentence(capsys.readouterr().err, [": its network net.py:Net is from a file", "add --model"])
+    assert_one_error(capsys.readouterr().err, [": its network net.py:Net is from a file", "add --model"])
     assert not (tmp_path / "net.executed").exists()
 
 
 def forget():
-    """Make the next use of the file execute it again."""
+    """Remove imported files from sys.modules, so that their next use executes them again."""
     for name in [name for name in sys.modules if name.startswith(user_file.__name__ + "_")]:
         del sys.modules[name]
 
 
-def test_a_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_path, capsys):
+def test_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_path, capsys):
     moved = tmp_path / "elsewhere.py"
     file.rename(moved)
     capsys.readouterr()
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "2")[0] == 0
-    printed = capsys.readouterr()
-    assert "--model-arch-name" not in printed.err and "the file differs from the one" not in printed.out + printed.err
+    output = capsys.readouterr()
+    assert "--model-arch-name" not in output.err and "the file differs from the one" not in output.out + output.err
     moved.write_text(MARKED + "# a comment\n")
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "3")[0] == 0
-    printed = capsys.readouterr()
-    assert f"elsewhere.py:Net: the file differs from the one that {trained}/1 was trained" in printed.out + printed.err
+    output = capsys.readouterr()
+    assert f"elsewhere.py:Net: the file differs from the one that {trained}/1 was trained" in output.out + output.err
     moved.write_text(MARKED.replace("32", "48"))
     assert run_train("--model-arch-name", f"{moved}:Net", "--resume", "--epochs", "4")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["does not match the model"])
+    assert_one_error(capsys.readouterr().err, ["does not match the model"])
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("class Net(", "class Other(", ["net.py does not define Net; use a name that it defines (Other)"]),
         ("super().__init__()", "super().__init__(", ["line 7: '(' was never closed; correct net.py"]),
@@ -155,16 +155,16 @@ def test_a_changed_or_moved_file_resumes(run_train, own_run, file, trained, tmp_
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
 )
-def test_faults_in_the_file_are_errors(own_run, file, capsys, old, new, says):
+def test_faults_in_file_are_reported(own_run, file, capsys, old, new, message):
     assert old in NETWORK_EXAMPLE
     file.write_text(NETWORK_EXAMPLE.replace(old, new))
     code, _ = own_run("--dry-run")
     assert code == 2
-    assert_one_sentence(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *says])
+    assert_one_error(capsys.readouterr().err, ["--model-arch-name net.py:Net: ", *message])
 
 
 @pytest.mark.parametrize(
-    ("arch", "says"),
+    ("arch", "problem"),
     [
         ("nowhere.py:Net", "nowhere.py cannot be read (No such file or directory); use an existing file"),
         ("folder.py:Net", "folder.py cannot be read (Is a directory); use an existing file"),
@@ -173,9 +173,9 @@ def test_faults_in_the_file_are_errors(own_run, file, capsys, old, new, says):
         ("net.py:ConvBM", "net.py does not define ConvBM; use a name that it defines (Net)"),
     ],
 )
-def test_wrong_names_are_errors(file, tmp_path, arch, says):
+def test_invalid_names_are_rejected(file, tmp_path, arch, problem):
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(ValueError, match=re.escape(f"--model-arch-name {arch}: {says}")):
+    with pytest.raises(ValueError, match=re.escape(f"--model-arch-name {arch}: {problem}")):
         models.registered_name(arch)
     assert not (tmp_path / "net.executed").exists()
 
@@ -183,18 +183,18 @@ def test_wrong_names_are_errors(file, tmp_path, arch, says):
 @pytest.mark.parametrize(
     "text", ["Net = 3", "from somewhere import Net", "def Net(): pass", "try:\n import x as Net\nexcept E: Net = 1"]
 )
-def test_names_are_found_without_executing_the_file(tmp_path, text):
+def test_names_are_found_without_executing_file(tmp_path, text):
     (tmp_path / "net.py").write_text(f"raise 1\n{text}\n")
     assert models.registered_name(f"{tmp_path}/net.py:Net") == f"{tmp_path}/net.py:Net"
 
 
-def test_processes_must_have_the_same_file(file, parse, monkeypatch):
-    seen = []
-    monkeypatch.setattr(agreement, "_compare", seen.append)
+def test_processes_compare_file(file, parse, monkeypatch):
+    compared = []
+    monkeypatch.setattr(agreement, "_compare", compared.append)
     args = parse("--model-arch-name", "net.py:Net")
     for text in (NETWORK_EXAMPLE, NETWORK_EXAMPLE, MARKED):
         file.write_text(text)
         agreement.check_start(args)
-    first, same, other = seen
+    first, same, other = compared
     assert first == same
     assert [name for name in first if first[name] != other[name]] == ["file of --model-arch-name (hash)"]

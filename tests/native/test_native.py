@@ -1,5 +1,5 @@
-"""The operators compared with their formulas in float64: on the CPU, on a GPU emulated on the CPU (emulation/driver.cc)
-and, marked gpu, in all types on a GPU."""
+"""Custom operators compared with their formulas in float64: on the CPU, on a GPU that is emulated on the CPU
+(emulation/driver.cc) and, with the marker gpu, in all types on a GPU."""
 
 import ctypes
 import os
@@ -29,12 +29,12 @@ EMULATION = ROOT / "tests/emulation"
 PREFIX = ""  # of the operators' names
 EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
-# Rows for more blocks than add up their sums in one step.
+# The rows need more blocks than the kernels reduce in one step.
 EMULATED_SHAPE = (2, 25, 25, 96)
 GPU_SHAPES = [*SHAPES, (16, 7, 7, 2048), (32, 28, 28, 128)]
-# Half a unit in the last place of a result of size 1 to 16, and some for the sums.
+# Half a unit in the last place of a result between 1 and 16, and a margin for the sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # in the last place, of a value of size 1
+UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place of 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
 IN_FLOAT32 += [("emulated", "float32", EMULATED_SHAPE)]
 IN_FLOAT32 += [pytest.param("gpu", "float32", shape, marks=pytest.mark.gpu) for shape in GPU_SHAPES]
@@ -50,9 +50,9 @@ NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
 
 @pytest.fixture(scope="module")
 def emulated_library(once):
-    """The operators' library with the emulated GPU."""
+    """The library of the operators with the emulated GPU."""
     if paddle.is_compiled_with_cuda():
-        pytest.skip("the emulated driver would take the place of CUDA's")
+        pytest.skip("the emulated driver would replace that of CUDA")
 
     def make(folder):
         (folder / "kernels.cu").write_text(native._kernel_source())
@@ -60,13 +60,13 @@ def emulated_library(once):
         options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O1", "-fPIC", "-shared"]
         options.append(f"-Wl,-soname,{driver.name}")
         subprocess.run([*native._compiler(), *options, EMULATION / "driver.cc", "-o", driver], check=True)
-        with pytest.MonkeyPatch.context() as patch:  # without optimization in half the time
+        with pytest.MonkeyPatch.context() as patch:  # compiling without optimization takes half the time
             patch.setattr(native, "COMPILER_FLAGS", [flag for flag in native.COMPILER_FLAGS if flag != "-O2"])
             native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
 
     folder = once("emulated", make)
     driver, library = folder / "libcuda.so.1", folder / "operators.so"
-    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # what the operators ask for by name is then there
+    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # provides the library that the operators open by name
     load_op_meta_info_and_register_op(str(library))
     loaded = ctypes.CDLL(str(library))
     loaded.paddle_resnet_set_image(b"emulated", ctypes.c_size_t(8))
@@ -119,7 +119,7 @@ def run(name, *args):
     return result if isinstance(result, list | tuple) else [result]
 
 
-def normalise(x, scale, bias):
+def normalize(x, scale, bias):
     """Return output, mean, biased variance, normalized input."""
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
     normalized = (x - mean) / np.sqrt(variance + EPSILON)
@@ -134,7 +134,7 @@ def gradients(dy, normalized, variance, scale):
 
 
 def check_gradients(results, g, normalized, variance, scale, dtype):
-    """`g`: the gradient before the ReLU, rounded like in the kernels, so that the sums agree in all types."""
+    """`g`: the gradient before the ReLU, rounded as in the kernels, so that the sums agree in all types."""
     dx, dscale, dbias = gradients(g, normalized, variance, scale)
     close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
     rows = g[..., 0].size
@@ -142,7 +142,7 @@ def check_gradients(results, g, normalized, variance, scale, dtype):
     close(results[-1], dbias, "float32", size=rows**0.5 * 5)
 
 
-# Name: (function, derivative, where the derivative jumps).
+# Name: (function, derivative, discontinuities of the derivative).
 ACTIVATIONS = {
     "": (lambda v: v, np.ones_like, []),
     "relu": (lambda v: np.maximum(v, 0), lambda v: v > 0, [0]),
@@ -173,18 +173,18 @@ def test_bn_act(device, where, dtype, shape, activation):
     random, channels = Random(dtype), shape[-1]
     x, dy = random.images(shape, offset=np.arange(channels) % 7 - 3), random.images(shape)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
-    scale = 4 * scale  # for values on both sides of each bend
+    scale = 4 * scale  # spreads values over both sides of each discontinuity
     old_mean, old_variance = wide(mean), wide(variance)
     function, derivative, bends = ACTIVATIONS[activation]
     y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
-    expected, batch_mean, batch_variance, normalized = normalise(wide(x), wide(scale), wide(bias))
+    expected, batch_mean, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
     rows = x.size // channels
     # A single row has variance 0: its two large summands cancel.
     close(y, function(expected), dtype, size=4 / EPSILON**0.5 if rows == 1 else 1)
     close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
     close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
     assert same([y, coefficients], run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2])
-    for bend in bends:  # where rounding decides
+    for bend in bends:  # rounding decides the side of values near a discontinuity
         dy = dy * paddle.to_tensor((np.abs(expected - bend) > 1e-3).astype("float32")).astype(dtype)
     results = run("native_bn_act_backward", x, dy, coefficients, None, activation)
     g = wide(dy) * derivative(expected)
@@ -199,7 +199,7 @@ def test_bn_add_relu(device, where, dtype, shape, summands):
     x, z, *dy = (random.images(shape) for _ in range(2 + summands))
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
     y, coefficients, mask = run("native_bn_add_relu", x, z, scale, bias, mean, variance, 0.9, EPSILON)[:3]
-    expected, _, batch_variance, normalized = normalise(wide(x), wide(scale), wide(bias))
+    expected, _, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
     close(y, np.maximum(expected + wide(z), 0), dtype, size=1 / EPSILON**0.5 if x.size == channels else 1)
     results = run("native_bn_add_relu_backward", x, dy, coefficients, mask, None)
     close(results[1], sum(wide(d) for d in dy) * (wide(y) > 0), dtype)
@@ -208,20 +208,20 @@ def test_bn_add_relu(device, where, dtype, shape, summands):
 
 
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
-def test_a_channel_far_from_zero_has_an_exact_variance(device, where, dtype, shape):
-    """With a mean of 1000 standard deviations, the difference of float32 means of squares would be noise."""
+def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, shape):
+    """If the mean is 1000 standard deviations, E[x^2] - E[x]^2 in float32 is dominated by rounding errors."""
     random, channels = Random(dtype), shape[-1]
     x = random.images(shape, offset=1000)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
     y = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, "")[0]
     size = wide(scale).max() / np.sqrt(wide(x).var((0, 1, 2)).min() + EPSILON)
-    np.testing.assert_allclose(wide(y), normalise(wide(x), wide(scale), wide(bias))[0], atol=2e-3 * max(1, size))
+    np.testing.assert_allclose(wide(y), normalize(wide(x), wide(scale), wide(bias))[0], atol=2e-3 * max(1, size))
 
 
 @pytest.mark.parametrize("far", [30, 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
-def test_an_outlier_pixel_does_not_reduce_precision(device, where, dtype, shape, far):
-    """The outlier is the last pixel; the variance of the others is computed relative to the origin."""
+def test_outlier_pixel_does_not_reduce_precision(device, where, dtype, shape, far):
+    """The outlier is the last pixel. The variance of the others is computed relative to the origin."""
     x = Random(dtype).images(shape).numpy()
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
@@ -232,7 +232,7 @@ def test_an_outlier_pixel_does_not_reduce_precision(device, where, dtype, shape,
 
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_gradients_of_parameters_are_written_to_existing_memory(device, where):
+def test_parameter_gradients_are_written_to_existing_memory(device, where):
     random, shape = Random("float32"), (4, 7, 7, 64)
     x, z, dy = (random.images(shape) for _ in range(3))
     channels = [random.channels(64) for _ in range(4)]
@@ -242,10 +242,10 @@ def test_gradients_of_parameters_are_written_to_existing_memory(device, where):
         ("native_bn_act_backward", [x, dy, plain], ["relu"]),
         ("native_bn_add_relu_backward", [x, [dy], added, mask], []),
     ):
-        given = [paddle.zeros([64]), paddle.zeros([64])]
+        memory = [paddle.zeros([64]), paddle.zeros([64])]
         expected = run(name, *inputs, None, *attrs)[-2:]
-        run(name, *inputs, given, *attrs)
-        assert same(given, expected)
+        run(name, *inputs, memory, *attrs)
+        assert same(memory, expected)
 
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -282,7 +282,8 @@ def test_bn_inference(device, where, dtype, shape, activation):
     + [pytest.param("gpu", dtype, (3, 17, 16, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
-    """Compared with Paddle's in float32. The values are distinct except zeros, of which the first is the maximum."""
+    """The reference is Paddle's pooling in float32. All values are distinct except zeros, of which the first is
+    selected."""
     random = Random(dtype)
     plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
     x = plain.astype(dtype)
@@ -302,7 +303,7 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
 @pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
-    + [("emulated", "float32", (2, 23, 26, 68))]  # more than one group of channels, slabs of many tasks
+    + [("emulated", "float32", (2, 23, 26, 68))]  # several groups of channels and many tasks per slab
     + [pytest.param("gpu", dtype, (3, 17, 15, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE]
     + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
 )
@@ -338,7 +339,7 @@ def depthwise_conv(x, filters, dy, stride, padding):
 
 
 @pytest.mark.parametrize("where", ["cpu", "emulated"])
-def test_unsupported_depthwise_convolutions_are_errors(device, where):
+def test_unsupported_depthwise_convolutions_raise(device, where):
     x, filters = paddle.ones([1, 8, 8, 8]), paddle.ones([8, 1, 3, 3])
     for shape, dtype, stride, message in (
         ((8, 1, 7, 7), "float32", 1, "requires kernel 3 or 5"),
@@ -353,7 +354,7 @@ def test_unsupported_depthwise_convolutions_are_errors(device, where):
 
 
 def philox(key, counter):
-    """Return four words of Philox 4x32-10: Salmon et al., SC 2011."""
+    """Return the four outputs of Philox 4x32-10: Salmon et al., SC 2011."""
     words, keys = [counter, 0, 0, 0], [key, 0]
     for _ in range(10):
         first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
@@ -363,8 +364,8 @@ def philox(key, counter):
     return words
 
 
-def test_philox_matches_the_published_numbers():
-    """The known-answer tests of the authors' library (kat_vectors)."""
+def test_philox_matches_published_numbers():
+    """The numbers are those of the authors' known-answer tests (kat_vectors)."""
     assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
@@ -390,8 +391,8 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
     return dx
 
 
-EVERYWHERE = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# Tensors that do not fill vectors, single elements, more tensors than one launch supports, and one for many blocks.
+ALL_PLACES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
+# Sizes that do not fill vectors, single elements, more tensors than one launch supports, and one tensor of many blocks.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
@@ -399,7 +400,7 @@ UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtyp
 @pytest.mark.parametrize(("unscale", "nesterov"), [(None, False), (1 / 128, False), (0, False), (1 / 128, True)])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_momentum(device, where, dtype, unscale, nesterov):
-    """Compared with float64; a factor of 0 changes nothing."""
+    """The reference is in float64. A factor of 0 skips the update."""
     random, mu, rate = np.random.RandomState(0), 0.875, paddle.to_tensor([0.25])
     decays = [0.01 * (i % 3) for i in range(len(SIZES))]
     exact, velocities, gradients = (
@@ -437,14 +438,14 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
-    """The third step compared with float64, from any state; a factor of 0 changes nothing."""
+    """The reference in float64 is the third step from a random state. A factor of 0 skips the update."""
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
 @pytest.mark.parametrize("unscale", [1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_lamb(device, where, dtype, unscale):
-    """You et al., arXiv:1904.00962, algorithm 2: a step has the norm of the parameter, except without weight
+    """You et al., arXiv:1904.00962, algorithm 2. A step has the norm of the parameter, unless it has no weight
     decay."""
 
     def adapt(p, change, decay):
@@ -453,9 +454,9 @@ def test_lamb(device, where, dtype, unscale):
     check_adam("native_lamb", where, dtype, unscale, adapt)
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_lamb_updates_parameters_that_are_0(device, where):
-    """Their ratio is 1, even without a gradient, where it would be 0 / 0."""
+@pytest.mark.parametrize("where", ALL_PLACES)
+def test_lamb_updates_zero_parameters(device, where):
+    """Their trust ratio is 1, even if the gradient is 0 and the ratio would be 0 / 0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
         state = [[paddle.zeros([8])], [paddle.zeros([8])], [paddle.to_tensor([0.9])], [paddle.to_tensor([0.999])]]
@@ -496,40 +497,40 @@ def check_adam(name, where, dtype, unscale, adapt):
 
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where, dtype", UPDATED)
-def test_check_of_gradients_updates_the_loss_scale(device, where, dtype, bad):
+def test_check_finite_updates_loss_scale(device, where, dtype, bad):
     """A non-finite value at the end of any tensor of any type decreases the scale."""
     places = range(len(SIZES)) if where == "cpu" else (0, 1, 2, 4, 100, len(SIZES) - 1)
-    for spoilt in places if bad is not None else [None]:
+    for index in places if bad is not None else [None]:
         gradients = [np.full(size, 65504 if dtype == "float16" else 3e38, "float32") for size in SIZES]
         if bad is not None:
-            gradients[spoilt][-1] = bad
+            gradients[index][-1] = bad
         gradients = [paddle.to_tensor(g).astype("float32" if i % 5 == 4 else dtype) for i, g in enumerate(gradients)]
         scale, good, bad_steps = (paddle.to_tensor(v) for v in (np.float32([8]), np.int32([3]), np.int32([1])))
-        found = run("native_check_finite", gradients, scale, good, bad_steps, 4, 2, 2.0, 0.25)[0]
-        state = [t.item() for t in (found, scale, good, bad_steps)]
-        assert state == ([1 / 8, 16, 0, 0] if bad is None else [0, 2, 0, 0]), spoilt
+        result = run("native_check_finite", gradients, scale, good, bad_steps, 4, 2, 2.0, 0.25)[0]
+        state = [t.item() for t in (result, scale, good, bad_steps)]
+        assert state == ([1 / 8, 16, 0, 0] if bad is None else [0, 2, 0, 0]), index
 
 
 @pytest.mark.parametrize("unscale", [None, 1 / 128])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_clip_factor(device, where, dtype, unscale):
-    """Compared with float64, with gradients of several types, above and below the limit."""
+    """The reference is in float64. Gradients have several types, and norms above and below the limit."""
     random = np.random.RandomState(0)
     gradients = [paddle.to_tensor((random.randn(size) / (unscale or 1)).astype("float32")) for size in SIZES]
     gradients = [g if i % 5 == 4 else g.astype(dtype) for i, g in enumerate(gradients)]
     norm = np.sqrt(sum((wide(g) ** 2).sum() for g in gradients)) * (unscale or 1)
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
     for maximum in (norm / 7, norm * 0.999, norm * 1.001):
-        found = run("native_clip_factor", gradients, factor, maximum)[0]
-        np.testing.assert_allclose(found, [(unscale or 1) * min(1, maximum / norm)], rtol=1e-5)
+        result = run("native_clip_factor", gradients, factor, maximum)[0]
+        np.testing.assert_allclose(result, [(unscale or 1) * min(1, maximum / norm)], rtol=1e-5)
 
 
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("where", ALL_PLACES)
 def test_ema(device, where, unscale):
-    """Compared with float64; a factor of 0 does not change the averages."""
+    """The reference is in float64. A factor of 0 does not change the averages."""
     random = np.random.RandomState(0)
-    sizes = [*SIZES, *[16] * 100]  # more than fit into one launch
+    sizes = [*SIZES, *[16] * 100]  # more tensors than one launch supports
     averages, values = ([paddle.to_tensor(random.randn(n).astype("float32")) for n in sizes] for _ in range(2))
     before = [wide(t) for t in averages]
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
@@ -541,30 +542,30 @@ def test_ema(device, where, unscale):
 
 @pytest.mark.parametrize(("unscale", "expected"), [(None, np.nan), (0, 0)])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_clip_factor_of_a_norm_that_is_not_finite(device, where, bad, unscale, expected):
+@pytest.mark.parametrize("where", ALL_PLACES)
+def test_clip_factor_of_non_finite_norm(device, where, bad, unscale, expected):
     """The parameters become NaN, as without clipping, unless loss scaling skips the step."""
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
-    [found] = run("native_clip_factor", [paddle.ones([3]), paddle.to_tensor([1, bad, 1], "float32")], factor, 5.0)
-    np.testing.assert_array_equal(found, [expected])
+    [result] = run("native_clip_factor", [paddle.ones([3]), paddle.to_tensor([1, bad, 1], "float32")], factor, 5.0)
+    np.testing.assert_array_equal(result, [expected])
 
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_loss_scale_matches_paddle(device, where):
-    """Steps with and without an overflow, from scales near both limits."""
+    """Steps overflow at random, starting with scales near both limits."""
     random = np.random.RandomState(1)
     for start in (1.0, 1.5, 1024.0, 3e38):
-        ours, theirs = (
+        custom, reference = (
             [paddle.to_tensor(v) for v in (np.float32([start]), np.int32([0]), np.int32([0]))] for _ in "ab"
         )
         for step in range(40):
             overflows = step >= 3 and random.rand() < 0.4  # the first three raise the scale
             gradient = paddle.full([8], np.inf if overflows else 1.0)
-            run("native_check_finite", [gradient], *ours, 3, 2, 2.0, 0.5)
+            run("native_check_finite", [gradient], *custom, 3, 2, 2.0, 0.5)
             paddle._C_ops.update_loss_scaling_(
-                [gradient], paddle.to_tensor([overflows]), *theirs, 3, 2, 2.0, 0.5, False
+                [gradient], paddle.to_tensor([overflows]), *reference, 3, 2, 2.0, 0.5, False
             )
-            assert same(ours, theirs)
+            assert same(custom, reference)
 
 
 def cross_entropy(x, labels, smoothing):
@@ -587,49 +588,49 @@ LARGE_LOGITS, SMALL_LOGITS = [(256, 1000, 5), (300, 257, 5)], [(3, 2, 2), (1, 1,
         *(pytest.param(*case, 0.0, marks=pytest.mark.soak) for case in LARGE_LOGITS),
     ],
 )
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("where", ALL_PLACES)
 def test_loss(device, where, rows, classes, k, smoothing):
     random = np.random.RandomState(rows)
-    x = random.randn(rows, classes) * 5 + 300  # far from zero: the largest is taken off first
+    x = random.randn(rows, classes) * 5 + 300  # overflows unless the maximum is subtracted first
     x = np.round(x * 8) / 8
     labels = random.randint(0, classes, rows)
     two, all_equal = np.arange(0, rows, 3), np.arange(1, rows, 3)
     x[two[:, None], [0, -1]] = x[two].max(1, keepdims=True)
     labels[two] = np.where(two % 2, 0, classes - 1)
     x[all_equal], labels[all_equal] = 300, all_equal % min(classes, 8)
-    logits, given = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
+    logits, targets = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
     losses, gradient = cross_entropy(x, labels, smoothing)
-    order = np.argsort(-x, axis=1, kind="stable")  # of equal ones the lower class comes first
+    order = np.argsort(-x, axis=1, kind="stable")  # of equal logits, the lower class ranks first
     for mean in (True, False):
-        loss, top1, topk, _, pairs = run("native_loss", logits, given, None, smoothing, k, mean)
+        loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
         np.testing.assert_allclose(wide(loss).reshape(-1), losses.mean() if mean else losses, rtol=1e-5, atol=2e-5)
         assert top1.item() == np.float32((order[:, 0] == labels).mean())
         assert topk.item() == np.float32((order[:, :k] == labels[:, None]).any(1).mean())
         np.testing.assert_array_equal(pairs.numpy(), np.stack([labels, order[:, 0]], 1))
     logits.stop_gradient = False
-    (run("native_loss", logits, given, None, smoothing, k, True)[0] * 64).backward()
+    (run("native_loss", logits, targets, None, smoothing, k, True)[0] * 64).backward()
     np.testing.assert_allclose(wide(logits.grad), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_loss_with_weights_of_classes(device, where):
+@pytest.mark.parametrize("where", ALL_PLACES)
+def test_loss_with_class_weights(device, where):
     random = np.random.RandomState(0)
     x, labels, weights = random.randn(5, 300), random.randint(0, 300, 5), random.dirichlet(np.ones(300), 5)
     weights[0] = np.eye(300)[labels[0]]
     logits = paddle.to_tensor(x.astype("float32"), stop_gradient=False)
-    given = paddle.to_tensor(labels[:, None]), paddle.to_tensor(weights.astype("float32"))
-    losses = run("native_loss", logits, *given, 0.1, 5, False)[0]
+    targets = paddle.to_tensor(labels[:, None]), paddle.to_tensor(weights.astype("float32"))
+    losses = run("native_loss", logits, *targets, 0.1, 5, False)[0]
     target, log_softmax = 0.9 * weights + 0.1 / 300, x - np.log(np.exp(x).sum(1, keepdims=True))
     np.testing.assert_allclose(wide(losses)[:, 0], -(target * log_softmax).sum(1), rtol=1e-5)
-    run("native_loss", logits, *given, 0.1, 5, True)[0].backward()
+    run("native_loss", logits, *targets, 0.1, 5, True)[0].backward()
     np.testing.assert_allclose(wide(logits.grad), (np.exp(log_softmax) - target) / 5, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_loss_of_logits_that_are_not_finite(device, where):
-    """The loss of such an image is NaN, NaN ranks last, and other images are unaffected. A label out of range makes
-    top1 -1."""
+@pytest.mark.parametrize("where", ALL_PLACES)
+def test_loss_of_non_finite_logits(device, where):
+    """The loss of such an image is NaN, NaN ranks last, and other images are unaffected. A label that is out of range
+    makes top1 -1."""
     x = np.random.RandomState(0).randn(6, 9).astype("float32")
     x[1, 8], x[2, 3], x[4, 0], x[5] = np.nan, -np.inf, np.nan, np.nan
     labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth one is out of range
@@ -686,7 +687,7 @@ def assert_only_first_channel_is_kept(mean, variance):
 
 
 @pytest.mark.parametrize("where, dtype", NARROW)
-def test_running_statistics_skip_a_variance_beyond_float32(device, where, dtype):
+def test_running_statistics_skip_overflowed_variance(device, where, dtype):
     """The output is finite, so no loss would reveal the overflow."""
     x = np.random.RandomState(0).randn(2, 4, 4, 8).astype("float32")
     x[..., 0] *= 1e30
@@ -715,72 +716,72 @@ def test_missing_tools_are_reported(empty_cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "true")
     assert native.missing((9, 0)) == "no NVRTC library (libnvrtc.so)"
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
-    assert chosen_on_a_gpu() == ("paddle", False)
+    assert chosen_on_gpu() == ("paddle", False)
     assert "custom kernels are unavailable (no NVRTC library (libnvrtc.so))" in capsys.readouterr().out
 
 
-def chosen_on_a_gpu(**changes):
+def chosen_on_gpu(**changes):
     args = flags(device="gpu", **changes)
     resolution.resolve_kernels(args)
     return args.kernels, args.cuda_graph
 
 
 FAULTS = [
-    *("compiler", "library", "cache folder", "cache folder that cannot be looked into", "home folder", "old NVRTC"),
+    *("compiler", "library", "cache folder", "unreadable cache folder", "home folder", "old NVRTC"),
     "GPU unknown to NVRTC",
 ]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_unavailable_kernels(tmp_path, monkeypatch, capsys, kernels, fault):
+def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels, fault):
     """auto uses Paddle's kernels and logs the reason; native stops the run with an error message."""
-    capability, says = (9, 0), ""
+    capability, problem = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
-    if fault in ("compiler", "library"):  # for the operators; the kernels are built concurrently
+    if fault in ("compiler", "library"):  # these fail for the operators; the kernels are built concurrently
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")
-        says = "false failed: "
+        problem = "false failed: "
     elif fault == "library":
         monkeypatch.setattr(native, "_compile_operators", lambda target: target.write_bytes(b"no library"))
-        says = f"Paddle cannot load {native._operators_file()} ({native._operators_file()}: file too short)"
+        problem = f"Paddle cannot load {native._operators_file()} ({native._operators_file()}: file too short)"
     elif fault == "cache folder":
         (tmp_path / "paddle_resnet").write_text("in the way")
-        says = f"{tmp_path}/paddle_resnet cannot be used (File exists; set XDG_CACHE_HOME"
-    elif fault == "cache folder that cannot be looked into":
+        problem = f"{tmp_path}/paddle_resnet cannot be used (File exists; set XDG_CACHE_HOME"
+    elif fault == "unreadable cache folder":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))
-        says = f"{native.cache_folder()} cannot be used (File name too long; set XDG_CACHE_HOME"
+        problem = f"{native.cache_folder()} cannot be used (File name too long; set XDG_CACHE_HOME"
     elif fault == "old NVRTC":
         monkeypatch.setattr(native, "register", lambda: None)
         monkeypatch.setattr(native, "_nvrtc", lambda: SimpleNamespace())
-        says = "NVRTC is too old: nvrtcCreateProgram requires CUDA 11.1"
+        problem = "NVRTC is too old: nvrtcCreateProgram requires CUDA 11.1"
     elif fault == "home folder":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-        says = "there is no home folder"
+        problem = "there is no home folder"
     else:
         if native._nvrtc() is None:
             pytest.skip("no NVRTC library")
         monkeypatch.setattr(native, "register", lambda: None)
-        capability, says = (1, 2), "NVRTC failed: "
+        capability, problem = (1, 2), "NVRTC failed: "
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: capability)
     if kernels == "native":
-        with pytest.raises(UsageError, match=re.escape(f"--kernels native: {says}") + ".*--kernels paddle"):
+        with pytest.raises(UsageError, match=re.escape(f"--kernels native: {problem}") + ".*--kernels paddle"):
             resolution.resolve_kernels(flags(device="gpu", kernels="native"))
     else:
-        assert chosen_on_a_gpu() == ("paddle", False)
-        assert f"custom kernels are unavailable ({says}" in capsys.readouterr().out
-    left = {path.suffix for path in tmp_path.glob("paddle_resnet/*")} - {".lock"}
-    assert left == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault, set())
+        assert chosen_on_gpu() == ("paddle", False)
+        assert f"custom kernels are unavailable ({problem}" in capsys.readouterr().out
+    files = {path.suffix for path in tmp_path.glob("paddle_resnet/*")} - {".lock"}
+    assert files == {"compiler": {".cubin"}, "library": {".cubin", ".so"}}.get(fault, set())
 
 
 def test_both_compilers_run_concurrently(empty_cache, monkeypatch):
     both, images = threading.Barrier(2, timeout=20), []
 
-    def compile_beside_the_other(*args):
+    def compile_concurrently(*args):
         both.wait()
         args[-1].write_bytes(b"built")
 
@@ -789,15 +790,15 @@ def test_both_compilers_run_concurrently(empty_cache, monkeypatch):
         return SimpleNamespace(paddle_resnet_set_image=lambda image, size: images.append((image, size.value)))
 
     for name in ("_compile_kernels", "_compile_operators"):
-        monkeypatch.setattr(native, name, compile_beside_the_other)
+        monkeypatch.setattr(native, name, compile_concurrently)
     monkeypatch.setattr(native, "register", register)
     monkeypatch.setattr(native, "missing", lambda capability: None)
     native.load((9, 0))
     assert images == [(b"built", 5)]
 
 
-def test_a_change_of_any_source_file_triggers_a_rebuild(tmp_path, monkeypatch):
-    """Including new files and files in subfolders; a change of a kernel does not rebuild the operators."""
+def test_change_of_any_source_file_triggers_rebuild(tmp_path, monkeypatch):
+    """This includes new files and files in subfolders. A changed kernel does not rebuild the operators."""
     sources = tmp_path / "native"
     shutil.copytree(native.SOURCES, sources)
     monkeypatch.setattr(native, "SOURCES", sources)
@@ -814,55 +815,55 @@ def test_a_change_of_any_source_file_triggers_a_rebuild(tmp_path, monkeypatch):
         ), name
 
 
-def test_a_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
+def test_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
     built = tmp_path / "operators.so"
     built.write_bytes(b"")
     monkeypatch.setattr(native.fcntl, "flock", lambda *args: pytest.fail("locked"))
     assert native._build(built, lambda target: pytest.fail("compiled again")) == built
 
 
-@pytest.mark.parametrize("fault", ["another user's", "writable", "writable by the group", "in a folder of others"])
-def test_a_library_that_others_can_write_is_rebuilt(empty_cache, monkeypatch, capsys, fault):
+@pytest.mark.parametrize("fault", ["different owner", "writable", "writable by group", "writable folder"])
+def test_library_that_others_can_write_is_rebuilt(empty_cache, monkeypatch, capsys, fault):
     built = native._operators_file()
-    built.write_bytes(b"of a stranger")
-    if fault == "another user's":
+    built.write_bytes(b"untrusted")
+    if fault == "different owner":
         if os.geteuid() == 0:
             os.chown(built, 54321, 54321)
         else:
             monkeypatch.setattr(cache, "is_trusted", lambda path: path.name != built.name)
-    elif fault.startswith("writable"):
+    elif fault != "writable folder":
         built.chmod(0o666 if fault == "writable" else 0o664)
     else:
         empty_cache.chmod(0o1777)
-    built_now = native._build(native._operators_file(), lambda target: target.write_bytes(b"ours"))
-    assert built_now.read_bytes() == b"ours"
-    assert (built_now == built) == (fault != "in a folder of others")
+    built_now = native._build(native._operators_file(), lambda target: target.write_bytes(b"trusted"))
+    assert built_now.read_bytes() == b"trusted"
+    assert (built_now == built) == (fault != "writable folder")
     assert built_now.stat().st_mode & 0o022 == 0
     assert f"cache {empty_cache}: belongs to another user" in capsys.readouterr().err or built_now == built
 
 
-def test_a_compiler_that_is_not_a_command_is_an_error(empty_cache, monkeypatch):
+def test_invalid_compiler_command_is_rejected(empty_cache, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'open")
     with pytest.raises(UsageError, match="'open is not a command .No closing quotation.; fix that"):
         resolution.resolve_kernels(flags(kernels="native"))
 
 
-def test_choice_of_the_kernels(monkeypatch):
+def test_selection_of_kernels(monkeypatch):
     for changes in ({}, {"data_layout": "NCHW"}, {"kernels": "paddle"}):
         args = flags(**changes)
         resolution.resolve_kernels(args)
         assert (args.kernels, args.cuda_graph) == ("paddle", False)
-    # On GPUs that have all that is needed.
+    # The GPUs have everything that the custom kernels need.
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(native, "missing", lambda capability: None)
     monkeypatch.setattr(native, "load", lambda capability: None)
-    assert chosen_on_a_gpu() == ("native", True)
+    assert chosen_on_gpu() == ("native", True)
     for changes in ({"cuda_graph": False}, {"profile_steps": (3, 5)}):
-        assert chosen_on_a_gpu(**changes) == ("native", False)
+        assert chosen_on_gpu(**changes) == ("native", False)
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    for local_size, is_recorded in (("2", True), ("1", False)):
+    for local_size, is_captured in (("2", True), ("1", False)):
         monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
-        assert chosen_on_a_gpu() == ("native", is_recorded)
+        assert chosen_on_gpu() == ("native", is_captured)
     with pytest.raises(UsageError, match="--kernels native: supports NHWC only"):
         resolution.resolve_kernels(flags(kernels="native", data_layout="NCHW"))
 
@@ -870,13 +871,13 @@ def test_choice_of_the_kernels(monkeypatch):
 LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
 
 
-# The oldest GPU that Paddle 2.6 knows tensor cores on, and newer ones.
+# The oldest GPU whose tensor cores Paddle 2.6 supports, and newer ones.
 @pytest.mark.parametrize(
     "capability",
     [(7, 5), pytest.param((8, 0), marks=pytest.mark.soak), pytest.param((9, 0), marks=pytest.mark.soak)],
     ids=str,
 )
-def test_kernels_compile_without_a_gpu(tmp_path, capability):
+def test_kernels_compile_without_gpu(tmp_path, capability):
     if native._nvrtc() is None:
         pytest.skip("no NVRTC library")
     native._compile_kernels(capability, tmp_path / "kernels")
@@ -897,7 +898,7 @@ def test_kernels_compile_without_a_gpu(tmp_path, capability):
     assert b"\0follow_averages\0" in image
 
 
-def test_error_of_the_kernel_compiler_is_reported(tmp_path, monkeypatch):
+def test_kernel_compiler_error_is_reported(tmp_path, monkeypatch):
     if native._nvrtc() is None:
         pytest.skip("no NVRTC library")
     (tmp_path / "broken.cu").write_text("not CUDA;")

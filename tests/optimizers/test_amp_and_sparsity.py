@@ -1,3 +1,5 @@
+"""Mixed precision, loss scaling and 2:4 sparsity in training programs."""
+
 import itertools
 
 import numpy as np
@@ -15,8 +17,9 @@ from paddle_resnet.passes import all_reduces, fusion, updates
 
 
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
-def test_pruning_leaves_two_of_four(parse, algorithm, channels):
-    """In all layers except the classifier, as in NVIDIA's example. Paddle does not prune filters of three channels."""
+def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
+    """All layers except the classifier are pruned, as in NVIDIA's example. Paddle does not prune filters with three
+    input channels."""
     args = parse("--asp", "--prune-model", "--mask-algo", algorithm, "--image-shape", f"{channels},32,32")
     _, _, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters()}
@@ -71,23 +74,25 @@ def gpu_lists(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("is_train", [True, False])
 @pytest.mark.parametrize("kernels", ["paddle", *(["native"] if native.missing() is None else [])])
-def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
+def test_amp_casts_network_and_keeps_loss_head_in_float32(
     parse, monkeypatch, gpu_lists, level, dtype, is_train, kernels
 ):
-    """The rewritten program; test_gpu.py runs it."""
+    """This checks the rewritten program; test_gpu.py runs it."""
     half = getattr(paddle, dtype)
-    args = parse("--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html")  # with logits
+    args = parse(
+        "--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html"
+    )  # the report needs the logits
     if kernels == "native":
         native.load()
         args.kernels = "native"
-    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # refused on a CPU
+    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # parse rejects --amp on a CPU
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
     main = static.Program()
     fetchs, _, _, _ = program.build(frozen(args), main, static.Program(), 1, is_train=is_train)
     if not is_train:
         cast = []
-        for p in main.all_parameters():  # what a run has loaded
+        for p in main.all_parameters():  # stands for loading
             static.global_scope().var(p.name).get_tensor().set(np.zeros(p.shape, "float32"), paddle.CPUPlace())
         monkeypatch.setattr(amp.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
         amp.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
@@ -114,7 +119,7 @@ def test_amp_casts_the_network_and_keeps_the_loss_head_in_float32(
     assert {p.dtype for p in main.all_parameters() if "batch_norm" in p.name} == {paddle.float32}
     if level == "O2" and not is_train:
         assert cast == [weights]
-    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # Paddle's kernels of it
+    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # types that Paddle's kernels support
         allowed = {paddle.float32} if dtype == "bfloat16" else {paddle.float32, paddle.float16}
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
 
@@ -143,12 +148,12 @@ def use_native():
     ],
     ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
-def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
+def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
     """Each parameter has its own gradient, state, decay and, in half precision, master; Paddle's operators are
     removed."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
     use_native(args)
-    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # refused on a CPU
+    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # parse rejects --amp on a CPU
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
     main = static.Program()
@@ -159,18 +164,18 @@ def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, le
         expected[op.input("Param")[0]] = [*others, np.float32(rule.decay(op))]
     assert expected.keys() == {parameter.name for parameter in main.all_parameters() if parameter.trainable}
     fusion.fuse(main)
-    by_type, found = {op.type: op for op in main.global_block().ops}, {}
+    by_type, result = {op.type: op for op in main.global_block().ops}, {}
     for native_name, masters in ((rule.native, []), (f"{rule.native}_masters", ["Masters"])):
         if native_name not in by_type:
             continue
         op = by_type[native_name]
         lists = [op.input(f"{word}@VECTOR") for word in ("Parameters", "Gradients", *rule.state, *masters)]
         for parameter, *others in zip(*lists, op.attr("decays"), strict=True):
-            found[parameter] = [*others[:-1], np.float32(others[-1])]
-    assert found == expected
+            result[parameter] = [*others[:-1], np.float32(others[-1])]
+    assert result == expected
     assert (f"{rule.native}_masters" in by_type) == (level == "O2")
-    gone = {rule.op, "check_finite_and_unscale", "update_loss_scaling", "concat", "reduce_any", "memcpy"}
-    assert not gone & by_type.keys()
+    removed = {rule.op, "check_finite_and_unscale", "update_loss_scaling", "concat", "reduce_any", "memcpy"}
+    assert not removed & by_type.keys()
     if dtype == "bfloat16":
         assert not op.input("Unscale@OPTIONAL")
     else:
@@ -180,15 +185,15 @@ def test_fused_update_has_all_parameters(parse, use_native, gpu_lists, dtype, le
             assert set(maker.input("Gradients@VECTOR")) == {values[0] for values in expected.values()}
 
 
-def test_bfloat16_parameters_follow_their_float32_masters(parse):
-    """Only the update, compared with float32: the forward pass has no bfloat16 kernels on the CPU."""
-    found = {}
+def test_bfloat16_parameters_follow_float32_masters(parse):
+    """Only the update is compared with float32, because the CPU has no bfloat16 kernels for the forward pass."""
+    result = {}
     for dtype in (paddle.float32, paddle.bfloat16):
         main, startup = static.Program(), static.Program()
         with static.program_guard(main, startup), paddle.utils.unique_name.guard(), static.scope_guard(static.Scope()):
             x = static.data("x", [4, 4], "float32")
             weight = paddle.create_parameter([4, 4], "float32", default_initializer=paddle.nn.initializer.Assign(START))
-            weight.desc.set_dtype(dtype)  # as AMP O2 does it
+            weight.desc.set_dtype(dtype)  # like AMP O2
             momentum = paddle.optimizer.Momentum(0.5, 0.9, weight_decay=paddle.regularizer.L2Decay(0.1))
             momentum._multi_precision = True
             grad = paddle.cast(x, dtype)
@@ -200,14 +205,14 @@ def test_bfloat16_parameters_follow_their_float32_masters(parse):
             compiled = static.CompiledProgram(main)
             for i in range(3):
                 exe.run(compiled, {"x": np.full((4, 4), i - 0.75, "float32")}, [])
-            found[dtype] = variable(master), variable(f"{master}_velocity_0")
+            result[dtype] = variable(master), variable(f"{master}_velocity_0")
             if dtype == paddle.bfloat16:
                 bits = variable(weight.name)
                 assert bits.dtype == np.uint16
                 rounded = (bits.astype(np.uint32) << 16).view(np.float32)
-                np.testing.assert_allclose(rounded, found[dtype][0], rtol=2**-7)  # the CPU cuts off
-                assert np.any(rounded != found[dtype][0])
-    for in_float32, with_master in zip(found[paddle.float32], found[paddle.bfloat16], strict=True):
+                np.testing.assert_allclose(rounded, result[dtype][0], rtol=2**-7)  # the CPU kernel truncates
+                assert np.any(rounded != result[dtype][0])
+    for in_float32, with_master in zip(result[paddle.float32], result[paddle.bfloat16], strict=True):
         np.testing.assert_array_equal(in_float32, with_master)
 
 
@@ -225,7 +230,7 @@ def pairs_first(*parameters):
 @pytest.mark.parametrize(
     ("kernels", "level", "is_sparse"), pairs_first(["paddle", "native"], ["O1", "O2"], [False, True])
 )
-def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is_sparse):
+def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_sparse):
     """AMP on the CPU: all values are float32, and the loss is scaled."""
     flags = ["--asp", "--prune-model"] if is_sparse else []
     is_native = kernels == "native"
@@ -255,14 +260,14 @@ def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is
     scale = static.global_scope().find_var(program.LOSS_SCALE).get_tensor()
     scale.set(np.array([3e38], "float32"), paddle.CPUPlace())
     classifier = static.global_scope().find_var("linear_0.w_0").get_tensor()
-    classifier.set(100 * np.array(classifier), paddle.CPUPlace())  # so that the gradients below it overflow
+    classifier.set(100 * np.array(classifier), paddle.CPUPlace())  # makes the gradients below it overflow
     before, after = step()
     np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
     for name in names:
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
     for name, velocity in velocities.items():
         expected = before[velocity]
-        if not is_native:  # as for a gradient of 0
+        if not is_native:  # Paddle's operators update the velocity with a gradient of 0
             decay = 0.0 if "batch_norm" in name else 0.01
             expected = args.momentum * before[velocity] + decay * before[name]
         np.testing.assert_allclose(after[velocity], expected, rtol=0 if is_native else 1e-5, atol=1e-8, err_msg=name)
@@ -280,8 +285,8 @@ def test_overflow_leaves_the_parameters_alone(request, parse, kernels, level, is
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
-def test_fused_update_with_loss_scaling_is_the_plain_update(parse, use_native, is_dynamic):
-    found = []
+def test_fused_update_with_loss_scaling_equals_plain_update(parse, use_native, is_dynamic):
+    result = []
     for is_scaled in (False, True):
         args = parse("--lr", "0.1", "--weight-decay", "0.01", *NHWC)
         use_native(args)
@@ -294,13 +299,13 @@ def test_fused_update_with_loss_scaling_is_the_plain_update(parse, use_native, i
                 lr_scheduler.step()
             names = [p.name for p in main.all_parameters()]
             names += [f"{name}_velocity_0" for name in names if name not in all_reduces.bn_statistics(main)]
-            found.append({name: variable(name) for name in names})
-    plain, scaled = found
+            result.append({name: variable(name) for name in names})
+    plain, scaled = result
     for name in plain:
         np.testing.assert_allclose(scaled[name], plain[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_steps_without_overflow_are_those_of_the_plain_update(parse, monkeypatch):
+def test_steps_without_overflow_equal_plain_update(parse, monkeypatch):
     def parameters(is_fixed):
         args = parse("--lr", "0.1")
         args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, True, 1024.0

@@ -43,7 +43,8 @@ def flat_cosine(t, epoch, n):
     return PEAK if t < flat else half_cosine(PEAK, LOW, (t - flat) / (n - flat))
 
 
-FORMULAS = {  # of the step after the warm-up, the epoch and the number of steps after the warm-up
+# Each formula is a function of the step after the warm-up, the epoch, and the number of steps after the warm-up.
+FORMULAS = {
     "Cosine": (f"--min-lr {LOW}", lambda t, epoch, n: half_cosine(PEAK, LOW, t / n)),
     "Piecewise": ("--lr-decay-epochs 4,6.5 --lr-decay-factor 0.2", piecewise),
     "Poly": (f"--min-lr {LOW} --lr-power 3", lambda t, epoch, n: LOW + (PEAK - LOW) * (1 - t / n) ** 3),
@@ -64,25 +65,25 @@ def expected(name, warmup_epochs):
 
 def build(parse, name, warmup_epochs):
     flags = f"--lr-scheduler {name} {FORMULAS[name][0]} --lr {PEAK} --epochs {EPOCHS} --warmup-epochs {warmup_epochs}"
-    start = START if name != "OneCycle" else PEAK / 50  # which begins at PEAK / 25
+    start = START if name != "OneCycle" else PEAK / 50  # OneCycle begins at PEAK / 25
     args = parse(*flags.split(), "--warmup-start-lr", start)
     return schedules.build_lr_scheduler(args, durations.uniform(args, STEPS))
 
 
 @pytest.mark.parametrize("warmup_epochs", [0, 2])
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
-def test_a_schedule_is_its_formula_also_after_a_resume(parse, monkeypatch, name, warmup_epochs):
+def test_schedule_matches_formula_and_resumes(parse, monkeypatch, name, warmup_epochs):
     if name == "OneCycle":
         monkeypatch.setattr("test_schedules.START", PEAK / 50)
-    found = rates(build(parse, name, warmup_epochs))
-    np.testing.assert_allclose(found, expected(name, warmup_epochs), rtol=1e-12, atol=1e-15)
+    result = rates(build(parse, name, warmup_epochs))
+    np.testing.assert_allclose(result, expected(name, warmup_epochs), rtol=1e-12, atol=1e-15)
     resumed = build(parse, name, warmup_epochs)
     for _ in range(33):
         resumed.step()
-    assert rates(resumed, EPOCHS * STEPS - 33) == found[33:]
+    assert rates(resumed, EPOCHS * STEPS - 33) == result[33:]
 
 
-def test_the_default_is_that_of_paddle(parse):
+def test_default_schedule_equals_paddle_schedulers(parse):
     args = parse("--lr", "0.4", "--epochs", "10", "--warmup-epochs", "2", "--warmup-start-lr", "0.1")
     cosine = paddle.optimizer.lr.CosineAnnealingDecay(0.4, T_max=8 * STEPS)
     reference = paddle.optimizer.lr.LinearWarmup(cosine, 2 * STEPS, 0.1, 0.4)
@@ -91,16 +92,16 @@ def test_the_default_is_that_of_paddle(parse):
     )
 
 
-def test_peak_and_minimum_are_multiplied_by_the_number_of_processes(parse, monkeypatch):
+def test_peak_and_minimum_scale_with_number_of_processes(parse, monkeypatch):
     args = parse("--lr", "0.1", "--min-lr", "0.01", "--epochs", "4", "--warmup-epochs", "1")
     monkeypatch.setattr(processes, "world_size", lambda: 8)
-    found = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 5)), 21)
-    assert max(found) == pytest.approx(0.8)
-    assert found[-1] == pytest.approx(0.08)
+    result = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 5)), 21)
+    assert max(result) == pytest.approx(0.8)
+    assert result[-1] == pytest.approx(0.08)
 
 
 @pytest.mark.parametrize("flags", [["--lr", "0"], ["--lr", "0.1", "--warmup-start-lr", "0.1"]])
-def test_a_warmup_from_the_peak_or_above_is_an_error(parse, flags):
+def test_warmup_from_peak_or_above_is_rejected(parse, flags):
     args = parse("--epochs", "2", "--warmup-epochs", "1", *flags)
     with pytest.raises(UsageError, match=r"--warmup-start-lr .*: not below .*--lr .* --warmup-epochs 0"):
         schedules.build_lr_scheduler(args, durations.uniform(args, 5))
@@ -108,22 +109,22 @@ def test_a_warmup_from_the_peak_or_above_is_an_error(parse, flags):
     schedules.build_lr_scheduler(args, durations.uniform(args, 5))
 
 
-def test_a_warmup_longer_than_the_run_is_cut_with_a_warning(parse, capsys):
+def test_warmup_longer_than_run_is_cut_with_warning(parse, capsys):
     args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")
-    found = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 10)), 20)
-    np.testing.assert_allclose(found, [0.4 * step / 20 for step in range(20)])
+    result = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 10)), 20)
+    np.testing.assert_allclose(result, [0.4 * step / 20 for step in range(20)])
     assert "--warmup-epochs 5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ("--lr-power 3", "--lr-power 3.0: not used by --lr-scheduler Cosine; remove it, or use --lr-scheduler Poly"),
         ("--lr-scheduler Piecewise --min-lr 0.1", "--min-lr 0.1: not used by --lr-scheduler Piecewise"),
         ("--lr 0.1 --min-lr 0.2", "--min-lr 0.2: exceeds --lr 0.1"),
     ],
 )
-def test_flags_without_an_effect_are_errors(parse, flags, says):
+def test_flags_without_effect_are_rejected(parse, flags, message):
     with pytest.raises(UsageError) as error:
         parse(*flags.split())
-    assert says in str(error.value)
+    assert message in str(error.value)

@@ -1,5 +1,5 @@
-"""Every optimizer in a small program: groups of weight decay, Paddle's operators compared with the custom one, skipped
-steps, and a resume. For the formulas, see tests/native/test_native.py."""
+"""Every optimizer in a small program: weight decay groups, Paddle's operators compared with the custom one, skipped
+steps and resuming. tests/native/test_native.py tests the formulas."""
 
 import numpy as np
 import paddle
@@ -41,14 +41,14 @@ class Run:
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
-            if scale:  # everything stays in float32
+            if scale:  # in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
             optimizer.minimize(self._loss, startup)
             if args.clip_grad_norm is not None:
                 updates.clip_gradients(self.main, args.clip_grad_norm)
-            self.paddles = table.updates(self.main)
+            self.paddle_updates = table.updates(self.main)
             if args.kernels == "native":
                 updates.place_state(startup)
             else:
@@ -86,7 +86,7 @@ def operators():
     native.load()
 
 
-def test_flags_name_the_optimizers():
+def test_flags_cover_all_optimizers():
     [action] = [a for a in PARSER._actions if a.dest == "optimizer"]
     assert action.choices == list(table.OPTIMIZERS)
     users = [flag.used_by[1] for flag in FLAGS.values() if flag.used_by and flag.used_by[0] == "optimizer"]
@@ -95,10 +95,10 @@ def test_flags_name_the_optimizers():
 
 @pytest.mark.parametrize("with_bn", [False, True])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
-def test_weight_decay_by_groups(name, with_bn):
+def test_weight_decay_groups(name, with_bn):
     run = Run("--optimizer", name, *(["--bn-weight-decay"] if with_bn else []))
     rule = table.OPTIMIZERS[name]
-    decays = {op.input("Param")[0]: rule.decay(op) for op in run.paddles}
+    decays = {op.input("Param")[0]: rule.decay(op) for op in run.paddle_updates}
     expected = {"linear_0.w_0": True, "last.weight": True}
     expected |= {"last.bias": rule.decays_biases}
     expected |= dict.fromkeys(["batch_norm2d_0.w_0", "batch_norm2d_0.b_0"], with_bn)
@@ -107,28 +107,30 @@ def test_weight_decay_by_groups(name, with_bn):
 
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
-def test_custom_operator_computes_what_paddles_do(name, scale):
-    """Parameters and state with the same names, and dynamic loss scaling."""
+def test_custom_operator_equals_paddle_operators(name, scale):
+    """Parameters and state have the same names, with and without dynamic loss scaling."""
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(table.OPTIMIZERS[name].native) == 1
-    assert runs[1].devices == {""}  # where the program runs
+    assert runs[1].devices == {""}  # the device of the program
     assert types.count("native_check_finite") == scale
-    assert not {"memcpy", "check_finite_and_unscale", "update_loss_scaling", runs[0].paddles[0].type} & set(types)
+    assert not {"memcpy", "check_finite_and_unscale", "update_loss_scaling", runs[0].paddle_updates[0].type} & set(
+        types
+    )
     for run in runs:
         for i in range(4):
             run.step(i)
-    expected, found = (run.state() for run in runs)
-    assert expected.keys() == found.keys()
+    expected, result = (run.state() for run in runs)
+    assert expected.keys() == result.keys()
     for key, value in expected.items():
-        np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(result[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
-def test_clipping_limits_the_global_norm(fuse, scale):
-    """In float64, from the changes of a step without momentum and weight decay, which are proportional to the
-    gradients."""
+def test_clipping_limits_global_norm(fuse, scale):
+    """Without momentum and weight decay, changes of parameters are proportional to the gradients. They are compared in
+    float64."""
     flags = ["--weight-decay", "0", "--momentum", "0", "--clip-grad-norm"]
     plain, high, low = (Run(*flags, limit, fuse=fuse, scale=scale) for limit in ("None", "1e3", "0.05"))
     types = [op.type for op in low.main.global_block().ops]
@@ -141,7 +143,7 @@ def test_clipping_limits_the_global_norm(fuse, scale):
         after = run.state()
         names = [p.name for p in run.main.all_parameters() if p.trainable]
         changes.append(np.concatenate([(after[n] - before[n].astype("float64")).ravel() for n in names]))
-    norm = np.linalg.norm(changes[0]) / 0.1  # the learning rate
+    norm = np.linalg.norm(changes[0]) / 0.1  # divided by the learning rate
     assert norm > 0.1
     np.testing.assert_array_equal(changes[1], changes[0])
     np.testing.assert_allclose(changes[2], changes[0] * 0.05 / norm, rtol=1e-3, atol=1e-7)
@@ -149,7 +151,7 @@ def test_clipping_limits_the_global_norm(fuse, scale):
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
-def test_a_skipped_step_changes_nothing(name, fuse):
+def test_skipped_step_does_not_change_state(name, fuse):
     run = Run("--optimizer", name, "--clip-grad-norm", "0.1", fuse=fuse, scale=True)
     run.step(0)
     before = run.state()
@@ -158,7 +160,7 @@ def test_a_skipped_step_changes_nothing(name, fuse):
     assert after[variables.LOSS_SCALE] < before[variables.LOSS_SCALE]
     may_change = {variables.LOSS_SCALE, "num_bad_steps_0", "num_good_steps_0", "learning_rate_0"}
     may_change |= {"batch_norm2d_0.w_1", "batch_norm2d_0.w_2"}  # running statistics include the batch
-    if not fuse:  # Paddle's velocities decay as for a gradient of 0
+    if not fuse:  # Paddle's operators update the velocities with a gradient of 0
         may_change |= {key for key in before if key.endswith("_velocity_0")}
     for key in before.keys() - may_change:
         np.testing.assert_array_equal(after[key], before[key], err_msg=key)
@@ -166,7 +168,7 @@ def test_a_skipped_step_changes_nothing(name, fuse):
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
-def test_a_resume_is_exact(name, fuse):
+def test_resume_is_bit_identical(name, fuse):
     run, resumed = (Run("--optimizer", name, fuse=fuse) for _ in "ab")
     for i in range(4):
         if i == 2:
@@ -174,14 +176,14 @@ def test_a_resume_is_exact(name, fuse):
         run.step(i)
         if i >= 2:
             resumed.step(i)
-    expected, found = run.state(), resumed.state()
+    expected, result = run.state(), resumed.state()
     for key, value in expected.items():
-        np.testing.assert_array_equal(found[key], value, err_msg=key)
+        np.testing.assert_array_equal(result[key], value, err_msg=key)
 
 
 @pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.op != "momentum"])
 def test_sparse_weights_remain_sparse(parse, name):
-    """In a complete network; for Momentum, see test_amp_and_sparsity.py."""
+    """This trains a complete network; for Momentum, see test_amp_and_sparsity.py."""
     args = parse("--optimizer", name, "--lr", "0.01", "--asp", "--prune-model", *NHWC)
     args.kernels = "native"
     compiled, exe, _, _, main = build(args)
@@ -195,7 +197,7 @@ def test_sparse_weights_remain_sparse(parse, name):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ("--beta1 0.8", "--beta1 0.8: not used by --optimizer Momentum; remove it, or use --optimizer AdamW or LAMB"),
         ("--optimizer AdamW --momentum 0.9", "--momentum 0.9: not used by --optimizer AdamW; remove it, or use"),
@@ -205,13 +207,13 @@ def test_sparse_weights_remain_sparse(parse, name):
         ("--optimizer Adam", "--optimizer: invalid choice: 'Adam'"),
     ],
 )
-def test_wrong_flags_are_errors(flags, says):
+def test_invalid_flags_are_rejected(flags, message):
     with pytest.raises(UsageError) as error:
         config.parse_args(flags.split())
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_learning_rate_of_momentum_for_adamw_triggers_a_warning():
+def test_momentum_learning_rate_for_adamw_triggers_warning():
     [warning] = validation.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.256"]))
     assert "--lr 0.256" in warning and "0.001" in warning
     assert not list(validation.warnings(config.parse_args(["--optimizer", "AdamW", "--lr", "0.001"])))

@@ -5,7 +5,7 @@ import paddle
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_error, losses, phase
 from helpers import build, random_batches
 from paddle_resnet.checkpoints import variables
 from paddle_resnet.models import layers
@@ -26,10 +26,10 @@ def without_bn(monkeypatch):
 @pytest.mark.parametrize("scaling", [None, "static", "dynamic"])
 @pytest.mark.parametrize("optimizer", ["Momentum", "AdamW"])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_an_update_is_that_of_a_large_batch(parse, without_bn, kernels, optimizer, scaling):
+def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kernels, optimizer, scaling):
     if kernels == "native":
         native.load()
-    found = []
+    states = []
     for count in (1, 2, 4):
         flags = ["--accumulate-steps", count, "--lr", 0.08 / count, "--clip-grad-norm", "0.5", "--optimizer", optimizer]
         args = parse(*NHWC, *flags, "--weight-decay", "0.01")
@@ -46,17 +46,17 @@ def test_an_update_is_that_of_a_large_batch(parse, without_bn, kernels, optimize
                 exe.run(compiled, {"data": parts[-1][0], "label": parts[-1][1]}, [])
                 rate.step()
             state = variables.snapshot(main)
-            found.append(state[0] | state[1])
-    for other in found[1:]:
-        assert other.keys() == found[0].keys()
-        for name, value in found[0].items():
+            states.append(state[0] | state[1])
+    for other in states[1:]:
+        assert other.keys() == states[0].keys()
+        for name, value in states[0].items():
             scale = np.abs(value).max()
             tolerance = 1e-5 if optimizer == "Momentum" else 1e-3  # AdamW divides small gradients by their size
             np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=tolerance * scale, err_msg=name)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_an_overflow_in_any_batch_skips_the_step_and_is_forgotten(parse, without_bn, kernels):
+def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
     if kernels == "native":
         native.load()
     args = parse(*NHWC, "--accumulate-steps", "2", "--optimizer", "AdamW", "--lr", "0.01")
@@ -76,7 +76,7 @@ def test_an_overflow_in_any_batch_skips_the_step_and_is_forgotten(parse, without
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_resume_is_exact(run_train, losses_with_a_stop, tmp_path, capsys, stop):
+def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys, stop):
     """Epochs have seven batches, of which six are used. A run stops only at the end of a step."""
     flags = [*FLAGS, "--resume", "--dropout", "0.5"]
     code, report = run_train(*flags)
@@ -88,16 +88,16 @@ def test_a_resume_is_exact(run_train, losses_with_a_stop, tmp_path, capsys, stop
     assert losses_with_a_stop(stop, *flags) == expected
 
 
-def test_each_batch_has_its_own_random_numbers(run_train, monkeypatch):
-    drawn = []
+def test_each_batch_has_own_random_numbers(run_train, monkeypatch):
+    steps = []
     generator = random_numbers.generator
-    draw = lambda seed, step, *key: drawn.append(step) or generator(seed, step, *key)  # noqa: E731
+    draw = lambda seed, step, *key: steps.append(step) or generator(seed, step, *key)  # noqa: E731
     monkeypatch.setattr(random_numbers, "generator", draw)
     assert run_train(*FLAGS, "--dropout", "0.5")[0] == 0
-    assert sorted(drawn) == list(range(12))
+    assert sorted(steps) == list(range(12))
 
 
-def test_learning_rates_and_the_number_of_steps(run_train, tmp_path):
+def test_learning_rates_and_number_of_steps(run_train, tmp_path):
     flags = ["--iter-unit", "batch", "--num-iter", "3", "--epochs", "90", "--lr-scheduler", "Poly", "--lr-power", "1"]
     code, report = run_train(*FLAGS, *flags, "--lr", "0.01", "--eval-interval", "1", "--save-interval", "1")
     assert code == 0
@@ -106,17 +106,17 @@ def test_learning_rates_and_the_number_of_steps(run_train, tmp_path):
     assert {path.name for path in (tmp_path / "output/Tiny").iterdir()} >= {"0_3", "0", "1_3"}
 
 
-def test_fewer_batches_than_a_step_is_an_error(run_train, capsys):
+def test_fewer_batches_than_one_step_are_rejected(run_train, capsys):
     assert run_train(*FLAGS, "--accumulate-steps", "8")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--accumulate-steps 8", "7 batches per epoch", "smaller"])
+    assert_one_error(capsys.readouterr().err, ["--accumulate-steps 8", "7 batches per epoch", "smaller"])
 
 
-def test_a_checkpoint_inside_a_step_of_a_different_size_is_an_error(run_train, stop_before, capsys):
+def test_resume_inside_step_of_different_size_is_rejected(run_train, stop_before, capsys):
     stop_before(train_step=1)
     assert run_train(*FLAGS, "--resume")[0] == 75
     stop_before()
     assert run_train(*FLAGS, "--resume", "--accumulate-steps", "2")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--accumulate-steps 2", "after 3 batches"])
+    assert_one_error(capsys.readouterr().err, ["--accumulate-steps 2", "after 3 batches"])
 
 
 def test_sums_are_not_in_checkpoints(run_train, tmp_path):

@@ -1,4 +1,4 @@
-"""Rewritten programs; for complete jobs, see job/test_jobs.py."""
+"""Programs with rewritten all-reduces; for complete jobs, see job/test_jobs.py."""
 
 import paddle
 import pytest
@@ -12,11 +12,11 @@ def append_all_reduce(block, name, role=1):
     compat.append_all_reduce(block, block.var(name))
     block.ops[-1]._set_attr("op_role", role)
     if compat.HAS_CALC_STREAM:
-        block.ops[-1]._set_attr("use_calc_stream", False)  # as Fleet writes it
+        block.ops[-1]._set_attr("use_calc_stream", False)  # like Fleet
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
-    """The rewritten program; for the effect on two GPUs, see test_gpu.py."""
+    """This checks the rewritten program; for the effect on two GPUs, see test_gpu.py."""
     main = static.Program()
     block = main.global_block()
     with static.program_guard(main):
@@ -36,7 +36,7 @@ def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
 @pytest.mark.parametrize(
     ("device", "local_size", "expected"), [("gpu", "2", True), ("gpu", "1", False), ("cpu", "2", False)]
 )
-def test_gradients_travel_on_the_computations_stream_within_a_host(monkeypatch, device, local_size, expected):
+def test_all_reduces_use_computation_stream_within_host(monkeypatch, device, local_size, expected):
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", local_size)
     main = static.Program()
@@ -50,7 +50,7 @@ def test_gradients_travel_on_the_computations_stream_within_a_host(monkeypatch, 
         assert op.attr("use_calc_stream") == expected
 
 
-def test_all_reduces_of_gradients_are_counted():
+def test_count_gradient_all_reduces():
     main = static.Program()
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     with static.program_guard(main):

@@ -64,8 +64,8 @@ def state(names):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_averages_follow_their_formula(train, kernels):
-    """In float64, for all trained parameters and the running statistics, from the initial weights on."""
+def test_averages_match_formula(train, kernels):
+    """Reference in float64 for all trained parameters and running statistics, starting with the initial weights."""
     step, main = train(kernels)
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
@@ -87,7 +87,7 @@ def test_averages_follow_their_formula(train, kernels):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_skipped_step_changes_no_average(train, scaled, kernels):
+def test_skipped_step_does_not_change_averages(train, scaled, kernels):
     step, main = train(kernels, use_dynamic_loss_scaling=True)
     names = averages.of(main).values()
     before = state(names)
@@ -104,10 +104,10 @@ def test_a_skipped_step_changes_no_average(train, scaled, kernels):
 
 
 def half_program(args, monkeypatch):
-    """An evaluation program of level O2 in float16, as on a GPU."""
+    """Return an evaluation program of level O2 in float16, like on a GPU."""
     lists = amp._amp_lists
 
-    def all_supported(*arguments):  # Paddle's CPU build knows no float16 kernel and would cast nothing
+    def all_supported(*arguments):  # Paddle's CPU build has no float16 kernels and would cast nothing
         result = lists(*arguments)
         result.unsupported_list = set()
         return result
@@ -118,12 +118,12 @@ def half_program(args, monkeypatch):
     program.build(frozen(args), main, static.Program(), 1, is_train=False)
     before = state(p.name for p in main.all_parameters())
     amp.cast_evaluation_program(main, PLACE, "float16", "O2")
-    for name, value in before.items():  # the training program of this test is not of O2
+    for name, value in before.items():  # restores float32, since the training program of this test is not O2
         static.global_scope().find_var(name).get_tensor().set(value, PLACE)
     return main
 
 
-def test_an_evaluation_program_in_half_precision_reads_copies_that_stay(train, parse, monkeypatch):
+def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, parse, monkeypatch):
     step, main = train("paddle")
     args = parse("--ema", "0.5", *NHWC)
     evaluated = half_program(args, monkeypatch)
@@ -135,16 +135,16 @@ def test_an_evaluation_program_in_half_precision_reads_copies_that_stay(train, p
     assert {"conv2d_0.w_0.ema.half", "linear_0.w_0.ema.half"} <= {*halves}
     assert names["batch_norm_0.w_1.ema"] == paddle.float32
 
-    def places():
+    def addresses():
         return {name: static.global_scope().find_var(name).get_tensor()._ptr() for name in names}
 
-    before, at = state(halves), places()
+    before, expected = state(halves), addresses()
     step()
     step()
     for name, value in state(halves).items():
-        np.testing.assert_array_equal(value, before[name])  # until the next evaluation
+        np.testing.assert_array_equal(value, before[name])  # constant until the next evaluation
     update()
-    assert places() == at
+    assert addresses() == expected
     for name, value in state(halves).items():
         # Paddle's cast on a CPU rounds towards zero.
         np.testing.assert_allclose(value, variable(name.removesuffix(".half")), rtol=2**-10, atol=2**-24)
@@ -174,6 +174,6 @@ def test_float32_masters_are_averaged_and_masked(parse, monkeypatch):
 
 
 @pytest.mark.parametrize("decay", ["1", "-0.1"])
-def test_wrong_decays_are_errors(parse, decay):
+def test_invalid_decay_is_rejected(parse, decay):
     with pytest.raises(UsageError, match="--ema: "):
         parse("--ema", decay)

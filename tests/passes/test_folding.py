@@ -1,3 +1,5 @@
+"""Folding of batch normalization into convolutions."""
+
 import numpy as np
 import pytest
 from paddle import static
@@ -9,15 +11,15 @@ from paddle_resnet.passes import folding
 
 
 @pytest.mark.parametrize("flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"]], ids=["NCHW", "NHWC"])
-def test_folded_program_computes_the_same(parse, flags):
-    """In float32 on the CPU, where only the order of summation differs. Statistics and scales are random, and epsilon
-    is large enough to have an effect."""
+def test_folded_program_has_same_results(parse, flags):
+    """In float32, only the order of summation differs. Statistics and scales are random, and epsilon is large enough to
+    have an effect."""
     args = parse(*flags)
     random = np.random.RandomState(1)
     _, exe, fetchs, _, program = build(args, is_train=False)
     names = [v.name for v in program.list_vars() if v.persistable and v.name.startswith("batch_norm")]
 
-    def randomise():
+    def randomize():
         for name in names:
             array = variables.read(name)
             variables.set_variable(name, random.uniform(0.5, 2, array.shape).astype("float32"), exe.place)
@@ -26,7 +28,7 @@ def test_folded_program_computes_the_same(parse, flags):
         return [exe.run(program, dict(zip(("data", "label"), b, strict=True)), [loss])[0] for b in batches]
 
     loss, batches = fetchs["loss"][0], random_batches(2, (32, 32, 4) if flags else (3, 32, 32))
-    randomise()
+    randomize()
     for op in program.global_block().ops:
         if op.type == "batch_norm":
             op._set_attr("epsilon", 1e-3)
@@ -35,8 +37,8 @@ def test_folded_program_computes_the_same(parse, flags):
     refold = folding.fold_batch_norms(program, exe, 1 if args.data_layout == "NCHW" else -1)
     assert not any(op.type == "batch_norm" for op in program.global_block().ops)
     np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
-    # New parameters are seen from the next refold on.
-    randomise()
+    # New parameters take effect with the next refold.
+    randomize()
     changed = losses(plain)
     assert np.abs(np.subtract(changed, expected)).max() > 1e-3
     np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
@@ -44,7 +46,7 @@ def test_folded_program_computes_the_same(parse, flags):
     np.testing.assert_allclose(losses(program), changed, rtol=2e-5, atol=1e-4)
 
 
-def test_float32_is_not_folded(parse):
+def test_float32_program_is_not_folded(parse):
     args = parse()
     _, exe, fetchs, _, program = build(args, is_train=False)
     before = [op.type for op in program.global_block().ops]

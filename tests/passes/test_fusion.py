@@ -10,7 +10,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle import nn, static
 
-from conftest import NHWC, assert_one_sentence, frozen, losses, phase
+from conftest import NHWC, assert_one_error, frozen, losses, phase
 from helpers import random_batches
 from paddle_resnet import models, program
 from paddle_resnet.checkpoints import variables
@@ -19,7 +19,6 @@ from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
 from paddle_resnet.passes import all_reduces, fusion
 
-# What Paddle makes of the logits.
 BLOCKS = {
     "bottleneck": partial(ResNet, BottleneckBlock, (1, 2, 1, 1), width=8),
     "basic": partial(ResNet, BasicBlock, (2, 1, 1, 1), width=8),
@@ -47,46 +46,48 @@ def train(args, batches, fuse):
         exe.run(startup)
         if fuse:
             fusion.fuse(main)
-        found = [exe.run(main, {"data": x, "label": y}, [fetchs["loss"][0]])[0].item() for x, y in batches]
+        step_losses = [exe.run(main, {"data": x, "label": y}, [fetchs["loss"][0]])[0].item() for x, y in batches]
         names = [v.name for v in main.list_vars() if v.persistable and static.global_scope().find_var(v.name)]
-        return found, {name: variables.read(name) for name in names if name.startswith(("conv", "batch", "linear"))}
+        return step_losses, {
+            name: variables.read(name) for name in names if name.startswith(("conv", "batch", "linear"))
+        }
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_training_is_the_same(parse, monkeypatch, block):
+def test_fused_training_has_same_results(parse, monkeypatch, block):
     """Losses, parameters, velocities and running means agree. Paddle's running variance is biased on the CPU and
     unbiased on a GPU; the custom operators use the unbiased one, n / (n - 1) times that of the CPU."""
     monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
     args = parse(*NHWC, "--image-shape", "4,48,32")
     batches = random_batches(2, (48, 32, 4))
     expected, plain = train(args, batches, fuse=False)
-    found, fused = train(args, batches, fuse=True)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    result, fused = train(args, batches, fuse=True)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
     assert plain.keys() == fused.keys()
     for name, value in plain.items():
         tolerance = 0.07 if name.endswith(".w_2") else 1e-4
         np.testing.assert_allclose(fused[name], value, rtol=tolerance, atol=1e-4, err_msg=name)
 
 
-def test_training_with_depthwise_convolutions_is_the_same(parse, monkeypatch):
+def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
     """With Paddle's BN, because rounding would otherwise decide for some pixels whether ReLU6 propagates the
     gradient."""
     monkeypatch.setattr(fusion, "_fuse_training", lambda graph, bn: None)
     args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
-    (expected, plain), (found, fused) = (train(args, batches, fuse) for fuse in (False, True))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
     for name, value in plain.items():
         np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
 
 
-def test_every_operator_of_a_residual_network_is_replaced(parse):
+def test_all_operators_of_residual_network_are_replaced(parse):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC)), main, startup, 10)
     before = types(main)
     fusion.fuse(main)
     after = types(main)
-    gone = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum")
-    assert not any(after[name] for name in gone)
+    removed = ("batch_norm", "batch_norm_grad", "relu", "relu_grad", "sum", "momentum")
+    assert not any(after[name] for name in removed)
     assert after["native_bn_act"] + after["native_bn_add_relu"] == before["batch_norm"]
     assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
     assert after["native_momentum"] == 1  # for all parameters
@@ -95,7 +96,7 @@ def test_every_operator_of_a_residual_network_is_replaced(parse):
 
 
 @pytest.mark.parametrize("network", ["Tiny", "MobileNetV2"])
-def test_evaluation_is_the_same(parse, network):
+def test_fused_evaluation_has_same_results(parse, network):
     args = parse(*NHWC, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
     fetchs, *_ = program.build(frozen(args), main, startup, 0, is_train=False)
@@ -110,19 +111,19 @@ def test_evaluation_is_the_same(parse, network):
     assert types(main)["native_bn_inference"] == types(plain)["batch_norm"]
     assert types(main)["native_depthwise_conv"] == types(plain)["depthwise_conv2d"]
     for x, y in random_batches(2, (32, 32, 4)):
-        expected, found = (
+        expected, result = (
             exe.run(p, {"data": x, "label": y}, [variable for variable, _ in fetchs.values()]) for p in (plain, main)
         )
-        assert [value.shape for value in found] == [value.shape for value in expected]
-        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-        for ours, theirs in zip(found[1:], expected[1:], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        assert [value.shape for value in result] == [value.shape for value in expected]
+        np.testing.assert_allclose(result[0], expected[0], rtol=1e-5)
+        for value, reference in zip(result[1:], expected[1:], strict=True):
+            np.testing.assert_array_equal(value, reference)
 
 
-def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
+def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse()), main, startup, 10)
-    fusion.fuse(main)  # momentum, which has no layout
+    fusion.fuse(main)  # replaces only momentum, which is independent of the layout
     assert {name for name in types(main) if name.startswith("native_")} == {"native_momentum"}
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()
@@ -137,8 +138,13 @@ def test_other_layouts_and_widths_stay_paddles(parse, monkeypatch):
 
 
 def small_program(build):
-    """Return (program, loss, executor), with initialized parameters, for a function from images [N, 6, 6, 8] to a
-    loss."""
+    """Build a program with initialized parameters.
+
+    Args:
+        build: function of images [N, 6, 6, 8] whose mean square is the loss.
+    Returns:
+        (program, loss, executor)
+    """
     paddle.seed(0)
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup), paddle.utils.unique_name.guard():
@@ -185,13 +191,13 @@ def max_pool(x, kernel):
     return F.max_pool2d(x, kernel, 1, kernel // 2, data_format="NHWC")
 
 
-ODD = {
+UNUSUAL = {
     "global statistics": (lambda x: F.relu(bn(use_global_stats=True)(conv(x))), 0),
-    "evaluation's statistics": (lambda x: F.relu(fixed_bn()(conv(x)) + conv(x)), 0),
-    "evaluation's statistics below all that trains": (lambda x: conv(F.relu(fixed_bn(**frozen_parameters())(x))), 1),
-    "the batch's statistics in evaluation": (lambda x: conv(F.relu(fixed_bn(use_global_stats=False)(x))), 0),
+    "evaluation statistics": (lambda x: F.relu(fixed_bn()(conv(x)) + conv(x)), 0),
+    "evaluation statistics below all trained layers": (lambda x: conv(F.relu(fixed_bn(**frozen_parameters())(x))), 1),
+    "batch statistics in evaluation": (lambda x: conv(F.relu(fixed_bn(use_global_stats=False)(x))), 0),
     "frozen scale and bias": (lambda x: F.relu(bn(**frozen_parameters())(conv(x))), 0),
-    "frozen below all that trains": (lambda x: conv(F.relu(bn(**frozen_parameters())(x))), 0),
+    "frozen below all trained layers": (lambda x: conv(F.relu(bn(**frozen_parameters())(x))), 0),
     "on the images": (lambda x: F.relu(bn()(x)), 0),
     "addend without a gradient": (lambda x: F.relu(bn()(conv(x)) + no_gradient(x * 2)), 0),
     "added to itself": (lambda x: (lambda y: F.relu(y + y))(bn()(conv(x))), 1),
@@ -200,7 +206,7 @@ ODD = {
     "ReLU6": (lambda x: F.relu6(9 * bn()(conv(x))) + F.relu6(bn()(conv(x))), 2),
     "hard-swish": (lambda x: F.hardswish(bn()(conv(x))), 1),
     "SiLU": (lambda x: F.silu(bn()(conv(x))), 1),
-    "an activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
+    "activation without a kernel": (lambda x: F.leaky_relu(bn()(conv(x))), 1),
     "addend of one pixel": (lambda x: F.relu(bn()(conv(x)) + paddle.mean(conv(x), axis=[1, 2], keepdim=True)), 1),
     "depthwise 3x3": (lambda x: depthwise(conv(x), 3), 1),
     "depthwise 5x5 with stride 2": (lambda x: depthwise(conv(x), 5, stride=2), 1),
@@ -227,37 +233,35 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("case", ODD)
-def test_what_the_kernels_do_not_know_stays_paddles(case):
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unsupported_operators_are_not_fused(case):
     """Supported operators have the same results in programs that are not residual networks."""
-    build, operators = ODD[case]
-    found = []
+    build, operators = UNUSUAL[case]
+    result = []
     for fuse in (False, True):
         with static.scope_guard(static.Scope()):
             main, loss, exe = small_program(build)
             if fuse:
                 fusion.fuse(main)
-                ours = [name for name in types(main).elements() if name.startswith("native_")]
-                assert len([name for name in ours if "backward" not in name or "pool" in name]) == operators, ours
+                custom = [name for name in types(main).elements() if name.startswith("native_")]
+                assert len([name for name in custom if "backward" not in name or "pool" in name]) == operators, custom
             images = [np.random.RandomState(i).randn(4, 6, 6, 8).astype("float32") for i in range(3)]
-            found.append([exe.run(main, {"data": x}, [loss])[0].item() for x in images])
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+            result.append([exe.run(main, {"data": x}, [loss])[0].item() for x in images])
+    np.testing.assert_allclose(result[1], result[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    "network, operator, made_before, left_to_paddle",
+    "network, operator, made_before, unfused",
     [
         ("Tiny", "batch_norm", "relu_grad", 0),
         ("Tiny", "batch_norm", "batch_norm_grad", 1),
         ("TinyMobile", "depthwise_conv2d", "depthwise_conv2d_grad", 0),
     ],
 )
-def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(
-    parse, network, operator, made_before, left_to_paddle, place
-):
-    """Paddle stores the gradients of several parameters in one buffer. An operator that allocated its own memory would
-    leave stale gradients there, and one that ran before the buffer exists would fail."""
+def test_gradients_are_written_to_buffer_of_fused_all_reduce(parse, network, operator, made_before, unfused, place):
+    """Paddle stores the gradients of several parameters in one buffer. An operator that allocates its own memory would
+    leave stale gradients there, and one that runs before the buffer exists would fail."""
     if place == "gpu":
         native.load(paddle.device.cuda.get_device_capability(0))
     args = parse(*NHWC, "--device", place, "--model-arch-name", network)
@@ -277,18 +281,18 @@ def test_gradients_go_into_the_buffer_of_a_fused_all_reduce(
     )
     block._sync_with_cpp()
     fusion.fuse(main)
-    assert types(main)[f"{operator}_grad"] == left_to_paddle
+    assert types(main)[f"{operator}_grad"] == unfused
     exe = static.Executor(processes.place(args.device))
     exe.run(startup)
     ((x, y),) = random_batches(1, (32, 32, 4))
     values = exe.run(main, {"data": x, "label": y}, [buffer, *grads])
-    joined = np.sort(np.abs(values[0]))
-    apart = np.sort(np.abs(np.concatenate([value.ravel() for value in values[1:]])))
-    assert apart.min() >= 0 and np.count_nonzero(apart) > 100
-    np.testing.assert_array_equal(joined[joined > 0], apart[apart > 0])
+    fused = np.sort(np.abs(values[0]))
+    single = np.sort(np.abs(np.concatenate([value.ravel() for value in values[1:]])))
+    assert single.min() >= 0 and np.count_nonzero(single) > 100
+    np.testing.assert_array_equal(fused[fused > 0], single[single > 0])
 
 
-def test_a_run_trains_evaluates_and_resumes(run_train, losses_with_a_stop, tmp_path, capsys):
+def test_run_with_custom_kernels_trains_evaluates_and_resumes(run_train, losses_with_a_stop, tmp_path, capsys):
     flags = [*NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--resume"]
     flags += ["--optimizer", "AdamW", "--lr", "0.01"]
     code, report = run_train(*flags)
@@ -301,11 +305,11 @@ def test_a_run_trains_evaluates_and_resumes(run_train, losses_with_a_stop, tmp_p
         choice = ["--kernels", kernels, "--run-scope", "eval_only", "--from-checkpoint", checkpoint]
         code, report = run_train(*NHWC, *choice)
         assert code == 0
-        found = phase(report, [], "val.")
-        assert found["top1"] == evaluation["top1"]
-        assert found["loss"] == pytest.approx(evaluation["loss"], rel=1e-5)
+        result = phase(report, [], "val.")
+        assert result["top1"] == evaluation["top1"]
+        assert result["loss"] == pytest.approx(evaluation["loss"], rel=1e-5)
 
 
-def test_unsupported_layout_is_an_error(run_train, capsys):
+def test_unsupported_layout_is_rejected(run_train, capsys):
     assert run_train("--kernels", "native")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--kernels native", "NHWC", "--kernels paddle"])
+    assert_one_error(capsys.readouterr().err, ["--kernels native", "NHWC", "--kernels paddle"])

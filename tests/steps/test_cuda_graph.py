@@ -11,7 +11,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle import static
 
-from conftest import NHWC, assert_one_sentence, losses, phase
+from conftest import NHWC, assert_one_error, losses, phase
 from paddle_resnet import models, resolution
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
@@ -45,7 +45,7 @@ class FakeGraph:
 
     def replay(self):
         program = self.step[0]._program
-        if hasattr(program, "lr_scheduler"):  # a graph leaves the rate as it finds it
+        if hasattr(program, "lr_scheduler"):  # a graph does not set the learning rate
             rate = static.global_scope().find_var(program.lr_scheduler._var_name).get_tensor()
             np.testing.assert_allclose(np.asarray(rate), program.lr_scheduler(), rtol=1e-6)
         assert self.tensors() == self.addresses
@@ -64,24 +64,24 @@ def fake(monkeypatch):
     if native.missing() is not None:
         pytest.skip(native.missing())
 
-    def record_or_run(self, *args, **kwargs):
+    def capture_or_run(self, *args, **kwargs):
         if FakeGraph.recording is None:
             return run(self, *args, **kwargs)
-        assert kwargs == {"fetch_list": []}  # CUDA records neither feeds nor fetches
+        assert kwargs == {"fetch_list": []}  # CUDA captures neither feeds nor fetches
         FakeGraph.recording.executor, FakeGraph.recording.step = self, args
         return []
 
     def resolve_kernels(args):
-        wanted, origin = args.cuda_graph, args.origin("cuda_graph")
+        requested, origin = args.cuda_graph, args.origin("cuda_graph")
         resolve(args)
         assert not args.cuda_graph  # on a CPU
-        args.set(origin, cuda_graph=wanted)
+        args.set(origin, cuda_graph=requested)
 
     resolve = resolution.resolve_kernels
     monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
     monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
-    monkeypatch.setattr(static.Executor, "run", record_or_run)
+    monkeypatch.setattr(static.Executor, "run", capture_or_run)
     monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
     monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(cuda_graph, "_take_free_memory", lambda place: [])
@@ -97,32 +97,32 @@ def results(run_train, folder, *flags):
     return losses(report), [phase(report, [epoch], "val.")["loss"] for epoch in range(3)], parameters
 
 
-def test_captured_run_has_the_same_results(run_train, tmp_path, fake):
-    """In training with changing learning rates, and in evaluations whose last batch is smaller."""
+def test_captured_run_has_same_results(run_train, tmp_path, fake):
+    """This includes changing learning rates and evaluations whose last batch is smaller."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     assert not fake.made
-    found = results(run_train, tmp_path / "recorded")
-    assert found[0] == expected[0] and found[1] == expected[1]
+    result = results(run_train, tmp_path / "recorded")
+    assert result[0] == expected[0] and result[1] == expected[1]
     for name, value in expected[2].items():
-        np.testing.assert_array_equal(found[2][name], value, err_msg=name)
-    training, evaluation = fake.made  # one graph does for all epochs
+        np.testing.assert_array_equal(result[2][name], value, err_msg=name)
+    training, evaluation = fake.made  # one graph for all epochs
     assert training.launches == 3 * 3 - cuda_graph.STEPS_BEFORE
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
-def test_captured_step_draws_the_random_numbers_of_an_uncaptured_one(run_train, tmp_path, fake):
+def test_captured_step_draws_same_random_numbers(run_train, tmp_path, fake):
     flags = ["--mixup", "0.4", "--cutmix", "1", "--dropout", "0.4", "--drop-path", "0.5"]
     expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
     assert results(run_train, tmp_path / "captured", *flags)[0] == expected[0]
     assert fake.made[0].launches > 0
 
 
-def test_captured_steps_update_averages_and_evaluations_read_them(run_train, tmp_path, fake):
-    """With --ema: one graph for all epochs of training, and one for all evaluations."""
+def test_captured_steps_update_averages_for_evaluation(run_train, tmp_path, fake):
+    """With --ema, one graph serves all training epochs and one all evaluations."""
     ema = ["--ema", "0.8"]
     expected = results(run_train, tmp_path / "plain", *ema, "--cuda-graph", "false")
-    found = results(run_train, tmp_path / "recorded", *ema)
-    assert found[:2] == expected[:2]
+    result = results(run_train, tmp_path / "recorded", *ema)
+    assert result[:2] == expected[:2]
     states = [pickle.loads((tmp_path / name / "Tiny/2/tiny.pdema").read_bytes()) for name in ("plain", "recorded")]
     for name, value in states[0].items():
         np.testing.assert_array_equal(states[1][name], value, err_msg=name)
@@ -131,7 +131,7 @@ def test_captured_steps_update_averages_and_evaluations_read_them(run_train, tmp
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
-def test_each_stage_has_its_captured_step(run_train, tmp_path, fake):
+def test_each_stage_has_own_captured_step(run_train, tmp_path, fake):
     flags = ["--sizes", "24:0,32:2", "--mixup", "0.4", "--ema", "0.9"]
     expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
     assert results(run_train, tmp_path / "captured", *flags)[:2] == expected[:2]
@@ -140,20 +140,20 @@ def test_each_stage_has_its_captured_step(run_train, tmp_path, fake):
     assert second.launches == 3 - cuda_graph.STEPS_BEFORE
 
 
-def test_loader_writes_to_the_inputs_of_the_captured_step(run_train, tmp_path, fake, monkeypatch):
-    straight, call = [], cuda_graph.CapturedStep.__call__
+def test_loader_writes_to_inputs_of_captured_step(run_train, tmp_path, fake, monkeypatch):
+    shared, call = [], cuda_graph.CapturedStep.__call__
 
-    def noted(self, run_with_feed, feed):
-        straight.append({name for name, value in feed.items() if value is self.inputs[name]})
+    def call_and_record(self, run_with_feed, feed):
+        shared.append({name for name, value in feed.items() if value is self.inputs[name]})
         call(self, run_with_feed, feed)
 
-    monkeypatch.setattr(cuda_graph.CapturedStep, "__call__", noted)
+    monkeypatch.setattr(cuda_graph.CapturedStep, "__call__", call_and_record)
     results(run_train, tmp_path)
-    evaluation = [{"data", "label"}] * 2 + [set()]  # the last batch of an evaluation is a short one
-    assert straight == ([{"data", "label"}] * 3 + evaluation) * 3
+    evaluation = [{"data", "label"}] * 2 + [set()]  # the last batch of an evaluation is smaller
+    assert shared == ([{"data", "label"}] * 3 + evaluation) * 3
 
 
-def test_loader_on_the_other_device_keeps_its_own_tensors(monkeypatch):
+def test_loader_on_other_device_keeps_own_tensors(monkeypatch):
     monkeypatch.setattr(native, "register", lambda: SimpleNamespace(paddle_resnet_async_copies=SimpleNamespace()))
     inputs = {"data": "a tensor on the GPU"}
     captured = type("Captured", (), {"inputs": inputs, "check": print, "__call__": print})()
@@ -165,7 +165,7 @@ def test_loader_on_the_other_device_keeps_its_own_tensors(monkeypatch):
         assert dispatcher.inputs == expected
 
 
-def test_step_is_captured_again_if_a_tensor_has_moved(run_train, tmp_path, fake, monkeypatch):
+def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch):
     """A graph would continue to use the previous memory of the tensor."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     evaluate = averages.evaluate
@@ -178,18 +178,18 @@ def test_step_is_captured_again_if_a_tensor_has_moved(run_train, tmp_path, fake,
             name = program.all_parameters()[0].name
             tensor = static.global_scope().find_var(name).get_tensor()
             copy = paddle.base.core.LoDTensor()
-            copy.set(np.array(tensor), paddle.CPUPlace())  # in new memory, because the tensor still occupies its own
+            copy.set(np.array(tensor), paddle.CPUPlace())  # in new memory, because the tensor still has its own
             tensor._share_data_with(copy)
 
         return move
 
     monkeypatch.setattr(averages, "evaluate", evaluate_elsewhere)
-    found = results(run_train, tmp_path / "recorded")
-    assert found[0] == expected[0] and found[1] == expected[1]
+    result = results(run_train, tmp_path / "recorded")
+    assert result[0] == expected[0] and result[1] == expected[1]
     assert len(fake.made) > 2
 
 
-def test_step_is_captured_again_if_a_tensor_of_a_different_process_has_moved(run_train, tmp_path, fake, monkeypatch):
+def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch):
     """NCCL requires that all processes of a job capture an all-reduce, or none."""
 
     def gather(values):
@@ -197,9 +197,9 @@ def test_step_is_captured_again_if_a_tensor_of_a_different_process_has_moved(run
 
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     monkeypatch.setattr(cuda_graph.exchange, "all_gather", gather)
-    found = results(run_train, tmp_path / "recorded")
-    assert found[0] == expected[0] and found[1] == expected[1]
-    assert len(fake.made) == 3  # training in each epoch; an evaluation is through before it would record
+    result = results(run_train, tmp_path / "recorded")
+    assert result[0] == expected[0] and result[1] == expected[1]
+    assert len(fake.made) == 3  # one per training epoch; an evaluation ends before the step that would be captured
 
 
 @pytest.mark.parametrize(
@@ -222,35 +222,35 @@ def test_step_is_captured_again_if_a_tensor_of_a_different_process_has_moved(run
     ],
     ids=["CUDA", "memory", "library", "other"],
 )
-def test_failing_record_names_the_reason_and_the_remedy(run_train, capsys, fake, monkeypatch, message, reason):
+def test_failed_capture_reports_reason_and_remedy(run_train, capsys, fake, monkeypatch, message, reason):
     def fail(self):
         assert not gc.isenabled()
         raise RuntimeError(message)
 
     monkeypatch.setattr(fake, "capture_begin", fail)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_sentence(capsys.readouterr().err, [f"as a CUDA graph ({reason}); use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, [f"as a CUDA graph ({reason}); use --cuda-graph false"])
     assert gc.isenabled()
 
 
-def test_recording_is_ended_where_its_step_fails(run_train, capsys, fake, monkeypatch):
+def test_capture_ends_if_step_fails(run_train, capsys, fake, monkeypatch):
     """The flags that Paddle needs for a capture are still set."""
 
     def fail(self, *args, **kwargs):
         if fake.recording is not None:
             raise MemoryError("first")
-        return record_or_run(self, *args, **kwargs)
+        return capture_or_run(self, *args, **kwargs)
 
     def end(self):
         ended.append(gc.isenabled())
         fake.recording = None
         raise RuntimeError("second")
 
-    ended, record_or_run = [], static.Executor.run
+    ended, capture_or_run = [], static.Executor.run
     monkeypatch.setattr(static.Executor, "run", fail)
     monkeypatch.setattr(fake, "capture_end", end)
     assert run_train(*NATIVE)[0] == 1
-    assert_one_sentence(capsys.readouterr().err, ["as a CUDA graph (first); use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, ["as a CUDA graph (first); use --cuda-graph false"])
     assert ended == [False]
 
 
@@ -263,15 +263,15 @@ def network_with(change):
     return partial(Changed, BottleneckBlock, (1, 1, 1, 1), width=8)
 
 
-def test_untested_operator_is_captured_if_the_results_agree(run_train, tmp_path, capsys, fake, monkeypatch):
+def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, capsys, fake, monkeypatch):
     monkeypatch.setitem(models.MODELS, "Tiny", network_with(F.leaky_relu))
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     capsys.readouterr()
-    found = results(run_train, tmp_path / "captured")
+    result = results(run_train, tmp_path / "captured")
     assert "operator leaky_relu, leaky_relu_grad is untested in a CUDA graph" in capsys.readouterr().out
-    assert found[0] == expected[0] and found[1] == expected[1]
+    assert result[0] == expected[0] and result[1] == expected[1]
     training, _ = fake.made
-    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE  # and the one that is compared
+    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE  # the additional one is the compared replay
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
@@ -295,13 +295,13 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
     code, report = run_train(*NATIVE, *flags, "--overwrite")
     assert code == 0
     assert losses(report) == losses(expected)
-    says = "a captured step has different results than an uncaptured one (conv2d_0.w_0)"
+    problem = "a captured step has different results than an uncaptured one (conv2d_0.w_0)"
     output = "".join(capsys.readouterr())
-    assert says in output and "leaky_relu" in output
+    assert problem in output and "leaky_relu" in output
     [graph] = fake.made
     assert graph.launches == 1
     assert run_train(*NATIVE, *flags, "--cuda-graph", "true", "--overwrite")[0] == 1
-    assert_one_sentence(capsys.readouterr().err, [f"--cuda-graph true: {says}", "use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, [f"--cuda-graph true: {problem}", "use --cuda-graph false"])
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
         pytest.param(lambda x: x + paddle.bernoulli(paddle.full([3], 0.5)), "bernoulli", marks=pytest.mark.soak),
     ],
 )
-def test_steps_with_operators_that_cannot_be_replayed_are_not_captured(
+def test_step_with_nonreplayable_operator_is_not_captured(
     run_train, tmp_path, capsys, fake, monkeypatch, change, operator
 ):
     """The error is raised before anything is written or deleted."""
@@ -321,12 +321,12 @@ def test_steps_with_operators_that_cannot_be_replayed_are_not_captured(
     assert f"--cuda-graph false: operator {operator} draws random numbers" in capsys.readouterr().out
     assert not fake.made
     assert run_train(*NATIVE, "--cuda-graph", "true", "--overwrite")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"--cuda-graph true: operator {operator}", "use --cuda-graph false"])
+    assert_one_error(capsys.readouterr().err, [f"--cuda-graph true: operator {operator}", "use --cuda-graph false"])
     assert (tmp_path / "output/Tiny/0/meta.json").is_file()
 
 
-def test_all_free_memory_of_the_pool_is_reserved(monkeypatch):
-    """With a pool that allocates the smallest free block that fits, like Paddle's."""
+def test_free_memory_of_pool_is_reserved(monkeypatch):
+    """The pool allocates the smallest free block that is large enough, like Paddle's."""
     free, reserved = [3 * 2**20 + 768, 349_440, 1024, 256], [10**7]
     total = sum(free)
 
@@ -347,5 +347,5 @@ def test_all_free_memory_of_the_pool_is_reserved(monkeypatch):
     monkeypatch.setattr(paddle.device.cuda, "memory_reserved", lambda place: reserved[0])
     taken = cuda_graph._take_free_memory(paddle.CPUPlace())
     assert not free
-    assert sum(tensor.size for tensor in taken) == total  # nothing that the pool grew by
+    assert sum(tensor.size for tensor in taken) == total  # without memory by which the pool grew
     assert reserved[0] < 10**7 + 2 * 2**20

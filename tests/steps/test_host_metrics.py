@@ -32,8 +32,8 @@ def build(args, is_train):
 
 
 @pytest.mark.parametrize("is_train", [True, False], ids=["train", "eval"])
-def test_copied_values_equal_fetched_ones(parse, is_train):
-    """All types and shapes, with batches of different sizes, read three steps later."""
+def test_copied_values_equal_fetched_values(parse, is_train):
+    """All types and shapes are copied for batches of different sizes and read three steps later."""
     args = parse(*NATIVE, "--lr", "0")
     compiled, exe, variables = build(args, is_train)
     step = Dispatcher(exe, compiled, variables, is_native=True)
@@ -41,15 +41,15 @@ def test_copied_values_equal_fetched_ones(parse, is_train):
         dict(zip(("data", "label"), random_batches(1, (32, 32, 4), size)[0], strict=True)) for size in (8, 3, 5, 8)
     ]
     handles = [step(feed) for feed in feeds]
-    found = [[np.asarray(handle) for handle in step] for step in handles]
-    for step, feed in zip(found, feeds, strict=True):
-        expected = exe.run(compiled, feed, variables)
-        for value, wanted in zip(step, expected, strict=True):
-            assert value.dtype == wanted.dtype
-            np.testing.assert_array_equal(value, wanted)
+    copies = [[np.asarray(handle) for handle in step] for step in handles]
+    for values, feed in zip(copies, feeds, strict=True):
+        fetched = exe.run(compiled, feed, variables)
+        for value, expected in zip(values, fetched, strict=True):
+            assert value.dtype == expected.dtype
+            np.testing.assert_array_equal(value, expected)
 
 
-def test_a_step_fetches_nothing(parse):
+def test_step_fetches_nothing(parse):
     """The Executor would block the host to fetch values."""
 
     args = parse(*NATIVE)
@@ -61,7 +61,7 @@ def test_a_step_fetches_nothing(parse):
     assert calls == [[]]
 
 
-def test_values_that_are_not_there_are_an_error(parse):
+def test_missing_values_raise(parse):
     args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)
     step = Dispatcher(exe, compiled, variables, is_native=True)
@@ -74,7 +74,7 @@ def test_values_that_are_not_there_are_an_error(parse):
         Dispatcher(exe, other, variables, is_native=True)({"data": x, "label": y})
 
 
-def test_failure_on_the_gpu_is_an_error():
+def test_gpu_failure_raises():
     class Library:
         def paddle_resnet_wait(self, *key):
             return 700
@@ -84,7 +84,7 @@ def test_failure_on_the_gpu_is_an_error():
         np.asarray(host_metrics.AsyncCopy(Library(), 0, 0, variable))
 
 
-def test_error_of_a_step_is_that_of_its_labels_only_if_one_is_not_a_class():
+def test_step_error_is_data_error_only_if_label_is_out_of_range():
     def fail(**_):
         raise ValueError("of Paddle")
 
@@ -92,11 +92,11 @@ def test_error_of_a_step_is_that_of_its_labels_only_if_one_is_not_a_class():
         dispatch._fetch(fail, 3, {"label": np.array([[0], [3]])})
     with pytest.raises(ValueError, match="of Paddle"):
         dispatch._fetch(fail, 3, {"label": np.array([[0], [2]])})
-    with pytest.raises(ValueError, match="of Paddle"):  # on a GPU
+    with pytest.raises(ValueError, match="of Paddle"):  # on a GPU, the number of classes is None
         dispatch._fetch(fail, None, {"label": np.array([[0], [3]])})
 
 
-def test_logged_figures_are_those_of_each_step(run_train):
+def test_logged_metrics_are_those_of_each_step(run_train):
     """The reference is the same run with Paddle's operators and fetch."""
     reports = {}
     for kernels in ("native", "paddle"):

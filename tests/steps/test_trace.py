@@ -1,3 +1,5 @@
+"""Traces of --profile-steps."""
+
 import json
 import shutil
 from collections import Counter
@@ -5,7 +7,7 @@ from collections import Counter
 import pytest
 from paddle.profiler import Profiler
 
-from conftest import assert_one_sentence, phase
+from conftest import assert_one_error, phase
 
 BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps", "2", "--data-format", "synthetic"]
 
@@ -19,61 +21,61 @@ def events(path):
     return Counter(event["name"].partition("[")[0] for event in complete)
 
 
-def steps(found):
-    return sorted(name for name, count in found.items() if name.startswith("ProfileStep") and count == 1)
+def traced_steps(counts):
+    return sorted(name for name, count in counts.items() if name.startswith("ProfileStep") and count == 1)
 
 
-def test_trace_of_a_benchmark_names_steps_and_operators(run_train, tmp_path):
+def test_trace_of_benchmark_contains_steps_and_operators(run_train, tmp_path):
     code, report = run_train("--run-scope", "train_only", *BENCHMARK, "--profile-steps", "1:4")
     assert code == 0
     assert phase(report, [], "train.")["steps"] == 4
-    found = events(tmp_path / "output/profile/steps_1_4_rank0.json")
-    assert steps(found) == ["ProfileStep#1", "ProfileStep#2", "ProfileStep#3"]
-    # The tiny network's 9 convolutions and BN layers and 29 trainable parameters.
-    assert found["conv2d"] == found["conv2d_grad"] == 3 * 9
-    assert found["momentum"] == 3 * 29
-    assert found["batch_norm"] == 3 * 9
+    counts = events(tmp_path / "output/profile/steps_1_4_rank0.json")
+    assert traced_steps(counts) == ["ProfileStep#1", "ProfileStep#2", "ProfileStep#3"]
+    # The tiny network has 9 convolutions, 9 BN layers and 29 trainable parameters.
+    assert counts["conv2d"] == counts["conv2d_grad"] == 3 * 9
+    assert counts["momentum"] == 3 * 29
+    assert counts["batch_norm"] == 3 * 9
 
 
-def test_trace_up_to_the_last_step_of_an_evaluation(run_train, tmp_path):
+def test_trace_includes_last_step_of_evaluation(run_train, tmp_path):
     code, _ = run_train("--run-scope", "eval_only", *BENCHMARK, "--profile-steps", "5:6")
     assert code == 0
-    found = events(tmp_path / "output/profile/steps_5_6_rank0.json")
-    assert found["conv2d"] == 9
-    assert found["momentum"] == 0
+    counts = events(tmp_path / "output/profile/steps_5_6_rank0.json")
+    assert counts["conv2d"] == 9
+    assert counts["momentum"] == 0
 
 
 @pytest.mark.parametrize("flags", [[], ["--sizes", "24:0,32:1"]], ids=["one size", "stages"])
-def test_only_the_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
+def test_only_first_epoch_is_traced(run_train, tmp_path, monkeypatch, flags):
     started, start = [], Profiler.start
     monkeypatch.setattr(Profiler, "start", lambda self: started.append(self) or start(self))
     assert run_train("--epochs", "2", "--profile-steps", "1:3", *flags)[0] == 0
     assert len(started) == 1
     assert [path.name for path in (tmp_path / "output/profile").iterdir()] == ["steps_1_3_rank0.json"]
-    found = events(tmp_path / "output/profile/steps_1_3_rank0.json")
-    assert found["momentum"] == 2 * 29
-    assert found["conv2d"] == 2 * 9
+    counts = events(tmp_path / "output/profile/steps_1_3_rank0.json")
+    assert counts["momentum"] == 2 * 29
+    assert counts["conv2d"] == 2 * 9
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "steps"),
     [
         ([*BENCHMARK, "--profile-steps", "2:7"], "2:7"),
         (["--profile-steps", "3:5"], "3:5"),
         (["--profile-steps", "3:5", "--dry-run"], "3:5"),
     ],
 )
-def test_steps_outside_the_run_are_an_error_before_the_first_step(run_train, tmp_path, capsys, flags, says):
+def test_steps_outside_run_are_rejected_before_first_step(run_train, tmp_path, capsys, flags, steps):
     code, report = run_train(*flags)
     assert code == 2
     end = 6 if "--benchmark" in flags else 3
-    assert_one_sentence(capsys.readouterr().err, [f"--profile-steps {says}", f"0:{end}"])
+    assert_one_error(capsys.readouterr().err, [f"--profile-steps {steps}", f"0:{end}"])
     assert report == []
     assert not (tmp_path / "output/profile").exists()
 
 
-def test_repeated_command_resumes_with_an_evaluation(run_train, stop_before, tmp_path):
-    """Steps of the evaluation are not traced, but those of the next epoch are."""
+def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before, tmp_path):
+    """Steps of the evaluation are not traced; those of the next epoch are."""
     flags = ["--resume", "--profile-steps", "1:3", "--epochs", "2"]
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
@@ -83,7 +85,7 @@ def test_repeated_command_resumes_with_an_evaluation(run_train, stop_before, tmp
     assert events(tmp_path / "output/profile/steps_1_3_rank0.json")["momentum"] == 2 * 29
 
 
-def test_repeated_command_resumes_after_the_traced_steps(run_train, stop_before, tmp_path, monkeypatch, capsys):
+def test_command_resumed_inside_traced_steps_logs_warning(run_train, stop_before, tmp_path, monkeypatch, capsys):
     calls = []
     for name in ("start", "stop"):
         call = getattr(Profiler, name)

@@ -1,4 +1,4 @@
-"""What a run takes over from the meta.json of the checkpoint that it starts from, and what it takes from the data."""
+"""Settings that a run inherits from the meta.json of its start checkpoint, and settings that it takes from the data."""
 
 import json
 import shutil
@@ -8,13 +8,13 @@ from paddle import static
 
 import config
 import train
-from conftest import TINY, assert_one_sentence, phase, read_report
+from conftest import TINY, assert_one_error, phase, read_report
 from paddle_resnet import dali, export, resolution
 from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.tools import convert
 from utils.mode import Mode
 
-PREPARATION = ["--interp", "cubic", "--resize-short", "40", "--normalize-mean", "0.5,0.4,0.3"]
+PREPROCESSING = ["--interp", "cubic", "--resize-short", "40", "--normalize-mean", "0.5,0.4,0.3"]
 RESULTS = ("loss", "top1", "top5", "images")
 
 
@@ -42,66 +42,66 @@ def recorded(folder):
 
 
 def rewrite(folder, change, root):
-    """A copy of a checkpoint with other contents of meta.json; returns its folder."""
+    """Write a copy of a checkpoint with a changed meta.json; returns its folder."""
     meta = folders.verify(folder)
     files = {name: lambda f, name=name: f.write((folder / name).read_bytes()) for name in meta["files"]}
     change(meta)
     return folders.commit(root, folder.name, files, {k: v for k, v in meta.items() if k not in ("format", "files")})
 
 
-def test_resume_does_not_start_the_default_network_next_to_another_run(checkpoint, run_bare, tmp_path, capsys):
+def test_resume_rejects_default_network_next_to_other_run(checkpoint, run_bare, tmp_path, capsys):
     (tmp_path / "bare/Tiny").mkdir(parents=True)
     checkpoint.rename(tmp_path / "bare/Tiny/0")
     assert run_bare("--resume")[0] == 2
-    says = f"--resume: {tmp_path}/bare/ResNet50 contains no checkpoint, but {tmp_path}/bare contains runs of Tiny; set "
-    assert_one_sentence(capsys.readouterr().err, [says, "set --model-arch-name to the network to train"])
+    problem = f"{tmp_path}/bare/ResNet50 contains no checkpoint, but {tmp_path}/bare contains runs of Tiny; set "
+    assert_one_error(capsys.readouterr().err, [f"--resume: {problem}", "set --model-arch-name to the network to train"])
     assert run_bare("--resume", "--model-arch-name", "Tiny")[0] == 0
 
 
 @pytest.mark.parametrize("flag", ["--from-checkpoint", "--from-pretrained-params"])
-def test_evaluation_needs_no_flag_of_the_training(run_train, run_bare, tmp_path, capsys, flag):
-    assert run_train(*PREPARATION)[0] == 0
+def test_evaluation_inherits_flags_of_training(run_train, run_bare, tmp_path, capsys, flag):
+    assert run_train(*PREPROCESSING)[0] == 0
     folder = tmp_path / "output/Tiny/0"
     capsys.readouterr()
     code, report = run_bare("--run-scope", "eval_only", flag, folder)
     assert code == 0
     assert evaluation(report) == recorded(folder)
-    said = capsys.readouterr()
-    [line] = [line for line in said.out.splitlines() if line.startswith(f"from {folder}/meta.json: ")]
-    for words in (
+    output = capsys.readouterr()
+    [line] = [line for line in output.out.splitlines() if line.startswith(f"from {folder}/meta.json: ")]
+    for flag_and_value in (
         "--model-arch-name Tiny",
         "--num-of-class 3",
         "--crop-size 32",
         "--interp cubic",
         "--resize-short 40",
     ):
-        assert words in line
-    assert "flags differ" not in said.err
+        assert flag_and_value in line
+    assert "flags differ" not in output.err
 
     code, report = run_bare("--run-scope", "eval_only", flag, folder, "--interp", "triangular", "--num-of-class", "3")
     assert code == 0
     assert evaluation(report)["loss"] != recorded(folder)["loss"]
-    says = f"warning: {folder}: the flags differ from those of its training: --interp triangular (was cubic)\n"
-    assert says in capsys.readouterr().err
+    warning = f"warning: {folder}: the flags differ from those of its training: --interp triangular (was cubic)\n"
+    assert warning in capsys.readouterr().err
 
 
-def test_fine_tuning_inherits_the_preprocessing(run_train, run_bare, tmp_path, capsys):
-    assert run_train(*PREPARATION)[0] == 0
+def test_fine_tuning_inherits_preprocessing(run_train, run_bare, tmp_path, capsys):
+    assert run_train(*PREPROCESSING)[0] == 0
     folder = tmp_path / "output/Tiny/0"
     capsys.readouterr()
     assert run_bare("--from-pretrained-params", folder, "--normalize-mean", "0,0,0")[0] == 0
     arguments = folders.verify(tmp_path / "bare/Tiny/0")["arguments"]
     expected = {"interp": "cubic", "resize_short": 40, "crop_size": 32, "image_shape": [3, 32, 32], "lr": 0.01}
     assert expected.items() <= arguments.items()
-    said = capsys.readouterr()
-    assert "--crop-size 32, --resize-short 40, --interp cubic" in said.out
+    output = capsys.readouterr()
+    assert "--crop-size 32, --resize-short 40, --interp cubic" in output.out
     assert (
         f"{folder}: the flags differ from those of its training: --normalize-mean 0.0,0.0,0.0 (was 0.5,0.4,0.3)\n"
-        in said.err
+        in output.err
     )
 
 
-def test_a_rectangle_is_resumed_evaluated_and_fine_tuned(run_train, run_bare, tmp_path):
+def test_rectangular_images_are_inherited(run_train, run_bare, tmp_path):
     assert run_train("--image-shape", "3,32,48")[0] == 0
     folder = tmp_path / "output/Tiny/0"
     code, report = run_bare("--run-scope", "eval_only", "--from-checkpoint", folder)
@@ -115,8 +115,8 @@ def test_a_rectangle_is_resumed_evaluated_and_fine_tuned(run_train, run_bare, tm
 
 
 @pytest.mark.parametrize("scope", ["eval_only", "train_eval"])
-def test_a_different_size_keeps_the_channels_of_the_checkpoint(checkpoint, scope):
-    """On a GPU, too, where the default in NHWC is four."""
+def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
+    """The default on a GPU with NHWC would be four channels."""
     flags = ["--run-scope", scope, "--from-pretrained-params", checkpoint, "--crop-size", "64", "--device", "gpu"]
     args = config.parse_args([*map(str, flags), "--data-layout", "NHWC"])
     restore.inherit_flags(args, None)
@@ -124,13 +124,13 @@ def test_a_different_size_keeps_the_channels_of_the_checkpoint(checkpoint, scope
     assert args.image_shape == [3, 64, 64]
 
 
-def test_an_evaluation_leaves_out_no_classifier(run_bare, checkpoint, capsys):
+def test_evaluation_rejects_skip_classifier(run_bare, checkpoint, capsys):
     flags = ["--pretrained-mismatch", "skip-classifier", "--num-of-class", "12"]
     assert run_bare("--run-scope", "eval_only", "--from-pretrained-params", checkpoint, *flags)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["skip-classifier: leaves the classifier untrained"])
+    assert_one_error(capsys.readouterr().err, ["skip-classifier: leaves the classifier untrained"])
 
 
-def test_a_checkpoint_of_a_version_without_interp_is_evaluated_with_its_filter(run_train, run_bare, tmp_path):
+def test_checkpoint_without_interp_is_evaluated_with_linear_filter(run_train, run_bare, tmp_path):
     assert run_train("--interp", "linear")[0] == 0
     folder = tmp_path / "output/Tiny/0"
     old = rewrite(folder, lambda meta: meta["arguments"].pop("interp"), tmp_path / "old")
@@ -139,24 +139,24 @@ def test_a_checkpoint_of_a_version_without_interp_is_evaluated_with_its_filter(r
     assert evaluation(report) == recorded(folder)
 
 
-def test_sizes_that_do_not_fit_those_of_the_checkpoint_are_refused(run_bare, checkpoint, capsys):
+def test_incompatible_image_sizes_are_rejected(run_bare, checkpoint, capsys):
     assert (
         run_bare(
             "--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--crop-size", "64", "--resize-short", "36"
         )[0]
         == 2
     )
-    assert_one_sentence(capsys.readouterr().err, ["--resize-short 36: smaller than --crop-size 64"])
+    assert_one_error(capsys.readouterr().err, ["--resize-short 36: smaller than --crop-size 64"])
 
 
 @pytest.mark.parametrize(
     "change", [{"model_arch_name": "../elsewhere"}, {"normalize_std": [0, 1]}, {"crop_size": 0}, {"image_shape": [3]}]
 )
 @pytest.mark.parametrize("flags", [["--run-scope", "eval_only", "--from-checkpoint"], ["--from-pretrained-params"]])
-def test_impossible_flags_of_a_checkpoint_are_refused(run_bare, checkpoint, tmp_path, capsys, change, flags):
+def test_invalid_flags_in_checkpoint_are_rejected(run_bare, checkpoint, tmp_path, capsys, change, flags):
     changed = rewrite(checkpoint, lambda meta: meta["arguments"].update(change), tmp_path / "changed")
     assert run_bare(*flags, changed, "--dry-run")[0] == 2
-    assert_one_sentence(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
+    assert_one_error(capsys.readouterr().err, [f"--{next(iter(change)).replace('_', '-')}"])
 
 
 def without(flag):
@@ -164,15 +164,15 @@ def without(flag):
     return TINY[:place] + TINY[place + 2 :]
 
 
-def test_files_are_called_after_the_network(run_bare, tmp_path):
+def test_default_model_prefix_contains_network(run_bare, tmp_path):
     flags = [*without("--model-prefix"), "--epochs", "1"]
     assert run_bare(*flags)[0] == 0
     assert folders.verify(tmp_path / "bare/Tiny/0")["files"].keys() == {"tiny_paddle.pdparams", "tiny_paddle.pdopt"}
 
 
-@pytest.mark.parametrize("start", ["resume", "checkpoint", "foreign"])
-def test_files_called_as_in_older_versions_go_on(run_train, run_bare, tmp_path, start):
-    """The folders of NVIDIA's example have no meta.json, and files of that name for each network."""
+@pytest.mark.parametrize("start", ["resume", "checkpoint", "without meta.json"])
+def test_checkpoint_with_old_default_prefix_is_continued(run_train, run_bare, tmp_path, start):
+    """Folders of NVIDIA's example have no meta.json, and this file name for every network."""
     assert run_train("--model-prefix", "resnet_50_paddle", "--output-dir", tmp_path / "bare")[0] == 0
     folder = tmp_path / "bare/Tiny"
     flags = [*without("--model-prefix"), "--epochs", "2"]
@@ -180,14 +180,14 @@ def test_files_called_as_in_older_versions_go_on(run_train, run_bare, tmp_path, 
         flags += ["--resume"]
     else:
         flags += ["--from-checkpoint", folder, "--last-epoch-of-checkpoint", "auto"]
-    if start == "foreign":
+    if start == "without meta.json":
         (folder / "0/meta.json").unlink()
     assert run_bare(*flags)[0] == 0
-    prefix = "tiny_paddle" if start == "foreign" else "resnet_50_paddle"
+    prefix = "tiny_paddle" if start == "without meta.json" else "resnet_50_paddle"
     assert folders.verify(folder / "1")["files"].keys() == {f"{prefix}.pdparams", f"{prefix}.pdopt"}
 
 
-def test_a_resumed_run_keeps_its_preparation_of_images(run_train, run_bare, tmp_path):
+def test_resume_inherits_preprocessing(run_train, run_bare, tmp_path):
     assert run_train("--interp", "cubic", "--output-dir", tmp_path / "bare")[0] == 0
     flags = [*without("--interp"), "--epochs", "2", "--resume"]
     assert run_bare(*flags)[0] == 0
@@ -195,8 +195,8 @@ def test_a_resumed_run_keeps_its_preparation_of_images(run_train, run_bare, tmp_
 
 
 @pytest.mark.parametrize("start", ["--from-pretrained-params", "--from-checkpoint"])
-def test_a_run_that_took_its_network_from_its_start_is_found_by_resume(run_bare, checkpoint, tmp_path, start):
-    """Its folder is called after the network, which the command does not name."""
+def test_resume_finds_run_that_inherited_its_network(run_bare, checkpoint, tmp_path, start):
+    """Its folder has the name of the network, which the command does not contain."""
     flags = [start, checkpoint, "--crop-size", "32", "--resize-short", "36", "--resume"]
     assert run_bare(*flags)[0] == 0
     meta = folders.verify(tmp_path / "bare/Tiny/0")
@@ -205,7 +205,7 @@ def test_a_run_that_took_its_network_from_its_start_is_found_by_resume(run_bare,
     assert folders.verify(tmp_path / "bare/Tiny/1")["run"] == meta["run"]
 
 
-def outputs(folder):
+def output_count(folder):
     return folders.verify(folder)["arguments"]["num_of_class"]
 
 
@@ -218,19 +218,17 @@ def four_classes(photos, tmp_path):
     return root
 
 
-def test_fine_tuning_finds_the_network_and_says_what_another_number_of_classes_needs(
-    run_bare, checkpoint, four_classes, tmp_path, capsys
-):
+def test_fine_tuning_with_different_number_of_classes(run_bare, checkpoint, four_classes, tmp_path, capsys):
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36"]
     assert run_bare(*flags, image_root=four_classes)[0] == 2
-    says = ["has 3 classes, but this run has 4; add --pretrained-mismatch skip-classifier", "--num-of-class 3"]
-    assert_one_sentence(capsys.readouterr().err, says)
+    message = ["has 3 classes, but this run has 4; add --pretrained-mismatch skip-classifier", "--num-of-class 3"]
+    assert_one_error(capsys.readouterr().err, message)
     assert run_bare(*flags, "--pretrained-mismatch", "skip-classifier", image_root=four_classes)[0] == 0
-    assert outputs(tmp_path / "bare/Tiny/0") == 4
+    assert output_count(tmp_path / "bare/Tiny/0") == 4
     assert "trained on different classes" not in capsys.readouterr().err
 
 
-def test_as_many_classes_with_other_names_are_warned_of(run_bare, checkpoint, photos, tmp_path, capsys):
+def test_different_class_names_trigger_warning(run_bare, checkpoint, photos, tmp_path, capsys):
     root = tmp_path / "renamed"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
@@ -240,22 +238,22 @@ def test_as_many_classes_with_other_names_are_warned_of(run_bare, checkpoint, ph
     assert "trained on different classes: label 0 was ['class0'] and is ['cats']" in capsys.readouterr().err
 
 
-def test_parameters_of_another_network_are_counted_or_named(run_bare, checkpoint, capsys):
+def test_error_counts_or_lists_mismatched_parameters(run_bare, checkpoint, capsys):
     flags = ["--from-checkpoint", checkpoint, "--model-arch-name", "ResNet18", "--dry-run"]
     assert run_bare(*flags)[0] == 2
-    said = capsys.readouterr().err
-    assert "the flags differ from those of its training: --model-arch-name ResNet18 (was Tiny)" in said
-    assert_one_sentence(said, ["does not match the model (", " missing, ", "use the --model-arch-name", "--verbose"])
-    assert "conv2d_" not in said
+    stderr = capsys.readouterr().err
+    assert "the flags differ from those of its training: --model-arch-name ResNet18 (was Tiny)" in stderr
+    assert_one_error(stderr, ["does not match the model (", " missing, ", "use the --model-arch-name", "--verbose"])
+    assert "conv2d_" not in stderr
     assert run_bare(*flags, "--verbose")[0] == 2
-    sentence, *lists = capsys.readouterr().err.partition("train.py: error: ")[2].splitlines()
-    assert "conv2d_" not in sentence
+    message, *lists = capsys.readouterr().err.partition("train.py: error: ")[2].splitlines()
+    assert "conv2d_" not in message
     assert [line.split(": ")[0] for line in lists] == ["missing", "with a different shape"]
     assert "conv2d_19.w_0" in lists[0]
 
 
 @pytest.mark.parametrize("data_format", ["folder", "filelist", "recordio", "unnamed", "synthetic"])
-def test_the_number_of_classes_is_that_of_the_data(parse, converted, tmp_path, data_format):
+def test_number_of_classes_comes_from_data(parse, converted, tmp_path, data_format):
     root, flags = converted.get(data_format), []
     if data_format == "unnamed":
         root = tmp_path / "unnamed"
@@ -270,8 +268,8 @@ def test_the_number_of_classes_is_that_of_the_data(parse, converted, tmp_path, d
     assert len(dali.build_dataloader(args, Mode.EVAL).classes) == args.num_of_class
 
 
-def test_every_rank_takes_the_number_of_classes_of_rank_0(parse, photos, monkeypatch):
-    """Before Fleet's start-up program sends parameters of that shape."""
+def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, monkeypatch):
+    """Fleet's startup program then broadcasts parameters of this shape."""
     args = parse("--image-root", photos)
     args.num_of_class = None
     monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda function: function() + 4)
@@ -279,19 +277,19 @@ def test_every_rank_takes_the_number_of_classes_of_rank_0(parse, photos, monkeyp
     assert args.num_of_class == 7
 
 
-def test_training_counts_the_classes_and_warns_of_more_outputs(run_bare, four_classes, tmp_path, capsys):
+def test_training_counts_classes_and_warns_about_more_outputs(run_bare, four_classes, tmp_path, capsys):
     flags = [*without("--num-of-class"), "--epochs", "1"]
     assert run_bare(*flags, image_root=four_classes)[0] == 0
-    assert outputs(tmp_path / "bare/Tiny/0") == 4
+    assert output_count(tmp_path / "bare/Tiny/0") == 4
     assert "--num-of-class" not in capsys.readouterr().err
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "5", image_root=four_classes)[0] == 0
     assert "--num-of-class 5 is more than the 4 classes of " in capsys.readouterr().err
     assert run_bare(*flags, "--dry-run", "--overwrite", "--num-of-class", "3", image_root=four_classes)[0] == 2
-    assert_one_sentence(capsys.readouterr().err, ["--num-of-class 3: less than the 4 class folders"])
+    assert_one_error(capsys.readouterr().err, ["--num-of-class 3: less than the 4 class folders"])
 
 
-def test_what_is_printed_of_the_flags(run_bare, capsys):
-    """After the checks, what is not the default, or all of them."""
+def test_printed_flags(run_bare, capsys):
+    """They are printed after the checks: those that differ from the defaults, or all with --show-config."""
     flags = [*without("--show-config"), "--dry-run"]
     assert run_bare(*flags, "--from-checkpoint", "nowhere")[0] == 2
     assert "model_arch_name" not in capsys.readouterr().out
@@ -302,7 +300,7 @@ def test_what_is_printed_of_the_flags(run_bare, capsys):
     assert "optimizer: Momentum  # default\n" in capsys.readouterr().out
 
 
-def test_export_counts_outputs_and_names(run_train, photos, tmp_path, capsys):
+def test_export_reports_outputs_and_class_names(run_train, photos, tmp_path, capsys):
     assert run_train("--num-of-class", "7")[0] == 0
     capsys.readouterr()
     assert export.main([str(tmp_path / "output/Tiny/0"), str(tmp_path / "exported")]) == 0
