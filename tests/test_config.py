@@ -717,8 +717,8 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
 )
 def test_a_network_has_its_own_preprocessing_unless_flags_are_explicit(monkeypatch, text, expected):
     network = models.Network("resnet", "ResNet18", "", {}, 40, 1.25, {"interp": "cubic"})
-    monkeypatch.setitem(models.MODELS, "Small", network)
-    args = config.parse_args(["--model-arch-name", "small", *text.split()])
+    monkeypatch.setitem(models.MODELS, "Small_1", network)
+    args = config.parse_args(["--model-arch-name", "small-1", *text.split()])
     assert (args.image_shape, args.crop_size, args.resize_short, args.interp) == expected
     assert args.origin("interp") == ("command line" if "--interp" in text else "--model-arch-name")
 
