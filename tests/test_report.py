@@ -144,6 +144,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
         (["--report-html", "{}/report.json"], ["--report-html", "the same file as --report-file"]),
         (["--report-html", "{}/o/../report.classes.csv"], ["--report-html", "classes.csv next to --report-file"]),
         (["--report-html", "{}/c.yaml", "--config", "{}/c.yaml"], ["--report-html", "as --config", "command reads"]),
+        (["--report-html", "{}/net.py", "--model-arch-name", "{}/net.py:Net"], ["as --model-arch-name"]),
         (["--report-file", "{}/tiny/tiny.pdparams"], ["--report-file", "tiny is for a checkpoint"]),
         (["--report-file", "{}/pre.pdparams", "--from-pretrained-params", "{}/pre"], ["as --from-pretrained-params"]),
         (["--report-html", "{}/data/val/class0/page.html"], ["--report-html", "would change the data set's"]),
@@ -163,6 +164,7 @@ def test_colliding_output_paths_are_errors(run_train, photos, tmp_path, capsys, 
     (tmp_path / "tiny").mkdir()
     for name in ("tiny/tiny.pdparams", "tiny/tiny.pdopt", "pre.pdparams", "c.yaml"):
         (tmp_path / name).write_text("")
+    (tmp_path / "net.py").write_text("Net = None")
     before = sorted(tmp_path.rglob("*"))
     assert run_train(*(flag.format(tmp_path) for flag in flags))[0] == 2
     assert_one_error(capsys.readouterr().err, message)
