@@ -120,7 +120,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
         if stop.saves:
             saver.save(stop.epoch, stop.place().get("step"), trained if stop.ends_epoch else None, evaluated)
     saver.finish()
-    report.summarize(args, argv, trained, evaluated, saver.best, saver.folder)
+    report.summarize(args, argv, training.program, trained, evaluated, saver.best, saver.folder)
 
 
 def _train(exe, training, stop, save=None):

@@ -51,7 +51,7 @@ def examine(output_dir):
     yield from _machine(device, len(gpus))
     yield _disk(Path(output_dir))
     if not problem and facts["trains"]:
-        yield from _tests(device, facts["lack"])
+        yield from _tests(device, facts["missing"])
 
 
 def _nvidia_gpus():
@@ -99,14 +99,14 @@ def _library_facts():
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
         rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
-    lack = native.missing(capability)
+    missing = native.missing(capability)
     rows += [_dali(device), _nvrtc(native, capability), _kernel_cache(native)]
     capabilities = [".".join(map(str, paddle.device.cuda.get_device_capability(i))) for i in range(count)]
     return {
         "device": device,
         "rows": rows,
         "trains": not (version_problem or problem),
-        "lack": lack,
+        "missing": missing,
         "capabilities": capabilities,
     }
 
@@ -225,13 +225,13 @@ def _disk(folder):
     return Row("disk", f"{free / GIB:.1f} GiB free for {folder}", "ok" if is_enough else "note", remedy)
 
 
-def _tests(device, lack):
+def _tests(device, missing):
     """Run the operations of training."""
     _, problem = _in_child(_decode_image, device)
     yield Row("test: image", problem or "decoded by DALI", "no" if problem else "ok")
     # Without the custom kernels, a GPU trains with Paddle's.
     flags = [*STEP, "--device", device, *(STEP_ON_A_GPU if device == "gpu" else [])]
-    yield _test_training("test: training step", [], [*flags, "--kernels", "paddle" if lack else "native"], lack)
+    yield _test_training("test: training step", [], [*flags, "--kernels", "paddle" if missing else "native"], missing)
     launch = ["-m", "paddle.distributed.launch", *(["--nproc_per_node", "2"] if device == "cpu" else [])]
     yield _test_training("test: all-reduce", launch, [*flags, "--kernels", "paddle"], None)
 
@@ -258,7 +258,7 @@ def _decode_image(device):
         raise ValueError(f"DALI decodes incorrect pixels: {pixels.shape}, {pixels[0, 0]}")
 
 
-def _test_training(what, launcher, flags, lack):
+def _test_training(what, launcher, flags, missing):
     begin = monotonic()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*launcher, *(["--log_dir", f"{folder}/log"] if launcher else []), str(ROOT / "train.py"), *flags]
@@ -267,9 +267,9 @@ def _test_training(what, launcher, flags, lack):
         logs = sorted(Path(folder).glob("log/workerlog.*"))
         output = done.stderr + "".join(path.read_text(errors="replace") for path in logs)
     if done.returncode == 0:
-        kernels = f"with Paddle's kernels, which are slower ({lack})" if lack else "with the custom kernels"
+        kernels = f"with Paddle's kernels, which are slower ({missing})" if missing else "with the custom kernels"
         detail = f"{len(logs)} processes" if launcher else kernels
-        return Row(what, f"{detail}, {monotonic() - begin:.0f} s", "note" if lack else "ok")
+        return Row(what, f"{detail}, {monotonic() - begin:.0f} s", "note" if missing else "ok")
     return Row(what, _reason(done.returncode, output), "no")
 
 

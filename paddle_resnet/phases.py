@@ -202,6 +202,8 @@ def set_weights(args, checkpoint, training, evaluation):
         if args.prune_model and not is_sparse:
             sparsity.prune(training.program, place, args.mask_algo)
             has_averages = False
+        if args.asp:
+            logger.info(sparsity.describe(training.program))
         if not has_averages:
             variables.start_averages(checkpoint, training.program, place)
     if evaluation and args.amp:

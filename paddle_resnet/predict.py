@@ -152,7 +152,7 @@ def find_images(arguments, stdin):
         else:
             paths.append(argument)
     if not paths:
-        raise UsageError("no images: add files, folders, or - for paths on stdin")
+        raise UsageError("IMAGE: missing; add files, folders, or - for paths on stdin")
     return paths
 
 

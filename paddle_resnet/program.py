@@ -71,7 +71,7 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
     Args:
         out: logits [N, class_num].
-        feeds: result of create_feeds. If it also has "weights" [N, class_num] in float32, each row with the sum 1,
+        feeds: result of create_feeds. If it also contains "weights" [N, class_num] in float32, whose rows sum to 1,
             these replace the label in the loss.
         class_num: number of classes.
         label_smoothing: fraction of each label spread evenly over all classes, in training only: Szegedy et al.,
@@ -168,6 +168,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             images, weights = _mix(args, images, feeds["label"], lr_scheduler)
             targets = feeds | weights
             _drop_out(args, model, lr_scheduler)
+            _drop_paths(args, model, lr_scheduler)
         out = logits(model, images, args.model_arch_name, args.num_of_class)
         if args.kernels == "native":
             loss_head.use_native(main_prog)
@@ -235,12 +236,32 @@ def _drop_out(args, model, lr_scheduler):
     if not args.dropout:
         return
 
+    seed = _declare_seed(args, "dropout", lr_scheduler)
+    model.last.register_forward_pre_hook(lambda _, inputs: layers.dropout(inputs[0], args.dropout, seed))
+
+
+def _drop_paths(args, model, lr_scheduler):
+    """Add --drop-path to the residual blocks of a network. The rate rises linearly with the depth of the block."""
+    if not args.drop_path:
+        return
+    paths = [layer for layer in model.sublayers() if isinstance(layer, layers.DropPath)]
+    if not paths:
+        raise UsageError(
+            f"--drop-path {args.drop_path:g}: --model-arch-name {args.model_arch_name} has no residual blocks with a "
+            "layer layers.DropPath; remove --drop-path"
+        )
+    for i, path in enumerate(paths, 1):
+        path.rate, path.seed = args.drop_path * i / len(paths), _declare_seed(args, f"drop_path.{i}", lr_scheduler)
+
+
+def _declare_seed(args, layer, lr_scheduler):
+    """Return a variable [1] int32 with the seed of a layer's dropout in each step."""
+
     def draw():
-        generator = random_numbers.generator(args.seed, lr_scheduler.batches, "dropout", processes.rank())
+        generator = random_numbers.generator(args.seed, lr_scheduler.batches, layer, processes.rank())
         return generator.integers(1, 2**31)
 
-    seed = scalars.declare("dropout.seed", draw, dtype="int32")
-    model.last.register_forward_pre_hook(lambda _, inputs: layers.dropout(inputs[0], args.dropout, seed))
+    return scalars.declare(f"{layer}.seed", draw, dtype="int32")
 
 
 def compile_prog(args, program, loss_name=None, is_train=True):
@@ -406,7 +427,9 @@ class _Pass:
         self._measured_from = args.benchmark_warmup_steps if args.benchmark else 0
         self.first_step = 0 if args.benchmark else loader.step
         if self._batches_each_step > 1 and len(loader) == iterators.UNKNOWN_LENGTH:
-            raise UsageError(f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length")
+            raise UsageError(
+                f"--accumulate-steps {args.accumulate_steps}: requires a loader with a length; implement its __len__"
+            )
         self._used = durations.used_batches(len(loader), args.accumulate_steps) if mode is Mode.TRAIN else len(loader)
         self.end_step = self._measured_from + args.benchmark_steps if args.benchmark else end_step or self._used
         self._clock = StepClock()
@@ -427,7 +450,7 @@ class _Pass:
         they are not in step.
 
         Raises:
-            Preempted: training is to stop; raised before the same step on every rank.
+            Preempted: training stops; every rank raises this before the same step.
         """
         if self._mode is Mode.TRAIN:
             if step % self._batches_each_step == 0 and exchange.stop_agreed():

@@ -270,12 +270,13 @@ def _print_table(title, result, environment):
     logger.info(drawn.getvalue().rstrip("\n"))
 
 
-def summarize(args, argv, trained, evaluated, best, folder):
+def summarize(args, argv, program, trained, evaluated, best, folder):
     """Log the results of a training run, and print the command that evaluates its last checkpoint with its own report.
 
     Args:
         args: flags.
         argv: arguments of the command line.
+        program: training Program.
         trained, evaluated: results of the last epoch; evaluated is None without evaluation.
         best: result and epoch of the best evaluation, or None.
         folder: the last checkpoint.
@@ -285,6 +286,10 @@ def summarize(args, argv, trained, evaluated, best, folder):
         data |= {f"val.{name}": evaluated[name] for name in ("loss", "top1", "top5", "images")}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
         data |= {"best.val.top1": best["top1"]}
+    if args.asp:
+        from paddle_resnet.optimizers import sparsity
+
+        data |= sparsity.counts(program)
     logger.log((), data)
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     _write_page(args, argv)

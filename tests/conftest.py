@@ -29,6 +29,8 @@ from paddle_resnet import resolution
 import train
 from paddle_resnet import dali, models
 from paddle_resnet.job import exchange, fleet, processes
+from paddle_resnet.native import build as native
+from paddle_resnet.steps import cuda_graph
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
@@ -44,14 +46,52 @@ MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
-# Paddle stores the Python call stack in each operator that it appends, and reads it for a warning about each sum: about
-# 50 frames below pytest, which take half of the time that the tests in this process take. The innermost frames do.
+# Paddle stores the Python call stack in each operator that it appends, and reads it for a warning about each sum. Below
+# pytest it has about 50 frames, and reading them takes half of the time of the tests in this process. The innermost
+# frames are sufficient.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])  # file and line
 
-# The launcher takes ports from here. Its default range holds those that the system gives to connections, some of which
-# are taken before the job's processes listen.
+# Ports that the launcher may use. Its default range overlaps with the ephemeral ports of the system, some of which are
+# in use before the processes of a job listen.
 os.environ["PORT_RANGE"] = "12000:32000"
+
+
+run_executor = static.Executor.run
+
+
+class FakeGraph:
+    """Stores the calls of the Executor during a capture for replay()."""
+
+    recording, made = None, []
+
+    def __init__(self, place):
+        self.launches, self.step = 0, None
+        FakeGraph.made.append(self)
+
+    def capture_begin(self):
+        FakeGraph.recording = self
+
+    def capture_end(self):
+        FakeGraph.recording = None
+        self.addresses = self.tensors()
+
+    def tensors(self):
+        """Return the addresses of the tensors that a graph would use."""
+        scope, names = static.global_scope(), [v.name for v in self.step[0]._program.list_vars() if v.persistable]
+        return {name: scope.find_var(name).get_tensor()._ptr() for name in names if scope.find_var(name) is not None}
+
+    def replay(self):
+        program = self.step[0]._program
+        if hasattr(program, "lr_scheduler"):  # a graph does not set the learning rate
+            rate = static.global_scope().find_var(program.lr_scheduler._var_name).get_tensor()
+            np.testing.assert_allclose(np.asarray(rate), program.lr_scheduler(), rtol=1e-6)
+        assert self.tensors() == self.addresses
+        self.launches += 1
+        run_executor(self.executor, *self.step, fetch_list=[])
+
+    def reset(self):
+        self.step = None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -71,19 +111,19 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Leave without the destructors of Paddle's and DALI's libraries. They crashed in one of two whole runs, after all
-    tests had passed, in a process that had held hundreds of programs, pipelines and failures of theirs. The exit
-    code of train.py is tested in processes of its own."""
+    """Exit without the destructors of Paddle's and DALI's libraries. They crashed in one of two complete runs, after
+    all tests had passed, in a process that had created hundreds of programs and pipelines. The exit code of train.py is
+    tested in separate processes."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hasattr(config, "exit_status"):  # not where the session has not even begun
+    if hasattr(config, "exit_status"):  # set once a session has started
         os._exit(config.exit_status)
 
 
 @pytest.fixture(autouse=True)
 def fresh_paddle(monkeypatch):
-    """Static mode, an empty scope, the tiny network in the registry, and decoders on a GPU without buffers for
-    ImageNet's largest images, for each test."""
+    """Give each test static mode, an empty scope, tiny registered networks, and GPU decoders without buffers for the
+    largest images of ImageNet."""
     paddle.enable_static()
     monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 0)
     monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 0)
@@ -94,7 +134,7 @@ def fresh_paddle(monkeypatch):
 
 
 def frozen(args):
-    """A frozen copy of settings, as train.py has them once Fleet has started: nothing is resolved any more."""
+    """A frozen copy of settings, like those of train.py after Fleet has started."""
     args = args.copy()
     args.freeze()
     return args
@@ -108,8 +148,8 @@ def four_stages(monkeypatch):
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory, worker_id):
-    """Make files once for all worker processes of pytest-xdist: once(name, make) returns a folder that make(folder)
-    has filled, in this process or in another one. Tests must not change what is in it."""
+    """Create files once for all worker processes of pytest-xdist: once(name, make) returns a folder that make(folder)
+    has filled in one of the processes. Tests must not change it."""
     root = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         root = root.parent
@@ -131,7 +171,8 @@ def once(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="session")
 def photos(once):
-    """Class folders of noise-free colour ramps: 3 classes, 30 training and 23 validation JPEGs of odd sizes."""
+    """Class folders of color gradients with little noise: 3 classes, 30 training and 23 validation JPEG images of
+    different sizes."""
 
     def make(root):
         random = np.random.RandomState(0)
@@ -150,7 +191,7 @@ def photos(once):
 
 @pytest.fixture(scope="session")
 def converted(photos, once):
-    """The photos in every storage format: {--data-format: --image-root}; containers of three training shards."""
+    """The photos in each storage format: {--data-format: --image-root}. Record files have three training shards."""
 
     def make(root):
         (root / "filelist").mkdir()
@@ -168,13 +209,15 @@ def converted(photos, once):
 
 @pytest.fixture
 def verify_here(monkeypatch):
-    """verify decodes in this process: new ones take a second to start. tests/tools/test_verify.py has them."""
+    """verify decodes in this process, because new processes take a second to start. tests/tools/test_verify.py tests
+    them."""
     monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *arguments: ThreadPoolExecutor(1))
 
 
 @pytest.fixture
 def parse():
-    """Flags of the tiny network, with the device settled and Fleet started (not for a pretended job of several)."""
+    """Parse flags of the tiny network, resolve the device, and start Fleet unless the test simulates several
+    processes."""
 
     def parse(*flags):
         args = config.parse_args([*TINY, *map(str, flags)])
@@ -204,7 +247,7 @@ def run_train(photos, tmp_path):
 
 @pytest.fixture
 def checkpoint(once, run_train, tmp_path):
-    """A copy of a checkpoint of one epoch, which is trained once for all tests."""
+    """A copy of a checkpoint of one epoch. The run is shared by all tests."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0
@@ -225,7 +268,7 @@ def train_process():
 
 @pytest.fixture
 def stop_before(monkeypatch):
-    """Let the job agree to stop before the n-th step of its training, or of its evaluations; None: not at all."""
+    """Simulate a stop signal before the n-th training step or the n-th poll of evaluations; None: no signal."""
 
     def stop_before(train_step=None, eval_step=None):
         def counter(target):
@@ -240,7 +283,8 @@ def stop_before(monkeypatch):
 
 @pytest.fixture
 def losses_with_a_stop(run_train, stop_before, tmp_path):
-    """Stop a run before its n-th training step and let the same command go on; returns the losses of both parts."""
+    """Stop a run before its n-th training step and resume it with the same command; returns the losses of both
+    parts."""
 
     def losses_with_a_stop(train_step, *flags, **places):
         elsewhere = ["--output-dir", tmp_path / "stopped"]
@@ -257,46 +301,48 @@ def losses_with_a_stop(run_train, stop_before, tmp_path):
 
 
 def read_report(path):
-    """Entries of a report file: dicts with step and data."""
+    """The entries of a report file: dicts with step and data."""
     if not path.exists():
         return []
     return [strict_json(line.removeprefix("DLLL ")) for line in path.read_text().splitlines()]
 
 
 def strict_json(text):
-    """The content of a JSON text without Python's NaN and Infinity."""
+    """Parse JSON strictly: NaN and Infinity are errors."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def phase(report, step, prefix):
-    """The data of the last entry for a step whose keys start with a prefix, without it."""
-    found = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
-    return {k.removeprefix(prefix): v for k, v in found[-1].items() if k.startswith(prefix)}
+    """The values whose names start with a prefix, in the last entry of a step that has any: {name without prefix:
+    value}."""
+    entries = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
+    return {k.removeprefix(prefix): v for k, v in entries[-1].items() if k.startswith(prefix)}
 
 
-def assert_one_error(stderr, says):
+def assert_one_error(stderr, parts):
+    """Check that there is exactly one error message of train.py and that it contains all parts."""
     errors = [line for line in stderr.splitlines() if line.startswith("train.py: error: ")]
     assert len(errors) == 1, stderr
-    for words in says:
-        assert words in errors[0]
+    for part in parts:
+        assert part in errors[0]
 
 
 def losses(report):
     """{(epoch, step): training loss, (epoch, "train" or "val"): loss of the epoch}."""
-    found = {}
+    result = {}
     for entry in report:
         if len(entry["step"]) == 2 and "train.loss" in entry["data"]:
-            found[tuple(entry["step"])] = entry["data"]["train.loss"]
+            result[tuple(entry["step"])] = entry["data"]["train.loss"]
         if len(entry["step"]) == 1:
             for phase in ("train", "val"):
                 if f"{phase}.loss" in entry["data"]:
-                    found[entry["step"][0], phase] = entry["data"][f"{phase}.loss"]
-    return found
+                    result[entry["step"][0], phase] = entry["data"][f"{phase}.loss"]
+    return result
 
 
 def assert_two_of_four(weight, algorithm="mask_1d"):
-    """At most two of each four input channels of a filter [out, in, height, width] are not zero; the algorithms in two
-    dimensions leave two of each four filters, too."""
+    """Check that at most two of four consecutive input channels of a filter [out, in, height, width] are not zero, and
+    with two-dimensional algorithms also at most two of four consecutive filters."""
     rows = weight.transpose(2, 3, 0, 1).reshape(-1, weight.shape[1])
     assert (np.count_nonzero(rows.reshape(-1, 4), axis=1) <= 2).all()
     if algorithm != "mask_1d":
@@ -304,22 +350,22 @@ def assert_two_of_four(weight, algorithm="mask_1d"):
 
 
 def assert_sparse(params, algorithm="mask_1d"):
-    """Parameters {name: array} have a mask for every layer that can be pruned, and keep to it."""
+    """Check that parameters {name: array} contain a mask for each layer that can be pruned, and are masked."""
     pruned = [name for name in params if f"{name}.asp_mask" in params]
     filters = {name for name in params if name.startswith("conv2d_") and name.endswith(".w_0")}
-    assert set(pruned) == filters  # as in NVIDIA's example; not the classifier
+    assert set(pruned) == filters  # without the classifier, as in NVIDIA's example
     for name in pruned:
-        if params[name].shape[1] < 4:  # the first layer of a network that takes three channels
+        if params[name].shape[1] < 4:  # the first layer of a network with three input channels
             assert (params[f"{name}.asp_mask"] == 1).all()
             continue
-        density = params[f"{name}.asp_mask"].mean()  # the greedy algorithm may find no place for the second of two
+        density = params[f"{name}.asp_mask"].mean()  # the greedy algorithm may keep fewer than two weights
         assert density == 0.5 or (algorithm == "mask_2d_greedy" and 0.4 < density < 0.5), name
         assert not params[name][params[f"{name}.asp_mask"] == 0].any(), name
         assert_two_of_four(params[name], algorithm)
 
 
 def gpu_labels(count):
-    """What the launcher calls the first GPUs that are visible here; with $SHARE_GPU, the first one COUNT times."""
+    """The launcher's names of the first visible GPUs; with $SHARE_GPU, the first one COUNT times."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     labels = visible.split(",") if visible else [str(i) for i in range(count)]
     return labels[:1] * count if "SHARE_GPU" in os.environ else labels[:count]
@@ -331,9 +377,41 @@ def need_two_gpus():
 
 
 @pytest.fixture
+def fake(monkeypatch):
+    """Emulate the capture of steps on the CPU. Returns FakeGraph; its list `made` contains the graphs."""
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+
+    def capture_or_run(self, *args, **kwargs):
+        if FakeGraph.recording is None:
+            return run_executor(self, *args, **kwargs)
+        assert kwargs == {"fetch_list": []}  # CUDA captures neither feeds nor fetches
+        FakeGraph.recording.executor, FakeGraph.recording.step = self, args
+        return []
+
+    def resolve_kernels(args):
+        requested, origin = args.cuda_graph, args.origin("cuda_graph")
+        resolve(args)
+        assert not args.cuda_graph  # on a CPU
+        args.set(origin, cuda_graph=requested)
+
+    resolve = resolution.resolve_kernels
+    monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
+    monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
+    monkeypatch.setattr(static.Executor, "run", capture_or_run)
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
+    monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cuda_graph, "_take_free_memory", lambda place: [])
+    monkeypatch.setattr(FakeGraph, "made", [])
+    yield FakeGraph
+    FakeGraph.recording = None
+
+
+@pytest.fixture
 def launch(photos, tmp_path):
-    """Run a job; returns (report entries, [parameters of each rank]), or (exit code, [log of each rank]) if it is to
-    fail."""
+    """Run a job; returns (report entries, [parameters of each rank]), or with succeeds=False (exit code, [log of each
+    rank])."""
 
     def launch(processes, *flags, succeeds=True):
         name = f"job{len(list(tmp_path.glob('job*')))}"
@@ -361,8 +439,8 @@ def launch(photos, tmp_path):
 
 @pytest.fixture
 def two_processes(once, launch, tmp_path):
-    """The job of TWO_EPOCHS with two processes, which runs once for all tests: (report entries, [parameters of each
-    rank], checkpoints)."""
+    """The job of TWO_EPOCHS with two processes: (report entries, [parameters of each rank], checkpoints). The run is
+    shared by all tests."""
 
     def make(folder):
         launch(2, *TWO_EPOCHS, "--output-dir", folder / "output")
@@ -375,8 +453,8 @@ def two_processes(once, launch, tmp_path):
 
 @pytest.fixture
 def launch_nodes(photos, tmp_path):
-    """Start two launchers that find each other through a master on loopback, a process each, as two machines would;
-    returns them and the job's folder."""
+    """Start two launchers with one process each and a common master on loopback, like two machines; returns them and
+    the folder of the job."""
     started = []
 
     def launch_nodes(*flags, on_gpus=False):

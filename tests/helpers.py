@@ -1,5 +1,4 @@
-"""Functions that several test modules share: programs, loaders, checkpoints, exported models. conftest.py has the
-fixtures."""
+"""Functions for several test modules: programs, loaders, checkpoints, exported models. Fixtures are in conftest.py."""
 
 import json
 import os
@@ -35,11 +34,11 @@ META = {
     },
     "ranks": [{"loader": {"step": 0, "conditions": {}}, "meters": {}}],
 }
-# The file with a network of docs/networks.md.
-NETWORK_EXAMPLE = re.search(
+# The files of docs/networks.md: one with options of a ResNet, one with a network.
+OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs/networks.md").read_text(), re.MULTILINE | re.DOTALL
-)[1]
-# A program that holds the lock of the folder in its argument.
+)
+# A program that locks the folder of its argument.
 HOLDER = """
     import sys, time
     from paddle_resnet.checkpoints import folders
@@ -65,7 +64,7 @@ np.save(f"{folder}/probabilities.npy", predictor.get_output_handle(name).copy_to
 
 
 def build(args, is_train=True, steps=10, seed=0):
-    """(compiled program, executor, fetchs, lr_scheduler, program) with fresh parameters."""
+    """Build a program with new parameters; returns (compiled program, executor, fetchs, lr_scheduler, program)."""
     args = frozen(args)
     paddle.seed(seed)
     main, startup = static.Program(), static.Program()
@@ -77,7 +76,7 @@ def build(args, is_train=True, steps=10, seed=0):
 
 
 def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
-    """[(images, labels)]"""
+    """Random batches: [(images, labels)]."""
     generator = np.random.RandomState(0)
     return [
         (generator.randn(batch, *shape).astype("float32"), generator.randint(0, classes, (batch, 1)).astype("int64"))
@@ -90,14 +89,14 @@ def variable(name):
 
 
 def epoch(loader):
-    """Images and labels of one epoch as lists of batches."""
+    """Read one epoch; returns ([images of each batch], [labels of each batch])."""
     batches = [(np.array(b[0]["data"]), np.array(b[0]["label"])) for b in loader]
     loader.reset()
     return [b[0] for b in batches], [b[1] for b in batches]
 
 
 def take(loader, count):
-    """The next batches, over the ends of epochs."""
+    """Read the next batches, across epochs."""
     batches = []
     while len(batches) < count:
         batch = next(loader, None)
@@ -115,8 +114,8 @@ def write_checkpoint(root, name, text="abc", sequence=0, **meta):
 
 
 def predict(folder, images, output=""):
-    """Probabilities from Paddle Inference, in a process of its own, without what this project sets, as where models are
-    deployed."""
+    """Compute probabilities with Paddle Inference in a separate process, like in a deployment: without this project and
+    its settings of Paddle."""
     np.save(folder / "images.npy", images)
     environment = {name: value for name, value in os.environ.items() if name != "FLAGS_enable_pir_api"}
     done = subprocess.run(

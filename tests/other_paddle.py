@@ -1,7 +1,7 @@
-"""What another version of Paddle has written: a checkpoint, its next losses, and an exported model.
+"""Compatibility between versions of Paddle: a checkpoint, the losses after it, and an exported model.
 
-`python tests/other_paddle.py write FOLDER` writes them with the installed Paddle, `... check FOLDER` compares. .ci/run
-does so in both directions; tests/goldens/paddle_* are such folders.
+`python tests/other_paddle.py write FOLDER` writes them with the installed Paddle; `... check FOLDER` compares. .ci/run
+does this in both directions. The folders tests/goldens/paddle_* were written this way.
 """
 # ruff: noqa: I001
 
@@ -53,7 +53,7 @@ class Run:
         self._compiled = program.compile_prog(self.args, self.main)
 
     def train(self, first, count=STEPS):
-        """Losses of `count` steps from the step `first`."""
+        """Train `count` steps, starting with step `first`; returns their losses."""
         losses = []
         for step in range(first, first + count):
             self._scheduler.step(step)
@@ -69,11 +69,11 @@ class Run:
             network.eval()
             out = paddle.nn.functional.softmax(network(images))
         static.save_inference_model(str(folder / "model"), [images], [out], self._exe, program=evaluation)
-        leave_out_call_stacks(folder / "model.pdmodel")
+        remove_call_stacks(folder / "model.pdmodel")
 
 
-def leave_out_call_stacks(path):
-    """They name paths of the machine that wrote the model."""
+def remove_call_stacks(path):
+    """Remove call stacks, which contain paths of the machine that writes the model."""
     model = static.deserialize_program(path.read_bytes())
     for op in model.global_block().ops:
         if op.has_attr("op_callstack"):
@@ -93,11 +93,11 @@ def write(folder):
 
 
 def check(folder, rtol):
-    """Train from the same seed; load the checkpoint, bit for bit, and train on; let Paddle Inference run the model.
+    """Compare losses of training from the same seed, loaded parameters, losses after loading, and probabilities.
 
     Args:
-        folder: that write has filled.
-        rtol: how far losses and probabilities may be from those that the other version got.
+        folder: output of `write`.
+        rtol: relative tolerance of losses and probabilities. Parameters must be bit-identical.
     """
     expected = json.loads((folder / "expected.json").read_text())
     run = Run()

@@ -10,7 +10,7 @@ from conftest import ROOT
 # From top to bottom; a layer may import from itself and from the layers below it.
 LAYERS = [
     ["train"],
-    ["paddle_resnet.dataset", "paddle_resnet.doctor", "paddle_resnet.export", "paddle_resnet.predict"],
+    [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "predict", "weights")],
     ["paddle_resnet.serving"],
     ["paddle_resnet.phases"],
     ["paddle_resnet.program"],
@@ -26,10 +26,10 @@ LAYERS = [
     ["paddle_resnet.optimizers"],
     ["paddle_resnet.native"],
     ["paddle_resnet.job"],
-    ["paddle_resnet.models"],
     ["paddle_resnet.machine"],
     ["config"],
     ["paddle_resnet.settings"],
+    ["paddle_resnet.models"],
     ["utils"],
 ]
 LIBRARIES_OF_UTILS = {"paddle", "nvidia"}

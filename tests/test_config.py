@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import config
+from paddle_resnet import models
 from paddle_resnet.settings import inheritance, parsing, validation
 from paddle_resnet.settings.declarations import ACTIONS, EVALUATED, FLAGS, KINDS, PARSER, RESUMED, of_kinds
 from paddle_resnet.settings.values import flag
@@ -712,6 +713,23 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
     ]
     assert len(warnings) == (args.crop_size == 32 and resize_short == 256)
     assert parsing.as_file(args).get("resize_short") == (256 if "--resize-short" in text else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ([4, 40, 40], 40, 50, "cubic")),
+        ("--crop-size 80", ([4, 80, 80], 80, 100, "cubic")),
+        ("--image-shape 3,64,96 --interp linear", ([3, 64, 96], 64, 80, "linear")),
+        ("--resize-short 60", ([4, 40, 40], 40, 60, "cubic")),
+    ],
+)
+def test_a_network_has_its_own_preprocessing_unless_flags_are_explicit(monkeypatch, text, expected):
+    network = models.Network("resnet", "ResNet18", "", {}, 40, 1.25, {"interp": "cubic"})
+    monkeypatch.setitem(models.MODELS, "Small_1", network)
+    args = config.parse_args(["--model-arch-name", "small-1", *text.split()])
+    assert (args.image_shape, args.crop_size, args.resize_short, args.interp) == expected
+    assert args.origin("interp") == ("command line" if "--interp" in text else "--model-arch-name")
 
 
 @pytest.mark.parametrize("flag", ["--data-layout NHWC", "--dali-output-fp16"])

@@ -113,7 +113,7 @@ def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, c
 
 def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
     args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # 0.06 x batch size 8
-    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06 of --batch-size 8 is less than .* give 0.12 or more"):
+    with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
 
@@ -328,16 +328,16 @@ def test_synthetic_batches_are_constant_and_as_many_as_for_imagenet(parse):
 
 
 def test_batch_larger_than_data_set_is_an_error(parse, numbered):
-    with pytest.raises(UsageError, match="--batch-size 11 .* 10 training images.* --batch-size 10"):
+    with pytest.raises(UsageError, match="--batch-size 11: .* 10 training images.* use 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "11")
     assert len(load(parse, numbered, Mode.EVAL, "--batch-size", "11")) == 1
 
 
 def test_more_processes_than_training_images_is_an_error(parse, numbered, shard):
     shard(0, 11)
-    with pytest.raises(UsageError, match="11 processes .* 10 .* at most 10"):
+    with pytest.raises(UsageError, match="10 training images .* 11 processes; start at most 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "1")
-    with pytest.raises(UsageError, match="11 processes .* benchmark .* 10 .* at most 10"):
+    with pytest.raises(UsageError, match="10 validation images .* benchmark with 11 processes; start at most 10"):
         load(parse, numbered, Mode.EVAL, "--batch-size", "1", "--benchmark")
 
 

@@ -55,7 +55,7 @@ STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPA
 STOPS |= {"O2 EMA inside an epoch": ([*O2, "--ema", "0.9"], 4)}
 
 
-@pytest.mark.parametrize("hardware_decodes", [0, 0.9])
+@pytest.mark.parametrize("hardware_load", [0, 0.9])
 def test_gpu_loader_images_match_cpu_loader(parse, photos, hardware_load):
     images, labels = [], []
     for device in ("cpu", "gpu"):
@@ -342,6 +342,7 @@ def test_network_with_nondeterministic_operators_is_not_captured(run_train, monk
 def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deterministic, capsys, flags):
     """The runs use mixup, CutMix and dropout, and the check of untested operators passes."""
     flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
+    flags += ["--drop-path", "0.3"]
     code, expected = run_train(*flags, "--cuda-graph", "false")
     assert code == 0
     capsys.readouterr()

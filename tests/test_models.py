@@ -7,6 +7,14 @@ from paddle_resnet.models import MODELS
 from utils.errors import UsageError
 
 EXPECTED_PARAMETERS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "MobileNetV2": 3_504_872}
+EXPECTED_PARAMETERS |= {
+    "EfficientNet_Lite0": 4_652_008,
+    "EfficientNet_Lite1": 5_416_680,
+    "EfficientNet_Lite2": 6_092_072,
+    "MobileNetV3_Large": 5_483_032,
+    "MobileNetV3_Small": 2_542_856,
+    "GhostNet": 5_182_508,  # timm's ghostnet_100
+}
 
 
 def describe(network, shape):
@@ -71,12 +79,14 @@ def test_resnet_logits_match_paddle_vision(arch, depths, convolutions):
     np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
 
 
-def reference_mobilenet_v2():
-    model = paddle.vision.models.mobilenet_v2()
-    model.classifier[0].p = 0.0  # dropout
+def vision_network(name):
+    """Return the network of paddle.vision, without dropout and with the authors' batch normalization."""
+    model = getattr(paddle.vision.models, name)()
     for layer in model.sublayers():
+        if isinstance(layer, paddle.nn.Dropout):
+            layer.p = 0.0
         if isinstance(layer, paddle.nn.BatchNorm2D):
-            layer._epsilon, layer._momentum = 1e-3, 0.997
+            layer._epsilon, layer._momentum = 1e-3, 0.99
     return model
 
 
@@ -89,14 +99,22 @@ def float64():
 
 
 @pytest.mark.parametrize("layout", [pytest.param("NCHW", marks=pytest.mark.soak), "NHWC"])
-def test_mobilenet_v2_logits_and_gradients_match_paddle_vision(float64, layout):
+@pytest.mark.parametrize(
+    ("arch", "vision_name", "parameters"),  # 3 of a ConvBN, 4 of squeeze-and-excitation, 2 of a Linear
+    [
+        ("MobileNetV2", "mobilenet_v2", 52 * 3 + 2),
+        ("MobileNetV3_Small", "mobilenet_v3_small", 34 * 3 + 9 * 4 + 2 * 2),
+        pytest.param("MobileNetV3_Large", "mobilenet_v3_large", 46 * 3 + 8 * 4 + 2 * 2, marks=pytest.mark.soak),
+    ],
+)
+def test_mobilenet_logits_and_gradients_match_paddle_vision(float64, layout, arch, vision_name, parameters):
     random = np.random.RandomState(1)
     images, slopes = random.randn(4, 3, 64, 64), random.randn(4, 1000)
     in_layout = images if layout == "NCHW" else images.transpose(0, 2, 3, 1)
     results, weights = [], None
     for network, x in (
-        (reference_mobilenet_v2, images),
-        (lambda: MODELS["MobileNetV2"](data_format=layout), in_layout),
+        (lambda: vision_network(vision_name), images),
+        (lambda: MODELS[arch](data_format=layout), in_layout),
     ):
         main, startup = static.Program(), static.Program()
         with static.program_guard(main, startup), paddle.utils.unique_name.guard():
@@ -109,7 +127,7 @@ def test_mobilenet_v2_logits_and_gradients_match_paddle_vision(float64, layout):
             weights = weights or randomized(main)
             set_parameters(main, weights)
             results.append(exe.run(main, {"data": x, "slopes": slopes}, [out, *gradients]))
-    assert len(results[0]) == 1 + 52 * 3 + 2  # filters, scales and shifts; weight and bias of the classifier
+    assert len(results[0]) == 1 + parameters
     for expected, actual in zip(*results, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6 * np.abs(expected).max() + 1e-14, rtol=0)
 
@@ -177,3 +195,51 @@ def test_unknown_model_is_an_error():
 
     with pytest.raises(UsageError, match="ResNet51.*ResNet50"):
         build_model("ResNet51", 3, 3, "NCHW")
+
+
+UNIFORM = 3**-0.5  # standard deviation of a uniform distribution between -1 and 1
+TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut off at 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "norm", "filters"),  # filters: the standard deviation of the last filter with a shape
+    [
+        (
+            "EfficientNet_Lite0",
+            (1e-3, 0.99),
+            {
+                (1280, 320, 1, 1): (2 / 1280) ** 0.5,
+                (1152, 1, 5, 5): (2 / 25) ** 0.5,
+                (1280, 1000): UNIFORM * 1000**-0.5,
+            },
+        ),
+        (
+            "MobileNetV3_Small",
+            (1e-3, 0.99),
+            {(576, 96, 1, 1): 0.09 * TRUNCATED, (576, 1, 5, 5): 0.09 * TRUNCATED, (1024, 1000): 0.09 * TRUNCATED},
+        ),
+        (
+            "GhostNet",
+            (1e-5, 0.9),
+            {
+                (960, 160, 1, 1): UNIFORM * 160**-0.5,
+                (480, 1, 3, 3): UNIFORM * 9**-0.5,
+                (1280, 1000): UNIFORM * 1280**-0.5,
+            },
+        ),
+    ],
+)
+def test_initialization_and_batch_normalization_are_those_of_the_reference_code(arch, norm, filters):
+    paddle.seed(0)
+    main, _, _ = build(MODELS[arch], (3, 32, 32))
+    found = {(round(op.attr("epsilon"), 8), round(op.attr("momentum"), 6)) for op in norms(main)}
+    assert found == {norm}
+    by_shape = {tuple(p.shape): p.name for p in main.all_parameters()}
+    for shape, deviation in filters.items():
+        values = np.array(static.global_scope().find_var(by_shape[shape]).get_tensor())
+        assert values.std() == pytest.approx(deviation, rel=0.03), shape
+        assert abs(values.mean()) < 0.05 * deviation, shape
+
+
+def norms(program):
+    return [op for op in program.global_block().ops if op.type == "batch_norm"]

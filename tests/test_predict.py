@@ -154,7 +154,7 @@ def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
     [
         (None, "-: stdin is closed"),
         (b"\0" * 5000, "-: a line on stdin exceeds 4096 bytes"),
-        (b"\n\n", "no images: add files, folders, or -"),
+        (b"\n\n", "IMAGE: missing; add files, folders, or -"),
     ],
 )
 def test_unusable_stdin_is_an_error(checkpoint, capsys, monkeypatch, data, message):
@@ -233,7 +233,7 @@ def test_benchmark_skips_broken_engine_with_a_warning(checkpoint, tmp_path, caps
     [
         (["{root}/nowhere", "{image}"], "nowhere: does not exist; use the folder of a checkpoint or of an export"),
         (["{root}/empty", "{image}"], "empty: contains neither meta.json nor parameters; choose a checkpoint"),
-        (["{run}/0"], "no images: add files, folders, or -"),
+        (["{run}/0"], "IMAGE: missing; add files, folders, or -"),
         (["{run}/0", "{root}/empty"], "empty: contains no images (.jpg,"),
         (["{run}/0", "{image}", "--json", "--csv", "-"], "--json: --csv - also writes to stdout"),
         (["{run}/0", "{image}", "--benchmark"], "--benchmark: measures random images"),

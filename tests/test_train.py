@@ -107,7 +107,11 @@ def test_dry_run_checks_paths_and_writes_nothing(run_train, tmp_path, capsys):
 
 def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     flags = ["--asp", "--prune-model", "--epochs", "2"]
-    assert run_train(*flags)[0] == 0
+    code, report = run_train(*flags)
+    assert code == 0
+    summary = report[-1]["data"]
+    assert (summary["asp.sparse_layers"], summary["asp.dense_layers"]) == (8, 2)
+    assert "--asp: 8 of 10 layers are 2:4 sparse" in capsys.readouterr().out
     for epoch in (0, 1):
         params = pickle.loads((tmp_path / f"output/Tiny/{epoch}/tiny.pdparams").read_bytes())
         assert_sparse(params)

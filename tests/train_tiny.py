@@ -15,12 +15,13 @@ import threading
 import time
 from functools import partial
 
-gc.disable()  # which takes a fifth of the time of the imports
+gc.disable()  # garbage collection takes a fifth of the time of the imports
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
 import numpy as np
 import paddle
 from paddle import static
 
+import few_blocks
 import train
 from paddle_resnet import dali, models, program
 from paddle_resnet.checkpoints import variables
@@ -37,27 +38,28 @@ gc.enable()
 
 
 def parse_options():
-    """Take the options of this program from sys.argv, which keeps those of train.py."""
+    """Remove the options of this program from sys.argv; the flags of train.py remain."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add = parser.add_argument
-    add("--parameters", help="folder to which each rank writes its parameters at the end, its state after each epoch")
-    add("--shares", action="store_true", help="the images of a step do not depend on the number of processes")
-    add("--overflow", default="", help="'RANK STEP STEP ...': steps in which --shares has an infinite image")
+    add("--parameters", help="folder to which each rank writes its state after each epoch and its final parameters")
+    add("--shares", action="store_true", help="synthetic images that do not depend on the number of processes")
+    add("--overflow", default="", help="'RANK STEP STEP ...': steps in which --shares generates an infinite image")
     add("--scaling", action="store_true", help="dynamic loss scaling in float32")
-    add("--stages", type=int, default=2, help="of the network")
+    add("--stages", type=int, default=2, help="number of stages of the network")
+    add("--few-blocks", action="store_true", help="the networks of the registry have few blocks")
     add("--unfused", action="store_true", help="one all-reduce per gradient")
     add("--fatal-change", type=int, help="kill -9 before the n-th change to the file system below --fatal-root")
     add("--fatal-root")
     add("--slow-step", type=float, default=0, help="seconds added to each training step")
     add("--slow-evaluation", type=float, default=0, help="seconds added to some steps of an evaluation")
-    add("--fault", default="", help="'RANK STEP KIND', comma-separated: what happens to a rank before a step")
+    add("--fault", default="", help="'RANK STEP KIND', comma-separated: fault of a rank before a step")
     add("--fault-after", default="/", help="path that must exist before a fault happens")
-    add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: what differs on one rank")
+    add("--differs", default="", help="'RANK FLAGS' or 'RANK version', comma-separated: differences of one rank")
     options, sys.argv[1:] = parser.parse_known_args()
     return options
 
 
-if "SHARE_GPU" in os.environ:  # which NCCL allows to ranks of different hosts, joined by sockets
+if "SHARE_GPU" in os.environ:  # NCCL allows this only for ranks of different hosts that are connected by sockets
     os.environ |= {"NCCL_HOSTID": str(processes.rank()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
@@ -80,8 +82,8 @@ def raise_error():
     raise ZeroDivisionError("of the test")
 
 
-def wait_with_pythons_lock():
-    """For a mutex that this thread has: unlike a sleep, no signal ends that."""
+def wait_with_gil():
+    """Wait for a mutex that this thread holds. Unlike a sleep, this cannot be interrupted by signals."""
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -94,8 +96,8 @@ FAULTS = {
     "killed_later": lambda: (time.sleep(3), os.kill(os.getpid(), signal.SIGKILL)),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hangs": lambda: time.sleep(1000),
-    "locks": wait_with_pythons_lock,
-    "locks_soon": lambda: threading.Timer(0.3, wait_with_pythons_lock).start(),
+    "locks": wait_with_gil,
+    "locks_soon": lambda: threading.Timer(0.3, wait_with_gil).start(),
     "leaves": lambda: os._exit(0),
 }
 
@@ -113,11 +115,11 @@ def fail_at(function, step, kind):
     return wrapped
 
 
-def differ(words):
-    if words == ["version"]:
+def apply_difference(arguments):
+    if arguments == ["version"]:
         paddle.__version__ = "9.9.9"
     else:
-        sys.argv += words
+        sys.argv += arguments
 
 
 def slow(function, seconds):
@@ -129,7 +131,7 @@ def slow(function, seconds):
 
 
 class Shares(dali.SyntheticIterator):
-    """This process's part of the images of a step."""
+    """Generates the images of this process in each step: its part of a global batch."""
 
     def __next__(self):
         if self._left == 0:
@@ -149,10 +151,10 @@ class Shares(dali.SyntheticIterator):
 
 
 def scale_losses(dist_optimizer):
-    """Like --amp without a float16 operator, which a CPU does not have."""
+    """Like --amp, but without float16 operators, which CPUs do not support."""
 
     def wrapped(args, optimizer):
-        vars(args)["use_dynamic_loss_scaling"] = True  # which --amp resolves otherwise; the settings are frozen
+        vars(args)["use_dynamic_loss_scaling"] = True  # otherwise set by --amp; the settings are frozen
         operators = {op.type for op in static.default_main_program().global_block().ops}
         lists = static.amp.AutoMixedPrecisionLists(custom_black_list=operators | {"scale", "sum", "elementwise_mul"})
         scaled = static.amp.decorate(optimizer, lists, init_loss_scaling=1024.0, use_dynamic_loss_scaling=True)
@@ -182,6 +184,8 @@ def write_state(save):
 
 if __name__ == "__main__":
     options = parse_options()
+    if options.few_blocks:
+        few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * options.stages, width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
     dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
@@ -210,19 +214,19 @@ if __name__ == "__main__":
             continue
         exchange.stop_agreed = fail_at(exchange.stop_agreed, int(step), kind)
     for difference in filter(None, options.differs.split(",")):
-        rank, *words = difference.split()
+        rank, *arguments = difference.split()
         if rank == my_rank:
-            differ(words)
+            apply_difference(arguments)
     code = signals.leaving(train.main())
     print(f"captures: {len(captures)}")
-    if code == 0 and options.parameters and "Plain" not in sys.argv:
+    if code == 0 and options.parameters and "Plain" not in sys.argv and not options.few_blocks:
         count = 1 + 4 * options.stages
         names = [f"conv2d_{i}.w_0" for i in range(count)] + ["linear_0.w_0", "linear_0.b_0"]
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
-    if "gpu" in sys.argv:  # a test of test_gpu.py is about the end
+    if "gpu" in sys.argv:  # test_gpu.py also tests the exit
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without the destructors of Paddle's libraries, which take half a second on a CPU
+    os._exit(code)  # skips the destructors of Paddle's libraries, which take half a second on a CPU

@@ -27,7 +27,7 @@ def bind_to_gpu(local_gpu):
     try:
         handle = _device_handle(pynvml, local_gpu)
         allowed = os.sched_getaffinity(0)
-        # NVML returns a bit mask in words of 64 cores. In a container, core numbers may exceed the number of cores.
+        # NVML returns masks of 64 cores each. In a container, core numbers may exceed the number of cores.
         masks = pynvml.nvmlDeviceGetCpuAffinity(handle, max(allowed) // 64 + 1)
         cores = allowed & {64 * i + bit for i, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1}
         if cores:

@@ -17,7 +17,7 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
-_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # from Python's tempfile
+_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 # With less address space, an import or a step fails in various ways, some without an error message. The sample job used
 # 3.2 to 3.5 GiB on a CPU.

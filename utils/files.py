@@ -49,7 +49,7 @@ def open_regular(path, limit_bytes=None):
     """Open a file for reading.
 
     Args:
-        path: of the file.
+        path: path of the file.
         limit_bytes: the largest size to accept; None accepts any.
     Returns:
         a binary file.
@@ -76,7 +76,7 @@ def written(path, partial=None, sync=False):
     """Write a file or folder atomically: it gets its name when the block has written it completely.
 
     Args:
-        path: of the file or folder. An existing file is replaced.
+        path: path of the file or folder. An existing file is replaced.
         partial: path to write to, in the same file system; by default a name in the same folder that no other process
             uses. It is removed if the block raises an exception.
         sync: flush everything to the disk before the rename.

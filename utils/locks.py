@@ -15,7 +15,7 @@ def acquire(path, warn):
     """Lock a file, which is created if necessary.
 
     Args:
-        path: of the lock file.
+        path: path of the lock file.
         warn: called with a message if the file system has no locks.
     Returns:
         an open file. The lock lasts until this process ends or closes any open file of that path.

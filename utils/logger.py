@@ -28,7 +28,7 @@ def setup(report_file=None, rank=0):
 
     Args:
         report_file: path, or None for a log that is only printed.
-        rank: of this process.
+        rank: rank of this process.
     Raises:
         UsageError: another run is writing the report file.
     """
@@ -205,7 +205,7 @@ def warn(message):
 
 
 def log(step, data):
-    """Print and report metrics. Lines of steps are not printed while a live line shows the steps.
+    """Print and report metrics. Steps are not printed while the live line shows them.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.

@@ -22,7 +22,7 @@ class AverageMeter:
             from it, so that the mean over many batches has no float32 rounding.
     Attributes:
         value: mean of the finite values of the last update, NaN if there are none.
-        sum: of the finite values.
+        sum: sum of the finite values.
         count: number of samples, with finite values or not.
         not_finite: number of samples whose value, or whose batch's mean, was not finite.
         bad_updates: number of consecutive updates, up to the last, that were not finite; reset() keeps it.
@@ -186,7 +186,7 @@ class StepClock:
         self._tick = perf_counter()
 
     def recent(self):
-        """(seconds of waiting for the loader, seconds) of a step: means of the last steps."""
+        """Return the mean times of the last steps in seconds: (waiting for the loader, entire step)."""
         data_times, batch_times = self.data_times[-20:], self.batch_times[-20:]
         n = len(batch_times) or 1
         return sum(data_times) / n, sum(batch_times) / n

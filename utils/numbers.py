@@ -15,7 +15,7 @@ def integer(least, most=2**31 - 1):
         allowed = f"use a whole number from {least} to {most}"
         try:
             value = int(text)
-        except ValueError as e:  # also for more than 4,300 digits
+        except ValueError as e:  # includes numbers of more than 4,300 digits
             raise argparse.ArgumentTypeError(f"'{_short(text)}' is not a whole number; {allowed}") from e
         if value < least:
             raise argparse.ArgumentTypeError(f"{_short(text)} is too small; {allowed}")
@@ -73,7 +73,7 @@ not_negative = integer(0)
 seed = integer(0, 2**32 - 1)
 batch_size = integer(1, 2**16)
 num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to here
-threads = integer(1, 1024)  # also processes of a pool; starting far more aborts the process
+threads = integer(1, 1024)  # also limits processes of a pool; starting far more aborts the process
 MAX_SIDE = 8192  # pixels of a resized image; DALI fails for far larger ones
 side = integer(1, MAX_SIDE)
 shape = list_of(integer(0, MAX_SIDE))

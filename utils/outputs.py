@@ -17,8 +17,8 @@ _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
     """Check that a command can write its outputs without damage to its inputs, the data set or a checkpoint.
 
-    Links and `..` are resolved. Everything that is created for the check is removed again. Each file of a flag that the
-    command will replace triggers a warning.
+    Links and `..` are resolved. Everything that is created for the check is removed again. A warning names each
+    existing file that the command will replace.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
@@ -43,7 +43,7 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
             if what in outputs:
                 taken[identity] = f"{what} {path}"
             if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
-                logger.warn(f"{what} {path}: replaces an existing file")  # report.py knows whose report it replaces
+                logger.warn(f"{what} {path}: replaces an existing file")  # report.py logs this itself
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
 
 

@@ -71,7 +71,7 @@ def deferred():
 
 
 def received():
-    """Name of the signal received, or None."""
+    """Return the name of the signal received, or None."""
     return _received
 
 

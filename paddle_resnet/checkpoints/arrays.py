@@ -5,6 +5,7 @@ and calls no function that the file specifies. Its time and memory are proportio
 more bytes than it occupies in the file.
 """
 
+import contextlib
 import os
 import pickletools
 import re
@@ -15,7 +16,6 @@ import numpy as np
 from utils import files
 
 _RECONSTRUCT = "numpy.core.multiarray._reconstruct"
-_KNOWN = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 _NAME_LIMIT = 1000  # characters of an array's name; each use reads all of them
 _TABLE = "StructuredToParameterName@@"  # paddle.save adds a Layer's structured names under this key
 
@@ -35,15 +35,8 @@ def read_pickle(path):
     Raises:
         UnreadableError: the file cannot be opened, is damaged, or contains anything other than arrays.
     """
-    try:
-        with files.open_regular(path) as file:
-            state = _interpret(file)
-    except OSError as e:
-        raise UnreadableError(e.strerror) from e
-    except UnreadableError:
-        raise
-    except Exception as e:  # damaged bytes fail in many ways, in pickletools and in NumPy
-        raise UnreadableError(f"{type(e).__name__}: {e}") from e
+    with errors(), files.open_regular(path) as file:
+        state = interpret(file, os.fstat(file.fileno()).st_size, NumPyObjects())
     if not isinstance(state, dict):
         raise UnreadableError("not a table of arrays")
     state.pop(_TABLE, None)
@@ -59,18 +52,24 @@ def read_npz(path):
     Raises:
         UnreadableError: as for read_pickle.
     """
+    with errors(), files.open_regular(path) as file:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
+            raise UnreadableError("compressed files are not supported")  # they may expand to any size
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+
+
+@contextlib.contextmanager
+def errors():
+    """Convert each exception of reading an untrusted file to UnreadableError."""
     try:
-        with files.open_regular(path) as file:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
-                raise UnreadableError("compressed files are not supported")  # they may expand to any size
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
+        yield
     except OSError as e:
         raise UnreadableError(e.strerror or str(e)) from e
     except UnreadableError:
         raise
-    except Exception as e:  # damaged bytes fail in many ways, in zipfile and in NumPy
+    except Exception as e:  # damaged bytes cause various exceptions in pickletools, zipfile and NumPy
         raise UnreadableError(f"{type(e).__name__}: {e}") from e
 
 
@@ -80,11 +79,20 @@ class _Array:
     value = None
 
 
-def _interpret(file):
-    """Return the object in a pickle, with arrays as _Array. Raises UnreadableError for opcodes that arrays lack."""
+def interpret(file, size, objects):
+    """Return the object in the pickle at the position of a binary file, without calling what the file specifies.
+
+    Args:
+        file: binary file; afterwards its position is after the pickle.
+        size: of the file in bytes.
+        objects: like NumPyObjects, defines which functions and classes the pickle may specify, and what they return.
+    Raises:
+        UnreadableError: an opcode, function or class that such a pickle does not need.
+        Exception: other errors if the file is damaged.
+    """
     stack, marks, memo = [], [], {}
-    to_encode = os.fstat(file.fileno()).st_size  # characters; limits repeated encoding of a memoized text
-    for opcode, argument, _ in pickletools.genops(file):
+    to_encode = size  # characters; limits repeated encoding of a memoized text
+    for opcode, argument, _ in pickletools.genops(_Bounded(file, size)):
         match opcode.name:
             case "PROTO" | "FRAME":
                 pass
@@ -101,10 +109,10 @@ def _interpret(file):
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "GLOBAL":
-                stack.append(_known(*argument.split(" ", 1)))
+                stack.append(objects.known(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
-                stack.append(_known(module, name))
+                stack.append(objects.known(module, name))
             case "MARK":
                 marks.append(len(stack))
             case "EMPTY_TUPLE":
@@ -115,23 +123,40 @@ def _interpret(file):
                 stack.append(tuple(_pop(stack, marks.pop())))
             case "EMPTY_DICT":
                 stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "APPEND" | "APPENDS":
+                items = _pop(stack, marks.pop() if opcode.name == "APPENDS" else len(stack) - 1)
+                _append(stack[-1], items)
             case "SETITEM" | "SETITEMS":
                 items = _pop(stack, marks.pop() if opcode.name == "SETITEMS" else len(stack) - 2)
                 _set_items(stack[-1], items[::2], items[1::2])
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
-                stack.append(_call(function, arguments))
+                stack.append(objects.call(function, arguments))
                 if isinstance(stack[-1], bytes):
                     to_encode -= len(stack[-1])
                     if to_encode < 0:
                         raise UnreadableError("it encodes more text than it contains")
             case "BUILD":
                 state = stack.pop()
-                _set_content(stack[-1], state)
+                objects.set_content(stack[-1], state)
+            case "BINPERSID":
+                stack.append(objects.stored(stack.pop()))
             case "STOP":
                 return stack.pop()
             case _:
                 raise UnreadableError(f"the opcode {opcode.name} is not supported, only arrays")
+
+
+class _Bounded:
+    """A binary file whose reads allocate at most the file's size, whatever length a pickle specifies."""
+
+    def __init__(self, file, size):
+        self.readline, self._read, self._size = file.readline, file.read, size
+
+    def read(self, length):
+        return self._read(min(length, self._size))
 
 
 def _pop(stack, start):
@@ -140,6 +165,12 @@ def _pop(stack, start):
     popped = stack[start:]
     del stack[start:]
     return popped
+
+
+def _append(target, items):
+    if not isinstance(target, list):
+        raise UnreadableError("it appends to an object that is not a list")
+    target += items
 
 
 def _set_items(target, keys, values):
@@ -152,38 +183,46 @@ def _is_name(key):
     return isinstance(key, str) and len(key) <= _NAME_LIMIT and key.isprintable()
 
 
-class _Known(str):
-    """The name of a function or class that occurs in pickled arrays."""
+class Known(str):
+    """The full name of a function or class that a pickle may specify."""
 
 
-def _known(module, name):
-    full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 and NumPy 1
-    if full_name not in _KNOWN:
-        raise UnreadableError(f"{full_name} is not supported, only arrays")
-    return _Known(full_name)
+class NumPyObjects:
+    """What a pickle of NumPy arrays may specify."""
 
+    names = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
-def _call(function, arguments):
-    """Evaluate the REDUCE opcode of a pickled array."""
-    if isinstance(function, _Known):
-        match function, arguments:
-            case "numpy.core.multiarray._reconstruct", _:
-                return _Array()
-            case "numpy.dtype", (str(code), *_) if re.fullmatch(r"b1|[iu][1248]|f[248]", code):
-                return np.dtype(code)
-            case "_codecs.encode", (str(text), "latin1"):
-                return text.encode("latin1")
-    raise UnreadableError("it contains a call that an array of numbers does not need")
+    def known(self, module, name):
+        """Return the Known for a function or class. Raises UnreadableError for any other."""
+        full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 and NumPy 1
+        if full_name not in self.names:
+            raise UnreadableError(f"{full_name} is not supported, only arrays")
+        return Known(full_name)
 
+    def call(self, function, arguments):
+        """Evaluate the REDUCE opcode: return the object that the call of a Known creates."""
+        if isinstance(function, Known):
+            match function, arguments:
+                case "numpy.core.multiarray._reconstruct", _:
+                    return _Array()
+                case "numpy.dtype", (str(code), *_) if re.fullmatch(r"b1|[iu][1248]|f[248]", code):
+                    return np.dtype(code)
+                case "_codecs.encode", (str(text), "latin1"):
+                    return text.encode("latin1")
+        raise UnreadableError("it contains a call that an array of numbers does not need")
 
-def _set_content(target, state):
-    """Evaluate the BUILD opcode of a pickled array."""
-    match target, state:
-        case np.dtype(), (int(), "<" | "|" | "=", None, None, None, *_):
-            pass
-        case _Array(), (int(), tuple(shape), np.dtype() as dtype, bool(is_fortran), bytes(raw)):
-            target.value = np.ndarray(shape, dtype, raw, order="F" if is_fortran else "C")
-            if target.value.nbytes != len(raw):
-                raise UnreadableError(f"an array has {len(raw)} bytes instead of {target.value.nbytes}")
-        case _:
-            raise UnreadableError("it contains a state that an array of numbers does not have")
+    def set_content(self, target, state):
+        """Evaluate the BUILD opcode."""
+        match target, state:
+            case np.dtype(), (int(), "<" | "|" | "=", None, None, None, *_):
+                pass
+            case _Array(), (int(), tuple(shape), np.dtype() as dtype, bool(is_fortran), bytes(raw)):
+                target.value = np.ndarray(shape, dtype, raw, order="F" if is_fortran else "C")
+                if target.value.nbytes != len(raw):
+                    raise UnreadableError(f"an array has {len(raw)} bytes instead of {target.value.nbytes}")
+            case _:
+                raise UnreadableError("it contains a state that an array of numbers does not have")
+
+    def stored(self, identifier):
+        """Evaluate the BINPERSID opcode: return the object that is stored outside the pickle."""
+        raise UnreadableError("it refers to an object outside the file")

@@ -311,7 +311,7 @@ def verify_file(path, expected, source):
 
 
 def position(name):
-    """Return (epoch, completed steps, or None at its end) from the name of a folder; None for other names."""
+    """Parse the name of a checkpoint folder: (epoch, completed steps, None for all); None for other names."""
     match = _NAME.fullmatch(name)
     return match and (int(match[1]), match[2] and int(match[2]))
 

@@ -300,8 +300,8 @@ def log_evaluated(args, checkpoint):
 
 
 def resolve_network(args):
-    """Inherit --model-arch-name, unless it is explicit, from the checkpoint from which a run with --resume starts if it
-    cannot resume. --resume searches the folder of that network. Changes the settings."""
+    """If --resume is set with --from-checkpoint or --from-pretrained-params, set --model-arch-name, unless it is
+    explicit, to the network of that checkpoint. --resume then searches the run folder of this network."""
     has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
     if args.resume and has_start and not args.is_explicit("model_arch_name"):
         first = args.copy(resume=False)

@@ -12,7 +12,7 @@ from nvidia.dali import fn, pipeline_def, types
 
 # DALI's source_info of a record of RecordIO and TFRecord, of WebDataset, and of LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
-SEARCH_S = 40  # so that a run ends within a minute after a bad image
+SEARCH_S = 40  # a run then ends within a minute after a bad image
 MAX_PIXELS = 2**28  # per decoded image; paddle_resnet/__init__.py sets this limit for DALI's OpenCV
 MAX_BYTES = 2**28  # per image file
 _decoder = None

@@ -34,7 +34,7 @@ class Index:
         path: the index file.
         images: int64 [n, 2], offset and size in bytes of each record, or for "webdataset" of each image file. A
             RecordIO index stores no sizes; they are 0.
-        labels: int64 [n, 2], the same for the label: the record, or for "webdataset" the .cls file.
+        labels: int64 [n, 2], offset and size of each label's location: the record, or for "webdataset" the .cls file.
     """
 
     path: str
@@ -275,8 +275,8 @@ def _webdataset_rows(data, f, shard_size):
     extensions = flat[::width]
     places = np.stack([_numbers(flat[1::width], shard_size), _numbers(flat[2::width], shard_size)], axis=1)
     _check_tar_places(f, places, shard_size)
-    part_of = {word: _part(word) for word in set(extensions)}
-    parts = np.array([part_of[word] for word in extensions])
+    part_of = {extension: _part(extension) for extension in set(extensions)}
+    parts = np.array([part_of[extension] for extension in extensions])
     of_parts = []
     for part in ("image", "label"):
         of_part = np.flatnonzero(parts == part)

@@ -23,7 +23,7 @@ from utils.errors import DataError, UsageError
 from utils.mode import Mode
 
 READER = "Reader"  # name of the reader operator in a pipeline
-UNKNOWN_LENGTH = sys.maxsize  # of a loader without len()
+UNKNOWN_LENGTH = sys.maxsize  # length of a loader without len()
 
 
 class StateError(UsageError):
@@ -54,7 +54,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         data_set: readers.DataSet that the pipeline reads.
         image_root: its folder.
         conditions: recorded by state(); a loader that resumes from the state compares them.
-        step: number of batches of the epoch that were taken when the pipeline's checkpoint was written.
+        step: number of batches already taken in the epoch when the pipeline's checkpoint was written.
     Raises:
         DataError: an image of the first batches cannot be read or decoded. `next` raises it for the others.
     """
@@ -201,7 +201,7 @@ class Adapter:
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
                 names = ", ".join(f'"{name}": ...' for name in self._inputs)
-                raise UsageError(f"run: the loader must yield [{{{names}}}]")
+                raise UsageError(f"run: the loader yields a batch of a different form; yield [{{{names}}}]")
             in_use.append({name: self._tensor(name, batch[0][name]) for name in self._inputs})
             yield [in_use[-1]]
         if not in_use:

@@ -363,7 +363,7 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
         image_root: the folder that contains the split.
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of FILE_FORMATS.
-        labels: of all images.
+        labels: labels of all images.
         classes: in label order.
         allow_empty: whether class folders of train/ may be empty; they then trigger a warning.
     Raises:
@@ -419,7 +419,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         labels = [label for m in splits for label in list_filelist(image_root, m, None, allow_outside)[1]]
         if max(labels) >= len(labels):
             raise UsageError(
-                f"--image-root {image_root}: the file lists have {len(labels)} images and label {max(labels)}; "
+                f"--image-root {image_root}: the file lists contain {len(labels)} images and label {max(labels)}; "
                 "number the classes from 0, or set --num-of-class"
             )
         return max(labels) + 1

@@ -1,6 +1,6 @@
 """Check that every record of an LMDB is inside its file: `python lmdb_check.py DIR`.
 
-A damaged LMDB ends the process that reads it with SIGBUS or SIGABRT, so this script runs in its own process. It does
+Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, so this script runs in its own process. It does
 not import this project, so that it starts quickly and can be run by its path.
 
 If the LMDB is damaged, the script prints the reason and exits with 2, otherwise with 0.

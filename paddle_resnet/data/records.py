@@ -20,7 +20,7 @@ IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
 RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
 TFRECORD_OVERHEAD = 16  # bytes per record in addition to its payload: length and two checksums
-LABEL_DIGITS = 9  # maximum length of a label in a tar file, also in the pipeline
+LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 
 
@@ -212,7 +212,7 @@ def _lmdb_environment(folder):
 
 
 def _check_lmdb(folder):
-    """Raise UsageError if an LMDB is damaged. A separate process checks it, because the damage may end that process."""
+    """Raise UsageError if an LMDB is damaged. The check runs in a separate process, because reading it may crash."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:

@@ -30,7 +30,7 @@ def check_start(args):
     """
     facts = {flag(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
     for name in map(flag, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
-        facts[name] = f"{facts[name]} (default)"  # which a checkpoint may replace
+        facts[name] = f"{facts[name]} (default)"  # a checkpoint may replace the default
     facts["file of --model-arch-name (hash)"] = _hash(user_file.sha256(args.model_arch_name))
     facts["Paddle version"] = paddle.__version__
     facts["DALI version"] = nvidia.dali.__version__

@@ -25,7 +25,7 @@ from paddle_resnet.job import channel
 from paddle_resnet.job.position import Position, describe_stall, where_is
 from utils import logger
 
-# Time limit for a rank to exit before it is killed, and for a monitor to pass on the cause.
+# Time limit for a rank to exit before it is killed, and for a monitor to forward the cause.
 GRACE_S = 2
 POLL_S = 0.05
 # Signals that end a process, or that a job script may use. Some senders signal every process of a job.
@@ -68,8 +68,7 @@ def main(facts):
 
     async def run():
         coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
-        # The period is longer with many ranks, since each of them sends its position to the coordinator once per
-        # period.
+        # The period grows with the number of ranks: each sends its position to the coordinator once per period.
         period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         ends = socket.socket(fileno=process), Position(position)
         await Monitor(rank, timeout_s, period_s, master, pid, *ends, coordinator).run()
@@ -85,7 +84,7 @@ class Monitor:
     def __init__(self, rank, timeout_s, period_s, master, pid, process, position, coordinator=None):
         self._rank, self._timeout_s, self._period_s, self._master = rank, timeout_s, period_s, master
         self._pid, self._process, self._position, self._coordinator = pid, process, position, coordinator
-        self._address = asyncio.get_running_loop().create_future()  # of the coordinator, with this rank's key
+        self._address = asyncio.get_running_loop().create_future()  # address of the coordinator, and this rank's key
         self._outcome = asyncio.get_running_loop().create_future()  # arguments of decide
         self._to_coordinator, self._last_message = None, time.monotonic()
         self._is_rank_gone = False
@@ -189,7 +188,7 @@ class _Coordinator:
         self._writers, self._has_connected = {}, set()  # {rank: writer}, ranks that have ever connected
         self._seen = {}  # {rank: (position, since when)}
         self._stopped = set()  # ranks that a signal has stopped
-        self._end = None  # message to all
+        self._end = None  # message to all monitors
 
     async def open(self, keys):
         """Accept connections of the ranks; keys: [(rank, key)]."""

@@ -44,7 +44,7 @@ def start(rank, world_size, timeout_s, master, gather, from_rank_0):
     """Start the monitor, then connect it to the others.
 
     Args:
-        rank, world_size: of this process.
+        rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
         gather, from_rank_0: of exchange.py. They may wait for other ranks without a limit: the monitor has started.

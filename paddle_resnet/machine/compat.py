@@ -135,6 +135,5 @@ def fuse_residual_units(strategy):
         strategy.fuse_resunit = True
     except RuntimeError as e:
         raise UsageError(
-            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit; remove the flag, "
-            "the other operators are fused without it"
+            f"--fuse-resunit: this build of Paddle {paddle.__version__} has no fused residual unit; remove the flag"
         ) from e

@@ -4,24 +4,73 @@ Importing this package does not import Paddle, so an unknown name is reported im
 """
 
 import importlib
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 from paddle_resnet.models import user_file
 from utils.errors import UsageError
 
-# The constructors in each module of this package.
-FAMILIES = {
-    "resnet": ("ResNet18", "ResNet34", "ResNet50", "ResNet101", "ResNet152"),
-    "mobilenet_v2": ("MobileNetV2",),
+RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of this package. Calling it imports its module and Paddle, and constructs the network.
+
+    Attributes:
+        module: module in this package.
+        constructor: name in the module.
+        paper: arXiv number.
+        options: arguments of the constructor that define the variant.
+        image_size: side of its images, the default of --crop-size.
+        resize_ratio: default ratio of --resize-short to --crop-size.
+        preprocessing: {flag's attribute: default} of the other preprocessing flags that differ from the general
+            defaults, such as normalize_mean.
+    """
+
+    module: str
+    constructor: str
+    paper: str
+    options: dict = field(default_factory=dict)
+    image_size: int = 224
+    resize_ratio: float = RESIZE_RATIO
+    preprocessing: dict = field(default_factory=dict)
+
+    def __call__(self, **arguments):
+        module = importlib.import_module(f"paddle_resnet.models.{self.module}")
+        return getattr(module, self.constructor)(**self.options, **arguments)
+
+
+RESNET = "1512.03385"
+LITE = "1905.11946"
+# Pixel values minus 127, divided by 128, and --resize-short = --crop-size + 32 at the published size.
+LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
+RESNET_D = {"stem": "deep", "average_shortcut": True}
+# By --model-arch-name. A new network is one line here; its constructor takes num_classes, in_channels and data_format.
+MODELS = {
+    "ResNet18": Network("resnet", "ResNet18", RESNET),
+    "ResNet34": Network("resnet", "ResNet34", RESNET),
+    "ResNet50": Network("resnet", "ResNet50", RESNET),
+    "ResNet101": Network("resnet", "ResNet101", RESNET),
+    "ResNet152": Network("resnet", "ResNet152", RESNET),
+    "ResNet18_vd": Network("resnet", "ResNet18", "1812.01187", RESNET_D | {"first_projection": True}),
+    "ResNet50_vd": Network("resnet", "ResNet50", "1812.01187", RESNET_D),
+    "SE_ResNet50_vd": Network("resnet", "ResNet50", "1709.01507", RESNET_D | {"se": True}),
+    "ResNeXt50_32x4d": Network("resnet", "ResNet50", "1611.05431", {"groups": 32, "group_width": 4}),
+    "XResNet50": Network("resnet", "ResNet50", "1812.01187", RESNET_D | {"zero_init": True, "classifier_std": 2**-5}),
+    "MobileNetV2": Network("mobilenet_v2", "MobileNetV2", "1801.04381"),
+    "MobileNetV3_Large": Network("mobilenet_v3", "Large", "1905.02244"),
+    "MobileNetV3_Small": Network("mobilenet_v3", "Small", "1905.02244"),
+    "GhostNet": Network("ghostnet", "GhostNet", "1911.11907"),
+    "EfficientNet_Lite0": Network(
+        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.0, "depth": 1.0}, 224, 256 / 224, LITE_PREPROCESSING
+    ),
+    "EfficientNet_Lite1": Network(
+        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.0, "depth": 1.1}, 240, 272 / 240, LITE_PREPROCESSING
+    ),
+    "EfficientNet_Lite2": Network(
+        "efficientnet_lite", "EfficientNetLite", LITE, {"width": 1.1, "depth": 1.2}, 260, 292 / 260, LITE_PREPROCESSING
+    ),
 }
-
-
-def _construct(family, name, **options):
-    return getattr(importlib.import_module(f"paddle_resnet.models.{family}"), name)(**options)
-
-
-MODELS = {name: partial(_construct, family, name) for family, names in FAMILIES.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -115,8 +164,14 @@ def ends(program):
     return program.network_ends
 
 
+def registered(arch):
+    """Return the Network of --model-arch-name, spelled as for registered_name; None if it is not in the registry."""
+    network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
+    return network if isinstance(network, Network) else None
+
+
 def registered_name(arch):
-    """Return the registered name for --model-arch-name, which is case-insensitive; FILE.py:NAME unchanged.
+    """Return the registered name for --model-arch-name, where case, "-" and "_" do not matter; FILE.py:NAME unchanged.
 
     Raises:
         UsageError: the network is unknown, or user_file.check fails.
@@ -124,7 +179,11 @@ def registered_name(arch):
     if user_file.split(arch):
         user_file.check(arch)
         return arch
-    names = {name.lower(): name for name in MODELS}
-    if arch.lower() not in names:
+    names = {_simplified(name): name for name in MODELS}
+    if _simplified(arch) not in names:
         raise UsageError(f"--model-arch-name {arch}: unknown network; use one of {', '.join(MODELS)}, or FILE.py:NAME")
-    return names[arch.lower()]
+    return names[_simplified(arch)]
+
+
+def _simplified(name):
+    return name.lower().replace("-", "").replace("_", "")

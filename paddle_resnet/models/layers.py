@@ -1,8 +1,11 @@
 """Layers shared by several networks."""
 
+import math
+
 import paddle
+import paddle.nn.functional as F
 from paddle import nn, static
-from paddle.nn.initializer import KaimingNormal
+from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, Uniform
 from paddle.utils import unique_name
 
 
@@ -23,6 +26,31 @@ def dropout(x, rate, seed):
     return out
 
 
+def sigmoid(x):
+    """Like paddle.nn.functional.sigmoid, which in Paddle 3.3 rejects variables of legacy programs."""
+    block = static.default_main_program().global_block()
+    out = block.create_var(name=unique_name.generate("sigmoid.out"), dtype=x.dtype)
+    block.append_op(type="sigmoid", inputs={"X": x}, outputs={"Out": out})
+    return out
+
+
+def rounded(channels, divisor):
+    """Return a number of channels, rounded to a multiple of the divisor, but not down by more than 10 %."""
+    result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+    return result + divisor if result < 0.9 * channels else result
+
+
+class FanOutNormal(Initializer):
+    """Normal distribution of the filters with the variance 2 / fan-out, He et al., arXiv:1502.01852, equation 14. The
+    fan-out of a depthwise filter is its number of taps, as in TensorFlow's reference code for EfficientNet."""
+
+    def forward(self, var, block=None):
+        outputs, inputs, *kernel = var.shape
+        is_depthwise = inputs == 1
+        fan_out = math.prod(kernel) * (1 if is_depthwise else outputs)
+        return Normal(std=(2 / fan_out) ** 0.5)(var, block)
+
+
 class BatchNorm(nn.BatchNorm2D):
     """Batch normalization with the parameter names of NVIDIA's RN50v1.5 example, batch_norm_N, from the class name."""
 
@@ -37,6 +65,9 @@ class ConvBN(nn.Layer):
         groups: groups of the convolution; depthwise if equal to in_channels.
         initializer: initializer of the filters.
         epsilon, momentum: batch normalization; momentum is the weight of the previous running statistics.
+        padding: default kernel_size // 2 on all sides; "SAME" pads as TensorFlow does, at stride 2 and an even size
+            with one more row and column at the bottom and right than at the top and left.
+        scale: initial scale of the batch normalization.
     """
 
     def __init__(
@@ -50,6 +81,8 @@ class ConvBN(nn.Layer):
         initializer=None,
         epsilon=1e-5,
         momentum=0.9,
+        padding=None,
+        scale=1.0,
     ):
         super().__init__()
         self.conv = nn.Conv2D(
@@ -57,13 +90,114 @@ class ConvBN(nn.Layer):
             channels,
             kernel_size,
             stride=stride,
-            padding=kernel_size // 2,
+            padding=kernel_size // 2 if padding is None else padding,
             groups=groups,
             weight_attr=paddle.ParamAttr(initializer=initializer or KaimingNormal()),
             bias_attr=False,
             data_format=data_format,
         )
-        self.bn = BatchNorm(channels, momentum=momentum, epsilon=epsilon, data_format=data_format)
+        scale = paddle.ParamAttr(initializer=Constant(scale))
+        self.bn = BatchNorm(channels, momentum, epsilon, weight_attr=scale, data_format=data_format)
 
     def forward(self, x):
         return self.bn(self.conv(x))
+
+
+class DropPath(nn.Layer):
+    """Stochastic depth: Huang et al., arXiv:1603.09382, per image. It is applied to the branch of a residual block and
+    returns its input, unless --drop-path sets the attributes rate and seed, which are those of dropout().
+
+    With --drop-path, it sets the branch of an image to 0 with the probability rate, and divides the others by
+    1 - rate. The input is [N, ...].
+    """
+
+    rate, seed = 0.0, None
+
+    def forward(self, x):
+        if not self.rate:
+            return x
+        block = static.default_main_program().global_block()
+        places = list(range(1, len(x.shape)))
+        ones = block.create_var(name=unique_name.generate("drop_path.ones"), dtype=x.dtype, stop_gradient=True)
+        first = paddle.slice(x, places, [0] * len(places), [1] * len(places))
+        first.stop_gradient = True
+        block.append_op(type="fill_any_like", inputs={"X": first}, outputs={"Out": ones}, attrs={"value": 1.0})
+        factors = dropout(ones, self.rate, self.seed)
+        factors.stop_gradient = True
+        return x * factors
+
+
+class BlurPool(nn.Layer):
+    """Halve height and width, rounded up, after a blur with the filter [1, 2, 1] / 4 in both directions: Zhang,
+    arXiv:1904.11486. The image is padded with its edges. Two average pools of 2x2, the first of which omits the
+    padding, are the same filter.
+
+    Args:
+        data_format: "NCHW" or "NHWC".
+    """
+
+    def __init__(self, data_format):
+        super().__init__()
+        self.first = nn.AvgPool2D(2, stride=1, padding=1, exclusive=True, data_format=data_format)
+        self.second = nn.AvgPool2D(2, stride=2, data_format=data_format)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class SqueezeExcitation(nn.Layer):
+    """Multiply each channel by a factor between 0 and 1 that depends on the means of all channels: Hu et al.,
+    arXiv:1709.01507.
+
+    Args:
+        channels: channels of input and output.
+        hidden: channels between the two fully connected layers, which are 1x1 convolutions.
+        data_format: "NCHW" or "NHWC".
+        activation: function between the layers.
+        gate: function that returns the factors.
+        initializer: initializer of the weights; by default uniform up to fan-in^-0.5, as in PaddleClas.
+    """
+
+    def __init__(self, channels, hidden, data_format, activation=F.relu, gate=sigmoid, initializer=None):
+        super().__init__()
+
+        def conv(inputs, outputs):
+            limit = inputs**-0.5
+            attr = paddle.ParamAttr(initializer=initializer or Uniform(-limit, limit))
+            return nn.Conv2D(inputs, outputs, 1, weight_attr=attr, data_format=data_format)
+
+        self.pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)
+        self.reduce, self.expand = conv(channels, hidden), conv(hidden, channels)
+        self.activation, self.gate = activation, gate
+
+    def forward(self, x):
+        return x * self.gate(self.expand(self.activation(self.reduce(self.pool(x)))))
+
+
+class InvertedResidual(nn.Layer):
+    """A 1x1 convolution to more channels, a depthwise convolution, and a 1x1 projection without activation; the input
+    is added if the shape is unchanged: Sandler et al., arXiv:1801.04381.
+
+    Args:
+        in_channels, hidden, channels: channels of the input, of the depthwise convolution and of the output. The first
+            convolution is omitted if hidden equals in_channels.
+        kernel_size, stride: of the depthwise convolution.
+        activation: function after the first two convolutions.
+        se: SqueezeExcitation before the projection, as a function that constructs it; None to omit it.
+        common: arguments of every ConvBN.
+    """
+
+    def __init__(self, in_channels, hidden, channels, kernel_size, stride, activation=F.relu6, se=None, **common):
+        super().__init__()
+        self.expand = None if hidden == in_channels else ConvBN(in_channels, hidden, 1, 1, **common)
+        self.depthwise = ConvBN(hidden, hidden, kernel_size, stride, groups=hidden, **common)
+        self.se = se and se(hidden)
+        self.project = ConvBN(hidden, channels, 1, 1, **common)
+        self.activation = activation
+        self.drop_path = DropPath() if stride == 1 and in_channels == channels else None
+
+    def forward(self, x):
+        y = x if self.expand is None else self.activation(self.expand(x))
+        y = self.activation(self.depthwise(y))
+        y = self.project(y if self.se is None else self.se(y))
+        return y if self.drop_path is None else x + self.drop_path(y)

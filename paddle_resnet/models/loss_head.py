@@ -42,7 +42,7 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
     Args:
         logits: [N, class_num].
-        targets: {"label": [N, 1] int64}. Optional "weights" [N, class_num] in float32, each row with the sum 1, replace
+        targets: {"label": [N, 1] int64}. Optional "weights" [N, class_num] in float32, whose rows sum to 1, replace
             the label in the loss, but not in the accuracies.
         class_num: number of classes.
         label_smoothing: fraction of each label spread evenly over all classes, in training only.

@@ -7,31 +7,13 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.nn.initializer import TruncatedNormal
 
-from paddle_resnet.models.layers import ConvBN
+from paddle_resnet.models.layers import ConvBN, InvertedResidual
 
 # Per stage: expansion of the channels inside a block, output channels, number of blocks, stride of the first block.
 STAGES = (
     *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
     *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
 )
-
-
-class InvertedResidual(nn.Layer):
-    """A 1x1 convolution to more channels, a depthwise 3x3 convolution, and a 1x1 projection without activation;
-    the input is added if the shape is unchanged."""
-
-    def __init__(self, in_channels, channels, stride, expansion, **common):
-        super().__init__()
-        hidden = in_channels * expansion
-        self.expand = None if expansion == 1 else ConvBN(in_channels, hidden, 1, 1, **common)
-        self.depthwise = ConvBN(hidden, hidden, 3, stride, groups=hidden, **common)
-        self.project = ConvBN(hidden, channels, 1, 1, **common)
-        self.has_shortcut = stride == 1 and in_channels == channels
-
-    def forward(self, x):
-        y = x if self.expand is None else F.relu6(self.expand(x))
-        y = self.project(F.relu6(self.depthwise(y)))
-        return x + y if self.has_shortcut else y
 
 
 class MobileNetV2(nn.Layer):
@@ -46,7 +28,8 @@ class MobileNetV2(nn.Layer):
         width = 32
         for expansion, channels, depth, stride in stages:
             for i in range(depth):
-                self.blocks.append(InvertedResidual(width, channels, stride if i == 0 else 1, expansion, **common))
+                shape = width, width * expansion, channels, 3, stride if i == 0 else 1
+                self.blocks.append(InvertedResidual(*shape, **common))
                 width = channels
         self.head = ConvBN(width, 1280, 1, 1, **common)
         self.global_pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)

@@ -1,5 +1,14 @@
-"""ResNet v1.5: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, with the stride of a
-bottleneck in its 3x3 convolution instead of the first 1x1, which is 5 % slower and gains 0.5 percentage points of top1.
+"""ResNet v1.5 and its variants: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, with the
+stride of a bottleneck in its 3x3 convolution instead of the first 1x1, which is 5 % slower and gains 0.5 percentage
+points of top1.
+
+The variants are options of ResNet; models/__init__.py has those of each name:
+- ..._vd: ResNet-D of He et al., arXiv:1812.01187, figure 2. Like in PaddleClas, from which the name is, the shortcut of
+  the first block of ResNet18_vd is a projection, although the shape is unchanged.
+- SE_...: squeeze-and-excitation, Hu et al., arXiv:1709.01507.
+- ResNeXt50_32x4d: 32 groups of 4 channels, Xie et al., arXiv:1611.05431.
+- XResNet50: xresnet50 of fastai, the network of its Imagenette leaderboard: ResNet-D whose branches start at zero. Its
+  activation is ReLU, the default of xresnet50; the leaderboard's training script sets Mish, which is activation=F.mish.
 """
 
 from functools import partial
@@ -9,23 +18,77 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.nn.initializer import Normal
 
-from paddle_resnet.models.layers import ConvBN
+from paddle_resnet.models.layers import BlurPool, ConvBN, DropPath, SqueezeExcitation
+
+# Each stem: the output channels, as a fraction of those of the stem, the kernel size and the stride of its
+# convolutions; and whether max pooling follows.
+STEMS = {
+    "7x7": ([(1, 7, 2)], True),
+    "deep": ([(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)], True),
+    "small": ([(1, 3, 1)], False),
+}
+SE_REDUCTION = 16  # channels per hidden channel: arXiv:1709.01507, section 6.4
 
 
 class Block(nn.Layer):
-    """A residual unit: relu(branch(x) + shortcut(x)), with a projection as shortcut if the shape changes."""
+    """A residual unit: activation(branch(x) + shortcut(x)), with a projection as shortcut if the shape changes.
 
-    def __init__(self, branch, shortcut):
+    Args:
+        in_channels: channels of the input.
+        convolutions: (output channels, kernel size, stride, groups) of each convolution of the branch.
+        projects: whether the shortcut is a projection even if the shape is unchanged.
+        activation, average_shortcut, blur_pool, se, zero_init, data_format: as for ResNet.
+    """
+
+    def __init__(
+        self,
+        in_channels,
+        convolutions,
+        projects=False,
+        activation=F.relu,
+        average_shortcut=False,
+        blur_pool=False,
+        se=False,
+        zero_init=False,
+        data_format="NCHW",
+    ):
         super().__init__()
+        branch, pool, channels, reduction = [], None, in_channels, 1
+        for i, (out_channels, kernel_size, stride, groups) in enumerate(convolutions, 1):
+            is_blurred = blur_pool and stride > 1
+            scale = 0.0 if zero_init and i == len(convolutions) else 1.0
+            own_stride = 1 if is_blurred else stride
+            conv = ConvBN(channels, out_channels, kernel_size, own_stride, data_format, groups, scale=scale)
+            branch.append(_after(pool, conv))
+            pool = BlurPool(data_format) if is_blurred else None
+            channels, reduction = out_channels, reduction * stride
         self.branch = nn.LayerList(branch)
-        self.shortcut = shortcut
+        # After the branch, for the parameter names of NVIDIA's RN50v1.5 example.
+        self.shortcut = None
+        if projects or reduction > 1 or in_channels != channels:
+            pool = None
+            if reduction > 1 and average_shortcut:
+                pool = nn.AvgPool2D(2, stride=2, ceil_mode=True, data_format=data_format)
+            elif reduction > 1 and blur_pool:
+                pool = BlurPool(data_format)
+            stride = reduction if pool is None else 1
+            self.shortcut = _after(pool, ConvBN(in_channels, channels, 1, stride, data_format))
+        self.se = SqueezeExcitation(channels, channels // SE_REDUCTION, data_format) if se else None
+        self.drop_path = DropPath()
+        self.activation = activation
 
     def forward(self, x):
         y = x
         for conv_bn in self.branch[:-1]:
-            y = F.relu(conv_bn(y))
+            y = self.activation(conv_bn(y))
+        y = self.branch[-1](y)
+        y = self.drop_path(y if self.se is None else self.se(y))
         # The fusion of BN, addition and ReLU matches exactly this form, relu(a + b).
-        return F.relu(self.branch[-1](y) + (x if self.shortcut is None else self.shortcut(x)))
+        return self.activation(y + (x if self.shortcut is None else self.shortcut(x)))
+
+
+def _after(pool, conv_bn):
+    return conv_bn if pool is None else nn.Sequential(pool, conv_bn)
 
 
 class BasicBlock(Block):
@@ -33,9 +96,10 @@ class BasicBlock(Block):
 
     expansion = 1
 
-    def __init__(self, in_channels, width, stride, **kwargs):
-        branch = [ConvBN(in_channels, width, 3, stride, **kwargs), ConvBN(width, width, 3, 1, **kwargs)]
-        super().__init__(branch, _projection(in_channels, width, stride, **kwargs))
+    def __init__(self, in_channels, width, stride, groups=1, group_width=64, **options):
+        if groups > 1:
+            raise ValueError(f"groups={groups}: a block of two convolutions has no groups; use BottleneckBlock")
+        super().__init__(in_channels, [(width, 3, stride, 1), (width, 3, 1, 1)], **options)
 
 
 class BottleneckBlock(Block):
@@ -43,21 +107,10 @@ class BottleneckBlock(Block):
 
     expansion = 4
 
-    def __init__(self, in_channels, width, stride, **kwargs):
-        out_channels = width * self.expansion
-        branch = [
-            ConvBN(in_channels, width, 1, 1, **kwargs),
-            ConvBN(width, width, 3, stride, **kwargs),
-            ConvBN(width, out_channels, 1, 1, **kwargs),
-        ]
-        super().__init__(branch, _projection(in_channels, out_channels, stride, **kwargs))
-
-
-def _projection(in_channels, out_channels, stride, **kwargs):
-    """Build the shortcut; call it after the branch, for the parameter names of NVIDIA's RN50v1.5 example."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return ConvBN(in_channels, out_channels, 1, stride, **kwargs)
+    def __init__(self, in_channels, width, stride, groups=1, group_width=64, **options):
+        hidden = width * group_width // 64 * groups
+        convolutions = [(hidden, 1, 1, 1), (hidden, 3, stride, groups), (width * self.expansion, 1, 1, 1)]
+        super().__init__(in_channels, convolutions, **options)
 
 
 class ResNet(nn.Layer):
@@ -65,40 +118,85 @@ class ResNet(nn.Layer):
 
     Args:
         block: BasicBlock or BottleneckBlock.
-        depths: number of blocks in each of the four stages.
+        depths: number of blocks in each stage.
         num_classes: number of logits.
         in_channels: 3, or 4 if the loader pads RGB with a zero channel for faster half-precision convolutions.
         data_format: "NCHW" or "NHWC", layout of the input and of all activations.
         width: channels of the stem and of the first stage.
+        stem: "7x7"; "deep", three 3x3 convolutions; or "small" for images of about 32 to 64 pixels, one 3x3
+            convolution with stride 1 and no max pooling.
+        first_projection: whether the shortcut of the first block is a projection even if the shape is unchanged.
+        groups, group_width: groups of the 3x3 convolutions and their channels at width 64 (BottleneckBlock only).
+        classifier_std: standard deviation of the classifier's initial weights; 0.01 is from Goyal et al.,
+            arXiv:1706.02677, section 5.1.
+        activation: function from a variable to a variable. Custom kernels fuse F.relu.
+        average_shortcut: shortcuts with stride 2 are a 2x2 average pooling and a 1x1 convolution with stride 1.
+        blur_pool: convolutions and max pooling with stride 2, except the stem's, have stride 1, and BlurPool follows
+            (Zhang, arXiv:1904.11486).
+        se: squeeze-and-excitation at the end of each branch.
+        zero_init: the scale of the last batch normalization of each branch is initially 0: arXiv:1706.02677, section
+            5.1.
     The input is [N, C, H, W] or [N, H, W, C]; the output is logits [N, num_classes].
+    Raises:
+        ValueError: the block does not support groups.
     """
 
-    def __init__(self, block, depths, num_classes=1000, in_channels=3, data_format="NCHW", width=64):
+    def __init__(
+        self,
+        block,
+        depths,
+        num_classes=1000,
+        in_channels=3,
+        data_format="NCHW",
+        width=64,
+        stem="7x7",
+        first_projection=False,
+        groups=1,
+        group_width=64,
+        classifier_std=0.01,
+        activation=F.relu,
+        blur_pool=False,
+        **options,
+    ):
         super().__init__()
-        common = {"data_format": data_format}
-        self.stem = ConvBN(in_channels, width, 7, 2, **common)
-        self.pool = nn.MaxPool2D(3, stride=2, padding=1, data_format=data_format)
+        self.activation = activation
+        convolutions, has_pool = STEMS[stem]
+        self.stem = nn.LayerList()
+        channels = in_channels
+        for fraction, kernel_size, stride in convolutions:
+            self.stem.append(ConvBN(channels, int(width * fraction), kernel_size, stride, data_format))
+            channels = int(width * fraction)
+        self.pool = None
+        if has_pool:
+            max_pool = nn.MaxPool2D(3, stride=1 if blur_pool else 2, padding=1, data_format=data_format)
+            self.pool = nn.Sequential(max_pool, BlurPool(data_format)) if blur_pool else max_pool
+        options |= {"activation": activation, "blur_pool": blur_pool, "data_format": data_format}
+        options |= {"groups": groups, "group_width": group_width}
         self.stages = nn.Sequential()
-        channels = width
         for stage, depth in enumerate(depths):
             for i in range(depth):
                 stride = 2 if i == 0 and stage > 0 else 1
-                self.stages.add_sublayer(f"{stage}_{i}", block(channels, width * 2**stage, stride, **common))
+                projects = first_projection and stage == i == 0
+                layer = block(channels, width * 2**stage, stride, projects=projects, **options)
+                self.stages.add_sublayer(f"{stage}_{i}", layer)
                 channels = width * 2**stage * block.expansion
         self.global_pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)
-        # Normal(0, 0.01): Goyal et al., arXiv:1706.02677, section 5.1.
-        self.classifier = nn.Linear(channels, num_classes, weight_attr=paddle.ParamAttr(initializer=Normal(0.0, 0.01)))
+        initializer = Normal(0.0, classifier_std)
+        self.classifier = nn.Linear(channels, num_classes, weight_attr=paddle.ParamAttr(initializer=initializer))
 
     @property
     def first(self):
-        return self.stem.conv
+        return self.stem[0].conv
 
     @property
     def last(self):
         return self.classifier
 
     def forward(self, x):
-        x = self.pool(F.relu(self.stem(x)))
+        for conv_bn in self.stem:
+            x = self.activation(conv_bn(x))
+        if self.pool is not None:
+            x = self.pool(x)
         x = self.global_pool(self.stages(x))
         return self.classifier(paddle.flatten(x, 1))
 

@@ -15,15 +15,15 @@
 
 namespace {
 
-Window depthwise_window(const Tensor &x, const Tensor &filter, int stride, int padding) {
+Window depthwise_window(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
   const int channels = Shape(x).channels, kernel = filter.shape()[2];
   if (filter.dtype() != x.dtype() || filter.shape() != std::vector<int64_t>{channels, 1, kernel, kernel})
     PD_THROW("custom depthwise convolution requires a filter [C, 1, K, K] of the input's type");
-  if ((kernel != 3 && kernel != 5) || (stride != 1 && stride != 2) || padding < 0)
+  if ((kernel != 3 && kernel != 5) || (stride != 1 && stride != 2) || padding < 0 || padding_end < 0)
     PD_THROW("custom depthwise convolution requires kernel 3 or 5, stride 1 or 2, and padding of 0 or more");
   if (x.numel() / vector_lanes(x) > INT32_MAX)
     PD_THROW("custom depthwise convolution requires less than 2^31 vectors of 16 bytes");
-  return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, channels / vector_lanes(x));
+  return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, channels / vector_lanes(x));
 }
 
 // A grid that fills the GPU: each block has a group of channels and a slab of tasks. `sharing`: number of threads
@@ -50,8 +50,8 @@ std::string depthwise_kernel(const char *name, const Window &window, const Tenso
 }
 
 // Returns y [N, OH, OW, C]. `filter`: [C, 1, K, K].
-std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int stride, int padding) {
-  Window window = depthwise_window(x, filter, stride, padding);
+std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
+  Window window = depthwise_window(x, filter, stride, padding, padding_end);
   const int batch = x.shape()[0], channels = x.shape()[3];
   Tensor y = paddle::empty({batch, window.out_height, window.out_width, channels}, x.dtype(), x.place());
   if (x.is_gpu()) {
@@ -69,8 +69,9 @@ std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int str
 
 // Returns dx and dfilter. If `into` is set, dfilter is written there, in the buffer of a fused all-reduce.
 std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter, const Tensor &dy,
-                                          const paddle::optional<Tensors> &into, int stride, int padding) {
-  Window window = depthwise_window(x, filter, stride, padding);
+                                          const paddle::optional<Tensors> &into, int stride, int padding,
+                                          int padding_end) {
+  Window window = depthwise_window(x, filter, stride, padding, padding_end);
   const int batch = x.shape()[0], channels = x.shape()[3];
   if (dy.dtype() != x.dtype() ||
       dy.shape() != std::vector<int64_t>{batch, window.out_height, window.out_width, channels})

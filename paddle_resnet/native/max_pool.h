@@ -12,8 +12,9 @@
 
 namespace {
 
-Window window_of(int height, int width, int kernel, int stride, int padding, int vectors) {
-  const auto positions = [&](int size) { return (size + 2 * padding - kernel) / stride + 1; };
+// `padding`: at the top and left; `padding_end`: at the bottom and right.
+Window window_of(int height, int width, int kernel, int stride, int padding, int padding_end, int vectors) {
+  const auto positions = [&](int size) { return (size + padding + padding_end - kernel) / stride + 1; };
   return {height, width, positions(height), positions(width), kernel, stride, padding, vectors};
 }
 
@@ -30,7 +31,7 @@ const std::vector<unsigned> kPoolBlock = {kPoolThreads, 1};
 // Returns y and positions [N, H, W, C], the position of each output in its window, as one byte.
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const int batch = x.shape()[0], channels = Shape(x).channels, vectors = channels / vector_lanes(x);
-  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, vectors);
+  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding, vectors);
   if (padding >= kernel)
     PD_THROW("custom max pooling: padding ", padding, " leaves windows without elements; use less than ", kernel);
   const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
@@ -52,7 +53,7 @@ std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding
 std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, int kernel, int stride, int padding,
                                     int height, int width) {
   const int batch = dy[0].shape()[0], channels = Shape(dy[0]).channels, vectors = channels / vector_lanes(dy[0]);
-  Window window = window_of(height, width, kernel, stride, padding, vectors);
+  Window window = window_of(height, width, kernel, stride, padding, padding, vectors);
   Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
   if (dy.size() > 2) PD_THROW("custom max pooling gradient: expected one gradient, or two to add");
   const bool has_two = dy.size() > 1;

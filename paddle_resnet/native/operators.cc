@@ -112,7 +112,7 @@ PD_BUILD_OP(native_bn_inference)
 // Max pooling, max_pool.h
 
 Shapes MaxPoolShape(const Dims &x, int kernel, int stride, int padding) {
-  const Window window = window_of(x[1], x[2], kernel, stride, padding, 0);
+  const Window window = window_of(x[1], x[2], kernel, stride, padding, padding, 0);
   const Dims out = {x[0], window.out_height, window.out_width, x[3]};
   return {out, out};
 }
@@ -139,21 +139,21 @@ PD_BUILD_OP(native_max_pool_backward)
 
 // Depthwise convolution, depthwise_conv.h
 
-Shapes DepthwiseConvShape(const Dims &x, const Dims &filter, int stride, int padding) {
-  const Window window = window_of(x[1], x[2], filter[2], stride, padding, 0);
+Shapes DepthwiseConvShape(const Dims &x, const Dims &filter, int stride, int padding, int padding_end) {
+  const Window window = window_of(x[1], x[2], filter[2], stride, padding, padding_end, 0);
   return {{x[0], window.out_height, window.out_width, x[3]}};
 }
 Types DepthwiseConvType(DataType x, DataType) { return {x}; }
 PD_BUILD_OP(native_depthwise_conv)
     .Inputs({"X", "Filter"})
     .Outputs({"Y"})
-    .Attrs({"stride: int", "padding: int"})
+    .Attrs({"stride: int", "padding: int", "padding_end: int"})
     .SetKernelFn(PD_KERNEL(DepthwiseConv))
     .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvType));
 
 Shapes DepthwiseConvBackwardShape(const Dims &x, const Dims &filter, const Dims &, const paddle::optional<Shapes> &,
-                                  int, int) {
+                                  int, int, int) {
   return {x, filter};
 }
 Types DepthwiseConvBackwardType(DataType x, DataType filter, DataType, const paddle::optional<Types> &) {
@@ -162,7 +162,7 @@ Types DepthwiseConvBackwardType(DataType x, DataType filter, DataType, const pad
 PD_BUILD_OP(native_depthwise_conv_backward)
     .Inputs({"X", "Filter", "DY", paddle::Optional(paddle::Vec("Into"))})
     .Outputs({"DX", "DFilter"})
-    .Attrs({"stride: int", "padding: int"})
+    .Attrs({"stride: int", "padding: int", "padding_end: int"})
     .SetKernelFn(PD_KERNEL(DepthwiseConvBackward))
     .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvBackwardType));

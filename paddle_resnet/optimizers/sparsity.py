@@ -1,9 +1,13 @@
 """2:4 sparsity (ASP)."""
 
+import logging
+import math
+
 from paddle.incubate import asp
 from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
+GROUP = 4  # consecutive input channels, of which two weights are zero
 
 
 def exclude_classifier(main_prog, model):
@@ -24,4 +28,50 @@ def prune(main_prog, place, algorithm):
     Returns:
         {parameter name: mask}.
     """
+    # It warns about each layer that stays dense; describe() has all in one line.
+    logging.getLogger("paddle.incubate.asp.supported_layer_list").setLevel(logging.ERROR)
     return ASPHelper.prune_model_by_program(place, main_program=main_prog, mask_algo=MaskAlgo[algorithm.upper()])
+
+
+def layers(main_prog):
+    """Return the parameters of convolutions and fully connected layers as (sparse, narrow, excluded), each a list.
+
+    Narrow ones have fewer input channels per group than GROUP, such as those of depthwise convolutions and of the
+    images. Excluded ones are the classifier.
+    """
+    block = main_prog.global_block()
+    sparse, narrow, excluded = [], [], []
+    for parameter in main_prog.all_parameters():
+        shape = parameter.shape
+        if len(shape) not in (2, 4) or parameter.name.endswith(MASK):
+            continue
+        if not block.has_var(parameter.name + MASK):
+            excluded.append(parameter)
+        else:
+            inputs = shape[1] if len(shape) == 4 else shape[0]
+            (sparse if inputs >= GROUP else narrow).append(parameter)
+    return sparse, narrow, excluded
+
+
+def counts(main_prog):
+    """Return {"asp.sparse_layers", "asp.dense_layers": number} of a program with --asp, for its summary."""
+    sparse, narrow, excluded = layers(main_prog)
+    return {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + len(excluded)}
+
+
+def describe(main_prog):
+    """Return a line about the layers that are 2:4 sparse and those that stay dense."""
+    sparse, narrow, excluded = layers(main_prog)
+    total = [*sparse, *narrow, *excluded]
+    weights, pruned = (sum(math.prod(p.shape) for p in parameters) for parameters in (total, sparse))
+
+    def names(parameters):
+        return ", ".join(p.name.partition(".")[0] for p in parameters)
+
+    dense = [f"the classifier {names(excluded)}"]
+    if narrow:
+        dense.append(f"layers with fewer than {GROUP} input channels per group ({names(narrow)})")
+    return (
+        f"--asp: {len(sparse)} of {len(total)} layers are 2:4 sparse, {pruned / weights:.0%} of the weights; dense: "
+        f"{' and '.join(dense)}"
+    )

@@ -215,17 +215,32 @@ def _fuse_max_pool(graph, pool):
 
 def _has_depthwise_kernel(graph, op):
     x, filters = graph.variables(op, "Input", "Filter").values()
-    stride, padding = op.attr("strides"), op.attr("paddings")
-    is_square = len(set(stride)) == len(set(padding)) == 1 and op.attr("dilations") == [1, 1]
-    is_plain = is_square and op.attr("padding_algorithm") == "EXPLICIT" and op.attr("data_format") == "NHWC"
+    stride = op.attr("strides")
+    is_plain = len(set(stride)) == 1 and op.attr("dilations") == [1, 1] and op.attr("data_format") == "NHWC"
     has_filter = filters.shape in [(x.shape[-1], 1, size, size) for size in (3, 5)] and filters.dtype == x.dtype
     has_fixed_size = min(x.shape[1:]) > 0
-    return is_plain and stride[0] in (1, 2) and has_filter and has_fixed_size and graph.fills_vectors(op, "Input")
+    is_known = is_plain and stride[0] in (1, 2) and has_filter and has_fixed_size
+    return is_known and _square_padding(graph, op) is not None and graph.fills_vectors(op, "Input")
+
+
+def _square_padding(graph, op):
+    """Return the padding of a convolution: rows at the top and at the bottom. None if the columns differ from them."""
+    x, filters = graph.variables(op, "Input", "Filter").values()
+    stride, padding, algorithm = op.attr("strides")[0], op.attr("paddings"), op.attr("padding_algorithm")
+    if algorithm == "SAME":  # the last window ends at the last pixel or beyond it; an odd row is at the end
+        sums = {max((-(-size // stride) - 1) * stride + filters.shape[2] - size, 0) for size in x.shape[1:3]}
+        return (min(sums) // 2, -(-min(sums) // 2)) if len(sums) == 1 else None
+    if algorithm != "EXPLICIT":
+        return None
+    top, bottom, left, right = padding if len(padding) == 4 else (padding[0], padding[0], padding[1], padding[1])
+    return (top, bottom) if (top, bottom) == (left, right) else None
 
 
 def _fuse_depthwise_conv(graph, op):
     x, filters, out = graph.variables(op, "Input", "Filter", "Output").values()
-    inputs, attrs = {"X": x, "Filter": filters}, {"stride": op.attr("strides")[0], "padding": op.attr("paddings")[0]}
+    top, bottom = _square_padding(graph, op)
+    inputs, attrs = {"X": x, "Filter": filters}, {"stride": op.attr("strides")[0]}
+    attrs |= {"padding": top, "padding_end": bottom}
     graph.replace([op], op, "native_depthwise_conv", inputs, {"Y": out}, dict(attrs))
     gradient = graph.gradient(op)
     if gradient is None:

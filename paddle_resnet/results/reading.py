@@ -19,13 +19,13 @@ from utils import files
 from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
 
-LIMIT_BYTES = 1 << 30  # of a report: ten million steps
+LIMIT_BYTES = 1 << 30  # limit for a report of ten million steps
 LINE_BYTES = 1 << 20
-LIMIT_S = 1e10  # of a run
+LIMIT_S = 1e10  # limit for the duration of a run
 
 
 def _is_loss(value):
-    return is_number(value) and abs(value) < 1e39  # beyond the range of float32
+    return is_number(value) and abs(value) < 1e39  # more than the range of float32
 
 
 def _is_size(value):
@@ -69,7 +69,7 @@ COLUMNS = {
 PATHS = ("image_root", "data_format", "predictions")  # parameters that are used as texts
 
 
-class _Misfit(ValueError):
+class _SchemaError(ValueError):
     """A field and its value that do not match the schema."""
 
 
@@ -160,11 +160,11 @@ def _rows(path, columns):
 
 def _check_row(row, line, columns):
     if None in row or None in row.values():
-        raise _Misfit(f"line {line} does not have the columns of the first line")
+        raise _SchemaError(f"line {line} does not have the columns of the first line")
     for name, numeric in columns.items():
         text = row.get(name)
         if text is None:
-            raise _Misfit(f"column {name} is missing")
+            raise _SchemaError(f"column {name} is missing")
         if numeric is None or (text == "" and numeric[2]):
             continue
         parse, check, _ = numeric
@@ -173,7 +173,7 @@ def _check_row(row, line, columns):
         except ValueError:
             is_valid = False
         if not is_valid:
-            raise _Misfit(f"line {line}, {name} is {reprlib.repr(text)}")
+            raise _SchemaError(f"line {line}, {name} is {reprlib.repr(text)}")
 
 
 def read(place):
@@ -196,7 +196,7 @@ def read(place):
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); use a report or the folder of a report.json") from e
     except ValueError as e:
-        reason = e if isinstance(e, _Misfit) else "not UTF-8"
+        reason = e if isinstance(e, _SchemaError) else "not UTF-8"
         raise UsageError(f"{path}: not a report of train.py ({reason}); use the file of a --report-file") from e
     if not run.parameters:
         raise UsageError(f"{path}: contains no entries; use the report of a run that has started")
@@ -245,23 +245,23 @@ def _add_line(run, number, line):
     try:
         _add(run, json.loads(line.removeprefix("DLLL ")))
     except (ValueError, RecursionError) as e:
-        raise _Misfit(f"line {number}: {e if isinstance(e, _Misfit) else 'not JSON'}") from e
+        raise _SchemaError(f"line {number}: {e if isinstance(e, _SchemaError) else 'not JSON'}") from e
 
 
 def _add(run, entry):
     if not isinstance(entry, dict):
-        raise _Misfit(f"expected an object, not {reprlib.repr(entry)}")
+        raise _SchemaError(f"expected an object, not {reprlib.repr(entry)}")
     step, data = entry.get("step"), entry.get("data")
     is_start = step == "PARAMETER"
     if not is_start and not (is_list_of(_is_number_of_step)(step) and len(step) <= 2):
-        raise _Misfit(f"step is {reprlib.repr(step)}")
+        raise _SchemaError(f"step is {reprlib.repr(step)}")
     if not isinstance(data, dict):
-        raise _Misfit(f"data is {reprlib.repr(data)}")
+        raise _SchemaError(f"data is {reprlib.repr(data)}")
     elapsed_s = _elapsed_s(entry)
     if is_start:
         _check_parameters(data)
         if not is_text(entry.get("datetime")):
-            raise _Misfit(f"datetime is {reprlib.repr(entry.get('datetime'))}")
+            raise _SchemaError(f"datetime is {reprlib.repr(entry.get('datetime'))}")
         _close_epoch(run)
         run.parameters, run.summary = data, {}
         run.when = run.when or entry["datetime"][:16]
@@ -271,7 +271,7 @@ def _add(run, entry):
         data = {name: _metric(name, value, is_summary=step == []) for name, value in data.items()}
     run.total_s = run.before_s + elapsed_s
     if run.total_s > LIMIT_S:
-        raise _Misfit(f"the times of all starts exceed {LIMIT_S:g} s")
+        raise _SchemaError(f"the total time of all starts exceeds {LIMIT_S:g} s")
     if is_start:
         run.epoch_s = run.total_s
     elif len(step) == 2:
@@ -294,14 +294,14 @@ def _elapsed_s(entry):
     except (KeyError, TypeError, ValueError, OverflowError):
         value = math.nan
     if not _is_duration(value):
-        raise _Misfit(f"elapsedtime is {reprlib.repr(entry.get('elapsedtime'))}")
+        raise _SchemaError(f"elapsedtime is {reprlib.repr(entry.get('elapsedtime'))}")
     return value
 
 
 def _check_parameters(data):
     for name, value in data.items():
         if not (is_none_or(is_text) if name in PATHS else _is_flag)(value):
-            raise _Misfit(f"data.{name} is {reprlib.repr(value)}")
+            raise _SchemaError(f"data.{name} is {reprlib.repr(value)}")
 
 
 def _metric(name, value, is_summary):
@@ -309,11 +309,11 @@ def _metric(name, value, is_summary):
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:
-        return value  # also texts, such as versions
+        return value  # includes texts, such as versions
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if not METRICS.get(metric, _is_loss)(value):
-        raise _Misfit(f"data.{name} is {reprlib.repr(value)}")
+        raise _SchemaError(f"data.{name} is {reprlib.repr(value)}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Translate an inference network to ONNX, operator by operator. A ResNet has about a dozen types of operators."""
+"""Translate an inference network to ONNX, operator by operator. A network has one or two dozen types of operators."""
 
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
@@ -49,14 +49,7 @@ def to_onnx(program, inputs, outputs, read, metadata):
         _check_translatable(op)
         constants |= {name: read(name) for name in op.input_arg_names if block.var(name).persistable}
         kind, operands, result, attributes = _TRANSLATIONS[op.type](op)
-        names = []
-        for number, operand in enumerate(operands):
-            if isinstance(operand, str):
-                names += op.input(operand)
-            else:
-                names.append(f"{op.output(result)[0]}.{number}")
-                constants[names[-1]] = operand
-        nodes.append(onnx.helper.make_node(kind, names, op.output(result), name=op.output(result)[0], **attributes))
+        _append(onnx, op, (kind, operands, attributes), op.output(result)[0], nodes, constants)
     used = {name for node in nodes for name in node.input}
     initializers = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items() if name in used]
     graph = onnx.helper.make_graph(
@@ -78,6 +71,25 @@ def with_logits(serialized):
     output.name = logits
     model.graph.output.append(output)
     return model.SerializeToString()
+
+
+def _append(onnx, op, translation, output, nodes, constants):
+    """Append the node of a translation of `op` (ONNX operator, operands, attributes), which computes `output`.
+
+    An operand is an input slot of `op`, a constant, or the translation of a node, which is appended before.
+    """
+    kind, operands, attributes = translation
+    names = []
+    for number, operand in enumerate(operands):
+        if isinstance(operand, str):
+            names += op.input(operand)
+            continue
+        names.append(f"{output}.{number}")
+        if isinstance(operand, tuple):
+            _append(onnx, op, operand, names[-1], nodes, constants)
+        else:
+            constants[names[-1]] = operand
+    nodes.append(onnx.helper.make_node(kind, names, [output], name=output, **attributes))
 
 
 def _value(onnx, variable):
@@ -108,8 +120,11 @@ def _pads(op):
 
 
 def _conv(op):
-    attributes = {"strides": op.attr("strides"), "pads": _pads(op), "group": op.attr("groups")}
-    return "Conv", ["Input", "Filter"], "Output", {**attributes, "dilations": op.attr("dilations")}
+    attributes = {"strides": op.attr("strides"), "group": op.attr("groups")}
+    if op.attr("padding_algorithm") == "SAME":  # Paddle ignores dilations then
+        return "Conv", ["Input", "Filter"], "Output", attributes | {"auto_pad": "SAME_UPPER"}
+    attributes |= {"pads": _pads(op), "dilations": op.attr("dilations")}
+    return "Conv", ["Input", "Filter"], "Output", attributes
 
 
 def _batch_norm(op):
@@ -123,6 +138,8 @@ def _pool(op):
             raise _untranslatable(op, "ksize" if is_average else "pooling_type")
         return "GlobalAveragePool", ["X"], "Out", {}
     attributes = {"kernel_shape": op.attr("ksize"), "strides": op.attr("strides"), "pads": _pads(op)}
+    if op.attr("ceil_mode"):
+        attributes["ceil_mode"] = 1
     if is_average:
         return "AveragePool", ["X"], "Out", attributes | {"count_include_pad": int(not op.attr("exclusive"))}
     return "MaxPool", ["X"], "Out", attributes
@@ -137,12 +154,15 @@ def _flatten(op):
 
 _FLOAT = 5  # Paddle's VarType.FP32
 _WINDOW = {"data_format": ("NCHW", "AnyLayout"), "padding_algorithm": ("EXPLICIT",)}
+_CONV = _WINDOW | {"padding_algorithm": ("EXPLICIT", "SAME")}
 # Attributes that the translations below do not read, and the values for which the translations are correct.
 _SUPPORTED = {
-    "conv2d": _WINDOW,
-    "depthwise_conv2d": _WINDOW,
+    "conv2d": _CONV,
+    "depthwise_conv2d": _CONV,
     "batch_norm": {"data_layout": ("NCHW", "AnyLayout"), "is_test": (True,)},
-    "pool2d": {**_WINDOW, "ceil_mode": (False,), "global_pooling": (False,)},
+    "pool2d": {**_WINDOW, "global_pooling": (False,)},
+    "hard_swish": {"threshold": (6.0,), "scale": (6.0,), "offset": (3.0,)},
+    "swish": {"beta": (1.0,)},
     "elementwise_add": {"axis": (-1,)},
     "elementwise_mul": {"axis": (-1,)},
     "flatten_contiguous_range": {"start_axis": (1,)},
@@ -150,7 +170,8 @@ _SUPPORTED = {
     "cast": {"out_dtype": (_FLOAT,)},
     "dropout": {"dropout_implementation": ("upscale_in_train",), "is_test": (True,)},
 }
-# Maps each Paddle operator to (ONNX operator, input slots or constants, output slot, attributes).
+_SILU = "Mul", ["X", ("Sigmoid", ["X"], {})], "Out", {}
+# Maps each Paddle operator to (ONNX operator, operands as in _append, output slot, attributes).
 _TRANSLATIONS = {
     "conv2d": _conv,
     "depthwise_conv2d": _conv,
@@ -158,6 +179,14 @@ _TRANSLATIONS = {
     "pool2d": _pool,
     "relu": lambda op: ("Relu", ["X"], "Out", {}),
     "relu6": lambda op: ("Clip", ["X", np.float32(0), np.float32(op.attr("threshold"))], "Out", {}),
+    "sigmoid": lambda op: ("Sigmoid", ["X"], "Out", {}),
+    "hard_sigmoid": lambda op: ("HardSigmoid", ["X"], "Out", {"alpha": op.attr("slope"), "beta": op.attr("offset")}),
+    # ONNX has HardSwish from opset 14 on.
+    "hard_swish": lambda op: ("Mul", ["X", ("HardSigmoid", ["X"], {"alpha": 1 / 6, "beta": 0.5})], "Out", {}),
+    "silu": lambda op: _SILU,
+    "swish": lambda op: _SILU,
+    "mish": lambda op: ("Mul", ["X", ("Tanh", [("Softplus", ["X"], {})], {})], "Out", {}),
+    "concat": lambda op: ("Concat", ["X"], "Out", {"axis": op.attr("axis")}),
     "elementwise_add": lambda op: ("Add", ["X", "Y"], "Out", {}),
     "elementwise_mul": lambda op: ("Mul", ["X", "Y"], "Out", {}),
     "flatten_contiguous_range": _flatten,

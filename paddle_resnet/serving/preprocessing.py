@@ -41,7 +41,7 @@ FILTERS = {
 
 
 LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
-MAX_PIXELS = 2**28  # limit for images to decode, as in training
+MAX_PIXELS = 2**28  # largest number of pixels to decode, as in training
 MAX_JSON_BYTES = 2**24
 MAX_SIDE = 8192  # pixels; limit for resized images, as in training
 

@@ -10,6 +10,7 @@ import os
 from collections import namedtuple
 from functools import partial
 
+from paddle_resnet.models import MODELS
 from paddle_resnet.settings import stages
 from utils import numbers
 from utils.errors import UsageError
@@ -108,8 +109,8 @@ def _start(add):
         "--pretrained-mismatch",
         default="error",
         choices=["error", "skip-classifier"],
-        help="for pretrained parameters whose classifier has a different shape; skip-classifier leaves the classifier "
-        "at its initial values, for fine-tuning",
+        help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: keep the "
+        "initial values of the classifier, for fine-tuning",
     )
     add(
         "--dry-run",
@@ -123,8 +124,8 @@ def _network(add):
         "--model-arch-name",
         default="ResNet50",
         metavar="ARCH",
-        help="ResNet18, ResNet34, ResNet50, ResNet101, ResNet152, MobileNetV2, or FILE.py:NAME for a network in your "
-        "own file",
+        help=f"{', '.join(MODELS)}, or FILE.py:NAME for a network in your own file; python -m paddle_resnet.models "
+        "lists their sizes",
     )
     add(
         "--num-of-class",
@@ -366,6 +367,14 @@ def _training(add):
         "off",
     )
     add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
+    add(
+        "--drop-path",
+        type=_below_one,
+        default=0.0,
+        metavar="P",
+        help="rate of stochastic depth: the probability with which the last residual block omits its branch for an "
+        "image; it rises linearly from the first block; 0: off",
+    )
     add(
         "--ema",
         type=_beta_or_none,
@@ -674,10 +683,10 @@ def _benchmark(add):
 
 
 def _truth(text):
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in words:
+    values = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"'{text}': expected true or false")
-    return words[text.lower()]
+    return values[text.lower()]
 
 
 def _file_name(text):

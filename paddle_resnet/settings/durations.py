@@ -117,7 +117,7 @@ def timeline(settings, images):
 
 
 def steps_of(settings, timeline, duration):
-    """Return the number of training steps of a duration in the unit of --warmup-epochs and --lr-decay-epochs."""
+    """Convert a duration in the unit of --warmup-epochs and --lr-decay-epochs to training steps."""
     return duration if settings.iter_unit == "batch" else timeline.steps_before(duration)
 
 
@@ -127,7 +127,7 @@ def total_steps(settings, timeline):
 
 
 def first_pass(settings, batches):
-    """Return the number of steps of the run's first pass over a loader with this number of batches."""
+    """Return how many steps the run's first pass has over a loader with this number of batches."""
     if settings.benchmark:
         return settings.benchmark_warmup_steps + settings.benchmark_steps
     return next(stops(settings, uniform(settings, batches))).step if settings.run_scope.trains else batches

@@ -2,10 +2,9 @@
 
 import re
 
+from paddle_resnet.models import RESIZE_RATIO, registered
 from paddle_resnet.settings.declarations import EVALUATED, FLAGS
 from paddle_resnet.settings.values import flag, network_name
-
-RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
 
 
 def follow(settings):
@@ -16,6 +15,12 @@ def follow(settings):
 
     if is_free("model_prefix"):
         settings.resolve("--model-arch-name", model_prefix=_prefix(network_name(settings.model_arch_name)))
+    network = registered(settings.model_arch_name)
+    if network:
+        defaults = dict(network.preprocessing)
+        if is_free("image_shape"):
+            defaults["crop_size"] = network.image_size
+        settings.resolve("--model-arch-name", **{name: value for name, value in defaults.items() if is_free(name)})
     if settings.amp_level is None:
         settings.resolve("--use-pure-fp16", amp_level="O2" if settings.use_pure_fp16 else "O1")
     if len(settings.image_shape) == 3 and min(settings.image_shape[1:]) != settings.crop_size:
@@ -25,7 +30,8 @@ def follow(settings):
         elif not settings.is_explicit("crop_size"):
             settings.resolve("--image-shape", crop_size=min(settings.image_shape[1:]))
     if is_free("resize_short"):
-        settings.resolve("--crop-size", resize_short=max(1, round(settings.crop_size * RESIZE_RATIO)))
+        ratio = network.resize_ratio if network else RESIZE_RATIO
+        settings.resolve("--crop-size", resize_short=max(1, round(settings.crop_size * ratio)))
     if settings.iter_unit == "batch" and settings.num_iter is not None:
         defaults = {"warmup_epochs": 0, "save_interval": settings.num_iter, "eval_interval": settings.num_iter}
         settings.resolve("--iter-unit", **{name: value for name, value in defaults.items() if is_free(name)})

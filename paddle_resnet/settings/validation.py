@@ -1,8 +1,8 @@
 """Checks for invalid values and for conflicts between flags."""
 
+from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.settings import stages
 from paddle_resnet.settings.declarations import DEFAULTS, FLAGS
-from paddle_resnet.settings.inheritance import RESIZE_RATIO
 from paddle_resnet.settings.values import flag, text
 from utils import numbers
 from utils.errors import UsageError

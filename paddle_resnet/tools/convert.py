@@ -305,7 +305,7 @@ class _Workers:
     """A pool of processes that prepare images or write shards. An exception in the parent stops them immediately."""
 
     def __init__(self, count, resize_short, quality):
-        # Spawned, not forked: the parent has the threads of DALI.
+        # Processes are spawned, because DALI's threads in the parent do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self.count = count
         self.images = context.Value(ctypes.c_int64)

@@ -107,7 +107,7 @@ def drawable(names):
     families = [FONT]
     if lacking:
         fonts = [font for font in font_manager.fontManager.ttflist if (font.style, font.weight) == ("normal", 400)]
-        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # which draws boxes
+        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # it draws boxes
         served = {name: _characters(name, lacking) for name in sorted(others)}
         while any(served.values()):
             families.append(max(served, key=lambda name: len(served[name])))

@@ -185,8 +185,8 @@ def speed(root, threads, loads, batches, repeats, arguments):
     for column in ("decoder", "threads", "hw-decoder-load", "median", "lowest", "highest"):
         table.add_column(column, justify="right")
     for decoder, n, load, rates in rows:
-        figures = (f"{f(rates):,.0f}" for f in (np.median, min, max))
-        table.add_row(decoder, str(n), "" if load is None else f"{load:g}", *figures)
+        speeds = (f"{f(rates):,.0f}" for f in (np.median, min, max))
+        table.add_row(decoder, str(n), "" if load is None else f"{load:g}", *speeds)
     Console().print(table)
     return rows
 

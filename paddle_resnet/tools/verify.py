@@ -32,7 +32,7 @@ from utils import files, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
 
-# Suffix of a file name: nvImageCodec's name of the codec to expect.
+# File suffix: nvImageCodec's name of the expected codec.
 CODEC_OF_SUFFIX = {
     **{".jpg": "jpeg", ".jpeg": "jpeg", ".jfif": "jpeg", ".png": "png", ".bmp": "bmp"},
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
@@ -41,7 +41,7 @@ EXIF_ORIENTATION = 0x0112
 DALI_BATCH = 64
 SHOWN = 50  # maximum number of failing images to print, and of copies of each kind
 IN_BOTH_SPLITS, IN_TWO_CLASSES = "the same file in train and val", "the same file in two classes"
-# Spawned, not forked: DALI's threads do not survive a fork.
+# Processes are spawned, because DALI's threads do not survive a fork.
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -143,8 +143,8 @@ def check_all(tasks, workers=None):
 
 
 def _images_of_folders(root, mode):
-    """List the images of class folders that list_folder rejects, without those that cannot be listed. The labels number
-    the folders of both splits."""
+    """List the images of class folders that list_folder rejects, without those that cannot be listed. The labels count
+    the folders of both splits together."""
     folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
     names = sorted({name for listed in folders.values() for name, _ in listed})
     return [

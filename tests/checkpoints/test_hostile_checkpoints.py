@@ -373,7 +373,7 @@ def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, caps
         assert run_train("--resume")[0] == 2, damage
         message = [
             f"{folder}: the state of the loader is damaged (",
-            "): move it away, or start from another checkpoint",
+            "); move it away, or choose a different checkpoint",
         ]
         if "step" in DAMAGED_STATES.get(damage, ()):
             message = ["contains only damaged checkpoints"]

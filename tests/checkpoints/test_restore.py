@@ -96,7 +96,7 @@ def test_restore_inside_epoch(args, run):
     assert schedule.last_epoch == 42
 
 
-def test_each_rank_resumes_with_own_bn_statistics_and_evaluates_with_those_of_rank_0(args, run, monkeypatch):
+def test_training_resumes_with_bn_statistics_of_own_rank(args, run, monkeypatch):
     saver, _, _ = run
     own = {"batch_norm_3.w_1": np.arange(32, dtype=np.float32)}
     state = {"loader": Loader().state(), "meters": {}}

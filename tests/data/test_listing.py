@@ -95,7 +95,7 @@ def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
-    with pytest.raises(UsageError, match=f"the file lists have 2 images and label {label}; number the"):
+    with pytest.raises(UsageError, match=f"the file lists contain 2 images and label {label}; number the"):
         listing.count_classes(tmp_path, Mode.TRAIN)
     (tmp_path / "train.txt").write_text("a 0\nb 1\n")
     assert listing.count_classes(tmp_path, Mode.TRAIN) == 2

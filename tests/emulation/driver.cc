@@ -1,7 +1,8 @@
-// A CUDA driver whose GPU is the CPU: what native/gpu.h and native/async_copy.h call, with the project's kernels compiled by
-// the host's compiler. A block's threads are fibers that change places at barriers; blocks run one after another, in
-// another order at each launch. It finds wrong sums, indexes and launches and barriers that not all threads reach. It
-// cannot find what depends on the order of memory accesses, and knows no float16, whose conversions are GPU assembly.
+// A CUDA driver that runs kernels on the CPU. It has the functions that native/gpu.h and native/async_copy.h call; the
+// host compiler compiles the project's kernels. The threads of a block are fibers that switch at barriers; blocks run
+// one after another, in a different order in each launch. The emulation detects wrong sums, indices and launches, and
+// barriers that not all threads reach. It does not detect errors that depend on the order of memory accesses, and does
+// not support float16, whose conversions are GPU assembly.
 
 #include <ucontext.h>
 
@@ -17,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-// paddle::Tensor::stream() const, which a Paddle for CPUs lacks.
+// paddle::Tensor::stream() const, which CPU builds of Paddle lack.
 extern "C" void *stream(const void *) __asm__("_ZNK6paddle6Tensor6streamEv");
 void *stream(const void *) { return nullptr; }
 
@@ -28,12 +29,12 @@ struct Dim {
 };
 Dim threadIdx, blockIdx, blockDim, gridDim;
 
-// CUDA's errors.
+// Error codes of CUDA.
 constexpr int kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
 
 class Block {
  public:
-  // Runs `kernel` in all threads of blockIdx; false if some wait at a barrier and others have ended.
+  // Runs `kernel` in all threads of blockIdx. Returns false if some threads wait at a barrier and others have ended.
   template <class Kernel>
   bool run(const Kernel &kernel) {
     const size_t count = blockDim.x * blockDim.y;
@@ -88,7 +89,7 @@ Block block;
 
 }  // namespace
 
-// CUDA C++, as far as the kernels use it.
+// The part of CUDA C++ that the kernels use.
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -140,7 +141,7 @@ namespace {
 
 using Call = void (*)(void **);
 
-// A kernel that takes its arguments as cuLaunchKernel does: as addresses.
+// Calls a kernel with the addresses of its arguments, like cuLaunchKernel.
 template <auto kKernel>
 struct Unpack;
 template <class... A, void (*kKernel)(A...)>
@@ -201,9 +202,9 @@ extern "C" {
 
 int cuModuleLoadData(void **module, const void *image) { return *module = const_cast<void *>(image), 0; }
 int cuModuleGetFunction(void **function, void *, const char *name) {
-  const auto found = kernels.find(name);
-  if (found == kernels.end()) return kNotFound;
-  *function = reinterpret_cast<void *>(found->second);
+  const auto kernel = kernels.find(name);
+  if (kernel == kernels.end()) return kNotFound;
+  *function = reinterpret_cast<void *>(kernel->second);
   return 0;
 }
 int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -232,7 +233,7 @@ int cuCtxGetCurrent(void **context) { return *context = nullptr, 0; }
 int cuCtxSetCurrent(void *) { return 0; }
 int cuCtxGetDevice(int *device) { return *device = 0; }
 int cuCtxSynchronize() { return 0; }
-int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // enough blocks for the tree of sums
+int cuDeviceGetAttribute(int *value, int, int) { return *value = 20, 0; }  // enough blocks for a reduction in two steps
 int cuEventCreate(void **event, unsigned) { return *event = event, 0; }
 int cuEventRecord(void *, void *) { return 0; }
 int cuEventSynchronize(void *) { return 0; }

@@ -1,4 +1,4 @@
-// The project's operators under other names, for tensors on the CPU, which they take for a GPU's (driver.cc).
+// The project's operators under different names. They treat tensors on the CPU as tensors on a GPU (see driver.cc).
 
 #include "paddle/phi/api/all.h"
 

@@ -160,7 +160,7 @@ def test_only_store_connection_disables_nagle():
 
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
-def test_all_ranks_stop_before_the_same_step(monkeypatch, asked, lead):
+def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
     """Rank 1 is `lead` steps ahead; more than two is impossible. asked: {rank: delay of its signal in steps}."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)

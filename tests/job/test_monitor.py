@@ -60,7 +60,7 @@ class Job:
 
     async def start_all(self):
         ranks = [await self.start(rank) for rank, _ in self.keys]
-        await until(lambda: len(self.coordinator._peers) == len(ranks))
+        await until(lambda: len(self.coordinator._writers) == len(ranks))
         return ranks
 
 
@@ -102,7 +102,7 @@ def test_coordinator_receives_keys_of_many_ranks():
     async def scenario(job):
         job.keys = [(rank, "0" * 64) for rank in range(5000)]
         rank = await job.start(0)
-        await until(lambda: len(job.coordinator._seen) == 5000 and 0 in job.coordinator._peers)
+        await until(lambda: len(job.coordinator._seen) == 5000 and 0 in job.coordinator._writers)
         rank.monitor.cancel()
 
     run(scenario)
@@ -354,7 +354,7 @@ def test_invalid_messages_of_rank_are_ignored(capsys):
         writer.write(channel.encode({"at": [1, 4, "epoch 0 train"]}))
         await until(lambda: job.coordinator._seen and job.coordinator._seen[2][0] == [1, 4, "epoch 0 train"])
         assert job.coordinator._end is None
-        assert len(job.coordinator._peers) == 3
+        assert len(job.coordinator._writers) == 3
         for one in ranks:
             assert not one.monitor.done()
             one.monitor.cancel()
@@ -372,7 +372,7 @@ def test_coordinator_accepts_only_authenticated_ranks_and_each_once(key):
             writer.write(channel.encode(NO_ROOM))
             assert await channel.receive(reader) is None
         assert job.coordinator._end is None
-        assert len(job.coordinator._peers) == 3
+        assert len(job.coordinator._writers) == 3
         for one in ranks:
             one.monitor.cancel()
 

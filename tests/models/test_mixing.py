@@ -1,4 +1,6 @@
-"""Mixup, CutMix and dropout in a training program."""
+"""Mixup, CutMix, dropout and drop path in a training program."""
+
+from functools import partial
 
 import numpy as np
 import paddle
@@ -7,9 +9,11 @@ from paddle import static
 
 from conftest import NHWC, assert_one_error, frozen
 from helpers import random_batches
-from paddle_resnet import program
-from paddle_resnet.models import mixing
+from paddle_resnet import models, program
+from paddle_resnet.models import layers, mixing
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.native import build as native
+from paddle_resnet.passes import fusion
 from paddle_resnet.steps import random_numbers
 
 KERNELS = [["--kernels", "paddle"], [*NHWC, "--kernels", "native"]]
@@ -86,8 +90,8 @@ def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
     result = losses_of(parse(*flags, flag, "0.5"), batches)
     mixed, ratios = [], []
     for step, (images, labels) in enumerate(batches):
-        drawn = random_numbers.generator(5, step, "mix", 0)
-        mix = mixing.draw(drawn, {flag.removeprefix("--"): 0.5}, 32, 32)
+        random = random_numbers.generator(5, step, "mix", 0)
+        mix = mixing.draw(random, {flag.removeprefix("--"): 0.5}, 32, 32)
         weights = np.outer(mix.rows, mix.columns)[..., None] if "native" in kernels else np.outer(mix.rows, mix.columns)
         images = (1 - weights) * images + weights * images[::-1]
         mixed += [(images.astype("float32"), labels), (images.astype("float32"), labels[::-1].copy())]
@@ -113,11 +117,64 @@ def test_dropout_differs_in_each_step_and_is_deterministic(parse, kernels):
     assert len(set(losses_of(parse(*flags), [batch] * 2))) == 1
 
 
+@pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
+def test_drop_path_differs_in_each_step_and_is_deterministic(parse, kernels):
+    if "native" in kernels:
+        if native.missing() is not None:
+            pytest.skip(native.missing())
+        native.load()
+    [batch] = random_batches(1, (32, 32, 4) if "native" in kernels else (3, 32, 32))
+    flags = [*kernels, "--lr", "0"]
+    losses = losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3)
+    assert len(set(losses)) == 3
+    assert losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3) == losses
+    assert losses_of(parse(*flags, "--drop-path", "0.9", "--seed", "9"), [batch] * 3) != losses
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
+def test_drop_path_omits_or_scales_the_branch_of_each_image(parse, kernels):
+    """Also in the gradient; the rate rises linearly with the depth of the block."""
+    if "native" in kernels:
+        if native.missing() is not None:
+            pytest.skip(native.missing())
+        native.load()
+    layer = layers.DropPath()
+    layer.rate = 0.25
+    main = static.Program()
+    with static.program_guard(main):
+        x = static.data("x", [None, 2, 3, 4])
+        x.stop_gradient = False
+        layer.seed = static.data("seed", [1], "int32")
+        y = layer(x)
+        static.append_backward(paddle.sum(y * y), parameter_list=[x])
+    if "native" in kernels:
+        fusion.fuse(main)
+        assert "dropout" not in [op.type for op in main.global_block().ops]
+    feed = {"x": np.random.RandomState(0).uniform(1, 2, (4000, 2, 3, 4)).astype("float32"), "seed": np.int32([7])}
+    y, gradient = static.Executor(paddle.CPUPlace()).run(main, feed, [y, "x@GRAD"])
+    factors = y / feed["x"]
+    np.testing.assert_allclose(factors, np.broadcast_to(factors[:, :1, :1, :1], y.shape), rtol=1e-6)
+    np.testing.assert_allclose(gradient, 2 * y * factors, rtol=1e-5)
+    kept = factors[:, 0, 0, 0] > 0
+    np.testing.assert_allclose(factors[kept], 1 / 0.75, rtol=1e-6)
+    assert kept.mean() == pytest.approx(0.75, abs=0.03)
+
+
+def test_drop_path_rises_with_depth_and_does_not_change_evaluation(parse, four_stages):
+    main = static.Program()
+    program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 10)
+    rates = [op.attr("dropout_prob") for op in main.global_block().ops if op.type == "dropout"]
+    assert rates == pytest.approx([0.05, 0.1, 0.15, 0.2])
+    main = static.Program()
+    program.build(frozen(parse("--drop-path", "0.2")), main, static.Program(), 0, is_train=False)
+    assert "dropout" not in [op.type for op in main.global_block().ops]
+
+
 def test_random_numbers_depend_on_seed_step_layer_and_rank():
     keys = [(0, 0, "mix", 0), (1, 0, "mix", 0), (0, 1, "mix", 0), (0, 0, "dropout", 0), (0, 0, "mix", 1)]
-    drawn = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
-    assert len(set(drawn)) == len(keys)
-    assert drawn == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
+    numbers = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
+    assert len(set(numbers)) == len(keys)
+    assert numbers == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +182,7 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
     [
         (["--mixup", "0.2", "--batch-size", "1"], "--mixup: requires two images per batch"),
         (["--mixup", "1.7e308"], "--mixup: 1.7e308"),
+        (["--drop-path", "1"], "--drop-path: 1: expected a number from 0 to below 1"),
         (["--dropout", "1"], "--dropout: 1: expected a number from 0 to below 1"),
         (["--cutmix", "-1"], "--cutmix: -1 is negative"),
     ],
@@ -132,3 +190,10 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
 def test_invalid_values_are_rejected(run_train, capsys, flags, message):
     assert run_train(*flags)[0] == 2
     assert_one_error(capsys.readouterr().err, [message])
+
+
+def test_drop_path_without_residual_blocks_is_an_error(run_train, monkeypatch, capsys):
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (), width=8))
+    assert run_train("--drop-path", "0.1")[0] == 2
+    expected = ["--drop-path 0.1: --model-arch-name Tiny has no", "remove --drop-path"]
+    assert_one_error(capsys.readouterr().err, expected)

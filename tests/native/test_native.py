@@ -296,7 +296,10 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
     close(dx, max_pool_gradient(wide(plain), sum(wide(d) for d in dy), kernel, stride, padding), dtype)
 
 
-@pytest.mark.parametrize("kernel, stride, padding", [(3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 2, 2), (3, 2, 0), (5, 2, 3)])
+@pytest.mark.parametrize(
+    "kernel, stride, padding",
+    [(3, 1, (1, 1)), (3, 2, (1, 1)), (5, 1, (2, 2)), (5, 2, (2, 2)), (5, 2, (3, 3)), (3, 2, (0, 1)), (5, 2, (1, 2))],
+)
 @pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
@@ -307,24 +310,24 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
 def test_depthwise_conv(device, where, dtype, shape, kernel, stride, padding):
     random, channels = Random(dtype), shape[-1]
     x, filters = random.images(shape), random.images((channels, 1, kernel, kernel))
-    y = run("native_depthwise_conv", x, filters, stride, padding)[0]
+    y = run("native_depthwise_conv", x, filters, stride, *padding)[0]
     dy = random.images(y.shape)
-    dx, dfilter = run("native_depthwise_conv_backward", x, filters, dy, None, stride, padding)
+    dx, dfilter = run("native_depthwise_conv_backward", x, filters, dy, None, stride, *padding)
     expected, expected_dx, expected_dfilter = depthwise_conv(wide(x), wide(filters), wide(dy), stride, padding)
     close(y, expected, dtype)
     close(dx, expected_dx, dtype)
     close(dfilter, expected_dfilter, dtype, size=y[..., 0].size ** 0.5 * 5)
-    again = run("native_depthwise_conv_backward", x, filters, dy, None, stride, padding)
+    again = run("native_depthwise_conv_backward", x, filters, dy, None, stride, *padding)
     assert same(again, [dx, dfilter])
     into = paddle.zeros_like(filters)
-    run("native_depthwise_conv_backward", x, filters, dy, [into], stride, padding)
+    run("native_depthwise_conv_backward", x, filters, dy, [into], stride, *padding)
     assert same([into], [dfilter])
 
 
 def depthwise_conv(x, filters, dy, stride, padding):
     """Return the output and the gradients of input and filter, in the type of the arrays."""
     kernel, (rows, columns) = filters.shape[-1], dy.shape[1:3]
-    borders = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    borders = ((0, 0), padding, padding, (0, 0))
     padded = np.pad(x, borders)
     y, dx, dfilter = np.zeros_like(dy), np.zeros_like(padded), np.zeros_like(filters)
     for i, j in np.ndindex(kernel, kernel):
@@ -332,22 +335,22 @@ def depthwise_conv(x, filters, dy, stride, padding):
         y += padded[seen] * filters[:, 0, i, j]
         dx[seen] += dy * filters[:, 0, i, j]
         dfilter[:, 0, i, j] = (dy * padded[seen]).sum((0, 1, 2))
-    return y, dx[:, padding : padding + x.shape[1], padding : padding + x.shape[2]], dfilter
+    return y, dx[:, padding[0] : padding[0] + x.shape[1], padding[0] : padding[0] + x.shape[2]], dfilter
 
 
 @pytest.mark.parametrize("where", ["cpu", "emulated"])
 def test_unsupported_depthwise_convolutions_raise(device, where):
     x, filters = paddle.ones([1, 8, 8, 8]), paddle.ones([8, 1, 3, 3])
     for shape, dtype, stride, message in (
-        ((8, 1, 7, 7), "float32", 1, "kernels 3 and 5"),
-        ((8, 1, 3, 3), "float32", 3, "strides 1 and 2"),
-        ((8, 1, 3, 5), "float32", 1, "filter is not"),
-        ((8, 1, 3, 3), "bfloat16", 1, "filter is not"),
+        ((8, 1, 7, 7), "float32", 1, "requires kernel 3 or 5"),
+        ((8, 1, 3, 3), "float32", 3, "stride 1 or 2"),
+        ((8, 1, 3, 5), "float32", 1, "requires a filter"),
+        ((8, 1, 3, 3), "bfloat16", 1, "requires a filter"),
     ):
         with pytest.raises(Exception, match=message):
-            run("native_depthwise_conv", x, paddle.ones(shape, dtype), stride, 1)
-    with pytest.raises(Exception, match="gradient is not"):
-        run("native_depthwise_conv_backward", x, filters, x, None, 2, 1)
+            run("native_depthwise_conv", x, paddle.ones(shape, dtype), stride, 1, 1)
+    with pytest.raises(Exception, match="requires a gradient"):
+        run("native_depthwise_conv_backward", x, filters, x, None, 2, 1, 1)
 
 
 def philox(key, counter):

@@ -39,6 +39,24 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
             np.testing.assert_allclose(np.abs(weight).sum(), sums, rtol=1e-5)
 
 
+def test_layers_that_stay_dense_are_listed(parse, capfd):
+    """Depthwise convolutions have one input channel per group. Paddle logs a warning for each of them."""
+    args = parse("--asp", "--prune-model", "--model-arch-name", "TinyMobile")
+    main = build(args)[-1]
+    sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)
+    assert "is not pruned" not in "".join(capfd.readouterr())
+    sparse, narrow, excluded = sparsity.layers(main)
+    depthwise = [op.input("Filter")[0] for op in main.global_block().ops if op.type == "depthwise_conv2d"]
+    assert {p.name for p in narrow} == {"conv2d_0.w_0", *depthwise}
+    assert [p.name for p in excluded] == ["linear_0.w_0"]
+    assert all((variable(p.name) != 0).all() for p in narrow)
+    assert all((variable(p.name) == 0).mean() == 0.5 for p in sparse)
+    assert sparsity.counts(main) == {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + 1}
+    line = sparsity.describe(main)
+    assert f"--asp: {len(sparse)} of {len(sparse) + len(narrow) + 1} layers are 2:4 sparse" in line
+    assert "conv2d_0, conv2d_1" in line and "classifier linear_0" in line
+
+
 @pytest.fixture
 def gpu_lists(monkeypatch):
     """Clear Paddle's list of unsupported operators: its CPU build has no float16 kernels and would cast nothing."""

@@ -89,12 +89,12 @@ def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys
 
 
 def test_each_batch_has_own_random_numbers(run_train, monkeypatch):
-    drawn = []
+    steps = []
     generator = random_numbers.generator
-    draw = lambda seed, step, *key: drawn.append(step) or generator(seed, step, *key)  # noqa: E731
+    draw = lambda seed, step, *key: steps.append(step) or generator(seed, step, *key)  # noqa: E731
     monkeypatch.setattr(random_numbers, "generator", draw)
     assert run_train(*FLAGS, "--dropout", "0.5")[0] == 0
-    assert sorted(drawn) == list(range(12))
+    assert sorted(steps) == list(range(12))
 
 
 def test_learning_rates_and_number_of_steps(run_train, tmp_path):

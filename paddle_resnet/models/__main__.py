@@ -1,0 +1,121 @@
+"""Size and speed of the networks: `python -m paddle_resnet.models --help`."""
+
+import argparse
+import csv
+import math
+import sys
+from pathlib import Path
+
+from paddle_resnet.models import MODELS, registered, registered_name
+from utils import exit_codes, signals
+
+SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # missing in an installed package
+BYTES = 2  # of a float16 element
+SHAPE_ONLY = ("elementwise_add_grad", "reduce_mean_grad")  # operators that read only the shapes of their inputs
+CHANNELS, CLASSES = 3, 1000
+
+
+def size(arch, side, num_classes=CLASSES):
+    """Return the size of a network.
+
+    Args:
+        arch: --model-arch-name.
+        side: side of the images in pixels.
+        num_classes: number of outputs.
+    Returns:
+        {"parameters": number of trainable parameters,
+        "multiply_adds": multiply-adds of its convolutions and fully connected layers for one image,
+        "activation_bytes": bytes in float16 of the tensors, except the image, that the backward pass of Paddle's
+        operators reads for one image}.
+    Raises:
+        UsageError: as for build_model and logits.
+    """
+    import paddle
+    from paddle import static
+
+    from paddle_resnet.models import build_model, logits
+
+    paddle.enable_static()
+    main = static.Program()
+    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+        images = static.data("images", [1, CHANNELS, side, side])
+        out = logits(build_model(arch, num_classes, CHANNELS, "NCHW"), images, arch, num_classes)
+        forward = list(main.global_block().ops)
+        static.append_backward(paddle.mean(out))
+    block = main.global_block()
+    read = set()
+    for op in block.ops:
+        if op.attr("op_role") & 1 and op.type not in SHAPE_ONLY:
+            read.update(op.input_arg_names)
+    made = {block.var(name) for op in forward for name in op.output_arg_names if name in read}
+    # cuDNN's space for a BN has no fixed size.
+    activations = [math.prod(v.shape) for v in made if not v.persistable and min(v.shape, default=1) >= 0]
+    return {
+        "parameters": sum(math.prod(p.shape) for p in main.all_parameters() if p.trainable),
+        "multiply_adds": sum(_multiply_adds(block, op) for op in forward),
+        "activation_bytes": BYTES * sum(activations),
+    }
+
+
+def _multiply_adds(block, op):
+    """Return the number of multiply-adds of an operator; 0 if it is not a convolution or a matrix product."""
+    if op.type in ("conv2d", "depthwise_conv2d"):
+        each = math.prod(block.var(op.input("Filter")[0]).shape[1:])
+        return each * math.prod(block.var(op.output("Output")[0]).shape)
+    if op.type == "matmul_v2":
+        return block.var(op.input("X")[0]).shape[-1] * math.prod(block.var(op.output("Out")[0]).shape)
+    return 0
+
+
+def speeds():
+    """Return {network: row of benchmarks/networks.csv}."""
+    if not SPEEDS.exists():
+        return {}
+    with open(SPEEDS, newline="") as file:
+        return {row["network"]: row for row in csv.DictReader(file)}
+
+
+def rows(archs):
+    """Yield the header, then a row of texts for each network."""
+    measured = speeds()
+    yield ["network", "image", "parameters", "multiply-adds", "activations", "paper", "training", "evaluation", "on"]
+    for arch in archs:
+        network = registered(arch)
+        side = network.image_size if network else 224
+        sizes = size(arch, side)
+        speed = measured.get(arch, {})
+        yield [
+            *(arch, str(side), f"{sizes['parameters']:,}", f"{sizes['multiply_adds'] / 1e6:,.0f} M"),
+            *(f"{sizes['activation_bytes'] / 2**20:.1f} MiB", f"arXiv:{network.paper}" if network else ""),
+            *(speed.get(name, "") for name in ("training", "evaluation", "hardware")),
+        ]
+
+
+def _main(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m paddle_resnet.models",
+        description=f"Print the size of networks with {CLASSES:,} classes and {CHANNELS} channels: side of their "
+        "images in pixels, trainable parameters, multiply-adds and activations for one image. Activations are the "
+        "tensors that the backward pass of Paddle's operators reads, in float16. Speeds are images/s, from "
+        "benchmarks/.",
+    )
+    parser.add_argument("network", nargs="*", help="names, or FILE.py:NAME for your own network (default: all)")
+    archs = [registered_name(arch) for arch in parser.parse_args(argv).network or MODELS]
+    widths = {}
+    table = list(rows(archs))
+    for row in table:
+        for i, text in enumerate(row):
+            widths[i] = max(widths.get(i, 0), len(text))
+    for row in table:
+        cells = [text.rjust(widths[i]) if 1 <= i <= 4 else text.ljust(widths[i]) for i, text in enumerate(row)]
+        print("  ".join(cells).rstrip())
+
+
+def main(argv=None):
+    """Run; exit codes as train.py."""
+    with signals.watched():
+        return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""EfficientNet-Lite: Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks",
+arXiv:1905.11946, without squeeze-and-excitation, with ReLU6 instead of swish, and with a stem and a head that are not
+scaled (Renjie Liu, "Higher accuracy on vision models with EfficientNet-Lite", TensorFlow blog, March 2020).
+
+Padding, initialization and batch normalization follow the authors' TensorFlow code. It trains with dropout and drop
+connect, which here are flags: --dropout 0.2 (Lite2: 0.3) and --drop-path 0.2.
+"""
+
+import math
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.nn.initializer import Uniform
+
+from paddle_resnet.models.layers import ConvBN, FanOutNormal, InvertedResidual, rounded
+
+# Per stage: expansion of the channels inside a block, kernel size, output channels, number of blocks, stride of the
+# first block.
+STAGES = (
+    *((1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 5, 40, 2, 2), (6, 3, 80, 3, 2)),
+    *((6, 5, 112, 3, 1), (6, 5, 192, 4, 2), (6, 3, 320, 1, 1)),
+)
+STEM, HEAD = 32, 1280
+
+
+class EfficientNetLite(nn.Layer):
+    """Image classifier, with the arguments, input and output of resnet.ResNet.
+
+    Args:
+        width: factor of the channels of all stages.
+        depth: factor of the number of blocks of all stages but the first and last.
+    """
+
+    def __init__(self, width, depth, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):
+        super().__init__()
+        norm = {"epsilon": 1e-3, "momentum": 0.99}
+        common = {"data_format": data_format, "initializer": FanOutNormal(), "padding": "SAME", **norm}
+        self.stem = ConvBN(in_channels, STEM, 3, 2, **common)
+        self.blocks = nn.LayerList()
+        channels = STEM
+        for stage, (expansion, kernel_size, out_channels, count, stride) in enumerate(stages):
+            is_scaled = 0 < stage < len(stages) - 1
+            out_channels = rounded(out_channels * width, 8)
+            for i in range(math.ceil(depth * count) if is_scaled else count):
+                shape = channels, channels * expansion, out_channels, kernel_size, stride if i == 0 else 1
+                self.blocks.append(InvertedResidual(*shape, **common))
+                channels = out_channels
+        self.head = ConvBN(channels, HEAD, 1, 1, **common)
+        self.global_pool = nn.AdaptiveAvgPool2D(1, data_format=data_format)
+        limit = num_classes**-0.5
+        self.classifier = nn.Linear(HEAD, num_classes, weight_attr=paddle.ParamAttr(initializer=Uniform(-limit, limit)))
+
+    @property
+    def first(self):
+        return self.stem.conv
+
+    @property
+    def last(self):
+        return self.classifier
+
+    def forward(self, x):
+        x = F.relu6(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        x = self.global_pool(F.relu6(self.head(x)))
+        return self.classifier(paddle.flatten(x, 1))

@@ -1,0 +1,344 @@
+"""Weights of other projects: each format is read exactly, and damaged or hostile files are rejected without running
+anything."""
+
+import io
+import json
+import os
+import pickle
+import struct
+import tracemalloc
+import zipfile
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from paddle_resnet.checkpoints import foreign_files
+from paddle_resnet.checkpoints.arrays import UnreadableError
+
+WEIGHT = np.linspace(-1, 1, 36, dtype=np.float32).reshape(2, 3, 3, 2)
+BIAS = np.float32([0.5, -2])
+COUNT = np.array(7, np.int64)
+STATE = {"conv.weight": WEIGHT, "conv.bias": BIAS, "bn.num_batches_tracked": COUNT}
+STORAGES = {"<f4": "FloatStorage", "<f8": "DoubleStorage", "<f2": "HalfStorage", "<i8": "LongStorage"}
+
+
+@dataclass
+class Global:
+    module: str
+    name: str
+
+
+@dataclass
+class Call:
+    function: Global
+    arguments: tuple
+
+
+@dataclass
+class Stored:
+    identifier: tuple
+
+
+def opcodes(value):
+    """The opcodes that push an object, as PyTorch's pickles have them."""
+    match value:
+        case None | True | False:
+            return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+        case int():
+            return b"J" + struct.pack("<i", value) if value < 1 << 31 else b"\x8a\x0a" + value.to_bytes(10, "little")
+        case str():
+            return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+        case tuple():
+            return b"(" + b"".join(map(opcodes, value)) + b"t"
+        case list():
+            return b"](" + b"".join(map(opcodes, value)) + b"e"
+        case dict():
+            return b"}(" + b"".join(opcodes(x) for pair in value.items() for x in pair) + b"u"
+        case Global():
+            return f"c{value.module}\n{value.name}\n".encode()
+        case Call():
+            return opcodes(value.function) + opcodes(value.arguments) + b"R"
+        case Stored():
+            return opcodes(value.identifier) + b"Q"
+
+
+def pickled(value):
+    return b"\x80\x02" + opcodes(value) + b"."
+
+
+def tensor(key, shape, strides=None, offset=0, length=None, kind="FloatStorage", end=()):
+    strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape))) if strides is None else strides
+    length = int(np.prod(shape)) if length is None else length
+    storage = Stored(("storage", Global("torch", kind), key, "cpu", length, *end))
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, strides, False, hooks))
+
+
+def tensors(state, end=()):
+    return {
+        name: tensor(str(i), array.shape, kind=STORAGES[array.dtype.str], end=end)
+        for i, (name, array) in enumerate(state.items())
+    }
+
+
+def zipped(value, storages, compression=zipfile.ZIP_STORED):
+    """Bytes of a .pth since PyTorch 1.6."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        archive.writestr("model/data.pkl", pickled(value))
+        for key, data in storages.items():
+            archive.writestr(f"model/data/{key}", data)
+    return buffer.getvalue()
+
+
+def legacy(value, storages):
+    """Bytes of a .pth before PyTorch 1.6: storages is {key: (length, bytes)}."""
+    header = [0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True}, value, list(storages)]
+    data = b"".join(struct.pack("<q", length) + raw for length, raw in storages.values())
+    return b"".join(map(pickled, header)) + data
+
+
+def safetensors(entries, data, extra=b""):
+    header = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(header)) + header + data + extra
+
+
+def whole(state):
+    """{file name: bytes} of a state in each format."""
+    raw = {str(i): array.tobytes() for i, array in enumerate(state.values())}
+    entries, start = {"__metadata__": {"format": "pt"}}, 0
+    for name, array in state.items():
+        dtype = {"f": "F", "i": "I"}[array.dtype.kind] + str(8 * array.itemsize)
+        entries[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, start + array.nbytes]}
+        start += array.nbytes
+    lengths = {str(i): (array.size, array.tobytes()) for i, array in enumerate(state.values())}
+    return {
+        "zip.pth": zipped(tensors(state), raw),
+        "nested.pth.tar": zipped({"epoch": 3, "state_dict": tensors(state)}, raw),
+        "legacy.pt": legacy(tensors(state, end=(None,)), lengths),
+        "tensors.safetensors": safetensors(entries, b"".join(raw.values())),
+        "arrays.pdparams": pickle.dumps(state | {"StructuredToParameterName@@": {"a": "b"}}, 4),
+    }
+
+
+def read(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    return foreign_files.read(tmp_path / name)
+
+
+def assert_equal(found, state):
+    assert found.keys() == state.keys()
+    for name, array in state.items():
+        assert found[name].dtype == (np.float32 if array.dtype.kind == "f" else array.dtype)
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("name", whole(STATE))
+def test_every_format_returns_the_arrays(tmp_path, name):
+    assert_equal(read(tmp_path, name, whole(STATE)[name]), STATE)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+@pytest.mark.parametrize("name", whole(STATE))
+def test_floats_of_other_widths_become_float32(tmp_path, name, dtype):
+    state = {"w": WEIGHT.astype(dtype)}
+    assert_equal(read(tmp_path, name, whole(state)[name]), state)
+
+
+def test_bfloat16_becomes_float32(tmp_path):
+    data, expected = np.uint16([0x3F80, 0xC020]).tobytes(), {"w": np.float32([1, -2.5])}
+    entries = {"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}
+    assert_equal(read(tmp_path, "w.safetensors", safetensors(entries, data)), expected)
+    value = {"w": tensor("0", (2,), kind="BFloat16Storage")}
+    assert_equal(read(tmp_path, "w.pth", zipped(value, {"0": data})), expected)
+
+
+def test_tensors_in_any_order_of_dimensions_and_several_in_a_storage(tmp_path):
+    channels_last = np.arange(24, dtype=np.float32).reshape(2, 2, 2, 3).transpose(0, 3, 1, 2)
+    value = {
+        "a": tensor("0", (2, 3, 2, 2), (12, 1, 6, 3), 0, 27),
+        "b": tensor("0", (2, 1), (1, 99), 25, 27),  # strides of dimensions of size 1 do not matter
+    }
+    data = np.arange(27, dtype=np.float32).tobytes()
+    found = read(tmp_path, "a.pth", zipped(value, {"0": data}))
+    assert_equal(found, {"a": channels_last, "b": np.float32([[25], [26]])})
+
+
+def test_parameters_and_attributes_of_a_state_dict(tmp_path):
+    parameter = Call(Global("torch._utils", "_rebuild_parameter"), (tensor("0", (2,)), True, ()))
+    table = opcodes(Call(Global("collections", "OrderedDict"), ())) + b"(" + opcodes("a") + opcodes(parameter) + b"u"
+    attributes = opcodes({"_metadata": {"": {"version": 1}}}) + b"b"
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("m/data.pkl", b"\x80\x02" + table + attributes + b".")
+        archive.writestr("m/data/0", BIAS.tobytes())
+    assert_equal(read(tmp_path, "a.pth", buffer.getvalue()), {"a": BIAS})
+
+
+def test_files_that_torch_writes(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = {name: torch.from_numpy(array.copy()) for name, array in STATE.items()}
+    state["conv.weight"] = torch.nn.Parameter(state["conv.weight"].to(memory_format=torch.channels_last))
+    for is_zip in (True, False):
+        torch.save(state, tmp_path / "t.pth", _use_new_zipfile_serialization=is_zip)
+        assert_equal(foreign_files.read(tmp_path / "t.pth"), STATE)
+
+
+def one(**changes):
+    """A tensor of four values in a zip archive."""
+    return zipped({"w": tensor("0", **({"shape": (4,)} | changes))}, {"0": bytes(16)})
+
+
+def entry(**changes):
+    """A tensor of four values in a .safetensors."""
+    return safetensors({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes}, bytes(16))
+
+
+def two(first, second):
+    entries = {name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in (("a", first), ("b", second))}
+    return safetensors(entries, bytes(16))
+
+
+def pdparams(state):
+    return pickle.dumps(state, 4)
+
+
+NAN = np.float32([1, np.nan, 2, 3]).tobytes()
+SHARED = np.zeros(1000, np.float16)
+HOSTILE = {
+    "name.npy": (b"", "its name does not end in .pdparams, .safetensors, .pth"),
+    "empty.pth": (b"", "not a file of torch.save"),
+    "text.pth": (b"<html>", "not a file of torch.save"),
+    "truncated.pth": (one()[:-30], "BadZipFile"),
+    "module.pth": (zipped({"w": Call(Global("os", "mkdir"), ("made",))}, {}), "os.mkdir is not supported"),
+    "called storage.pth": (zipped({"w": Call(Global("torch", "FloatStorage"), (4,))}, {}), "contains a call"),
+    "model.pth": (zipped(Call(Global("torch.nn.modules.linear", "Linear"), ()), {}), "Linear is not supported"),
+    "nested pickle.pth": (zipped({"w": Call(Global("pickle", "loads"), ("x",))}, {}), "pickle.loads is not supported"),
+    "number.pth": (zipped({"w": 3}, {}), "w is not a tensor"),
+    "table.pth": (zipped({}, {}), "not a table of tensors"),
+    "list.pth": (zipped([tensor("0", (4,))], {"0": bytes(16)}), "not a table of tensors"),
+    "compressed.pth": (
+        zipped({"w": tensor("0", (4,))}, {"0": bytes(16)}, zipfile.ZIP_DEFLATED),
+        "compressed archives are not supported",
+    ),
+    "no pickle.pth": (zipped({}, {}).replace(b"data.pkl", b"data.abc"), "0 files data.pkl instead of 1"),
+    "missing storage.pth": (zipped({"w": tensor("0", (4,))}, {}), "There is no item named"),
+    "short storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(12)}), "12 bytes, not 4 values"),
+    "long storage.pth": (zipped({"w": tensor("0", (4,))}, {"0": bytes(20)}), "20 bytes, not 4 values"),
+    "beyond.pth": (one(offset=1, length=4), "exceed their storage"),
+    "huge.pth": (one(shape=(1 << 30, 1 << 30), strides=(0, 0), length=4), "exceed their storage"),
+    "expanded.pth": (one(shape=(1000,), strides=(0,), length=4), "exceed their storage"),
+    "expanded within.pth": (one(shape=(2, 2), strides=(0, 1)), "does not have consecutive values"),
+    "with gaps.pth": (one(shape=(2,), strides=(2,), length=4), "does not have consecutive values"),
+    "negative.pth": (one(strides=(-1,)), "contains a call"),
+    "dimensions.pth": (one(shape=(1,) * 99, length=4), "contains a call"),
+    "no stride.pth": (one(strides=()), "contains a call"),
+    "overlap.pth": (
+        zipped({"a": tensor("0", (4,)), "b": tensor("0", (2,), offset=3, length=4)}, {"0": bytes(16)}),
+        "its tensors overlap",
+    ),
+    "twice.pth": (zipped({"a": tensor("0", (4,)), "b": tensor("0", (4,))}, {"0": bytes(16)}), "its tensors overlap"),
+    "two types.pth": (
+        zipped({"a": tensor("0", (4,)), "b": tensor("0", (2,), kind="DoubleStorage")}, {"0": bytes(16)}),
+        "invalid reference to a storage",
+    ),
+    "view of a storage.pth": (one(end=(("1", 0, 4),)), "invalid reference to a storage"),
+    "complex.pth": (one(kind="ComplexFloatStorage"), "torch.ComplexFloatStorage is not supported"),
+    "nan.pth": (zipped({"w": tensor("0", (4,))}, {"0": NAN}), "w has values that are not finite"),
+    "legacy truncated.pth": (legacy({"w": tensor("0", (4,))}, {"0": (4, bytes(12))}), "12 bytes, not 4 values"),
+    "legacy length.pth": (legacy({"w": tensor("0", (4,))}, {"0": (1 << 40, bytes(16))}), "values instead of 4"),
+    "legacy huge.pth": (
+        legacy({"w": tensor("0", (4,), length=1 << 30)}, {"0": (1 << 30, bytes(16))}),
+        "16 bytes, not 1073741824 values",
+    ),
+    "legacy keys.pth": (legacy({"w": tensor("0", (4,))}, {"1": (4, bytes(16))}), "list of storages does not match"),
+    "legacy version.pth": (
+        b"".join(map(pickled, (0x1950A86A20F9469CFC6C, 1002, {"little_endian": True}, {}, []))),
+        "its version or byte order is not supported",
+    ),
+    "empty.safetensors": (b"", "its header has 0 bytes"),
+    "header.safetensors": (struct.pack("<Q", 1 << 60) + b"{}", "its header has 1152921504606846976 bytes"),
+    "syntax.safetensors": (safetensors(b"{:", b""), "JSONDecodeError"),
+    "deep.safetensors": (safetensors(b"[" * 100000, b""), "RecursionError"),
+    "list.safetensors": (safetensors([], b""), "its header is not a table"),
+    "entry.safetensors": (safetensors({"w": 3}, b""), "w has no valid data_offsets"),
+    "twice.safetensors": (safetensors(b'{"w": 1, "w": 2}', b""), "a name occurs twice"),
+    "type.safetensors": (entry(dtype="F8_E4M3"), "w has the type F8_E4M3"),
+    "shape.safetensors": (entry(shape=[5]), "offsets of w do not match"),
+    "shape bomb.safetensors": (entry(shape=[1 << 39] * 8), "offsets of w do not match"),
+    "shape text.safetensors": (entry(shape="4"), "w has an invalid shape"),
+    "negative.safetensors": (entry(data_offsets=[-16, 0]), "w has no valid data_offsets"),
+    "outside.safetensors": (entry(data_offsets=[0, 32], shape=[8]), "ValueError"),
+    "hole.safetensors": (two([0, 8], [12, 20]), "offsets of b do not match"),
+    "overlap.safetensors": (two([0, 8], [4, 12]), "offsets of b do not match"),
+    "rest.safetensors": (two([0, 8], [8, 16]) + b"x", "17 bytes of tensors instead of 16"),
+    "nan.safetensors": (
+        safetensors({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, NAN),
+        "w has values that are not finite",
+    ),
+    "infinite.pdparams": (pdparams({"w": np.float64([1e300])}), "w has values that are not finite in float32"),
+    "objects.pdparams": (pdparams({"w": np.array([print])}), "a call that an array of numbers does not need"),
+    "shared.pdparams": (pdparams({str(i): SHARED for i in range(50)}), "its arrays overlap"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_rejected(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    data, reason = HOSTILE[name]
+    with pytest.raises(UnreadableError) as error:
+        read(tmp_path, name, data)
+    assert reason in str(error.value)
+    assert os.listdir(tmp_path) == [name]  # nothing was executed
+
+
+def test_other_byte_order(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
+        archive.writestr("m/data.pkl", pickled({"w": tensor("0", (4,))}))
+        archive.writestr("m/data/0", bytes(16))
+        archive.writestr("m/byteorder", b"big")
+    with pytest.raises(UnreadableError, match="byte order"):
+        foreign_files.read(tmp_path / "a.pth")
+
+
+def test_entries_of_an_archive_that_share_bytes(tmp_path):
+    """A central directory may list the same bytes under many names."""
+    with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
+        archive.writestr("m/data.pkl", pickled({f"w{i}": tensor(str(i), (1000,)) for i in range(20)}))
+        archive.writestr("m/data/0", bytes(4000))
+        last = archive.infolist()[-1]
+        for i in range(1, 20):
+            copy = zipfile.ZipInfo(f"m/data/{i}")
+            copy.header_offset, copy.CRC = last.header_offset, last.CRC
+            copy.file_size = copy.compress_size = 4000
+            archive.filelist.append(copy)
+    with pytest.raises(UnreadableError, match="entries of its archive overlap"):
+        foreign_files.read(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("name", whole(STATE))
+def test_changed_bytes_are_an_error_or_other_numbers(tmp_path, name):
+    """Damage never causes any other exception, nor memory beyond the size of the file."""
+    data, random = whole(STATE)[name], np.random.default_rng(0)
+    tracemalloc.start()
+    for _ in range(300):
+        changed = bytearray(data)
+        for at in random.integers(0, len(data), random.integers(1, 4)):
+            changed[at] = random.integers(0, 256)
+        changed = changed[: random.integers(0, len(data))] if random.random() < 0.2 else changed
+        try:
+            read(tmp_path, name, bytes(changed))
+        except UnreadableError as error:
+            assert str(error)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 22
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
+def test_paths_that_are_not_regular_files(tmp_path, kind):
+    path = tmp_path / "a.pth"
+    {"missing": str, "folder": os.mkdir, "pipe": os.mkfifo}[kind](path)
+    with pytest.raises(UnreadableError):
+        foreign_files.read(path)

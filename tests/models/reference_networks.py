@@ -1,0 +1,55 @@
+"""Computes logits and gradients of networks of timm and torchvision, in a separate process: PyTorch may crash if it is
+imported after Paddle. Arguments: a .npz file to write, then a key of REFERENCES.
+
+The arrays are "images" and "slopes"; "weight.N", the parameters and BN statistics in the order of the layers, in
+Paddle's layout; "evaluation" and "training", the logits; and "gradient.N", the gradients of the mean of slopes * logits
+in training, in the order of the parameters.
+"""
+
+import sys
+
+import numpy as np
+import timm
+import torch
+import torchvision
+
+REFERENCES = {
+    **{f"EfficientNet_Lite{i}": lambda i=i: timm.create_model(f"tf_efficientnet_lite{i}") for i in range(3)},
+    "MobileNetV3_Large": torchvision.models.mobilenet_v3_large,
+    "MobileNetV3_Small": torchvision.models.mobilenet_v3_small,
+    "GhostNet": lambda: timm.create_model("ghostnet_100", drop_rate=0.0),
+}
+
+
+def in_layout(tensor):
+    """Return a weight of a Linear, which is [out, in], as [in, out]; others unchanged."""
+    return (tensor.T if tensor.ndim == 2 else tensor).detach().numpy().copy()
+
+
+def results(model):
+    model = model.double()
+    state = model.state_dict(keep_vars=True)
+    tensors = [tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")]
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.ndim == 1:  # so that an interchange of scales, shifts and statistics is an error
+                tensor += torch.empty_like(tensor).uniform_(0.1, 0.3)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.0
+    random = np.random.RandomState(1)
+    arrays = {"images": random.randn(2, 3, 66, 66), "slopes": random.randn(2, 1000)}
+    arrays |= {f"weight.{i}": in_layout(tensor) for i, tensor in enumerate(tensors)}
+    images = torch.from_numpy(arrays["images"])
+    with torch.no_grad():
+        arrays["evaluation"] = model.eval()(images).numpy()
+    out = model.train()(images)
+    (out * torch.from_numpy(arrays["slopes"])).mean().backward()
+    arrays["training"] = out.detach().numpy()
+    gradients = [tensor.grad for tensor in tensors if tensor.requires_grad]
+    return arrays | {f"gradient.{i}": in_layout(gradient) for i, gradient in enumerate(gradients)}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    np.savez(sys.argv[1], **results(REFERENCES[sys.argv[2]]()))

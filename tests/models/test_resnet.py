@@ -1,0 +1,136 @@
+"""The variants of ResNet, compared with timm's networks."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import static
+
+from paddle_resnet import models
+from paddle_resnet.models import layers
+from paddle_resnet.models.resnet import BasicBlock, BottleneckBlock, ResNet
+
+DEPTHS = (1, 2, 1, 1)
+D = {"stem": "deep", "average_shortcut": True}
+VARIANTS = {
+    "plain": (BasicBlock, {}),
+    "D": (BottleneckBlock, D),
+    "first projection": (BasicBlock, D | {"first_projection": True}),
+    "SE": (BottleneckBlock, D | {"se": True}),
+    "groups": (BottleneckBlock, {"groups": 32, "group_width": 4}),
+    "blur pool": (BottleneckBlock, {"blur_pool": True}),
+    "small stem, Mish": (BasicBlock, {"stem": "small", "activation": F.mish}),
+}
+
+
+@pytest.fixture(scope="module")
+def references(once):
+    """{"CASE/name": array}, see timm_resnets.py."""
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+
+    def compute(folder):
+        script = Path(__file__).with_name("timm_resnets.py")
+        subprocess.run([sys.executable, script, folder / "arrays.npz", *VARIANTS], check=True)
+
+    return np.load(once("timm_resnets", compute) / "arrays.npz")
+
+
+@pytest.fixture
+def float64():
+    paddle.set_default_dtype("float64")
+    yield
+    paddle.set_default_dtype("float32")
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("case", VARIANTS)
+def test_logits_and_gradients_equal_those_of_timm(references, float64, case, layout):
+    block, options = VARIANTS[case]
+    arrays = {name.removeprefix(f"{case}/"): references[name] for name in references if name.startswith(f"{case}/")}
+    images = arrays["images"] if layout == "NCHW" else arrays["images"].transpose(0, 2, 3, 1)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        model = ResNet(block, DEPTHS, data_format=layout, **options)
+        out = model(static.data("data", [None, *images.shape[1:]], dtype="float64"))
+        evaluation = main.clone(for_test=True)
+        loss = paddle.mean(out * static.data("slopes", [None, 1000], dtype="float64"))
+        gradients = [gradient for _, gradient in static.append_backward(loss)]
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    parameters = main.all_parameters()
+    assert len(parameters) == sum(name.startswith("weight.") for name in arrays)
+    for i, parameter in enumerate(parameters):
+        assert tuple(parameter.shape) == arrays[f"weight.{i}"].shape
+        tensor = static.global_scope().find_var(parameter.name).get_tensor()
+        tensor.set(arrays[f"weight.{i}"], paddle.CPUPlace())
+    found = exe.run(evaluation, {"data": images}, [out])
+    found += exe.run(main, {"data": images, "slopes": arrays["slopes"]}, [out, *gradients])
+    assert len(gradients) == sum(name.startswith("gradient.") for name in arrays)
+    names = ["evaluation", "training", *(f"gradient.{i}" for i in range(len(gradients)))]
+    for name, value in zip(names, found, strict=True):
+        expected = arrays[name]
+        np.testing.assert_allclose(value, expected, atol=1e-7 * np.abs(expected).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("arch", "parameters"),
+    [
+        ("ResNet18_vd", 11_708_744 + 64 * 64 + 2 * 64),  # timm's resnet18d, and PaddleClas' projection
+        ("ResNet50_vd", 25_576_264),  # timm's resnet50d
+        ("SE_ResNet50_vd", 28_107_256),  # timm's ResNet with these options
+        ("ResNeXt50_32x4d", 25_028_904),  # torchvision's and timm's resnext50_32x4d
+        ("XResNet50", 25_576_264),
+    ],
+)
+def test_parameter_counts(arch, parameters):
+    main = static.Program()
+    with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
+        models.MODELS[arch]()
+    assert sum(int(np.prod(p.shape)) for p in main.all_parameters() if p.trainable) == parameters
+
+
+def initial(arch):
+    """The network and {parameter: array} after initialization."""
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        model = models.MODELS[arch](num_classes=10)
+    static.Executor(paddle.CPUPlace()).run(startup)
+    return model, {p.name: np.array(static.global_scope().find_var(p.name).get_tensor()) for p in main.all_parameters()}
+
+
+def test_branches_of_xresnet50_start_at_zero():
+    model, values = initial("XResNet50")
+    scales = [[values[layer.bn.weight.name] for layer in block.branch] for block in model.stages]
+    assert [[scale.min() == scale.max() == 1 for scale in block] for block in scales] == [[True, True, False]] * 16
+    assert all((block[-1] == 0).all() for block in scales)
+    assert values[model.last.weight.name].std() == pytest.approx((2 / 2048) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("size", [(6, 8), (7, 5)])
+def test_blur_pool_is_the_filter_1_2_1_with_the_edges_as_padding(layout, size):
+    images = np.random.RandomState(0).randn(2, 3, *size).astype("float32")
+    padded = np.pad(images, [(0, 0), (0, 0), (1, 1), (1, 1)], mode="edge")
+    for axis in (2, 3):
+        ends = padded.shape[axis]
+        before, here, after = (padded.take(range(i, ends - 2 + i), axis) for i in range(3))
+        padded = (before + 2 * here + after) / 4
+    expected = padded[:, :, ::2, ::2]
+    main = static.Program()
+    with static.program_guard(main):
+        x = static.data("x", images.shape if layout == "NCHW" else images.transpose(0, 2, 3, 1).shape)
+        y = layers.BlurPool(layout)(x)
+    feed = images if layout == "NCHW" else images.transpose(0, 2, 3, 1)
+    [found] = static.Executor(paddle.CPUPlace()).run(main, {"x": feed}, [y])
+    np.testing.assert_allclose(found if layout == "NCHW" else found.transpose(0, 3, 1, 2), expected, atol=1e-6)
+
+
+def test_basic_blocks_have_no_groups():
+    with pytest.raises(ValueError, match="groups=2.*BottleneckBlock"):
+        ResNet(BasicBlock, (1,), groups=2)

@@ -1,0 +1,87 @@
+"""`python -m paddle_resnet.models`: parameters, multiply-adds and activations."""
+
+import csv
+import re
+
+import pytest
+
+from conftest import ROOT
+from helpers import NETWORK_EXAMPLE, OPTIONS_EXAMPLE
+from paddle_resnet.models import MODELS, Network, __main__
+
+
+# Multiply-adds of the convolutions and the classifier of timm's networks, counted with hooks; torchvision documents
+# 1.814, 4.089, 4.230 and 0.301 billion.
+@pytest.mark.parametrize(
+    ("arch", "parameters", "multiply_adds"),
+    [
+        ("ResNet18", 11_689_512, 1_814_073_344),
+        ("ResNet50", 25_557_032, 4_089_184_256),
+        ("ResNet50_vd", 25_576_264, 4_328_824_832),
+        ("ResNeXt50_32x4d", 25_028_904, 4_230_479_872),
+        ("MobileNetV2", 3_504_872, 300_774_272),
+    ],
+)
+def test_parameters_and_multiply_adds(arch, parameters, multiply_adds):
+    size = __main__.size(arch, 224)
+    assert (size["parameters"], size["multiply_adds"]) == (parameters, multiply_adds)
+
+
+def test_activations_of_a_small_network(tmp_path):
+    """The backward pass reads the output of each convolution, each activation once, although both its own gradient and
+    the next layer's use it, and the pooled channels; not the logits and the image."""
+    path = tmp_path / "net.py"
+    path.write_text(NETWORK_EXAMPLE)
+    size = __main__.size(f"{path}:Net", 32, 10)
+    convolutions, pooled = 16 * 16 * 16 + 8 * 8 * 32, 2 * 32  # before and after the reshape
+    statistics = 2 * (16 + 32)  # mean and inverse deviation of each BN
+    assert size["activation_bytes"] == 2 * (2 * convolutions + statistics + pooled)
+    assert size["parameters"] == 9 * 3 * 16 + 9 * 16 * 32 + statistics + 32 * 10 + 10
+    assert size["multiply_adds"] == 16 * 16 * 16 * 9 * 3 + 8 * 8 * 32 * 9 * 16 + 32 * 10
+
+
+def test_table(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "net.py"
+    path.write_text(NETWORK_EXAMPLE)
+    assert __main__.main(["resnet18", f"{path}:Net"]) == 0
+    header, first, second = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert header[:6] == ["network", "image", "parameters", "multiply-adds", "activations", "paper"]
+    assert first[:4] == ["ResNet18", "224", "11,689,512", "1,814 M"]
+    assert first[5] == "arXiv:1512.03385" and "H200" in first[-1]
+    assert second[0] == f"{path}:Net" and len(second) == 5
+    monkeypatch.setattr(__main__, "SPEEDS", tmp_path / "none.csv")
+    assert __main__.main(["ResNet18"]) == 0
+    assert "H200" not in capsys.readouterr().out
+
+
+def test_an_unknown_network_is_an_error(capsys):
+    assert __main__.main(["ResNet51"]) == 2
+    assert "ResNet51: unknown network" in capsys.readouterr().err
+
+
+def test_measured_speeds_are_those_of_existing_networks_and_pages():
+    with open(ROOT / "benchmarks/networks.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            assert row["network"] in MODELS
+            assert row["training"] in (ROOT / "benchmarks" / row["page"]).read_text()
+
+
+def test_page_lists_all_networks_with_their_sizes():
+    page = (ROOT / "docs/networks.md").read_text()
+    listed = {}
+    for names, parameters, multiply_adds in re.findall(r"^\| (\w[\w, ]+) \| ([\d., ]+) \| ([\d., ]+) \|", page, re.M):
+        sizes = zip(parameters.split(", "), multiply_adds.split(", "), strict=True)
+        listed |= dict(zip(names.split(", "), sizes, strict=True))
+    assert set(listed) == {name for name, network in MODELS.items() if isinstance(network, Network)}
+    for arch in ("ResNet18", "SE_ResNet50_vd", "MobileNetV3_Small", "EfficientNet_Lite2"):
+        size = __main__.size(arch, MODELS[arch].image_size)
+        expected = f"{size['parameters'] / 1e6:.1f}", f"{size['multiply_adds'] / 1e9:.2f}"
+        assert listed[arch] == expected, arch
+
+
+def test_options_example_of_the_page_is_a_network(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(OPTIONS_EXAMPLE)
+    size = __main__.size(f"{path}:Small", 32, 10)
+    # The stem has 3x3 instead of 7x7 filters, and there are 10 classes.
+    assert size["parameters"] == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990
