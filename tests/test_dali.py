@@ -328,16 +328,16 @@ def test_synthetic_batches_are_constant_and_as_many_as_for_imagenet(parse):
 
 
 def test_batch_larger_than_data_set_is_an_error(parse, numbered):
-    with pytest.raises(UsageError, match="--batch-size 11 .* 10 training images.* --batch-size 10"):
+    with pytest.raises(UsageError, match="--batch-size 11: .* 10 training images.* use 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "11")
     assert len(load(parse, numbered, Mode.EVAL, "--batch-size", "11")) == 1
 
 
 def test_more_processes_than_training_images_is_an_error(parse, numbered, shard):
     shard(0, 11)
-    with pytest.raises(UsageError, match="11 processes .* 10 .* at most 10"):
+    with pytest.raises(UsageError, match="10 training images .* 11 processes; start at most 10"):
         load(parse, numbered, Mode.TRAIN, "--batch-size", "1")
-    with pytest.raises(UsageError, match="11 processes .* benchmark .* 10 .* at most 10"):
+    with pytest.raises(UsageError, match="10 validation images .* benchmark with 11 processes; start at most 10"):
         load(parse, numbered, Mode.EVAL, "--batch-size", "1", "--benchmark")
 
 
