@@ -13,8 +13,8 @@ import paddle
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import averages, updates
 
-VECTOR_BYTES = 16  # per load of a kernel's thread
-TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
+TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
+CHANNELS = 4  # of the narrowest vector that a kernel's thread loads
 
 # Activations that the kernels fuse: Paddle's operator, its required attributes, and the name in native/activations.h.
 ACTIVATIONS = {
@@ -31,7 +31,7 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 def fuse(program):
     """Rewrite a program in place. Paddle's operators remain if the kernels do not support them: layouts other than
-    NHWC, channels that do not fill vectors of 16 bytes, gradients through fixed statistics, pooling and depthwise
+    NHWC, channels that are not a multiple of 4, gradients through fixed statistics, pooling and depthwise
     convolutions without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5.
 
     Args:
@@ -77,7 +77,7 @@ class _Graph:
 
     def fills_vectors(self, op, name="X"):
         x = self.variables(op, name)[name]
-        return x.dtype in TYPE_BYTES and x.shape[-1] * TYPE_BYTES[x.dtype] % VECTOR_BYTES == 0
+        return x.dtype in TYPES and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
         """Return the only forward operator that reads a variable, if it has one of these types; otherwise None."""

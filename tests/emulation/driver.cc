@@ -97,13 +97,15 @@ Block block;
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 float __uint_as_float(unsigned bits) {
   float value;
@@ -158,7 +160,7 @@ struct Unpack<kKernel> {
   ENTRY(depthwise_conv_##NAME##_##T) \
   ENTRY(depthwise_input_gradient_##NAME##_##T) \
   ENTRY(depthwise_filter_gradient_##NAME##_##T)
-#define ENTRIES(T) \
+#define VECTOR_ENTRIES(T) \
   ENTRY(bn_statistics_##T) \
   ENTRY(bn_apply_##T) \
   ENTRY(bn_apply_add_relu_##T) \
@@ -168,14 +170,16 @@ struct Unpack<kKernel> {
   ENTRY(bn_reduce_add_relu_##T) \
   ENTRY(bn_reduce_add_relu_two_##T) \
   ENTRY(bn_gradient_##T) \
-  ENTRY(depthwise_filter_sum_##T) \
   DEPTHWISE_ENTRIES(T, k3_s1) \
   DEPTHWISE_ENTRIES(T, k3_s2) \
   DEPTHWISE_ENTRIES(T, k5_s1) \
   DEPTHWISE_ENTRIES(T, k5_s2) \
-  ENTRY(dropout_##T) \
   ENTRY(max_pool_##T) \
-  ENTRY(max_pool_gradient_##T) \
+  ENTRY(max_pool_gradient_##T)
+#define ENTRIES(T) \
+  VECTOR_ENTRIES(T) \
+  ENTRY(depthwise_filter_sum_##T) \
+  ENTRY(dropout_##T) \
   ENTRY(check_gradients_##T) ENTRY(sum_squares_##T) \
   ENTRY(momentum_##T) \
   ENTRY(momentum_masters_##T) \
@@ -191,9 +195,9 @@ struct Unpack<kKernel> {
   ENTRY(bn_infer_##A##_##T) \
   ENTRY(bn_reduce_##A##_##T) \
   ENTRY(bn_gradient_##A##_##T)
-#define ACTIVATED_IN_BOTH_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A)
+#define ACTIVATED_IN_ALL_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A) ACTIVATED_ENTRIES(bf16x4, A)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) FOR_EACH_ACTIVATION(ACTIVATED_IN_BOTH_TYPES) ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace
