@@ -1,5 +1,6 @@
 """ImageNet-class training on PaddlePaddle static graphs, fed by NVIDIA DALI."""
 
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,10 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
 # Issued by Paddle 3 at import, for a tool that this project does not use.
 warnings.filterwarnings("ignore", message="No ccache found")
+
+# Issued by DALI if a loader continues only the order of the images, such as after a change of the batch size (--sizes).
+# data/iterators.py counts the batches itself.
+logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("Iterator data was not saved"))
 
 # If Paddle was imported before this package, it has read its flags already.
 if sys.modules.get("paddle") is not None and os.environ["FLAGS_enable_pir_api"] == "0":  # noqa: SIM112

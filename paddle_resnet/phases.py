@@ -11,6 +11,7 @@ from paddle_resnet import dali, program, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.data import listing
 from paddle_resnet.job import agreement, exchange, processes
+from paddle_resnet.models import user_file
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.passes import all_reduces, averages, folding
@@ -78,6 +79,7 @@ def _claim(args, checkpoint, folder):
     is_saving = args.run_scope.trains and not args.benchmark
     starts = [(flag(name), getattr(args, name)) for name in ("from_checkpoint", "from_pretrained_params")]
     read = [(flag(name), getattr(args, name)) for name in ("config", "skip_list")]
+    read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name)])]
     read += [(flag, f"{start}.{suffix}") for flag, start in starts if start for suffix in ("pdparams", "pdopt")]
     read += [(flag, path) for flag, start in starts if start for path in Path(start).glob("*.pd*")]
     outputs.claim(

@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
-from paddle_resnet.models import registered_name
+from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
 from utils import exit_codes, files, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
@@ -339,6 +339,7 @@ def _claim_csv(args, paths):
         return
     model = Path(args.model)
     read = [("MODEL", path) for path in (model.glob("*") if model.is_dir() else [model])]
+    read += [("--model-arch-name", path) for path, _ in filter(None, [user_file.split(args.model_arch_name or "")])]
     outputs.claim({"--csv": args.csv}, inputs=[*read, *(("the image", path) for path in paths)])
 
 

@@ -360,8 +360,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         With --benchmark, of the measured steps, and also latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches
         of consecutive steps (the time per step; the host is a step ahead of a GPU, so one batch takes longer); and
         first_step_s: seconds from the start of the program until the host has the metrics of the first step.
-        With Mode.EVAL: confusion (number of images by label and predicted class, int64 [C, C]) and class_top1 (float64
-        [C], NaN for a class without images).
+        With Mode.EVAL: confusion (int64 [k, 3], a row per pair that occurred, sorted: label, predicted class, number of
+        images) and class_top1 (float64 [C], NaN for a class without images).
         With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
         set: label, the k = min(5, C) most probable classes, their probabilities).
     Raises:
@@ -664,11 +664,13 @@ def _confusion_over_all_processes(meter):
     longest = int(exchange.all_gather([len(codes)]).max())
     padding = (0, longest - len(codes))
     all_ranks = exchange.all_gather([*np.pad(codes, padding), *np.pad(counts, padding)]).astype(np.int64)
-    confusion = np.zeros(meter.class_num**2, np.int64)
-    np.add.at(confusion, all_ranks[:, :longest], all_ranks[:, longest:])
-    confusion = confusion.reshape(meter.class_num, meter.class_num)
-    images = confusion.sum(axis=1)
-    class_top1 = np.divide(confusion.diagonal(), images, out=np.full(len(images), np.nan), where=images > 0)
+    codes, places = np.unique(all_ranks[:, :longest], return_inverse=True)
+    counts = np.zeros(len(codes), np.int64)
+    np.add.at(counts, places.reshape(-1), all_ranks[:, longest:].reshape(-1))
+    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # without the padding
+    labels, predictions, counts = confusion.T
+    images, correct = (np.bincount(labels, n, meter.class_num) for n in (counts, counts * (labels == predictions)))
+    class_top1 = np.divide(correct, images, out=np.full(len(images), np.nan), where=images > 0)
     return {"confusion": confusion, "class_top1": class_top1}
 
 

@@ -357,26 +357,30 @@ def write_classes(args, result, classes):
     numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
     if processes.rank() != 0 or args.benchmark:
         return numbers
-    confusion = result["confusion"]
+    labels, predictions, counts = result["confusion"].T
+    class_top1 = result["class_top1"]
     if "not_finite" in numbers:
         logger.warn(
             f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite; the mean loss omits "
             "these images; class accuracies and confusion counts omit images whose logits are all NaN"
         )
     tables = _tables(args)
-    names = [*classes, *map(str, range(len(classes), len(confusion)))]
+    names = [*classes, *map(str, range(len(classes), len(class_top1)))]
+    images, correct = (
+        np.bincount(labels, n, len(class_top1)).astype(int) for n in (counts, counts * (labels == predictions))
+    )
     rows = [
-        (label, names[label], images, confusion[label, label], "" if images == 0 else f"{top1:.6f}")
-        for label, (images, top1) in enumerate(zip(confusion.sum(axis=1), result["class_top1"], strict=True))
+        (label, names[label], images[label], correct[label], "" if images[label] == 0 else f"{top1:.6f}")
+        for label, top1 in enumerate(class_top1)
     ]
     _write(tables.get("classes"), ("label", "class", "images", "correct", "top1"), rows)
-    pairs = sorted(zip(*confusion.nonzero(), strict=True), key=lambda pair: -confusion[pair])
-    rows = [(*pair, confusion[pair], *(names[label] for label in pair)) for pair in pairs]
+    pairs = sorted(result["confusion"].tolist(), key=lambda pair: -pair[2])
+    rows = [(*pair, names[pair[0]], names[pair[1]]) for pair in pairs]
     _write(tables.get("confusion"), ("label", "predicted", "images", "class", "predicted_class"), rows)
     if "predictions" in result:
-        from paddle_resnet.results import predictions
+        from paddle_resnet.results import predictions as table
 
-        predictions.write(tables["predictions"], args, result["predictions"], names)
+        table.write(tables["predictions"], args, result["predictions"], names)
     return numbers
 
 

@@ -29,6 +29,8 @@ from paddle_resnet import resolution
 import train
 from paddle_resnet import dali, models
 from paddle_resnet.job import exchange, fleet, processes
+from paddle_resnet.native import build as native
+from paddle_resnet.steps import cuda_graph
 from paddle_resnet.tools import convert, verify
 from paddle_resnet.models.mobilenet_v2 import MobileNetV2
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
@@ -53,6 +55,43 @@ math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)
 # Ports that the launcher may use. Its default range overlaps with the ephemeral ports of the system, some of which are
 # in use before the processes of a job listen.
 os.environ["PORT_RANGE"] = "12000:32000"
+
+
+run_executor = static.Executor.run
+
+
+class FakeGraph:
+    """Stores the calls of the Executor during a capture for replay()."""
+
+    recording, made = None, []
+
+    def __init__(self, place):
+        self.launches, self.step = 0, None
+        FakeGraph.made.append(self)
+
+    def capture_begin(self):
+        FakeGraph.recording = self
+
+    def capture_end(self):
+        FakeGraph.recording = None
+        self.addresses = self.tensors()
+
+    def tensors(self):
+        """Return the addresses of the tensors that a graph would use."""
+        scope, names = static.global_scope(), [v.name for v in self.step[0]._program.list_vars() if v.persistable]
+        return {name: scope.find_var(name).get_tensor()._ptr() for name in names if scope.find_var(name) is not None}
+
+    def replay(self):
+        program = self.step[0]._program
+        if hasattr(program, "lr_scheduler"):  # a graph does not set the learning rate
+            rate = static.global_scope().find_var(program.lr_scheduler._var_name).get_tensor()
+            np.testing.assert_allclose(np.asarray(rate), program.lr_scheduler(), rtol=1e-6)
+        assert self.tensors() == self.addresses
+        self.launches += 1
+        run_executor(self.executor, *self.step, fetch_list=[])
+
+    def reset(self):
+        self.step = None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -335,6 +374,38 @@ def gpu_labels(count):
 def need_two_gpus():
     if paddle.device.cuda.device_count() < 2 and "SHARE_GPU" not in os.environ:
         pytest.skip("needs two GPUs")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Emulate the capture of steps on the CPU. Returns FakeGraph; its list `made` contains the graphs."""
+    if native.missing() is not None:
+        pytest.skip(native.missing())
+
+    def capture_or_run(self, *args, **kwargs):
+        if FakeGraph.recording is None:
+            return run_executor(self, *args, **kwargs)
+        assert kwargs == {"fetch_list": []}  # CUDA captures neither feeds nor fetches
+        FakeGraph.recording.executor, FakeGraph.recording.step = self, args
+        return []
+
+    def resolve_kernels(args):
+        requested, origin = args.cuda_graph, args.origin("cuda_graph")
+        resolve(args)
+        assert not args.cuda_graph  # on a CPU
+        args.set(origin, cuda_graph=requested)
+
+    resolve = resolution.resolve_kernels
+    monkeypatch.setattr(resolution, "resolve_kernels", resolve_kernels)
+    monkeypatch.setattr(cuda_graph, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(cuda_graph, "CAPTURE_FLAGS", {})
+    monkeypatch.setattr(static.Executor, "run", capture_or_run)
+    monkeypatch.setattr(paddle.device.cuda, "synchronize", lambda place: None)
+    monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cuda_graph, "_take_free_memory", lambda place: [])
+    monkeypatch.setattr(FakeGraph, "made", [])
+    yield FakeGraph
+    FakeGraph.recording = None
 
 
 @pytest.fixture

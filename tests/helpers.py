@@ -34,10 +34,10 @@ META = {
     },
     "ranks": [{"loader": {"step": 0, "conditions": {}}, "meters": {}}],
 }
-# The example file of docs/networks.md.
-NETWORK_EXAMPLE = re.search(
+# The files of docs/networks.md: one with options of a ResNet, one with a network.
+OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs/networks.md").read_text(), re.MULTILINE | re.DOTALL
-)[1]
+)
 # A program that locks the folder of its argument.
 HOLDER = """
     import sys, time

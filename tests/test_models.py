@@ -195,3 +195,51 @@ def test_unknown_model_is_an_error():
 
     with pytest.raises(UsageError, match="ResNet51.*ResNet50"):
         build_model("ResNet51", 3, 3, "NCHW")
+
+
+UNIFORM = 3**-0.5  # standard deviation of a uniform distribution between -1 and 1
+TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut off at 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "norm", "filters"),  # filters: the standard deviation of the last filter with a shape
+    [
+        (
+            "EfficientNet_Lite0",
+            (1e-3, 0.99),
+            {
+                (1280, 320, 1, 1): (2 / 1280) ** 0.5,
+                (1152, 1, 5, 5): (2 / 25) ** 0.5,
+                (1280, 1000): UNIFORM * 1000**-0.5,
+            },
+        ),
+        (
+            "MobileNetV3_Small",
+            (1e-3, 0.99),
+            {(576, 96, 1, 1): 0.09 * TRUNCATED, (576, 1, 5, 5): 0.09 * TRUNCATED, (1024, 1000): 0.09 * TRUNCATED},
+        ),
+        (
+            "GhostNet",
+            (1e-5, 0.9),
+            {
+                (960, 160, 1, 1): UNIFORM * 160**-0.5,
+                (480, 1, 3, 3): UNIFORM * 9**-0.5,
+                (1280, 1000): UNIFORM * 1280**-0.5,
+            },
+        ),
+    ],
+)
+def test_initialization_and_batch_normalization_are_those_of_the_reference_code(arch, norm, filters):
+    paddle.seed(0)
+    main, _, _ = build(MODELS[arch], (3, 32, 32))
+    found = {(round(op.attr("epsilon"), 8), round(op.attr("momentum"), 6)) for op in norms(main)}
+    assert found == {norm}
+    by_shape = {tuple(p.shape): p.name for p in main.all_parameters()}
+    for shape, deviation in filters.items():
+        values = np.array(static.global_scope().find_var(by_shape[shape]).get_tensor())
+        assert values.std() == pytest.approx(deviation, rel=0.03), shape
+        assert abs(values.mean()) < 0.05 * deviation, shape
+
+
+def norms(program):
+    return [op for op in program.global_block().ops if op.type == "batch_norm"]

@@ -23,7 +23,7 @@ def read(path):
 
 def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
     args = parse("--report-file", tmp_path / "run.json")
-    confusion = np.array([[5, 0, 2], [0, 0, 0], [3, 0, 1]])
+    confusion = np.array([[0, 0, 5], [0, 2, 2], [2, 0, 3], [2, 2, 1]])
     result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
     report.write_classes(args, result, ["dog, small", "cat"])  # the third output has no class name
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
@@ -43,13 +43,13 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
     ("name", "stem"), [("a.json", "a"), ("resnet.lr0.1", "resnet.lr0.1"), ("a.b.json", "a.b"), ("report", "report")]
 )
 def test_class_tables_are_named_after_report(parse, tmp_path, name, stem):
-    result = {"confusion": np.eye(2), "class_top1": np.ones(2)}
+    result = {"confusion": np.array([[0, 0, 1], [1, 1, 1]]), "class_top1": np.ones(2)}
     report.write_classes(parse("--report-file", tmp_path / name), result, "ab")
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == [f"{stem}.classes.csv", f"{stem}.confusion.csv"]
 
 
 def test_unwritable_class_table_is_an_error(parse, tmp_path):
-    result = {"confusion": np.eye(2), "class_top1": np.ones(2)}
+    result = {"confusion": np.array([[0, 0, 1], [1, 1, 1]]), "class_top1": np.ones(2)}
     report.write_classes(parse("--report-file", "/dev/null"), result, "ab")
     assert not list(Path("/dev").glob("null.*"))
     (tmp_path / "run.classes.csv").mkdir()
@@ -144,6 +144,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
         (["--report-html", "{}/report.json"], ["--report-html", "the same file as --report-file"]),
         (["--report-html", "{}/o/../report.classes.csv"], ["--report-html", "classes.csv next to --report-file"]),
         (["--report-html", "{}/c.yaml", "--config", "{}/c.yaml"], ["--report-html", "as --config", "command reads"]),
+        (["--report-html", "{}/net.py", "--model-arch-name", "{}/net.py:Net"], ["as --model-arch-name"]),
         (["--report-file", "{}/tiny/tiny.pdparams"], ["--report-file", "tiny is for a checkpoint"]),
         (["--report-file", "{}/pre.pdparams", "--from-pretrained-params", "{}/pre"], ["as --from-pretrained-params"]),
         (["--report-html", "{}/data/val/class0/page.html"], ["--report-html", "would change the data set's"]),
@@ -163,6 +164,7 @@ def test_colliding_output_paths_are_errors(run_train, photos, tmp_path, capsys, 
     (tmp_path / "tiny").mkdir()
     for name in ("tiny/tiny.pdparams", "tiny/tiny.pdopt", "pre.pdparams", "c.yaml"):
         (tmp_path / name).write_text("")
+    (tmp_path / "net.py").write_text("Net = None")
     before = sorted(tmp_path.rglob("*"))
     assert run_train(*(flag.format(tmp_path) for flag in flags))[0] == 2
     assert_one_error(capsys.readouterr().err, message)
@@ -185,7 +187,7 @@ def test_benchmark_and_other_ranks_write_no_class_tables(run_train, tmp_path, mo
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "0"]
     assert run_train("--run-scope", "eval_only", *flags)[0] == 0
     monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 1)
-    result = {"confusion": np.eye(3), "class_top1": np.ones(3)}
+    result = {"confusion": np.array([[0, 0, 1], [1, 1, 1], [2, 2, 1]]), "class_top1": np.ones(3)}
     report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "abc")
     assert list(tmp_path.glob("*.csv")) == []
 

@@ -21,6 +21,7 @@ import numpy as np
 import paddle
 from paddle import static
 
+import few_blocks
 import train
 from paddle_resnet import dali, models, program
 from paddle_resnet.checkpoints import variables
@@ -45,6 +46,7 @@ def parse_options():
     add("--overflow", default="", help="'RANK STEP STEP ...': steps in which --shares generates an infinite image")
     add("--scaling", action="store_true", help="dynamic loss scaling in float32")
     add("--stages", type=int, default=2, help="number of stages of the network")
+    add("--few-blocks", action="store_true", help="the networks of the registry have few blocks")
     add("--unfused", action="store_true", help="one all-reduce per gradient")
     add("--fatal-change", type=int, help="kill -9 before the n-th change to the file system below --fatal-root")
     add("--fatal-root")
@@ -182,6 +184,8 @@ def write_state(save):
 
 if __name__ == "__main__":
     options = parse_options()
+    if options.few_blocks:
+        few_blocks.shrink()
     models.MODELS["Tiny"] = partial(ResNet, BottleneckBlock, (1,) * options.stages, width=8)
     models.MODELS["Plain"] = models.MODELS["Tiny"]
     dali.PREALLOCATE_WIDTH = dali.PREALLOCATE_HEIGHT = 0
@@ -215,7 +219,7 @@ if __name__ == "__main__":
             apply_difference(arguments)
     code = signals.leaving(train.main())
     print(f"captures: {len(captures)}")
-    if code == 0 and options.parameters and "Plain" not in sys.argv:
+    if code == 0 and options.parameters and "Plain" not in sys.argv and not options.few_blocks:
         count = 1 + 4 * options.stages
         names = [f"conv2d_{i}.w_0" for i in range(count)] + ["linear_0.w_0", "linear_0.b_0"]
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]

@@ -44,14 +44,23 @@ class Layout:
 
 
 _RESNET = (
-    *(("conv1", "stem.conv"), ("bn1", "stem.bn"), ("fc", "classifier")),
+    *(("conv1", "stem.0.conv"), ("bn1", "stem.0.bn"), ("fc", "classifier")),
     *((rf"layer(\d+)\.(\d+)\.conv{i + 1}", f"*.branch.{i}.conv") for i in range(3)),
     *((rf"layer(\d+)\.(\d+)\.bn{i + 1}", f"*.branch.{i}.bn") for i in range(3)),
     (r"layer(\d+)\.(\d+)\.downsample\.0", "*.shortcut.conv"),
     (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.bn"),
 )
+# ResNet-D: three convolutions in the stem, and pooling before the convolution of a shortcut.
+_RESNET_D_OF_TIMM = (
+    *((rf"conv1\.{3 * i}", f"stem.{i}.conv") for i in range(3)),
+    *((r"conv1\.1", "stem.0.bn"), (r"conv1\.4", "stem.1.bn"), ("bn1", "stem.2.bn")),
+    (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.conv"),
+    (r"layer(\d+)\.(\d+)\.downsample\.2", "*.shortcut.bn"),
+    *_RESNET,
+)
 _RESNET_OF_PADDLECLAS = (
-    *((r"stem\.0\.conv", "stem.conv"), (r"stem\.0\.bn", "stem.bn"), ("fc", "classifier")),
+    *((rf"stem\.{i}\.{part}", f"stem.{i}.{part}") for i in range(3) for part in ("conv", "bn")),
+    ("fc", "classifier"),
     *((rf"blocks\.(\d+)\.conv{i}\.{part}", f"*.branch.{i}.{part}") for i in range(3) for part in ("conv", "bn")),
     *((rf"blocks\.(\d+)\.short\.{part}", f"*.shortcut.{part}") for part in ("conv", "bn")),
 )
@@ -87,6 +96,7 @@ LAYOUTS = {
     "resnet": (
         Layout("torchvision, timm, paddle.vision", _RESNET),
         Layout("PaddleClas", _RESNET_OF_PADDLECLAS),
+        Layout("timm's ResNet-D", _RESNET_D_OF_TIMM),
     ),
     "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
     # timm's other networks of these names, without tf_, have different padding, which their weights do not show.
@@ -154,6 +164,8 @@ def convert(family, tensors, own):
     of_own = {}
     for name, (block, path) in found.items():
         target = path.replace("*", blocks.get(block, "*"))
+        if target not in own:  # pooling may precede the convolution of a shortcut
+            target = target.replace(".shortcut.", ".shortcut.1.")
         if target not in own or target in of_own:
             leftover.append(name)
         else:

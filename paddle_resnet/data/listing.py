@@ -43,6 +43,7 @@ OTHER_NAMES = {
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 OUTSIDE = "image outside the class folders"  # a kind of ignored files
 _TEXT_LIMIT = 1 << 30  # bytes of a file list, classes.txt or skip list
+_NAME_LIMIT = 1000  # characters of a class name; Python's CSV reader accepts 131,072
 # Describes a conversion; tools/convert.py writes it to the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
@@ -693,8 +694,11 @@ def class_names(image_root, num_of_class=None, trained=None):
         with records.open_regular(path, _TEXT_LIMIT) as f:
             text = f.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
         classes = text.split("\n") if text else []
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{path}: cannot be read ({e}); write one class name per line, or remove it") from e
+        if any(len(name) > _NAME_LIMIT for name in classes):
+            raise ValueError(f"a line exceeds {_NAME_LIMIT} characters")
+    except (OSError, ValueError) as e:  # ValueError: also not UTF-8
+        reason = getattr(e, "strerror", None) or e
+        raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:
         raise UsageError(
             f"--num-of-class {num_of_class}: less than the {len(classes)} classes in {path}; "

@@ -75,8 +75,8 @@ def start(args):
 
 
 def is_started(args):
-    """Whether the last call of start was with these settings."""
-    return _started_with is args
+    """Whether the last call of start was with these settings, or with those of the run of which they are a stage."""
+    return _started_with is not None and _started_with in (args, args.run)
 
 
 def reduces_at_the_end(device):

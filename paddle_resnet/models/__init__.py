@@ -165,8 +165,8 @@ def ends(program):
 
 
 def registered(arch):
-    """Return the Network of --model-arch-name, which is case-insensitive; None if it is not in the registry."""
-    network = {name.lower(): network for name, network in MODELS.items()}.get(arch.lower())
+    """Return the Network of --model-arch-name, spelled as for registered_name; None if it is not in the registry."""
+    network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
     return network if isinstance(network, Network) else None
 
 

@@ -26,6 +26,14 @@ def dropout(x, rate, seed):
     return out
 
 
+def sigmoid(x):
+    """Like paddle.nn.functional.sigmoid, which in Paddle 3.3 rejects variables of legacy programs."""
+    block = static.default_main_program().global_block()
+    out = block.create_var(name=unique_name.generate("sigmoid.out"), dtype=x.dtype)
+    block.append_op(type="sigmoid", inputs={"X": x}, outputs={"Out": out})
+    return out
+
+
 def rounded(channels, divisor):
     """Return a number of channels, rounded to a multiple of the divisor, but not down by more than 10 %."""
     result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
@@ -150,7 +158,7 @@ class SqueezeExcitation(nn.Layer):
         initializer: initializer of the weights; by default uniform up to fan-in^-0.5, as in PaddleClas.
     """
 
-    def __init__(self, channels, hidden, data_format, activation=F.relu, gate=F.sigmoid, initializer=None):
+    def __init__(self, channels, hidden, data_format, activation=F.relu, gate=sigmoid, initializer=None):
         super().__init__()
 
         def conv(inputs, outputs):

@@ -4,13 +4,16 @@ The metrics of a step are at the number of training steps before it, in "train/"
 "train_epoch/" and "val/". A resumed run hides earlier events after the step at which it starts.
 """
 
+import contextlib
 import math
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import paddle
 import yaml
-from tensorboardX import SummaryWriter
+from tensorboardX import SummaryWriter, record_writer
 
 from paddle_resnet.data import pixels
 from paddle_resnet.job import processes
@@ -61,7 +64,8 @@ class _Board:
         self._timeline, self._first_step = timeline, first_step
         # tensorboardX's file names have a resolution of seconds: a run and its resumption must not share a file.
         suffix = f".{time.time_ns()}"
-        self._writer = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=suffix)
+        record_writer.register_writer_factory(_FILES, SimpleNamespace(open=_EventFile, directory_check=_make_folder))
+        self._writer = SummaryWriter(f"{_FILES}:{folder}", purge_step=first_step, filename_suffix=suffix)
 
     def add(self, step, data):
         if step == "PARAMETER":
@@ -91,6 +95,42 @@ class _Board:
 
     def close(self):
         self._writer.close()
+
+
+_FILES = "paddle_resnet"  # prefix of paths for which tensorboardX calls _EventFile and _make_folder
+
+
+def _make_folder(path):
+    os.makedirs(path.removeprefix(f"{_FILES}:"), exist_ok=True)
+
+
+class _EventFile:
+    """A file that ends with a warning at its first error, such as a full disk. An error in tensorboardX's thread would
+    end the thread, and training would wait forever for space in its queue."""
+
+    def __init__(self, path):
+        self._path = path.removeprefix(f"{_FILES}:")
+        self._file = open(self._path, "wb")  # noqa: SIM115  open until the run ends
+
+    def write(self, data):
+        self._call("write", data)
+
+    def flush(self):
+        self._call("flush")
+
+    def close(self):
+        self._call("close")
+
+    def _call(self, name, *args):
+        if self._file is None:
+            return
+        try:
+            getattr(self._file, name)(*args)
+        except OSError as e:
+            failed, self._file = self._file, None
+            with contextlib.suppress(OSError):  # tries to write the same data again
+                failed.close()
+            logger.warn(f"{self._path}: can no longer be written ({e.strerror}), so the run continues without it")
 
 
 class _Shown:

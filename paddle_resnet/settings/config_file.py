@@ -48,3 +48,10 @@ class _YamlLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"an alias {self.peek_event().start_mark}: write the value in full")
         return super().compose_node(parent, index)
+
+
+# Numbers and dates remain text, because YAML would convert 10:20 to 620, 010 to 8 and 2024_01_31 to 20240131.
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

@@ -6,6 +6,7 @@ output) are never inherited.
 """
 
 import argparse
+import os
 from collections import namedtuple
 from functools import partial
 
@@ -424,7 +425,7 @@ def _learning_rate(add):
     )
     add(
         "--lr-decay-factor",
-        type=numbers.positive_number,
+        type=_factor,
         default=0.1,
         help="factor of Piecewise at each of --lr-decay-epochs",
         used_by=("lr_scheduler", ("Piecewise",)),
@@ -689,9 +690,11 @@ def _truth(text):
 
 
 def _file_name(text):
-    if not text or "/" in text or text.startswith("."):
+    # File systems allow 255 bytes, including the suffix.
+    if not text or "/" in text or text.startswith(".") or len(os.fsencode(text)) > 240:
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not a valid file name; use one without / and without a leading dot, such as resnet50"
+            f"'{text}' is not a valid file name; use one without / and without a leading dot, of at most 240 bytes, "
+            "such as resnet50"
         )
     return text
 
@@ -720,6 +723,13 @@ def _alpha(text):
     return value
 
 
+def _factor(text):
+    value = numbers.positive_number(text)
+    if value > 1000:  # powers of far larger ones overflow
+        raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1000, such as 0.1")
+    return value
+
+
 def _below_one(text):
     value = numbers.ratio(text)
     if value == 1:
@@ -744,7 +754,7 @@ def _steps(text):
         return None
     parts = text.replace(",", ":").split(":")
     if len(parts) != 2:
-        raise argparse.ArgumentTypeError(f"'{text}': expected two steps A:B, such as 100:110; quote them in YAML")
+        raise argparse.ArgumentTypeError(f"'{text}': expected two steps A:B, such as 100:110")
     begin, end = (numbers.not_negative(part) for part in parts)
     if begin >= end:
         raise argparse.ArgumentTypeError(f"{begin}:{end} contains no step; use A:B with A less than B")

@@ -52,7 +52,7 @@ def stages(settings):
         return [Stage(0, settings)]
     result = []
     for fields in map(_parse_entry, settings.sizes):
-        size, of_stage = fields["size"], settings.copy()
+        size, of_stage = fields["size"], settings.stage()
         of_stage.resolve("--sizes", image_shape=[settings.image_shape[0], size, size], crop_size=size)
         of_stage.resolve("--sizes", batch_size=fields.get("batch_size", settings.batch_size))
         of_stage.freeze()

@@ -15,11 +15,12 @@ class Settings:
             "Python", "checkpoint FOLDER", "data", "machine", or the flag that a value follows.
     """
 
-    __slots__ = ("__dict__", "_is_frozen", "_origins")
+    __slots__ = ("__dict__", "_is_frozen", "_origins", "_run")
 
     def __init__(self, values, origins):
         object.__setattr__(self, "_is_frozen", False)
         object.__setattr__(self, "_origins", dict(origins))
+        object.__setattr__(self, "_run", self)
         vars(self).update(values)
 
     def __setattr__(self, name, value):
@@ -53,6 +54,17 @@ class Settings:
     @property
     def is_frozen(self):
         return self._is_frozen
+
+    @property
+    def run(self):
+        """The settings of the run of which these are a stage; otherwise these settings."""
+        return self._run
+
+    def stage(self):
+        """Return a copy for a stage of the run."""
+        copy = self.copy()
+        object.__setattr__(copy, "_run", self)
+        return copy
 
     def copy(self, **values):
         """Return a copy with the same origins that is not frozen, and set values in it."""

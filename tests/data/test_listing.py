@@ -168,6 +168,9 @@ def test_classes_txt_defines_names_of_class_folders(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
+    (root / "classes.txt").write_text(f"cat\ndog\n{'x' * 1001}\n")
+    with pytest.raises(UsageError, match=r"classes.txt: cannot be read \(a line exceeds 1000 characters\); write one"):
+        readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
     with pytest.raises(UsageError, match=r"has the names of the class folders in a different order; write them in the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)

@@ -188,10 +188,10 @@ def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels)
     assert all(np.isfinite(state[name]).all() for state in overflowed for name in state.files)
 
 
-def test_averages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
+def test_averages_and_stages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
     """The second job resumes inside an epoch, where the batch normalization statistics differ between processes."""
     flags = ["--batch-size", "4", "--epochs", "2", "--lr", "0.1", "--ema", "0.9", "--save-interval-steps", "2"]
-    flags += ["--keep-checkpoints", "9"]
+    flags += ["--keep-checkpoints", "9", "--sizes", "24:0,32:1"]
     launch(2, *flags)
     expected = states(tmp_path / "job0", 2, 2)
     assert {"conv2d_3.w_0.ema", "batch_norm_0.w_1.ema"} <= {*expected[0].files}

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from conftest import ROOT
-from helpers import NETWORK_EXAMPLE
-from paddle_resnet.models import MODELS, __main__
+from helpers import NETWORK_EXAMPLE, OPTIONS_EXAMPLE
+from paddle_resnet.models import MODELS, Network, __main__
 
 
 # Multiply-adds of the convolutions and the classifier of timm's networks, counted with hooks; torchvision documents
@@ -64,3 +64,24 @@ def test_measured_speeds_are_those_of_existing_networks_and_pages():
         for row in csv.DictReader(file):
             assert row["network"] in MODELS
             assert row["training"] in (ROOT / "benchmarks" / row["page"]).read_text()
+
+
+def test_page_lists_all_networks_with_their_sizes():
+    page = (ROOT / "docs/networks.md").read_text()
+    listed = {}
+    for names, parameters, multiply_adds in re.findall(r"^\| (\w[\w, ]+) \| ([\d., ]+) \| ([\d., ]+) \|", page, re.M):
+        sizes = zip(parameters.split(", "), multiply_adds.split(", "), strict=True)
+        listed |= dict(zip(names.split(", "), sizes, strict=True))
+    assert set(listed) == {name for name, network in MODELS.items() if isinstance(network, Network)}
+    for arch in ("ResNet18", "SE_ResNet50_vd", "MobileNetV3_Small", "EfficientNet_Lite2"):
+        size = __main__.size(arch, MODELS[arch].image_size)
+        expected = f"{size['parameters'] / 1e6:.1f}", f"{size['multiply_adds'] / 1e9:.2f}"
+        assert listed[arch] == expected, arch
+
+
+def test_options_example_of_the_page_is_a_network(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(OPTIONS_EXAMPLE)
+    size = __main__.size(f"{path}:Small", 32, 10)
+    # The stem has 3x3 instead of 7x7 filters, and there are 10 classes.
+    assert size["parameters"] == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990

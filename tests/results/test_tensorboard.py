@@ -132,6 +132,21 @@ def test_unwritable_folder_exits_with_code_2(run_train, tmp_path, capsys):
     assert f"--tensorboard-dir {tmp_path}/file/board: cannot be written" in capsys.readouterr().err
 
 
+def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, capfd):
+    real = open
+    monkeypatch.setattr(
+        "builtins.open",
+        lambda path, *args, **more: real("/dev/full" if "tfevents" in str(path) else path, *args, **more),
+    )
+    flags = ["--epochs", "6", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board"]
+    code, report = run_train(*flags)  # more events than tensorboardX's queue has space for
+    assert code == 0
+    assert len(losses(report)) == 6 * 5
+    err = capfd.readouterr().err
+    assert err.count("can no longer be written (No space left on device), so the run continues without it") == 1
+    assert "Traceback" not in err
+
+
 def test_tensorboardx_is_not_imported_without_flag():
     program = "import sys, train; from paddle_resnet import phases, program, report; "
     program += "print([m for m in ('tensorboardX', 'jinja2', 'rich', 'paddle_resnet.results') if m in sys.modules])"

@@ -6,7 +6,7 @@ import pytest
 from paddle import static
 
 from paddle_resnet.machine import compat
-from paddle_resnet.models.layers import SqueezeExcitation
+from paddle_resnet.models.layers import BlurPool, SqueezeExcitation, sigmoid
 from paddle_resnet.serving import onnx_writer
 from utils.errors import UsageError
 
@@ -66,7 +66,7 @@ def test_unsupported_operator_is_an_error(layer, message):
         lambda: paddle.nn.MaxPool2D(3, 2, padding=[0, 1, 1, 0]),
         lambda: paddle.nn.MaxPool2D(3, 2, ceil_mode=True),
         lambda: paddle.nn.AvgPool2D(3, stride=3, ceil_mode=True),  # the last windows have two rows or columns
-        lambda: lambda x: F.sigmoid(x + x),
+        lambda: lambda x: sigmoid(x + x),
         lambda: lambda x: F.hardsigmoid(x + x),
         lambda: lambda x: F.hardswish(x + x),
         lambda: lambda x: F.silu(x + x),
@@ -74,6 +74,7 @@ def test_unsupported_operator_is_an_error(layer, message):
         lambda: lambda x: F.mish(x + x),
         lambda: lambda x: paddle.concat([x, F.relu(x), x], axis=1),
         lambda: SqueezeExcitation(3, 2, "NCHW"),
+        lambda: BlurPool("NCHW"),
         lambda: paddle.nn.Dropout(0.5),
         lambda: lambda x: x.reshape([-1, 192]),
     ],

@@ -432,9 +432,9 @@ def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, to):
         "import resource, sys; limit = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
     )
     code += "from paddle_resnet import dataset; sys.exit(dataset.main(sys.argv[1:]))"
-    command = ["convert", "--from", photos, "--to", to, "--output", tmp_path / "out", "--workers", "1", "--unchecked"]
+    arguments = ["convert", "--from", photos, "--to", to, "--output", tmp_path / "out", "--workers", "1", "--unchecked"]
     for limit in (25_000, 10**9):
-        command = [sys.executable, "-c", code, *map(str, command), str(limit)]
+        command = [sys.executable, "-c", code, *map(str, arguments), str(limit)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert "Traceback" not in done.stderr
         assert done.returncode == (2 if limit == 25_000 else 0), done.stderr

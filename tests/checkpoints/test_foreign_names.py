@@ -1,0 +1,213 @@
+"""Names of other projects: every tensor reaches its parameter, or the file is rejected with a list."""
+
+import contextlib
+import re
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from paddle_resnet.checkpoints import foreign_names
+from paddle_resnet.checkpoints.foreign_names import MismatchError
+from paddle_resnet.models import MODELS, build_model, registered
+
+
+def own(arch, classes=5):
+    with static.program_guard(static.Program(), static.Program()), paddle.utils.unique_name.guard():
+        return foreign_names.parameters(build_model(arch, classes, 3, "NCHW"))
+
+
+@contextlib.contextmanager
+def dynamic():
+    paddle.disable_static()
+    try:
+        yield
+    finally:
+        paddle.enable_static()
+
+
+def of_vision(name, classes=5):
+    """(state of a network of paddle.vision with random BN, images, logits)."""
+    random = np.random.default_rng(0)
+    with dynamic():
+        network = getattr(paddle.vision.models, name)(num_classes=classes)
+        network.eval()
+        for key, value in network.state_dict().items():
+            if value.ndim == 1 and "fc" not in key and "classifier" not in key:
+                value.set_value(random.uniform(0.5, 1.5, value.shape).astype("float32"))
+        images = random.standard_normal((2, 3, 32, 32), dtype=np.float32)
+        logits = network(paddle.to_tensor(images)).numpy()
+        return {key: value.numpy() for key, value in network.state_dict().items()}, images, logits
+
+
+def as_torch(state, classifier):
+    """The names and layout of PyTorch: torchvision has the layers' names of paddle.vision."""
+    names = {"_mean": "running_mean", "_variance": "running_var"}
+    found = {re.sub(r"_mean$|_variance$", lambda match: names[match[0]], key): value for key, value in state.items()}
+    found[f"{classifier}.weight"] = found[f"{classifier}.weight"].T
+    counters = [key.replace("running_mean", "num_batches_tracked") for key in found if key.endswith("running_mean")]
+    return found | dict.fromkeys(counters, np.array(3))
+
+
+def logits(arch, params, images):
+    exe, startup = static.Executor(), static.Program()
+    with static.program_guard(static.Program(), startup), paddle.utils.unique_name.guard():
+        data = static.data("data", [None, *images.shape[1:]])
+        model = build_model(arch, 5, 3, "NCHW")
+        model.eval()
+        out = model(data)
+        exe.run(startup)
+        for name, array in params.items():
+            static.global_scope().find_var(name).get_tensor().set(array, paddle.CPUPlace())
+        return exe.run(static.default_main_program(), {"data": images}, [out])[0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "vision", "classifier"),
+    [("ResNet18", "resnet18", "fc"), ("ResNet50", "resnet50", "fc"), ("MobileNetV2", "mobilenet_v2", "classifier.1")],
+)
+def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
+    """MobileNetV2 has a different epsilon here, which the scales compensate."""
+    family = MODELS[arch].module
+    state, images, expected = of_vision(vision)
+    assert foreign_names.number_of_classes(family, state) == 5
+    params, projects = foreign_names.convert(family, state, own(arch))
+    assert "paddle.vision" in projects
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(logits(arch, params, images) / scale, expected / scale, rtol=0, atol=1e-4)
+    for prefix in ("", "module."):
+        torch_state = {prefix + key: value for key, value in as_torch(state, classifier).items()}
+        found, _ = foreign_names.convert(family, torch_state, own(arch))
+        assert found.keys() == params.keys()
+        assert all((found[name] == params[name]).all() for name in params)
+
+
+NAMES = {
+    "ResNeXt50_32x4d, torchvision": {
+        "conv1.weight": "stem.0.conv.weight",
+        "layer1.0.downsample.1.running_var": "stages.0_0.shortcut.bn._variance",
+        "layer3.5.conv2.weight": "stages.2_5.branch.1.conv.weight",
+        "layer4.2.bn3.bias": "stages.3_2.branch.2.bn.bias",
+    },
+    "ResNet50, PaddleClas": {
+        "stem.0.bn._mean": "stem.0.bn._mean",
+        "blocks.3.short.conv.weight": "stages.1_0.shortcut.conv.weight",
+        "blocks.13.conv0.bn._variance": "stages.3_0.branch.0.bn._variance",
+        "fc.weight": "classifier.weight",
+    },
+    "ResNet50_vd, PaddleClas": {
+        "stem.2.conv.weight": "stem.2.conv.weight",
+        "blocks.0.short.bn.weight": "stages.0_0.shortcut.bn.weight",
+        "blocks.3.short.conv.weight": "stages.1_0.shortcut.1.conv.weight",
+    },
+    "ResNet50_vd, timm": {
+        "conv1.3.weight": "stem.1.conv.weight",
+        "conv1.4.running_mean": "stem.1.bn._mean",
+        "bn1.weight": "stem.2.bn.weight",
+        "layer2.0.downsample.1.weight": "stages.1_0.shortcut.1.conv.weight",
+        "layer2.0.downsample.2.bias": "stages.1_0.shortcut.1.bn.bias",
+    },
+    "MobileNetV2, timm": {
+        "blocks.0.0.conv_dw.weight": "blocks.0.depthwise.conv.weight",
+        "blocks.0.0.bn2.bias": "blocks.0.project.bn.bias",
+        "blocks.2.1.conv_pw.weight": "blocks.4.expand.conv.weight",
+        "bn2.running_mean": "head.bn._mean",
+    },
+    "EfficientNet_Lite1, efficientnet-lite-pytorch": {
+        "_bn0.bias": "stem.bn.bias",
+        "_blocks.0._bn2.weight": "blocks.0.project.bn.weight",
+        "_blocks.10._depthwise_conv.weight": "blocks.10.depthwise.conv.weight",
+        "_bn1.weight": "head.bn.weight",
+        "_fc.bias": "classifier.bias",
+    },
+    "EfficientNet_Lite0, timm": {"blocks.6.0.conv_pwl.weight": "blocks.15.project.conv.weight"},
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_of_other_projects(case):
+    """Only these tensors and one of each block: the others are missing, and nothing is left over."""
+    parameters = own(case.split(", ")[0])
+    family = registered(case.split(", ")[0]).module
+    state = {
+        name: np.full(parameters[target].shape, i + 1, np.float32)
+        for i, (name, target) in enumerate(NAMES[case].items())
+    }
+    with pytest.raises(MismatchError) as error:
+        foreign_names.convert(family, state | blocks_of(case), parameters)
+    assert "left over" not in str(error.value)
+    missing = next(line for line in error.value.lines if line.startswith("missing: "))
+    assert not {*NAMES[case].values()} & {*missing.removeprefix("missing: ").split(", ")}
+
+
+def blocks_of(case):
+    """One tensor of each block, with a name of its project."""
+    depths = {"ResN": (3, 4, 6, 3), "Mobi": (1, 2, 3, 4, 3, 3, 1), "Effi": (1, 2, 2, 3, 3, 4, 1)}[case[:4]]
+    each = [(stage, i) for stage, depth in enumerate(depths) for i in range(depth)]
+    if case.endswith("PaddleClas"):
+        return {f"blocks.{n}.conv1.bn.bias": np.zeros(0, np.float32) for n in range(len(each))}
+    if case.endswith("-pytorch"):
+        return {f"_blocks.{n}._bn1.bias": np.zeros(0, np.float32) for n in range(19)}
+    name = "layer{}.{}.bn1.bias" if case.startswith("ResN") else "blocks.{}.{}.bn1.bias"
+    first = 1 if case.startswith("ResN") else 0
+    return {name.format(stage + first, i): np.zeros(0, np.float32) for stage, i in each}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """(state, parameters) of paddle.vision's ResNet18."""
+    paddle.enable_static()
+    return of_vision("resnet18")[0], own("ResNet18")
+
+
+def changed(state, **changes):
+    state = dict(state)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        state.pop(name) if value is None else state.update({name: value})
+    return state
+
+
+MISMATCHES = {
+    "1 left over: layer1.0.conv3.weight": {"layer1__0__conv3__weight": np.zeros((64, 64, 1, 1), np.float32)},
+    "1 left over: aux.weight": {"aux__weight": np.zeros(3, np.float32)},
+    "1 left over: bn1.scale": {"bn1__scale": np.zeros(64, np.float32)},
+    "1 left over: layer4.2.bn1.weight": {"layer4__2__bn1__weight": np.zeros(512, np.float32)},
+    "1 missing: stages.1_0.shortcut.conv.weight": {"layer2__0__downsample__0__weight": None},
+    "1 of a different shape: conv1.weight is [64, 4, 7, 7], not [64, 3, 7, 7]": {
+        "conv1__weight": np.zeros((64, 4, 7, 7), np.float32)
+    },
+    "1 not floats: fc.bias is int64": {"fc__bias": np.zeros(5, np.int64)},
+    "stem.0.bn has a negative variance": {"bn1___variance": np.full(64, -1, np.float32)},
+}
+
+
+@pytest.mark.parametrize("message", MISMATCHES)
+def test_tensors_that_do_not_match_are_rejected(tiny, message):
+    state, parameters = tiny
+    with pytest.raises(MismatchError, match=re.escape(message)):
+        foreign_names.convert("resnet", changed(state, **MISMATCHES[message]), parameters)
+
+
+def test_long_lists_are_complete_in_the_lines(tiny):
+    state, parameters = tiny
+    extra = {f"extra{i}.weight": np.zeros(1, np.float32) for i in range(7)}
+    with pytest.raises(MismatchError, match=r"7 left over: extra0.weight.*extra4.weight, \.\.\.\)") as error:
+        foreign_names.convert("resnet", state | extra, parameters)
+    assert error.value.lines == [f"left over: {', '.join(extra)}"]
+
+
+def test_shortcuts_that_a_network_here_lacks_are_left_over(tiny):
+    """PaddleClas projects the first shortcut of ResNet18."""
+    _, parameters = tiny
+    state = {"blocks.0.short.conv.weight": np.zeros((64, 64, 1, 1), np.float32)}
+    state |= {f"blocks.{n}.conv0.bn.bias": np.zeros(64, np.float32) for n in range(8)}
+    with pytest.raises(MismatchError, match=r"those of PaddleClas.*1 left over: blocks.0.short.conv.weight"):
+        foreign_names.convert("resnet", state, parameters)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": np.zeros(3, np.float32)}, {"fc.bias": np.float32(0)}])
+def test_files_without_a_classifier(state):
+    with pytest.raises(MismatchError, match="no bias of the classifier with a known name"):
+        foreign_names.number_of_classes("resnet", state)

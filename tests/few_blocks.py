@@ -1,0 +1,29 @@
+"""The networks of the registry with few blocks, which have all kinds of layers."""
+
+import importlib
+from dataclasses import replace
+from functools import partial
+
+from paddle_resnet import models
+
+# For each module, the constructor with few blocks, given the full one.
+CONSTRUCTORS = {
+    "resnet": lambda full: partial(full.func, full.args[0], (1, 1), width=32),
+    "mobilenet_v2": lambda full: partial(full, stages=((1, 16, 1, 1), (6, 24, 2, 2))),
+    "mobilenet_v3": lambda full: partial(full.func, (*full.args[0][3:5], full.args[0][7]), 64),
+    "efficientnet_lite": lambda full: partial(full, stages=((1, 3, 16, 1, 1), (6, 5, 24, 2, 2), (6, 3, 32, 1, 1))),
+    "ghostnet": lambda full: partial(full, blocks=((5, 72, 40, True, 2), (5, 120, 40, True, 1))),
+}
+
+
+def with_few_blocks(network):
+    """Return a models.Network with few blocks; its options are unchanged."""
+    module = importlib.import_module(f"paddle_resnet.models.{network.module}")
+    name = f"FewBlocks{network.constructor}"
+    setattr(module, name, CONSTRUCTORS[network.module](getattr(module, network.constructor)))
+    return replace(network, constructor=name)
+
+
+def shrink():
+    """Replace all networks of the registry by those with few blocks."""
+    models.MODELS.update({arch: with_few_blocks(network) for arch, network in models.MODELS.items()})

@@ -1,0 +1,71 @@
+"""What train.py, export and predict do, with each network of the registry: few blocks of it, on tiny images."""
+
+import importlib.util
+import pickle
+
+import numpy as np
+import pytest
+
+from conftest import NHWC, assert_two_of_four, losses, phase
+from few_blocks import with_few_blocks
+from paddle_resnet import export, models, predict
+
+# These differ from others only in the number of blocks, or of channels.
+COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
+FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
+FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
+
+
+@pytest.mark.parametrize("arch", [name for name in models.MODELS if name not in COVERED])
+def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypatch, photos, tmp_path, capsys, arch):
+    monkeypatch.setitem(models.MODELS, arch, with_few_blocks(models.MODELS[arch]))
+    flags = ["--model-arch-name", arch, *FLAGS]
+    code, report = run_train(*flags)
+    assert code == 0
+    expected = losses(report)
+    assert fake.made[0].launches > 0
+    checkpoint = tmp_path / "output" / arch / "1"
+    assert_pruned(pickle.loads((checkpoint / "tiny.pdparams").read_bytes()), capsys.readouterr().out)
+
+    # Stopped inside an epoch and resumed, without captured steps.
+    assert losses_with_a_stop(4, *flags, "--resume", "--cuda-graph", "false") == expected
+
+    # In NCHW, with Paddle's kernels.
+    evaluation = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--image-shape", "4,32,32"]
+    code, report = run_train("--model-arch-name", arch, *evaluation)
+    assert code == 0
+    assert phase(report, [], "val.")["loss"] == pytest.approx(expected[1, "val"], rel=1e-4)
+
+    has_onnx = importlib.util.find_spec("onnxruntime") is not None
+    export.export(checkpoint, tmp_path / "exported", onnx=has_onnx, verify=photos)
+    image = next((photos / "val").glob("*/*.jpg"))
+    assert predict.main([str(tmp_path / "exported"), str(image), "--device", "cpu"]) == 0
+
+
+def assert_pruned(parameters, output):
+    """The filters with at least 4 input channels are 2:4 sparse, and a line of the output lists the others."""
+    filters = {name: array for name, array in parameters.items() if np.ndim(array) == 4 and name.endswith(".w_0")}
+    sparse = {name for name, array in filters.items() if array.shape[1] >= 4}
+    assert sparse
+    for name in sparse:
+        assert_two_of_four(filters[name])
+    [line] = [line for line in output.splitlines() if "layers are 2:4 sparse" in line]
+    dense = line.split("dense: ")[1]
+    assert [name for name in filters if name not in sparse and name.removesuffix(".w_0") not in dense] == []
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(name, marks=[] if name in ("GhostNet", "EfficientNet_Lite2") else pytest.mark.soak)
+        for name in models.MODELS
+        if name not in COVERED
+    ],
+)
+def test_two_processes_keep_the_same_parameters(launch, tmp_path, arch):
+    report, _ = launch(2, "--model-arch-name", arch, *FLAGS, "--few-blocks", "--epochs", "1", "--batch-size", "4")
+    assert phase(report, [0], "train.")["images"] == 24
+    first, second = (np.load(tmp_path / f"job0/epoch0_rank{rank}.npz") for rank in range(2))
+    assert len(first.files) > 50
+    for name in first.files:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
