@@ -56,6 +56,21 @@ def fuse(program):
     return graph.finish()
 
 
+def paddle_depthwise(program):
+    """Return a tuple of the different depthwise convolutions in NHWC that Paddle's kernels compute.
+
+    Each is a description such as "7x7, stride 2, 12 channels".
+    """
+    block = program.global_block()
+    layers = {}  # an ordered set
+    for op in block.ops:
+        if op.type == "depthwise_conv2d" and op.attr("data_format") == "NHWC":
+            size = "x".join(str(n) for n in block.var(op.input("Filter")[0]).shape[2:])
+            channels = block.var(op.input("Input")[0]).shape[-1]
+            layers[f"{size}, stride {op.attr('strides')[0]}, {channels} channels"] = None
+    return tuple(layers)
+
+
 class _Graph:
     """The producer and the readers of each variable of a block, and the operators to replace."""
 
