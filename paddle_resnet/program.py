@@ -302,6 +302,8 @@ def _compile(args, program, is_train):
         fusion.fuse(program)
     else:
         updates.keep_statistics_finite(program)
+    if args.device == "gpu":
+        _warn_of_depthwise(args.kernels, fusion.paddle_depthwise(program))
     compiled = static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
     place = processes.place(args.device)
     compiled.write_scalars = scalars.Writer(program, place)
@@ -315,6 +317,21 @@ def _compile(args, program, is_train):
         if untested is not None:
             compiled.captured = cuda_graph.CapturedStep(compiled, place, untested, is_explicit)
     return compiled
+
+
+@functools.cache  # training and evaluation programs contain the same layers
+def _warn_of_depthwise(kernels, paddle_layers):
+    if not paddle_layers:
+        return
+    effect = "Paddle's kernels in NHWC are very slow on a GPU and can return wrong or non-finite values"
+    if kernels == "paddle":
+        logger.warn(f"--kernels paddle: the network has depthwise convolutions; {effect}; use --kernels native")
+        return
+    limits = "3x3 or 5x5, stride 1 or 2, no dilation, a multiple of 4 channels"
+    logger.warn(
+        f"depthwise convolution ({'; '.join(paddle_layers)}): no custom kernel (these support {limits}), and {effect}; "
+        "change the layer, or use --data-layout NCHW"
+    )
 
 
 def fused_operators(args, compiled):

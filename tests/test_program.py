@@ -118,6 +118,23 @@ def test_feeds_have_default_dtype():
     assert feeds["label"].dtype == paddle.int64
 
 
+@pytest.mark.parametrize(
+    ("kernels", "start", "remedy"),
+    [
+        ("native", "depthwise convolution (7x7, stride 2, 12 channels): no custom kernel", "use --data-layout NCHW"),
+        ("paddle", "--kernels paddle: the network has depthwise convolutions", "use --kernels native"),
+    ],
+)
+def test_depthwise_convolution_of_paddle_triggers_one_warning(capsys, kernels, start, remedy):
+    program._warn_of_depthwise.cache_clear()
+    for _ in range(2):
+        program._warn_of_depthwise(kernels, ("7x7, stride 2, 12 channels",))
+        program._warn_of_depthwise(kernels, ())
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith(f"warning: {start}") and error.rstrip().endswith(remedy)
+
+
 def test_dali_output_fp16_declares_half_precision_feed(parse):
     args = parse("--dali-output-fp16")
     _, _, feeds, _ = program.build(frozen(args), static.Program(), static.Program(), 1)

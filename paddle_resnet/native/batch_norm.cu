@@ -103,9 +103,9 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
 // precision. It is the mean of kRows rows, because a single row may be an outlier. All threads of a channel compute the
 // same origin.
 template <class T>
-__device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
+__device__ void find_origin(const Vector<T> *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
   constexpr int V = T::kLanes, kRows = 8;
-  uint4 raw[kRows];
+  Vector<T> raw[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const size_t row = static_cast<size_t>(rows) * (2 * i + 1) / (2 * kRows);
@@ -116,7 +116,7 @@ __device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, f
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     float values[V];
-    unpack16<T>(raw[i], values);
+    unpack_vector<T>(raw[i], values);
 #pragma unroll
     for (int k = 0; k < V; ++k) origin[k] += values[k] / kRows;
   }
@@ -125,7 +125,7 @@ __device__ void find_origin(const uint4 *x, int rows, int vectors, int vector, f
 // Computes the coefficients [4, C], which are a and b of y = a x + b, mean, 1 / standard deviation. Updates the running
 // mean and the running unbiased variance of channels whose statistics are finite.
 template <class T>
-__device__ void statistics(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean,
+__device__ void statistics(const Vector<T> *x, int rows, const float *scale, const float *bias, float *running_mean,
                            float *running_variance, float momentum, float epsilon, float *coefficients, float *partial,
                            unsigned *arrivals) {
   constexpr int V = T::kLanes, kUnroll = 4;
@@ -133,14 +133,14 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
   float origin[V], sums[2 * V] = {};
   find_origin<T>(x, rows, at.vectors, at.vector, origin);
   for (int tile = blockIdx.y; tile < at.tiles(rows); tile += gridDim.y) {
-    uint4 raw[kUnroll];
+    Vector<T> raw[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) raw[step] = x[at.load_at(tile, step, rows)];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       if (at.row(tile, step) >= rows) continue;
       float values[V];
-      unpack16<T>(raw[step], values);
+      unpack_vector<T>(raw[step], values);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const float difference = values[i] - origin[i];
@@ -177,13 +177,13 @@ __device__ void statistics(const uint4 *x, int rows, const float *scale, const f
 // Computes y = A(a x + b [+ z]) with the activation A. Unless `mask` is null, it receives one byte per vector; bit i is
 // set if element i is positive before the ReLU.
 template <class T, bool kAdd, class A>
-__device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)[T::kLanes],
-                      const float (&b)[T::kLanes], uint4 *y, unsigned char *mask) {
+__device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const float (&a)[T::kLanes],
+                      const float (&b)[T::kLanes], Vector<T> *y, unsigned char *mask) {
   constexpr int V = T::kLanes, kUnroll = kAdd ? 2 : 4;
   const Position<T, kUnroll> at;
   const int tiles = at.tiles(rows);
   for (int tile = tiles - 1 - blockIdx.y; tile >= 0; tile -= gridDim.y) {
-    uint4 raw[kUnroll], addend[kUnroll];
+    Vector<T> raw[kUnroll], addend[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       raw[step] = __ldcs(x + at.load_at(tile, step, rows));
@@ -192,8 +192,8 @@ __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       float values[V], added[V];
-      unpack16<T>(raw[step], values);
-      if (kAdd) unpack16<T>(addend[step], added);
+      unpack_vector<T>(raw[step], values);
+      if (kAdd) unpack_vector<T>(addend[step], added);
       unsigned bits = 0;
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -204,15 +204,15 @@ __device__ void apply(const uint4 *x, const uint4 *z, int rows, const float (&a)
       }
       const int row = at.row(tile, step);
       if (row >= rows) continue;
-      y[at.at(row)] = pack16<T>(values);
+      y[at.at(row)] = pack_vector<T>(values);
       if (kAdd && mask != nullptr) mask[at.at(row)] = bits;
     }
   }
 }
 
 template <class T, bool kAdd, class A>
-__device__ void apply_training(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y,
-                               unsigned char *mask) {
+__device__ void apply_training(const Vector<T> *x, const Vector<T> *z, int rows, const float *coefficients,
+                               Vector<T> *y, unsigned char *mask) {
   const Position<T> at;
   float a[T::kLanes], b[T::kLanes];
   load_floats<T>(coefficients + at.channel, a);
@@ -221,8 +221,8 @@ __device__ void apply_training(const uint4 *x, const uint4 *z, int rows, const f
 }
 
 template <class T, bool kAdd, class A>
-__device__ void apply_inference(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias,
-                                const float *mean, const float *variance, float epsilon, uint4 *y) {
+__device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows, const float *scale, const float *bias,
+                                const float *mean, const float *variance, float epsilon, Vector<T> *y) {
   const Position<T> at;
   float a[T::kLanes], b[T::kLanes];
   float means[T::kLanes], variances[T::kLanes];
@@ -242,9 +242,9 @@ __device__ void apply_inference(const uint4 *x, const uint4 *z, int rows, const 
 // the gradient before the activation A. kSummands > 0 means that a residual addition follows BN: g is then the masked
 // sum of one or two gradients, and the kernel also writes it to dz, the gradient of the shortcut.
 template <class T, int kSummands, class A>
-__device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows,
-                                 const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied,
-                                 float *partial, unsigned *arrivals) {
+__device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,
+                                 const unsigned char *mask, int rows, const float *coefficients, Vector<T> *dz,
+                                 float *dscale, float *dbias, float *applied, float *partial, unsigned *arrivals) {
   constexpr int V = T::kLanes, kUnroll = 2;
   const Position<T, kUnroll> at;
   const int channels = at.vectors * V;
@@ -253,7 +253,7 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
   load_floats<T>(coefficients + channels + at.channel, b);
   load_floats<T>(coefficients + 2 * channels + at.channel, mean);
   for (int tile = blockIdx.y; tile < at.tiles(rows); tile += gridDim.y) {
-    uint4 raw[kUnroll], gradient[kUnroll], gradient2[kUnroll];
+    Vector<T> raw[kUnroll], gradient[kUnroll], gradient2[kUnroll];
     unsigned bits[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
@@ -267,20 +267,20 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
     for (int step = 0; step < kUnroll; ++step) {
       const int row = at.row(tile, step);
       float values[V], g[V];
-      unpack16<T>(raw[step], values);
-      unpack16<T>(gradient[step], g);
+      unpack_vector<T>(raw[step], values);
+      unpack_vector<T>(gradient[step], g);
       if (kSummands > 1) {
         float second[V];
-        unpack16<T>(gradient2[step], second);
+        unpack_vector<T>(gradient2[step], second);
 #pragma unroll
         for (int i = 0; i < V; ++i) g[i] += second[i];
       }
       if (kSummands > 0) {
 #pragma unroll
         for (int i = 0; i < V; ++i) g[i] = bits[step] >> i & 1 ? g[i] : 0.f;
-        const uint4 rounded = pack16<T>(g);
+        const Vector<T> rounded = pack_vector<T>(g);
         if (row < rows) dz[at.at(row)] = rounded;
-        unpack16<T>(rounded, g);  // the sums must use the rounded values that the second pass reads
+        unpack_vector<T>(rounded, g);  // the sums must use the rounded values that the second pass reads
       }
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -309,8 +309,8 @@ __device__ void reduce_gradients(const uint4 *x, const uint4 *dy, const uint4 *d
 
 // Computes dx = a g + c x + d, where g is the gradient before the activation A.
 template <class T, class A>
-__device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const float *coefficients,
-                                const float *applied, uint4 *dx) {
+__device__ void apply_gradients(const Vector<T> *x, const Vector<T> *dy, int rows, const float *coefficients,
+                                const float *applied, Vector<T> *dx) {
   constexpr int V = T::kLanes, kUnroll = 2;
   const Position<T, kUnroll> at;
   const int channels = at.vectors * V;
@@ -321,7 +321,7 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
   load_floats<T>(applied + channels + at.channel, d);
   const int tiles = at.tiles(rows);
   for (int tile = tiles - 1 - blockIdx.y; tile >= 0; tile -= gridDim.y) {
-    uint4 raw[kUnroll], gradient[kUnroll];
+    Vector<T> raw[kUnroll], gradient[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       raw[step] = __ldcs(x + at.load_at(tile, step, rows));
@@ -330,15 +330,15 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
       float values[V], g[V];
-      unpack16<T>(raw[step], values);
-      unpack16<T>(gradient[step], g);
+      unpack_vector<T>(raw[step], values);
+      unpack_vector<T>(gradient[step], g);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         g[i] = A::gradient(g[i], fmaf(a[i], values[i], b[i]));
         values[i] = fmaf(a[i], g[i], fmaf(c[i], values[i], d[i]));
       }
       const int row = at.row(tile, step);
-      if (row < rows) dx[at.at(row)] = pack16<T>(values);
+      if (row < rows) dx[at.at(row)] = pack_vector<T>(values);
     }
   }
 }
@@ -346,31 +346,31 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
 #define KERNEL extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
 
 #define APPLY(T, NAME, ADD, A) \
-  KERNEL bn_apply##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *coefficients, uint4 *y, \
-                              unsigned char *mask) { \
+  KERNEL bn_apply##NAME##_##T(const Vector<T> *x, const Vector<T> *z, int rows, const float *coefficients, \
+                              Vector<T> *y, unsigned char *mask) { \
     apply_training<T, ADD, activation::A>(x, z, rows, coefficients, y, mask); \
   } \
-  KERNEL bn_infer##NAME##_##T(const uint4 *x, const uint4 *z, int rows, const float *scale, const float *bias, \
-                              const float *mean, const float *variance, float epsilon, uint4 *y) { \
+  KERNEL bn_infer##NAME##_##T(const Vector<T> *x, const Vector<T> *z, int rows, const float *scale, const float *bias, \
+                              const float *mean, const float *variance, float epsilon, Vector<T> *y) { \
     apply_inference<T, ADD, activation::A>(x, z, rows, scale, bias, mean, variance, epsilon, y); \
   }
 
 #define REDUCE(T, NAME, SUMMANDS, A) \
-  KERNEL bn_reduce##NAME##_##T(const uint4 *x, const uint4 *dy, const uint4 *dy2, const unsigned char *mask, int rows, \
-                               const float *coefficients, uint4 *dz, float *dscale, float *dbias, float *applied, \
-                               float *partial, unsigned *arrivals) { \
+  KERNEL bn_reduce##NAME##_##T(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2, \
+                               const unsigned char *mask, int rows, const float *coefficients, Vector<T> *dz, \
+                               float *dscale, float *dbias, float *applied, float *partial, unsigned *arrivals) { \
     reduce_gradients<T, SUMMANDS, activation::A>(x, dy, dy2, mask, rows, coefficients, dz, dscale, dbias, applied, \
                                                  partial, arrivals); \
   }
 
 #define GRADIENT(T, NAME, A) \
-  KERNEL bn_gradient##NAME##_##T(const uint4 *x, const uint4 *dy, int rows, const float *coefficients, \
-                                 const float *applied, uint4 *dx) { \
+  KERNEL bn_gradient##NAME##_##T(const Vector<T> *x, const Vector<T> *dy, int rows, const float *coefficients, \
+                                 const float *applied, Vector<T> *dx) { \
     apply_gradients<T, activation::A>(x, dy, rows, coefficients, applied, dx); \
   }
 
 #define KERNELS(T) \
-  KERNEL bn_statistics_##T(const uint4 *x, int rows, const float *scale, const float *bias, float *running_mean, \
+  KERNEL bn_statistics_##T(const Vector<T> *x, int rows, const float *scale, const float *bias, float *running_mean, \
                            float *running_variance, float momentum, float epsilon, float *coefficients, \
                            float *partial, unsigned *arrivals) { \
     statistics<T>(x, rows, scale, bias, running_mean, running_variance, momentum, epsilon, coefficients, partial, \
@@ -388,9 +388,11 @@ __device__ void apply_gradients(const uint4 *x, const uint4 *dy, int rows, const
   REDUCE(T, _##A, 0, A) \
   GRADIENT(T, _##A, A)
 
-#define IN_EVERY_TYPE(A) ACTIVATED(f32, A) ACTIVATED(f16, A) ACTIVATED(bf16, A)
+#define IN_EVERY_TYPE(A) ACTIVATED(f32, A) ACTIVATED(f16, A) ACTIVATED(bf16, A) ACTIVATED(f16x4, A) ACTIVATED(bf16x4, A)
 
 KERNELS(f32)
 KERNELS(f16)
 KERNELS(bf16)
+KERNELS(f16x4)
+KERNELS(bf16x4)
 FOR_EACH_ACTIVATION(IN_EVERY_TYPE)

@@ -36,11 +36,10 @@ void with_activation(const std::string &name, Function call) {
 // A grid that fills the GPU: each block processes a group of channels and iterates over rows.
 struct RowGrid {
   std::vector<unsigned> grid, block;
-  RowGrid(const Tensor &x, const Shape &shape) {
-    const int vectors = shape.channels / vector_lanes(x);
-    int lanes = std::min(vectors, kMaxLanes);
-    while (vectors % lanes != 0) --lanes;
-    const int groups = vectors / lanes, height = kMaxThreads / lanes;
+  explicit RowGrid(const Shape &shape) {
+    int lanes = std::min(shape.vectors, kMaxLanes);
+    while (shape.vectors % lanes != 0) --lanes;
+    const int groups = shape.vectors / lanes, height = kMaxThreads / lanes;
     if (groups > kMaxChannelGroups) PD_THROW("custom operators do not support ", shape.channels, " channels");
     const int row_groups = std::max(1, Gpu::get().blocks() / groups);
     block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height)};
@@ -60,19 +59,19 @@ Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Ten
   Tensor y = empty_as(x);
   if (mask) {
     auto mask_shape = x.shape();
-    mask_shape.back() /= vector_lanes(x);
+    mask_shape.back() = shape.vectors;
     *mask = paddle::empty(mask_shape, DataType::UINT8, x.place());
   }
   float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
   float *c = data<float>(coefficients);
   if (x.is_gpu()) {
-    const RowGrid grid(x, shape);
+    const RowGrid grid(shape);
     void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y), *bits = mask ? raw(*mask) : nullptr;
     void *partial = Gpu::get().partial(), *arrivals = Gpu::get().arrivals();
     int rows = shape.rows;
-    Gpu::get().launch("bn_statistics" + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_statistics" + shape.suffix, x, grid.grid, grid.block,
                       {&in, &rows, &s, &b, &m, &v, &momentum, &epsilon, &c, &partial, &arrivals});
-    Gpu::get().launch("bn_apply" + fused(z ? 1 : 0, activation) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_apply" + fused(z ? 1 : 0, activation) + shape.suffix, x, grid.grid, grid.block,
                       {&in, &added, &rows, &c, &out, &bits});
     return y;
   }
@@ -109,12 +108,12 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   if (gradients.empty() || gradients.size() > (dz ? 2 : 1))
     PD_THROW("custom BN gradient: expected one gradient, or two to add after a residual addition");
   for (const Tensor &gradient : gradients) require_like(x, gradient, "gradient");
-  if (mask && mask->numel() != x.numel() / vector_lanes(x))
+  if (mask && mask->numel() != x.numel() / shape.lanes)
     PD_THROW("custom BN gradient: the size of the mask does not match");
   float *c = data<float>(coefficients), *ds = data<float>(dscale), *db = data<float>(dbias);
   const bool has_two = gradients.size() > 1;
   if (x.is_gpu()) {
-    const RowGrid grid(x, shape);
+    const RowGrid grid(shape);
     Tensor applied = empty_floats({2, shape.channels}, x);
     void *in = raw(x), *first = raw(gradients[0]), *second = has_two ? raw(gradients[1]) : nullptr;
     void *bits = mask ? raw(*mask) : nullptr, *masked = dz ? raw(*dz) : nullptr, *out = raw(dx);
@@ -122,9 +121,9 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
     float *ap = data<float>(applied);
     int rows = shape.rows;
     const int summands = dz ? gradients.size() : 0;
-    Gpu::get().launch("bn_reduce" + fused(summands, activation) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_reduce" + fused(summands, activation) + shape.suffix, x, grid.grid, grid.block,
                       {&in, &first, &second, &bits, &rows, &c, &masked, &ds, &db, &ap, &partial, &arrivals});
-    Gpu::get().launch("bn_gradient" + fused(0, dz ? "" : activation) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_gradient" + fused(0, dz ? "" : activation) + shape.suffix, x, grid.grid, grid.block,
                       {&in, dz ? &masked : &first, &rows, &c, &ap, &out});
     return dx;
   }
@@ -171,10 +170,10 @@ std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tens
   Tensor y = empty_as(x);
   float *s = data<float>(scale), *b = data<float>(bias), *m = data<float>(mean), *v = data<float>(variance);
   if (x.is_gpu()) {
-    const RowGrid grid(x, shape);
+    const RowGrid grid(shape);
     void *in = raw(x), *added = z ? raw(*z) : nullptr, *out = raw(y);
     int rows = shape.rows;
-    Gpu::get().launch("bn_infer" + fused(z ? 1 : 0, activation) + suffix(x), x, grid.grid, grid.block,
+    Gpu::get().launch("bn_infer" + fused(z ? 1 : 0, activation) + shape.suffix, x, grid.grid, grid.block,
                       {&in, &added, &rows, &s, &b, &m, &v, &epsilon, &out});
     return {y};
   }

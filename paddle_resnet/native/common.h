@@ -6,20 +6,20 @@
 #include <cmath>
 #endif
 
-constexpr int kVectorBytes = 16;                           // per load or store of a thread
+constexpr int kVectorBytes = 16;                           // per load or store of a thread, or half of it
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
 constexpr int kDropoutThreads = 256;
-// Depthwise convolutions: launch bounds, and 16-byte vectors of channels per block.
-constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseLanes = 16;
+// Depthwise convolutions: launch bounds, and bytes of a pixel that a block reads.
+constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseBytes = 256;
 constexpr int kDepthwisePixels = 4;                       // per thread, adjacent in a row
 constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the kernel that adds partial sums
 // Filter gradient of 1x1 convolutions: channels per block of the wider and the narrower side; rows of a matrix product.
 constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32, kChunkRows = 16;
 constexpr float kLargestFloat = 3.402823466e38f;
 
-// Geometry of a pooling or a depthwise convolution, in pixels. `vectors`: 16-byte vectors of channels per pixel.
+// Geometry of a pooling or a depthwise convolution, in pixels. `vectors`: vectors of channels per pixel.
 struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };

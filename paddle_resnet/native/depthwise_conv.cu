@@ -31,7 +31,7 @@ struct Slab {
 // The filters of the block's channels, in shared memory as float32 [K * K, channels of the block].
 template <class T, int K>
 __device__ const float *load_filter(const void *filter) {
-  __shared__ __align__(16) float taps[K * K * kMaxDepthwiseLanes * T::kLanes];
+  __shared__ __align__(16) float taps[K * K * kMaxDepthwiseBytes / sizeof(Vector<T>) * T::kLanes];
   const int channels = blockDim.x * T::kLanes, first = blockIdx.x * channels * K * K;
   for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < channels * K * K; i += blockDim.x * blockDim.y) {
     taps[i % (K * K) * channels + i / (K * K)] = load_one(T(), filter, first + i);
@@ -49,19 +49,19 @@ __device__ __forceinline__ void load_taps(const float *taps, int row, float (&va
 }
 
 // kColumns vectors of row `row` (of all images) from column `first` on; 0 outside of the row.
-template <int kColumns>
-__device__ __forceinline__ void load_columns(const uint4 *x, int row, int first, int width, int vectors,
-                                             uint4 (&columns)[kColumns]) {
-  const uint4 *from = x + static_cast<size_t>(row) * width * vectors + blockIdx.x * blockDim.x + threadIdx.x;
+template <class Vec, int kColumns>
+__device__ __forceinline__ void load_columns(const Vec *x, int row, int first, int width, int vectors,
+                                             Vec (&columns)[kColumns]) {
+  const Vec *from = x + static_cast<size_t>(row) * width * vectors + blockIdx.x * blockDim.x + threadIdx.x;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     const int column = first + c;
-    columns[c] = column >= 0 && column < width ? from[column * vectors] : make_uint4(0, 0, 0, 0);
+    columns[c] = column >= 0 && column < width ? from[column * vectors] : Vec();
   }
 }
 
 template <class T, int K, int S>
-__device__ void depthwise_conv(const uint4 *x, const void *filter, int tasks, Window w, uint4 *y) {
+__device__ void depthwise_conv(const Vector<T> *x, const void *filter, int tasks, Window w, Vector<T> *y) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kColumns = (P - 1) * S + K;
   const float *shared = load_filter<T, K>(filter);
   const Slab slab(tasks);
@@ -72,14 +72,14 @@ __device__ void depthwise_conv(const uint4 *x, const void *filter, int tasks, Wi
     for (int tap = 0; tap < K; ++tap) {
       const int row = task.row * S - w.padding + tap;
       if (row < 0 || row >= w.height) continue;
-      uint4 columns[kColumns];
+      Vector<T> columns[kColumns];
       load_columns(x, task.image * w.height + row, task.group * P * S - w.padding, w.width, w.vectors, columns);
       float taps[K][V];
       load_taps<T, K>(shared, tap, taps);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         float values[V];
-        unpack16<T>(columns[c], values);
+        unpack_vector<T>(columns[c], values);
 #pragma unroll
         for (int p = 0; p < P; ++p) {
           const int j = c - p * S;
@@ -89,12 +89,12 @@ __device__ void depthwise_conv(const uint4 *x, const void *filter, int tasks, Wi
         }
       }
     }
-    uint4 *to = y + static_cast<size_t>(task.image * w.out_height + task.row) * w.out_width * w.vectors +
+    Vector<T> *to = y + static_cast<size_t>(task.image * w.out_height + task.row) * w.out_width * w.vectors +
                 blockIdx.x * blockDim.x + threadIdx.x;
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       const int column = task.group * P + p;
-      if (column < w.out_width) to[column * w.vectors] = pack16<T>(sums[p]);
+      if (column < w.out_width) to[column * w.vectors] = pack_vector<T>(sums[p]);
     }
   }
 }
@@ -102,7 +102,7 @@ __device__ void depthwise_conv(const uint4 *x, const void *filter, int tasks, Wi
 // Input pixel (h, w) sums dy (oh, ow) times tap (i, j) where h + padding = S oh + i, and the same for w. The groups of
 // pixels begin at a column with (w + padding) % S = 0, so that the compiler knows which taps meet a pixel of a group.
 template <class T, int K, int S>
-__device__ void depthwise_input_gradient(const uint4 *dy, const void *filter, int tasks, Window w, uint4 *dx) {
+__device__ void depthwise_input_gradient(const Vector<T> *dy, const void *filter, int tasks, Window w, Vector<T> *dx) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kBefore = (K - 1) / S, kColumns = kBefore + (P - 1) / S + 1;
   static_assert(P % S == 0, "each group begins at the same tap");
   const float *shared = load_filter<T, K>(filter);
@@ -116,7 +116,7 @@ __device__ void depthwise_input_gradient(const uint4 *dy, const void *filter, in
     for (int tap = bottom % S; tap < K; tap += S) {
       const int row = (bottom - tap) / S;
       if (bottom < tap || row >= w.out_height) continue;
-      uint4 columns[kColumns];
+      Vector<T> columns[kColumns];
       load_columns(dy, task.image * w.out_height + row, task.group * (P / S) + w.padding / S - kBefore, w.out_width,
                    w.vectors, columns);
       float taps[K][V];
@@ -124,7 +124,7 @@ __device__ void depthwise_input_gradient(const uint4 *dy, const void *filter, in
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         float values[V];
-        unpack16<T>(columns[c], values);
+        unpack_vector<T>(columns[c], values);
 #pragma unroll
         for (int p = 0; p < P; ++p) {
           const int j = p - S * (c - kBefore);
@@ -134,12 +134,12 @@ __device__ void depthwise_input_gradient(const uint4 *dy, const void *filter, in
         }
       }
     }
-    uint4 *to = dx + static_cast<size_t>(task.image * w.height + task.row) * w.width * w.vectors +
+    Vector<T> *to = dx + static_cast<size_t>(task.image * w.height + task.row) * w.width * w.vectors +
                 blockIdx.x * blockDim.x + threadIdx.x;
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       const int column = task.group * P + p - skipped;
-      if (column >= 0 && column < w.width) to[column * w.vectors] = pack16<T>(sums[p]);
+      if (column >= 0 && column < w.width) to[column * w.vectors] = pack_vector<T>(sums[p]);
     }
   }
 }
@@ -147,7 +147,8 @@ __device__ void depthwise_input_gradient(const uint4 *dy, const void *filter, in
 // Writes the sums of each slab to `partial` [slabs, K * K, channels]. K threads share a task, one for each row of the
 // filter, because the sums of an entire filter do not fit into registers.
 template <class T, int K, int S>
-__device__ void depthwise_filter_gradient(const uint4 *x, const uint4 *dy, int tasks, Window w, float *partial) {
+__device__ void depthwise_filter_gradient(const Vector<T> *x, const Vector<T> *dy, int tasks, Window w,
+                                          float *partial) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kColumns = (P - 1) * S + K;
   __shared__ float shared[kDepthwiseThreads * V];
   const int lanes = blockDim.x, height = blockDim.y / K, tap = threadIdx.y % K;
@@ -157,16 +158,16 @@ __device__ void depthwise_filter_gradient(const uint4 *x, const uint4 *dy, int t
     const Task task(i, w.out_height, w.out_width);
     const int row = task.row * S - w.padding + tap;
     if (row < 0 || row >= w.height) continue;
-    uint4 gradients[P], columns[kColumns];
+    Vector<T> gradients[P], columns[kColumns];
     load_columns(dy, task.image * w.out_height + task.row, task.group * P, w.out_width, w.vectors, gradients);
     load_columns(x, task.image * w.height + row, task.group * P * S - w.padding, w.width, w.vectors, columns);
     float g[P][V];
 #pragma unroll
-    for (int p = 0; p < P; ++p) unpack16<T>(gradients[p], g[p]);
+    for (int p = 0; p < P; ++p) unpack_vector<T>(gradients[p], g[p]);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       float values[V];
-      unpack16<T>(columns[c], values);
+      unpack_vector<T>(columns[c], values);
 #pragma unroll
       for (int p = 0; p < P; ++p) {
         const int j = c - p * S;
@@ -216,15 +217,15 @@ __device__ void depthwise_filter_sum(const float *partial, int slabs, int taps, 
 #define DEPTHWISE_KERNEL extern "C" __global__ void __launch_bounds__(kDepthwiseThreads, kDepthwiseBlocksPerProcessor)
 
 #define DEPTHWISE_KERNELS(T, K, S) \
-  DEPTHWISE_KERNEL depthwise_conv_k##K##_s##S##_##T(const uint4 *x, const void *filter, int tasks, Window window, \
-                                                    uint4 *y) { \
+  DEPTHWISE_KERNEL depthwise_conv_k##K##_s##S##_##T(const Vector<T> *x, const void *filter, int tasks, Window window, \
+                                                    Vector<T> *y) { \
     depthwise_conv<T, K, S>(x, filter, tasks, window, y); \
   } \
-  DEPTHWISE_KERNEL depthwise_input_gradient_k##K##_s##S##_##T(const uint4 *dy, const void *filter, int tasks, \
-                                                              Window window, uint4 *dx) { \
+  DEPTHWISE_KERNEL depthwise_input_gradient_k##K##_s##S##_##T(const Vector<T> *dy, const void *filter, int tasks, \
+                                                              Window window, Vector<T> *dx) { \
     depthwise_input_gradient<T, K, S>(dy, filter, tasks, window, dx); \
   } \
-  DEPTHWISE_KERNEL depthwise_filter_gradient_k##K##_s##S##_##T(const uint4 *x, const uint4 *dy, int tasks, \
+  DEPTHWISE_KERNEL depthwise_filter_gradient_k##K##_s##S##_##T(const Vector<T> *x, const Vector<T> *dy, int tasks, \
                                                                Window window, float *partial) { \
     depthwise_filter_gradient<T, K, S>(x, dy, tasks, window, partial); \
   }
@@ -233,12 +234,19 @@ __device__ void depthwise_filter_sum(const float *partial, int slabs, int taps, 
   DEPTHWISE_KERNELS(T, 3, 1) \
   DEPTHWISE_KERNELS(T, 3, 2) \
   DEPTHWISE_KERNELS(T, 5, 1) \
-  DEPTHWISE_KERNELS(T, 5, 2) \
-  extern "C" __global__ void __launch_bounds__(kFilterSumLanes *kFilterSumRows) depthwise_filter_sum_##T( \
-      const float *partial, int slabs, int taps, int channels, void *dfilter) { \
+  DEPTHWISE_KERNELS(T, 5, 2)
+
+#define FILTER_SUM(T) \
+  extern "C" __global__ void __launch_bounds__(kFilterSumLanes *kFilterSumRows) \
+      depthwise_filter_sum_##T(const float *partial, int slabs, int taps, int channels, void *dfilter) { \
     depthwise_filter_sum<T>(partial, slabs, taps, channels, dfilter); \
   }
 
 DEPTHWISE_IN_TYPE(f32)
 DEPTHWISE_IN_TYPE(f16)
 DEPTHWISE_IN_TYPE(bf16)
+DEPTHWISE_IN_TYPE(f16x4)
+DEPTHWISE_IN_TYPE(bf16x4)
+FILTER_SUM(f32)
+FILTER_SUM(f16)
+FILTER_SUM(bf16)

@@ -15,25 +15,26 @@
 
 namespace {
 
-Window depthwise_window(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
-  const int channels = Shape(x).channels, kernel = filter.shape()[2];
+Window depthwise_window(const Tensor &x, const Shape &shape, const Tensor &filter, int stride, int padding,
+                        int padding_end) {
+  const int channels = shape.channels, kernel = filter.shape()[2];
   if (filter.dtype() != x.dtype() || filter.shape() != std::vector<int64_t>{channels, 1, kernel, kernel})
     PD_THROW("custom depthwise convolution requires a filter [C, 1, K, K] of the input's type");
   if ((kernel != 3 && kernel != 5) || (stride != 1 && stride != 2) || padding < 0 || padding_end < 0)
     PD_THROW("custom depthwise convolution requires kernel 3 or 5, stride 1 or 2, and padding of 0 or more");
-  if (x.numel() / vector_lanes(x) > INT32_MAX)
-    PD_THROW("custom depthwise convolution requires less than 2^31 vectors of 16 bytes");
-  return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, channels / vector_lanes(x));
+  if (x.numel() / shape.lanes > INT32_MAX)
+    PD_THROW("custom depthwise convolution requires less than 2^31 vectors of channels");
+  return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, shape.vectors);
 }
 
 // A grid that fills the GPU: each block has a group of channels and a slab of tasks. `sharing`: number of threads
 // that work on the same task and channels.
 struct SlabGrid {
   std::vector<unsigned> grid, block;
-  SlabGrid(const Window &window, int tasks, int sharing) {
-    int lanes = std::min(window.vectors, kMaxDepthwiseLanes);
-    while (window.vectors % lanes != 0) --lanes;
-    const int groups = window.vectors / lanes, height = kDepthwiseThreads / (lanes * sharing);
+  SlabGrid(const Shape &shape, int tasks, int sharing) {
+    int lanes = std::min(shape.vectors, kMaxDepthwiseBytes / shape.vector_bytes);
+    while (shape.vectors % lanes != 0) --lanes;
+    const int groups = shape.vectors / lanes, height = kDepthwiseThreads / (lanes * sharing);
     const int slabs = std::max(1, 2 * Gpu::get().blocks() / groups);
     block = {static_cast<unsigned>(lanes), static_cast<unsigned>(height * sharing)};
     grid = {static_cast<unsigned>(groups), static_cast<unsigned>(std::min(slabs, (tasks + height - 1) / height))};
@@ -45,20 +46,21 @@ int depthwise_tasks(int batch, int height, int width) {
   return batch * height * ((width + kDepthwisePixels - 1) / kDepthwisePixels);
 }
 
-std::string depthwise_kernel(const char *name, const Window &window, const Tensor &x) {
-  return name + ("_k" + std::to_string(window.kernel)) + "_s" + std::to_string(window.stride) + suffix(x);
+std::string depthwise_kernel(const char *name, const Window &window, const Shape &shape) {
+  return name + ("_k" + std::to_string(window.kernel)) + "_s" + std::to_string(window.stride) + shape.suffix;
 }
 
 // Returns y [N, OH, OW, C]. `filter`: [C, 1, K, K].
 std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
-  Window window = depthwise_window(x, filter, stride, padding, padding_end);
-  const int batch = x.shape()[0], channels = x.shape()[3];
+  const Shape shape(x);
+  Window window = depthwise_window(x, shape, filter, stride, padding, padding_end);
+  const int batch = x.shape()[0], channels = shape.channels;
   Tensor y = paddle::empty({batch, window.out_height, window.out_width, channels}, x.dtype(), x.place());
   if (x.is_gpu()) {
     int tasks = depthwise_tasks(batch, window.out_height, window.out_width);
-    const SlabGrid grid(window, tasks, 1);
+    const SlabGrid grid(shape, tasks, 1);
     void *in = raw(x), *taps = raw(filter), *out = raw(y);
-    Gpu::get().launch(depthwise_kernel("depthwise_conv", window, x), x, grid.grid, grid.block,
+    Gpu::get().launch(depthwise_kernel("depthwise_conv", window, shape), x, grid.grid, grid.block,
                       {&in, &taps, &tasks, &window, &out});
     return {y};
   }
@@ -71,8 +73,9 @@ std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int str
 std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter, const Tensor &dy,
                                           const paddle::optional<Tensors> &into, int stride, int padding,
                                           int padding_end) {
-  Window window = depthwise_window(x, filter, stride, padding, padding_end);
-  const int batch = x.shape()[0], channels = x.shape()[3];
+  const Shape shape(x);
+  Window window = depthwise_window(x, shape, filter, stride, padding, padding_end);
+  const int batch = x.shape()[0], channels = shape.channels;
   if (dy.dtype() != x.dtype() ||
       dy.shape() != std::vector<int64_t>{batch, window.out_height, window.out_width, channels})
     PD_THROW("custom depthwise convolution requires a gradient with the type and shape of its output");
@@ -82,16 +85,16 @@ std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter,
     void *in = raw(x), *taps = raw(filter), *gradient = raw(dy), *out = raw(dx), *sums = raw(dfilter);
     // The groups of dx begin at the first input pixel that an output uses.
     int tasks = depthwise_tasks(batch, window.height, window.width + padding % stride);
-    const SlabGrid input_grid(window, tasks, 1);
-    Gpu::get().launch(depthwise_kernel("depthwise_input_gradient", window, x), x, input_grid.grid, input_grid.block,
+    const SlabGrid input_grid(shape, tasks, 1);
+    Gpu::get().launch(depthwise_kernel("depthwise_input_gradient", window, shape), x, input_grid.grid, input_grid.block,
                       {&gradient, &taps, &tasks, &window, &out});
     tasks = depthwise_tasks(batch, window.out_height, window.out_width);
-    const SlabGrid filter_grid(window, tasks, window.kernel);
+    const SlabGrid filter_grid(shape, tasks, window.kernel);
     int slabs = filter_grid.grid[1], size = channels, squares = window.kernel * window.kernel;
     Tensor partial = empty_floats({slabs, squares, channels}, x);
     float *partials = data<float>(partial);
-    Gpu::get().launch(depthwise_kernel("depthwise_filter_gradient", window, x), x, filter_grid.grid, filter_grid.block,
-                      {&in, &gradient, &tasks, &window, &partials});
+    Gpu::get().launch(depthwise_kernel("depthwise_filter_gradient", window, shape), x, filter_grid.grid,
+                      filter_grid.block, {&in, &gradient, &tasks, &window, &partials});
     const unsigned blocks = (squares * channels + kFilterSumLanes - 1) / kFilterSumLanes;
     Gpu::get().launch("depthwise_filter_sum" + suffix(x), x, {blocks, 1}, {kFilterSumLanes, kFilterSumRows},
                       {&partials, &slabs, &squares, &size, &sums});

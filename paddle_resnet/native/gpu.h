@@ -17,7 +17,7 @@ using paddle::Tensor;
 
 namespace {
 
-// Limits of a BN launch: 16-byte vectors of channels per block, channel groups per grid.
+// Limits of a BN launch: vectors of channels per block, channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
 // paddle::Tensor::stream() const, by its mangled name, because Paddle declares it only in builds with the headers of

@@ -1,6 +1,6 @@
 // Kernels of max pooling of [N, H, W, C]. The forward pass stores the position of each output in its window as one
 // byte; of equal values, the first is the maximum. The backward pass therefore reads neither input nor output. Each
-// thread processes one 16-byte vector.
+// thread processes one vector.
 
 #include "vector.cuh"
 
@@ -15,7 +15,7 @@ struct Pixel {
 };
 
 template <class T>
-__device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, unsigned *positions) {
+__device__ void max_pool(const Vector<T> *x, unsigned outputs, Window w, Vector<T> *y, unsigned *positions) {
   constexpr int V = T::kLanes;
   const unsigned index = blockIdx.x * kPoolThreads + threadIdx.x;
   if (index >= outputs) return;
@@ -30,7 +30,7 @@ __device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, u
       const int column = out.column * w.stride - w.padding + j;
       if (column < 0 || column >= w.width) continue;
       float values[V];
-      unpack16<T>(x[((out.image * w.height + row) * w.width + column) * w.vectors + out.vector], values);
+      unpack_vector<T>(x[((out.image * w.height + row) * w.width + column) * w.vectors + out.vector], values);
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         if (is_first || values[k] > best[k] || values[k] != values[k]) {  // NaN is the maximum
@@ -41,7 +41,7 @@ __device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, u
       is_first = false;
     }
   }
-  y[index] = pack16<T>(best);
+  y[index] = pack_vector<T>(best);
 #pragma unroll
   for (int k = 0; k < V; k += 4) {
     positions[index * (V / 4) + k / 4] =
@@ -52,8 +52,8 @@ __device__ void max_pool(const uint4 *x, unsigned outputs, Window w, uint4 *y, u
 // Sums, for each input vector, the gradients of the windows whose maximum it is. `dy2` may be null; otherwise it is
 // added to dy.
 template <class T>
-__device__ void max_pool_gradient(const uint4 *dy, const uint4 *dy2, const unsigned *positions, unsigned inputs,
-                                  Window w, uint4 *dx) {
+__device__ void max_pool_gradient(const Vector<T> *dy, const Vector<T> *dy2, const unsigned *positions, unsigned inputs,
+                                  Window w, Vector<T> *dx) {
   constexpr int V = T::kLanes;
   const unsigned index = blockIdx.x * kPoolThreads + threadIdx.x;
   if (index >= inputs) return;
@@ -69,10 +69,10 @@ __device__ void max_pool_gradient(const uint4 *dy, const uint4 *dy2, const unsig
       const unsigned position = (bottom - row * w.stride) * w.kernel + right - column * w.stride;
       const unsigned at = ((in.image * w.out_height + row) * w.out_width + column) * w.vectors + in.vector;
       float values[V];
-      unpack16<T>(dy[at], values);
+      unpack_vector<T>(dy[at], values);
       if (dy2 != nullptr) {
         float second[V];
-        unpack16<T>(dy2[at], second);
+        unpack_vector<T>(dy2[at], second);
 #pragma unroll
         for (int k = 0; k < V; ++k) values[k] += second[k];
       }
@@ -83,19 +83,22 @@ __device__ void max_pool_gradient(const uint4 *dy, const uint4 *dy2, const unsig
       }
     }
   }
-  dx[index] = pack16<T>(sum);
+  dx[index] = pack_vector<T>(sum);
 }
 
 #define POOL_KERNELS(T) \
   extern "C" __global__ void __launch_bounds__(kPoolThreads) \
-      max_pool_##T(const uint4 *x, unsigned outputs, Window window, uint4 *y, unsigned *positions) { \
+      max_pool_##T(const Vector<T> *x, unsigned outputs, Window window, Vector<T> *y, unsigned *positions) { \
     max_pool<T>(x, outputs, window, y, positions); \
   } \
-  extern "C" __global__ void __launch_bounds__(kPoolThreads) max_pool_gradient_##T( \
-      const uint4 *dy, const uint4 *dy2, const unsigned *positions, unsigned inputs, Window window, uint4 *dx) { \
+  extern "C" __global__ void __launch_bounds__(kPoolThreads) \
+      max_pool_gradient_##T(const Vector<T> *dy, const Vector<T> *dy2, const unsigned *positions, unsigned inputs, \
+                            Window window, Vector<T> *dx) { \
     max_pool_gradient<T>(dy, dy2, positions, inputs, window, dx); \
   }
 
 POOL_KERNELS(f32)
 POOL_KERNELS(f16)
 POOL_KERNELS(bf16)
+POOL_KERNELS(f16x4)
+POOL_KERNELS(bf16x4)

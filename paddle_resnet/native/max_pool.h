@@ -18,10 +18,10 @@ Window window_of(int height, int width, int kernel, int stride, int padding, int
   return {height, width, positions(height), positions(width), kernel, stride, padding, vectors};
 }
 
-// Returns the number of threads for a tensor: one per 16-byte vector.
-unsigned pool_threads(const Tensor &x) {
-  const int64_t vectors = x.numel() / vector_lanes(x);
-  if (vectors > INT32_MAX) PD_THROW("custom max pooling requires less than 2^31 vectors of 16 bytes");
+// Returns the number of threads for a tensor: one per vector.
+unsigned pool_threads(const Tensor &x, const Shape &shape) {
+  const int64_t vectors = x.numel() / shape.lanes;
+  if (vectors > INT32_MAX) PD_THROW("custom max pooling requires less than 2^31 vectors of channels");
   return static_cast<unsigned>(vectors);
 }
 
@@ -30,17 +30,18 @@ const std::vector<unsigned> kPoolBlock = {kPoolThreads, 1};
 
 // Returns y and positions [N, H, W, C], the position of each output in its window, as one byte.
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
-  const int batch = x.shape()[0], channels = Shape(x).channels, vectors = channels / vector_lanes(x);
-  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding, vectors);
+  const Shape rows(x);
+  const int batch = x.shape()[0], channels = rows.channels;
+  Window window = window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding, rows.vectors);
   if (padding >= kernel)
     PD_THROW("custom max pooling: padding ", padding, " leaves windows without elements; use less than ", kernel);
   const std::vector<int64_t> shape = {batch, window.out_height, window.out_width, channels};
   Tensor y = paddle::empty(shape, x.dtype(), x.place()), positions = paddle::empty(shape, DataType::UINT8, x.place());
   if (x.is_gpu()) {
-    pool_threads(x);
-    unsigned outputs = pool_threads(y);
+    pool_threads(x, rows);
+    unsigned outputs = pool_threads(y, rows);
     void *in = raw(x), *out = raw(y), *bytes = raw(positions);
-    Gpu::get().launch("max_pool" + suffix(x), x, pool_grid(outputs), kPoolBlock,
+    Gpu::get().launch("max_pool" + rows.suffix, x, pool_grid(outputs), kPoolBlock,
                       {&in, &outputs, &window, &out, &bytes});
     return {y, positions};
   }
@@ -52,8 +53,9 @@ std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding
 // Returns dx [N, height, width, C]. `dy`: one gradient, or two to add.
 std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, int kernel, int stride, int padding,
                                     int height, int width) {
-  const int batch = dy[0].shape()[0], channels = Shape(dy[0]).channels, vectors = channels / vector_lanes(dy[0]);
-  Window window = window_of(height, width, kernel, stride, padding, padding, vectors);
+  const Shape rows(dy[0]);
+  const int batch = dy[0].shape()[0], channels = rows.channels;
+  Window window = window_of(height, width, kernel, stride, padding, padding, rows.vectors);
   Tensor dx = paddle::empty({batch, height, width, channels}, dy[0].dtype(), dy[0].place());
   if (dy.size() > 2) PD_THROW("custom max pooling gradient: expected one gradient, or two to add");
   const bool has_two = dy.size() > 1;
@@ -61,9 +63,9 @@ std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, 
   if (positions.numel() != dy[0].numel())
     PD_THROW("custom max pooling gradient: the size of the positions does not match");
   if (dx.is_gpu()) {
-    unsigned inputs = pool_threads(dx);
+    unsigned inputs = pool_threads(dx, rows);
     void *first = raw(dy[0]), *second = has_two ? raw(dy[1]) : nullptr, *bytes = raw(positions), *out = raw(dx);
-    Gpu::get().launch("max_pool_gradient" + suffix(dx), dx, pool_grid(inputs), kPoolBlock,
+    Gpu::get().launch("max_pool_gradient" + rows.suffix, dx, pool_grid(inputs), kPoolBlock,
                       {&first, &second, &bytes, &inputs, &window, &out});
     return {dx};
   }

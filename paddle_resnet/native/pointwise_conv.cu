@@ -22,8 +22,8 @@ struct Chunk {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first_row + i;
-      uint4 w = make_uint4(0, 0, 0, 0);
-      uint2 n = make_uint2(0, 0);
+      uint4 w = {0, 0, 0, 0};
+      uint2 n = {0, 0};
       if (row < rows && wide_at < wide_vectors) w = wide_from[static_cast<size_t>(row) * wide_vectors + wide_at];
       if (row < rows && narrow_at < narrow_vectors)
         n = narrow_from[static_cast<size_t>(row) * narrow_vectors + narrow_at];

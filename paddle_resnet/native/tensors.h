@@ -15,9 +15,6 @@ using Tensors = std::vector<Tensor>;
 
 namespace {
 
-// Number of elements per 16-byte vector.
-int vector_lanes(const Tensor &x) { return kVectorBytes / static_cast<int>(phi::SizeOf(x.dtype())); }
-
 // The suffix of a kernel name for the data type of a tensor.
 std::string suffix(const Tensor &x) {
   switch (x.dtype()) {
@@ -32,13 +29,21 @@ std::string suffix(const Tensor &x) {
   }
 }
 
-// A tensor [N, H, W, C] viewed as [rows, channels] = [N * H * W, C], channels contiguous.
+// A tensor [N, H, W, C] viewed as [rows, channels] = [N * H * W, C], channels contiguous. A row consists of `vectors`
+// vectors of `lanes` elements: 16 bytes, or 8 bytes if half-precision channels are a multiple of 4 but not of 8.
+// `suffix`: suffix of the kernel name for the data type and these vectors.
 struct Shape {
-  int rows, channels;
-  explicit Shape(const Tensor &x) {
+  int rows, channels, lanes, vectors, vector_bytes;
+  std::string suffix;
+  explicit Shape(const Tensor &x) : suffix(::suffix(x)) {
     channels = static_cast<int>(x.shape().back());
     const int64_t all_rows = x.numel() / channels;
-    if (channels % vector_lanes(x) != 0) PD_THROW("custom operators require channels that fill vectors of 16 bytes");
+    const int element_bytes = static_cast<int>(phi::SizeOf(x.dtype()));
+    lanes = kVectorBytes / element_bytes;
+    if (channels % 4 != 0) PD_THROW("custom operators require a multiple of 4 channels");
+    if (channels % lanes != 0) lanes = 4, suffix += "x4";
+    vectors = channels / lanes;
+    vector_bytes = lanes * element_bytes;
     if (all_rows > INT32_MAX / 2) PD_THROW("custom operators require less than 2^30 rows");
     rows = static_cast<int>(all_rows);
   }

@@ -8,13 +8,13 @@ constexpr int kBlocksApart = 41;  // distance of the first blocks of consecutive
 // Loads or stores `count` elements from element i on: a full vector, or the end of an array.
 template <class T>
 __device__ __forceinline__ void load(const void *from, int i, int count, float (&values)[T::kLanes]) {
-  if (count == T::kLanes) return unpack16<T>(static_cast<const uint4 *>(from)[i / T::kLanes], values);
+  if (count == T::kLanes) return unpack_vector<T>(static_cast<const uint4 *>(from)[i / T::kLanes], values);
   for (int k = 0; k < count; ++k) values[k] = load_one(T(), from, i + k);
 }
 template <class T>
 __device__ __forceinline__ void store(const float (&values)[T::kLanes], void *to, int i, int count) {
   if (count == T::kLanes) {
-    static_cast<uint4 *>(to)[i / T::kLanes] = pack16<T>(values);
+    static_cast<uint4 *>(to)[i / T::kLanes] = pack_vector<T>(values);
     return;
   }
   for (int k = 0; k < count; ++k) store_one(T(), values[k], to, i + k);

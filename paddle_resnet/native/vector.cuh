@@ -1,18 +1,32 @@
-// Loads and stores of 16-byte vectors of consecutive channels, with which all kernels access memory. Values in
-// registers are float32. The kernels include no CUDA headers, so NVRTC needs only the files of this folder.
+// Loads and stores of vectors of consecutive channels, with which all kernels access memory. Values in registers are
+// float32. The kernels include no CUDA headers, so NVRTC needs only the files of this folder.
 
 #include "common.h"
 
-// Data types; kLanes is the number of elements per vector.
+// Data types with the vector of a load or store; kLanes is its number of elements. The types x4 are for layers whose
+// channels fill vectors of 8 bytes but not of 16 (Shape in tensors.h).
 struct f32 {
-  static constexpr int kLanes = kVectorBytes / 4;
+  using Vector = uint4;
+  static constexpr int kLanes = 4;
 };
 struct f16 {
-  static constexpr int kLanes = kVectorBytes / 2;
+  using Vector = uint4;
+  static constexpr int kLanes = 8;
 };
 struct bf16 {
-  static constexpr int kLanes = kVectorBytes / 2;
+  using Vector = uint4;
+  static constexpr int kLanes = 8;
 };
+struct f16x4 : f16 {
+  using Vector = uint2;
+  static constexpr int kLanes = 4;
+};
+struct bf16x4 : bf16 {
+  using Vector = uint2;
+  static constexpr int kLanes = 4;
+};
+template <class T>
+using Vector = typename T::Vector;
 
 // Conversion between a 32-bit word and its elements: one of 32 bits, or two of 16 bits, the first in the lower half.
 __device__ __forceinline__ void unpack(f32, unsigned bits, float *values) { values[0] = __uint_as_float(bits); }
@@ -44,21 +58,29 @@ __device__ __forceinline__ unsigned pack(bf16, const float *values) {
   return round_to_bf16(values[0]) | round_to_bf16(values[1]) << 16;
 }
 
-// Conversion between 16 bytes and T::kLanes floats.
+// Conversion between a vector and T::kLanes floats.
 template <class T>
-__device__ __forceinline__ void unpack16(uint4 raw, float (&values)[T::kLanes]) {
-  constexpr int kWord = T::kLanes / 4;
+__device__ __forceinline__ void unpack_vector(Vector<T> raw, float (&values)[T::kLanes]) {
+  constexpr int kWords = sizeof(raw) / 4, kWord = T::kLanes / kWords;
   unpack(T(), raw.x, values);
   unpack(T(), raw.y, values + kWord);
-  unpack(T(), raw.z, values + 2 * kWord);
-  unpack(T(), raw.w, values + 3 * kWord);
+  if constexpr (kWords == 4) {
+    unpack(T(), raw.z, values + 2 * kWord);
+    unpack(T(), raw.w, values + 3 * kWord);
+  }
 }
 
 template <class T>
-__device__ __forceinline__ uint4 pack16(const float (&values)[T::kLanes]) {
-  constexpr int kWord = T::kLanes / 4;
-  return make_uint4(pack(T(), values), pack(T(), values + kWord), pack(T(), values + 2 * kWord),
-                    pack(T(), values + 3 * kWord));
+__device__ __forceinline__ Vector<T> pack_vector(const float (&values)[T::kLanes]) {
+  constexpr int kWords = sizeof(Vector<T>) / 4, kWord = T::kLanes / kWords;
+  Vector<T> raw;
+  raw.x = pack(T(), values);
+  raw.y = pack(T(), values + kWord);
+  if constexpr (kWords == 4) {
+    raw.z = pack(T(), values + 2 * kWord);
+    raw.w = pack(T(), values + 3 * kWord);
+  }
+  return raw;
 }
 
 // Loads or stores T::kLanes floats of a float32 array; the address must be a multiple of 16 bytes.

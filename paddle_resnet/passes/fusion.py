@@ -13,8 +13,8 @@ import paddle
 from paddle_resnet.optimizers import table
 from paddle_resnet.passes import averages, updates
 
-VECTOR_BYTES = 16  # per load of a kernel's thread
-TYPE_BYTES = {paddle.float32: 4, paddle.float16: 2, paddle.bfloat16: 2}
+TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
+CHANNELS = 4  # of the narrowest vector that a kernel's thread loads
 # 1x1 convolutions whose filter gradient has a kernel: data types, channels on the narrower side, and pixels per image,
 # below which the gradient takes little time.
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
@@ -35,7 +35,7 @@ Tail = namedtuple("Tail", "ops out activation addend")
 
 def fuse(program):
     """Rewrite a program in place. Paddle's operators remain if the kernels do not support them: layouts other than
-    NHWC, channels that do not fill vectors of 16 bytes, gradients through fixed statistics, pooling and depthwise
+    NHWC, channels that are not a multiple of 4, gradients through fixed statistics, pooling and depthwise
     convolutions without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5.
 
     Args:
@@ -62,6 +62,21 @@ def fuse(program):
     return graph.finish()
 
 
+def paddle_depthwise(program):
+    """Return a tuple of the different depthwise convolutions in NHWC that Paddle's kernels compute.
+
+    Each is a description such as "7x7, stride 2, 12 channels".
+    """
+    block = program.global_block()
+    layers = {}  # an ordered set
+    for op in block.ops:
+        if op.type == "depthwise_conv2d" and op.attr("data_format") == "NHWC":
+            size = "x".join(str(n) for n in block.var(op.input("Filter")[0]).shape[2:])
+            channels = block.var(op.input("Input")[0]).shape[-1]
+            layers[f"{size}, stride {op.attr('strides')[0]}, {channels} channels"] = None
+    return tuple(layers)
+
+
 class _Graph:
     """The producer and the readers of each variable of a block, and the operators to replace."""
 
@@ -83,7 +98,7 @@ class _Graph:
 
     def fills_vectors(self, op, name="X"):
         x = self.variables(op, name)[name]
-        return x.dtype in TYPE_BYTES and x.shape[-1] * TYPE_BYTES[x.dtype] % VECTOR_BYTES == 0
+        return x.dtype in TYPES and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
         """Return the only forward operator that reads a variable, if it has one of these types; otherwise None."""

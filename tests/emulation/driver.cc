@@ -97,13 +97,15 @@ Block block;
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 float __uint_as_float(unsigned bits) {
   float value;
@@ -126,10 +128,6 @@ T __ldcs(const T *from) {
 int min(int a, int b) { return std::min(a, b); }
 unsigned min(int a, unsigned b) { return std::min(static_cast<unsigned>(a), b); }
 int max(int a, int b) { return std::max(a, b); }
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 void __syncthreads() { block.wait(); }
 
 // PTX's mma.m16n8k16 for bfloat16. All warps of a block must execute it equally often.
@@ -184,7 +182,7 @@ struct Unpack<kKernel> {
   ENTRY(depthwise_conv_##NAME##_##T) \
   ENTRY(depthwise_input_gradient_##NAME##_##T) \
   ENTRY(depthwise_filter_gradient_##NAME##_##T)
-#define ENTRIES(T) \
+#define VECTOR_ENTRIES(T) \
   ENTRY(bn_statistics_##T) \
   ENTRY(bn_apply_##T) \
   ENTRY(bn_apply_add_relu_##T) \
@@ -194,14 +192,16 @@ struct Unpack<kKernel> {
   ENTRY(bn_reduce_add_relu_##T) \
   ENTRY(bn_reduce_add_relu_two_##T) \
   ENTRY(bn_gradient_##T) \
-  ENTRY(depthwise_filter_sum_##T) \
   DEPTHWISE_ENTRIES(T, k3_s1) \
   DEPTHWISE_ENTRIES(T, k3_s2) \
   DEPTHWISE_ENTRIES(T, k5_s1) \
   DEPTHWISE_ENTRIES(T, k5_s2) \
-  ENTRY(dropout_##T) \
   ENTRY(max_pool_##T) \
-  ENTRY(max_pool_gradient_##T) \
+  ENTRY(max_pool_gradient_##T)
+#define ENTRIES(T) \
+  VECTOR_ENTRIES(T) \
+  ENTRY(depthwise_filter_sum_##T) \
+  ENTRY(dropout_##T) \
   ENTRY(check_gradients_##T) ENTRY(sum_squares_##T) \
   ENTRY(momentum_##T) \
   ENTRY(momentum_masters_##T) \
@@ -217,9 +217,10 @@ struct Unpack<kKernel> {
   ENTRY(bn_infer_##A##_##T) \
   ENTRY(bn_reduce_##A##_##T) \
   ENTRY(bn_gradient_##A##_##T)
-#define ACTIVATED_IN_BOTH_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A)
+#define ACTIVATED_IN_ALL_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A) ACTIVATED_ENTRIES(bf16x4, A)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) FOR_EACH_ACTIVATION(ACTIVATED_IN_BOTH_TYPES) ENTRY(pointwise_filter_gradient_bf16) ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
+                                             ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace

@@ -31,14 +31,16 @@ EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
 # The rows need more blocks than the kernels reduce in one step.
 EMULATED_SHAPE = (2, 25, 25, 96)
-GPU_SHAPES = [*SHAPES, (16, 7, 7, 2048), (32, 28, 28, 128)]
+# Channels that fill vectors of 8 bytes but not of 16 in half precision.
+NARROW_SHAPES = [(4, 7, 7, 12), (2, 5, 3, 36)]
+GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 28, 28, 128)]
 # Half a unit in the last place of a result between 1 and 16, and a margin for the sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place of 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
 IN_FLOAT32 += [("emulated", "float32", EMULATED_SHAPE)]
 IN_FLOAT32 += [pytest.param("gpu", "float32", shape, marks=pytest.mark.gpu) for shape in GPU_SHAPES]
-CASES = IN_FLOAT32 + [("emulated", "bfloat16", shape) for shape in SHAPES]
+CASES = IN_FLOAT32 + [("emulated", "bfloat16", shape) for shape in [*SHAPES, *NARROW_SHAPES]]
 CASES += [
     pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
     for dtype in ("float16", "bfloat16")
@@ -279,7 +281,8 @@ def test_bn_inference(device, where, dtype, shape, activation):
 @pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 16, 40))]
-    + [pytest.param("gpu", dtype, (3, 17, 16, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE],
+    + [("emulated", "bfloat16", (2, 9, 8, 12))]
+    + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40)],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
     """The reference is Paddle's pooling in float32. All values are distinct except zeros, of which the first is
@@ -304,7 +307,8 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
     + [("emulated", "float32", (2, 23, 26, 68))]  # several groups of channels and many tasks per slab
-    + [pytest.param("gpu", dtype, (3, 17, 15, 40), marks=pytest.mark.gpu) for dtype in TOLERANCE]
+    + [("emulated", "bfloat16", (2, 9, 8, 12)), ("emulated", "bfloat16", (2, 9, 8, 100))]
+    + [pytest.param("gpu", dtype, (3, 17, 15, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40, 100)]
     + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
 )
 def test_depthwise_conv(device, where, dtype, shape, kernel, stride, padding):
@@ -923,11 +927,14 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
     kinds |= {"gradient": LINEAR_OR_FUSED, "reduce": [*kinds["reduce"], "_add_relu_two"]}
     names = [f"bn_{kind}{fused}" for kind, all_fused in kinds.items() for fused in all_fused]
     names += ["bn_statistics", "max_pool", "max_pool_gradient"]
+    kinds = ("conv", "input_gradient", "filter_gradient")
+    names += [f"depthwise_{kind}_k{kernel}_s{stride}" for kind in kinds for kernel in (3, 5) for stride in (1, 2)]
+    for name in names:
+        for dtype in ("f16x4", "bf16x4"):
+            assert f"\0{name}_{dtype}\0".encode() in image, name
     names += ["check_gradients", "sum_squares", "momentum", "momentum_masters", "adamw", "adamw_masters"]
     names += ["lamb_moments", "lamb_moments_masters", "lamb", "lamb_masters"]
     names += ["depthwise_filter_sum"]
-    kinds = ("conv", "input_gradient", "filter_gradient")
-    names += [f"depthwise_{kind}_k{kernel}_s{stride}" for kind in kinds for kernel in (3, 5) for stride in (1, 2)]
     for name in names:
         for dtype in ("f32", "f16", "bf16"):
             assert f"\0{name}_{dtype}\0".encode() in image, name

@@ -170,6 +170,24 @@ def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
     assert widths == {True: {6}, False: {12, 24, 48}}  # 6 channels are not a multiple of a vector of four
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("channels, is_fused", [(12, True), (16, True), (100, True), (6, False), (10, False)])
+def test_channels_must_be_multiple_of_4_in_all_types(dtype, channels, is_fused):
+    """In half precision, programs run only on a GPU; see test_depthwise_conv in native/test_native.py for results."""
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        x = static.data("x", [None, 6, 6, channels], dtype)
+        filters = static.data("filters", [channels, 1, 3, 3], dtype)
+        y = F.conv2d(x, filters, padding=1, groups=channels, data_format="NHWC")
+        mean, variance, scale, bias = (static.data(name, [channels]) for name in "mvsb")
+        y = F.batch_norm(y, mean, variance, scale, bias, training=False, data_format="NHWC")
+        F.max_pool2d(y, 3, 2, 1, data_format="NHWC")
+    fusion.fuse(main)
+    names = ["native_depthwise_conv", "native_bn_inference", "native_max_pool"]
+    assert [types(main)[name] for name in names] == [is_fused] * 3
+    assert fusion.paddle_depthwise(main) == (() if is_fused else (f"3x3, stride 1, {channels} channels",))
+
+
 def small_program(build):
     """Build a program with initialized parameters.
 
