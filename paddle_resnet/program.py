@@ -304,7 +304,10 @@ def _compile(args, program, is_train):
         updates.keep_statistics_finite(program)
     if args.device == "gpu":
         _warn_of_depthwise(args.kernels, fusion.paddle_depthwise(program))
-    compiled = static.CompiledProgram(program, build_strategy=create_strategy(args, is_train)[0])
+    strategy = create_strategy(args, is_train)[0]
+    if any(_is_broadcast_addition(program, op) for op in program.global_block().ops):
+        strategy.fuse_elewise_add_act_ops = False
+    compiled = static.CompiledProgram(program, build_strategy=strategy)
     place = processes.place(args.device)
     compiled.write_scalars = scalars.Writer(program, place)
     compiled.trace = None
@@ -319,11 +322,20 @@ def _compile(args, program, is_train):
     return compiled
 
 
+def _is_broadcast_addition(program, op):
+    """Return whether Paddle's fused addition and activation would compute a wrong result: it reads a summand such as
+    the bias [1, C, 1, 1] of a convolution as if the batch had one image, and leaves the other images uninitialized."""
+    if op.type != "elementwise_add":
+        return False
+    x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
+    return len(y.shape) == len(x.shape) and y.shape != x.shape
+
+
 @functools.cache  # training and evaluation programs contain the same layers
 def _warn_of_depthwise(kernels, paddle_layers):
     if not paddle_layers:
         return
-    effect = "Paddle's kernels in NHWC are very slow on a GPU and can return wrong or non-finite values"
+    effect = "Paddle's kernels in NHWC are very slow on a GPU and cannot be captured as a CUDA graph"
     if kernels == "paddle":
         logger.warn(f"--kernels paddle: the network has depthwise convolutions; {effect}; use --kernels native")
         return

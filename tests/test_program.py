@@ -1,6 +1,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ from paddle import static
 
 from conftest import frozen, phase, read_report
 from helpers import build, random_batches, variable
-from paddle_resnet import dali, program
+from paddle_resnet import dali, models, program
+from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.settings import durations
 from utils import logger
@@ -650,6 +652,21 @@ def test_fused_operators_are_counted(parse, monkeypatch):
     images, labels = random_batches(1)[0]
     loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
     assert np.isfinite(loss)
+
+
+def test_fused_addition_does_not_change_results_of_convolutions_with_bias(parse, monkeypatch):
+    """Paddle's fused addition and activation computes only the first image of a batch if the bias is [1, C, 1, 1]."""
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1), width=8, se=True))
+    args, batches, strategy = parse(), random_batches(2), program.create_strategy
+
+    def fusing(args, is_train=True):
+        result = strategy(args, is_train)
+        result[0].fuse_elewise_add_act_ops = True
+        return result
+
+    expected = losses(args, batches)
+    monkeypatch.setattr(program, "create_strategy", fusing)
+    assert losses(args, batches) == pytest.approx(expected, rel=1e-5)
 
 
 def test_batch_may_contain_additional_feeds(parse, monkeypatch):
