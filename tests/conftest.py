@@ -247,6 +247,21 @@ def run_train(photos, tmp_path):
 
 
 @pytest.fixture
+def run_bare(photos, tmp_path):
+    """Like run_train, without the flags of the tiny network."""
+
+    def run_bare(*flags, image_root=photos):
+        report = tmp_path / "bare.json"
+        places = ["--image-root", image_root, "--output-dir", tmp_path / "bare", "--report-file", report]
+        speed = ["--device", "cpu", "--batch-size", "8", "--dali-num-threads", "2", "--epochs", "1", "--lr", "0.01"]
+        with static.scope_guard(static.Scope()):
+            code = train.main([*map(str, (*places, *speed, "--warmup-epochs", "0", *flags))])
+        return code, read_report(report) if code == 0 else []
+
+    return run_bare
+
+
+@pytest.fixture
 def checkpoint(once, run_train, tmp_path):
     """A copy of a checkpoint of one epoch. The run is shared by all tests."""
 

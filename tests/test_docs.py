@@ -16,6 +16,7 @@ COMMANDS = (
     "paddle_resnet/dataset.py",
     "paddle_resnet/export.py",
     "paddle_resnet/predict.py",
+    "paddle_resnet/weights.py",
     "paddle_resnet/results/comparison.py",
     *map(str, ROOT.glob("benchmarks/*.py")),
 )

@@ -60,7 +60,10 @@ def load(args, folder, program, place, log=logger.info):
     _check_number_of_classes(args, state, parameters, ends(program).last, flag)
     _load_parameters(args, program, state, flag, place)
     if others:
-        _load_strictly(others, _read(f"{prefix}.pdopt", flag), flag, place, "optimizer flags", args.verbose)
+        optimizer = _read(f"{prefix}.pdopt", flag)
+        if not optimizer:  # written by python -m paddle_resnet.weights
+            raise UsageError(f"{flag}: has no optimizer state; use --from-pretrained-params {folder}")
+        _load_strictly(others, optimizer, flag, place, "optimizer flags", args.verbose)
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
         if before.item() != args.scale_loss:  # the flag determines a fixed scale, not the checkpoint

@@ -15,6 +15,8 @@ constexpr int kDropoutThreads = 256;
 constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseBytes = 256;
 constexpr int kDepthwisePixels = 4;                       // per thread, adjacent in a row
 constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the kernel that adds partial sums
+// Filter gradient of 1x1 convolutions: channels per block of the wider and the narrower side; rows of a matrix product.
+constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32, kChunkRows = 16;
 constexpr float kLargestFloat = 3.402823466e38f;
 
 // Geometry of a pooling or a depthwise convolution, in pixels. `vectors`: vectors of channels per pixel.

@@ -12,6 +12,7 @@
 #include "gpu.h"
 #include "loss.h"
 #include "max_pool.h"
+#include "pointwise_conv.h"
 #include "paddle/phi/api/all.h"
 #include "tensors.h"
 #include "update.h"
@@ -166,6 +167,19 @@ PD_BUILD_OP(native_depthwise_conv_backward)
     .SetKernelFn(PD_KERNEL(DepthwiseConvBackward))
     .SetInferShapeFn(PD_INFER_SHAPE(DepthwiseConvBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(DepthwiseConvBackwardType));
+
+// Filter gradient of a 1x1 convolution, pointwise_conv.h
+
+Shapes PointwiseFilterGradientShape(const Dims &x, const Dims &dy, const paddle::optional<Shapes> &) {
+  return {{dy[3], x[3], 1, 1}};
+}
+Types PointwiseFilterGradientType(DataType x, DataType, const paddle::optional<Types> &) { return {x}; }
+PD_BUILD_OP(native_pointwise_filter_gradient)
+    .Inputs({"X", "DY", paddle::Optional(paddle::Vec("Into"))})
+    .Outputs({"DFilter"})
+    .SetKernelFn(PD_KERNEL(PointwiseFilterGradient))
+    .SetInferShapeFn(PD_INFER_SHAPE(PointwiseFilterGradientShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(PointwiseFilterGradientType));
 
 // Dropout, dropout.h
 

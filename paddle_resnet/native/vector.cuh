@@ -114,3 +114,29 @@ __device__ __forceinline__ void store_one(T, float value, void *to, int i) {
   const float pair[2] = {value, 0.f};
   static_cast<unsigned short *>(to)[i] = static_cast<unsigned short>(pack(T(), pair));
 }
+
+// Adds the product of a 16x16 and a 16x8 matrix to `sums`: PTX's mma.m16n8k16, which all threads of a warp execute.
+#ifdef __CUDACC_RTC__
+#define MULTIPLY_ADD(T, NAME) \
+  __device__ __forceinline__ void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, \
+                                               float (&sums)[4]) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+                 "{%8, %9}, {%0, %1, %2, %3};" \
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); \
+  }
+#if __CUDA_ARCH__ >= 800
+MULTIPLY_ADD(f16, "f16")
+MULTIPLY_ADD(bf16, "bf16")
+#else  // passes/fusion.py does not use these kernels on older GPUs
+template <class T>
+__device__ void multiply_add(T, const unsigned (&)[4], unsigned, unsigned, float (&)[4]) {
+  asm("trap;");
+}
+#endif
+#else  // the emulation of a GPU for the tests
+template <class T>
+void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
+  emulated_multiply_add(a, b0, b1, sums);
+}
+#endif

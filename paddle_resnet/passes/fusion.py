@@ -1,6 +1,6 @@
 """Fusion of Paddle's operators to custom operators (native/). In NHWC: BN with the next activation, or with the
-residual addition and a ReLU; max pooling; depthwise convolutions. In all layouts: the update of all parameters, with
-the check of gradients and the loss scale.
+residual addition and a ReLU; max pooling; depthwise convolutions; the filter gradient of 1x1 convolutions with few
+channels. In all layouts: the update of all parameters, with the check of gradients and the loss scale.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints and communication.
@@ -15,6 +15,10 @@ from paddle_resnet.passes import averages, updates
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 CHANNELS = 4  # of the narrowest vector that a kernel's thread loads
+# 1x1 convolutions whose filter gradient has a kernel: data types, channels on the narrower side, and pixels per image,
+# below which the gradient takes little time.
+POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
+POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 
 # Activations that the kernels fuse: Paddle's operator, its required attributes, and the name in native/activations.h.
 ACTIVATIONS = {
@@ -50,6 +54,8 @@ def fuse(program):
             _fuse_max_pool(graph, op)
         elif op.type == "depthwise_conv2d" and _has_depthwise_kernel(graph, op):
             _fuse_depthwise_conv(graph, op)
+        elif op.type == "conv2d" and _has_pointwise_kernel(graph, op):
+            _split_pointwise_gradient(graph, op)
         elif op.type == "dropout" and op.input("Seed") and not op.attr("is_test"):
             _fuse_dropout(graph, op)
     _fuse_updates(graph)
@@ -101,7 +107,7 @@ class _Graph:
 
     def gradient(self, op):
         """Return the operator that computes all gradients of an operator; None if it does not compute all."""
-        out = op.output({"batch_norm": "Y", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
+        out = op.output({"batch_norm": "Y", "conv2d": "Output", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
         grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         return grads[0] if grads and all(grads[0].output(name) for name in grads[0].output_names) else None
 
@@ -266,6 +272,38 @@ def _fuse_depthwise_conv(graph, op):
         inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # memory in the buffer of a fused all-reduce
     outputs = {"DX": dx, "DFilter": dfilter}
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
+
+
+def _has_pointwise_kernel(graph, op):
+    x, filters = graph.variables(op, "Input", "Filter").values()
+    if len(filters.shape) != 4 or filters.shape[2:] != (1, 1) or filters.dtype != x.dtype:
+        return False
+    narrow, wide = sorted(filters.shape[:2])
+    is_plain = op.attr("strides") == [1, 1] and op.attr("groups") == 1 and op.attr("data_format") == "NHWC"
+    is_padded = op.attr("padding_algorithm") == "EXPLICIT" and any(op.attr("paddings"))
+    has_channels = narrow <= POINTWISE_CHANNELS and narrow % 4 == 0 and wide % 8 == 0
+    is_large = min(x.shape[1:3]) > 0 and x.shape[1] * x.shape[2] >= POINTWISE_PIXELS
+    is_known = is_plain and not is_padded and has_channels and is_large
+    return is_known and x.dtype in POINTWISE_TYPES and _has_bfloat16_tensor_cores()
+
+
+def _has_bfloat16_tensor_cores():
+    return paddle.device.cuda.get_device_capability()[0] >= 8
+
+
+def _split_pointwise_gradient(graph, op):
+    """Compute the filter gradient of a 1x1 convolution with a custom operator; the gradient of its input stays with
+    Paddle's."""
+    gradient = graph.gradient(op)
+    if gradient is None:
+        return
+    dy, dfilter = graph.variables(gradient, "Output@GRAD", "Filter@GRAD").values()
+    inputs = graph.variables(op, "Input") | {"DY": dy}
+    inputs["X"] = inputs.pop("Input")
+    if dfilter.name in graph.coalesced:
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # memory in the buffer of a fused all-reduce
+    graph.replace([], gradient, "native_pointwise_filter_gradient", inputs, {"DFilter": dfilter}, {})
+    gradient.desc.set_output("Filter@GRAD", [])
 
 
 def _fuse_dropout(graph, op):

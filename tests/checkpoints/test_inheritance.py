@@ -4,11 +4,9 @@ import json
 import shutil
 
 import pytest
-from paddle import static
 
 import config
-import train
-from conftest import TINY, assert_one_error, phase, read_report
+from conftest import TINY, assert_one_error, phase
 from paddle_resnet import dali, export, resolution
 from paddle_resnet.checkpoints import folders, restore
 from paddle_resnet.tools import convert
@@ -16,21 +14,6 @@ from utils.mode import Mode
 
 PREPROCESSING = ["--interp", "cubic", "--resize-short", "40", "--normalize-mean", "0.5,0.4,0.3"]
 RESULTS = ("loss", "top1", "top5", "images")
-
-
-@pytest.fixture
-def run_bare(photos, tmp_path):
-    """Like run_train, without the flags of the tiny network."""
-
-    def run_bare(*flags, image_root=photos):
-        report = tmp_path / "bare.json"
-        places = ["--image-root", image_root, "--output-dir", tmp_path / "bare", "--report-file", report]
-        speed = ["--device", "cpu", "--batch-size", "8", "--dali-num-threads", "2", "--epochs", "1", "--lr", "0.01"]
-        with static.scope_guard(static.Scope()):
-            code = train.main([*map(str, (*places, *speed, "--warmup-epochs", "0", *flags))])
-        return code, read_report(report) if code == 0 else []
-
-    return run_bare
 
 
 def evaluation(report):

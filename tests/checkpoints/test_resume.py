@@ -27,7 +27,7 @@ def uninterrupted(once, run_train):
             assert code == 0
             (folder / "losses").write_bytes(pickle.dumps(losses(report)))
 
-        return pickle.loads((once("_".join(["uninterrupted", *flags]), make) / "losses").read_bytes())
+        return pickle.loads((once("_".join(["uninterrupted_losses", *flags]), make) / "losses").read_bytes())
 
     return uninterrupted
 

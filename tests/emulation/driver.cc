@@ -129,6 +129,28 @@ int min(int a, int b) { return std::min(a, b); }
 unsigned min(int a, unsigned b) { return std::min(static_cast<unsigned>(a), b); }
 int max(int a, int b) { return std::max(a, b); }
 void __syncthreads() { block.wait(); }
+
+// PTX's mma.m16n8k16 for bfloat16. All warps of a block must execute it equally often.
+void emulated_multiply_add(const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
+  struct Registers {
+    unsigned a[4], b[2];
+  };
+  static Registers all[1024];
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32;
+  all[thread] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  block.wait();
+  const Registers *warp = all + (thread - lane);
+  const auto element = [](unsigned word, int half) { return __uint_as_float(half ? word & 0xffff0000u : word << 16); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int quad = k % 8 / 2;
+      sums[i] += element(warp[row % 8 * 4 + quad].a[row / 8 + k / 8 * 2], k % 2) *
+                 element(warp[column * 4 + quad].b[k / 8], k % 2);
+    }
+  }
+  block.wait();
+}
 void __threadfence() {}
 unsigned atomicInc(unsigned *counter, unsigned last) {
   const unsigned before = *counter;
@@ -197,7 +219,8 @@ struct Unpack<kKernel> {
   ENTRY(bn_gradient_##A##_##T)
 #define ACTIVATED_IN_ALL_TYPES(A) ACTIVATED_ENTRIES(f32, A) ACTIVATED_ENTRIES(bf16, A) ACTIVATED_ENTRIES(bf16x4, A)
 
-const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
+const std::map<std::string, Call> kernels = {ENTRIES(f32) ENTRIES(bf16) VECTOR_ENTRIES(bf16x4) FOR_EACH_ACTIVATION(ACTIVATED_IN_ALL_TYPES) ENTRY(pointwise_filter_gradient_bf16)
+                                             ENTRY(follow_loss_scale) ENTRY(clip_factor) ENTRY(advance_powers) ENTRY(follow_averages)
                                           ENTRY(loss_rows) ENTRY(loss_means) ENTRY(loss_gradient)};
 
 }  // namespace

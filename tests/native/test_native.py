@@ -357,6 +357,42 @@ def test_unsupported_depthwise_convolutions_raise(device, where):
         run("native_depthwise_conv_backward", x, filters, x, None, 2, 1, 1)
 
 
+POINTWISE_SHAPES = [(2, 5, 7, 24, 144), (2, 5, 7, 144, 24), (1, 1, 1, 8, 8), (3, 23, 17, 4, 72), (2, 9, 9, 32, 32)]
+
+
+@pytest.mark.parametrize(
+    "where, dtype, shape",
+    [(where, dtype, shape) for where, dtype in NARROW if dtype != "float32" for shape in POINTWISE_SHAPES]
+    + [("cpu", "float32", shape) for shape in POINTWISE_SHAPES[:2]]
+    + [
+        pytest.param("gpu", dtype, shape, marks=pytest.mark.gpu)
+        for dtype in ("float16", "bfloat16")
+        for shape in [*POINTWISE_SHAPES, (32, 56, 56, 24, 144), (16, 112, 112, 96, 16)]
+    ],
+)
+def test_pointwise_filter_gradient(device, where, dtype, shape):
+    random, (*image, inputs, outputs) = Random(dtype), shape
+    x, dy = random.images((*image, inputs)), random.images((*image, outputs))
+    (dfilter,) = run("native_pointwise_filter_gradient", x, dy, None)
+    expected = np.einsum("nhwo,nhwi->oi", wide(dy), wide(x))[..., None, None]
+    close(dfilter, expected, dtype, size=np.prod(image) ** 0.5)
+    assert same(run("native_pointwise_filter_gradient", x, dy, None), [dfilter])
+    into = paddle.zeros_like(dfilter)
+    run("native_pointwise_filter_gradient", x, dy, [into])
+    assert same([into], [dfilter])
+
+
+@pytest.mark.parametrize("where", ["emulated"])
+def test_unsupported_pointwise_convolutions_raise(device, where):
+    for channels, others, dtype in ((40, 40, "bfloat16"), (8, 12, "bfloat16"), (6, 16, "bfloat16"), (8, 8, "float32")):
+        with pytest.raises(Exception, match="requires half precision, a multiple of 4 channels up to 32"):
+            images = [paddle.ones([1, 2, 2, count], dtype) for count in (channels, others)]
+            run("native_pointwise_filter_gradient", *images, None)
+    with pytest.raises(Exception, match="differs from the input"):
+        x = paddle.ones([1, 2, 2, 8], "bfloat16")
+        run("native_pointwise_filter_gradient", x, x[:, :1], None)
+
+
 def philox(key, counter):
     """Return the four outputs of Philox 4x32-10: Salmon et al., SC 2011."""
     words, keys = [counter, 0, 0, 0], [key, 0]
@@ -903,6 +939,7 @@ def test_kernels_compile_without_gpu(tmp_path, capability):
         for dtype in ("f32", "f16", "bf16"):
             assert f"\0{name}_{dtype}\0".encode() in image, name
     assert b"\0follow_averages\0" in image
+    assert b"\0pointwise_filter_gradient_f16\0" in image and b"\0pointwise_filter_gradient_bf16\0" in image
 
 
 def test_kernel_compiler_error_is_reported(tmp_path, monkeypatch):

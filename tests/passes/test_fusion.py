@@ -80,6 +80,39 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monk
         np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
 
 
+@pytest.fixture
+def pointwise_kernels(monkeypatch):
+    """Replace filter gradients in float32 too, for which the CPU has the operator."""
+    monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
+    monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
+    monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
+
+
+def test_fused_training_with_pointwise_convolutions_has_same_results(parse, monkeypatch, pointwise_kernels):
+    for name in ("_fuse_training", "_fuse_depthwise_conv"):
+        monkeypatch.setattr(fusion, name, lambda graph, op: None)
+    args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
+    (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    for name, value in plain.items():
+        np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
+
+
+def test_pointwise_convolutions_with_few_channels_are_split(parse, pointwise_kernels):
+    main, startup = static.Program(), static.Program()
+    program.build(frozen(parse(*NHWC, "--model-arch-name", "MobileNetV2")), main, startup, 10)
+    fusion.fuse(main)
+    block, split = main.global_block(), set()
+    for op in block.ops:
+        if op.type == "native_pointwise_filter_gradient":
+            split.add(tuple(block.var(op.output("DFilter")[0]).shape))
+    channels = [(16, 32), (96, 16), (24, 96), (144, 24), (24, 144), (32, 144), (192, 32), (32, 192)]
+    assert split == {(*pair, 1, 1) for pair in channels}
+    written = [op for op in block.ops if op.type == "conv2d_grad" and op.output("Filter@GRAD")]
+    shapes = {tuple(block.var(op.input("Filter")[0]).shape) for op in written}
+    assert not shapes & split and len(shapes) > 5
+
+
 def test_all_operators_of_residual_network_are_replaced(parse):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC)), main, startup, 10)
@@ -275,18 +308,23 @@ def test_unsupported_operators_are_not_fused(case):
         ("Tiny", "batch_norm", "relu_grad", 0),
         ("Tiny", "batch_norm", "batch_norm_grad", 1),
         ("TinyMobile", "depthwise_conv2d", "depthwise_conv2d_grad", 0),
+        ("TinyMobile", "conv2d", "conv2d_grad", 7),
     ],
 )
-def test_gradients_are_written_to_buffer_of_fused_all_reduce(parse, network, operator, made_before, unfused, place):
+def test_gradients_are_written_to_buffer_of_fused_all_reduce(
+    parse, request, network, operator, made_before, unfused, place
+):
     """Paddle stores the gradients of several parameters in one buffer. An operator that allocates its own memory would
     leave stale gradients there, and one that runs before the buffer exists would fail."""
     if place == "gpu":
         native.load(paddle.device.cuda.get_device_capability(0))
+    elif operator == "conv2d":
+        request.getfixturevalue("pointwise_kernels")
     args = parse(*NHWC, "--device", place, "--model-arch-name", network)
     main, startup = static.Program(), static.Program()
     program.build(frozen(args), main, startup, 10)
     block = main.global_block()
-    made_by = {"batch_norm": ("Scale", "Bias"), "depthwise_conv2d": ("Filter",)}[operator]
+    made_by = ("Scale", "Bias") if operator == "batch_norm" else ("Filter",)
     names = [op.input(name)[0] for op in block.ops if op.type == operator for name in made_by]
     grads = [block.var(f"{name}@GRAD") for name in names]
     buffer = block.create_var(name="buffer", dtype=paddle.float32, persistable=False)

@@ -1,0 +1,55 @@
+// Operator of the filter gradient of a 1x1 convolution with few channels on one side. It checks and allocates, then
+// launches the kernels of pointwise_conv.cu, or calls the reference on the CPU.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "gpu.h"
+#include "reference/pointwise_conv.h"
+#include "tensors.h"
+
+namespace {
+
+// Returns the gradient [OC, C, 1, 1] of the filter. `x`: [N, H, W, C]; `dy`: [N, H, W, OC]. If `into` is given, the
+// gradient is written there, into the buffer of a fused all-reduce.
+std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, const paddle::optional<Tensors> &into) {
+  int in = static_cast<int>(x.shape().back()), out = static_cast<int>(dy.shape().back());
+  const int64_t all_rows = x.numel() / in;
+  if (dy.dtype() != x.dtype() || dy.numel() / out != all_rows)
+    PD_THROW("custom 1x1 convolution: the gradient differs from the input in type, or in number of pixels");
+  if (all_rows > INT32_MAX / 2) PD_THROW("custom 1x1 convolution requires less than 2^30 pixels");
+  int rows = static_cast<int>(all_rows);
+  Tensor dfilter = into ? into->at(0) : paddle::empty({out, in, 1, 1}, x.dtype(), x.place());
+  if (dfilter.dtype() != x.dtype() || dfilter.numel() != static_cast<int64_t>(in) * out)
+    PD_THROW("custom 1x1 convolution: the type or shape of the gradient's memory does not match");
+  if (x.is_gpu()) {
+    const bool widens = out >= in;
+    int wide = widens ? out : in, narrow = widens ? in : out;
+    if (narrow > kNarrowChannels || narrow % 4 != 0 || wide % 8 != 0 || x.dtype() == DataType::FLOAT32)
+      PD_THROW("custom 1x1 convolution requires half precision, a multiple of 4 channels up to ", kNarrowChannels,
+               " on one side and a multiple of 8 on the other");
+    int wide_stride = widens ? 1 : out, narrow_stride = widens ? out : 1;  // in the filter as [in, out]
+    const int warps = kPointwiseThreads / 32, chunks = (rows + kChunkRows - 1) / kChunkRows;
+    const int groups = (wide + kWideChannels - 1) / kWideChannels;
+    int slabs = std::min(std::max(1, Gpu::get().blocks() / groups), (chunks + warps - 1) / warps);
+    Tensor partial = empty_floats({slabs, in, out}, x);
+    void *wide_from = raw(widens ? dy : x), *narrow_from = raw(widens ? x : dy), *sums = raw(dfilter);
+    float *partials = data<float>(partial);
+    Gpu::get().launch("pointwise_filter_gradient" + suffix(x), x,
+                      {static_cast<unsigned>(groups), static_cast<unsigned>(slabs)},
+                      {32, static_cast<unsigned>(warps)},
+                      {&wide_from, &narrow_from, &rows, &wide, &narrow, &wide_stride, &narrow_stride, &partials});
+    const unsigned blocks = (in * out + kFilterSumLanes - 1) / kFilterSumLanes;
+    Gpu::get().launch("depthwise_filter_sum" + suffix(x), x, {blocks, 1}, {kFilterSumLanes, kFilterSumRows},
+                      {&partials, &slabs, &in, &out, &sums});
+    return {dfilter};
+  }
+  require_float32(x);
+  reference::pointwise_filter_gradient(data<float>(x), data<float>(dy), rows, in, out, data<float>(dfilter));
+  return {dfilter};
+}
+
+}  // namespace

@@ -1,0 +1,20 @@
+// Filter gradient of a 1x1 convolution in plain loops over float32, which the operator calls on the CPU.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace reference {
+
+// dfilter [out, in] = the sum of dy [rows, out] times x [rows, in] over the rows.
+inline void pointwise_filter_gradient(const float *x, const float *dy, int rows, int in, int out, float *dfilter) {
+  std::fill_n(dfilter, static_cast<int64_t>(in) * out, 0.f);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int o = 0; o < out; ++o) {
+      for (int i = 0; i < in; ++i) dfilter[o * in + i] += dy[row * out + o] * x[row * in + i];
+    }
+  }
+}
+
+}  // namespace reference

