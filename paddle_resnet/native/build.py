@@ -179,6 +179,7 @@ def _kernel_source():
 def _compile_kernels(capability, target):
     nvrtc = _nvrtc()
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
+    major, minor = ctypes.c_int(), ctypes.c_int()
     program = ctypes.c_void_p()
 
     def call(name, *arguments):
@@ -198,6 +199,9 @@ def _compile_kernels(capability, target):
 
     call("CreateProgram", ctypes.byref(program), _kernel_source().encode(), b"kernels.cu", 0, None, None)
     try:
+        call("Version", ctypes.byref(major), ctypes.byref(minor))
+        if (major.value, minor.value) >= (12, 4):  # the oldest tested version with this option
+            options.append(b"--split-compile=0")  # optimizes kernels on all CPU cores
         if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = result("ProgramLog").value.decode().strip().splitlines()
             raise Unavailable(f"NVRTC failed: {log[0] if log else 'no error message'} ({options[0].decode()})")
