@@ -220,7 +220,7 @@ def test_undecodable_image_stops_the_run_unless_in_skip_list(run_train, photos, 
         (["--num-of-class", "2"], ["--num-of-class 2", "3 class folders", "--num-of-class 3"]),
         (["--image-shape", "2,32,32"], ["--image-shape 2,32,32", "3 or 4 channels"]),
         (["--image-shape", "32,32"], ["--image-shape 32,32", "3 or 4 channels"]),
-        (["--batch-size", "31"], ["--batch-size 31", "30 training images", "--batch-size 30"]),
+        (["--batch-size", "31"], ["--batch-size 31", "30 training images", "use 30 or less"]),
         (
             ["--from-checkpoint", "a", "--from-pretrained-params", "b"],
             ["--from-checkpoint a", "--from-pretrained-params b"],

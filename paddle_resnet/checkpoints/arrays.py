@@ -188,7 +188,7 @@ class Known(str):
 
 
 class NumPyObjects:
-    """What a pickle of NumPy arrays may specify."""
+    """The functions and classes that a pickle of NumPy arrays may specify."""
 
     names = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 

@@ -204,7 +204,7 @@ class _Tensor:
 
 
 class _TorchObjects(arrays.NumPyObjects):
-    """What the pickle of a state_dict may specify."""
+    """The functions and classes that the pickle of a state_dict may specify."""
 
     names = (
         *("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"),

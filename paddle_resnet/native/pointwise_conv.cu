@@ -15,7 +15,7 @@ __device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { retur
 
 // The rows of a chunk that a thread loads. Rows past the end, and channels that do not exist, are 0.
 struct Chunk {
-  unsigned wide[4][4], narrow[4][2];  // words of two channels
+  unsigned wide[4][4], narrow[4][2];  // two channels per element
 
   __device__ __forceinline__ void load(const uint4 *wide_from, const uint2 *narrow_from, int first_row, int rows,
                                        int wide_vectors, int narrow_vectors, int wide_at, int narrow_at) {

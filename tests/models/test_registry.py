@@ -1,4 +1,4 @@
-"""What train.py, export and predict do, with each network of the registry: few blocks of it, on tiny images."""
+"""Each network of the registry, with few blocks and tiny images, in train.py, export and predict."""
 
 import importlib.util
 import pickle
