@@ -174,7 +174,7 @@ Shapes PointwiseFilterGradientShape(const Dims &x, const Dims &dy, const paddle:
   return {{dy[3], x[3], 1, 1}};
 }
 Types PointwiseFilterGradientType(DataType x, DataType, const paddle::optional<Types> &) { return {x}; }
-PD_BUILD_OP(native_pointwise_filter_gradient)
+PD_BUILD_OP(native_pointwise_conv_backward_filter)
     .Inputs({"X", "DY", paddle::Optional(paddle::Vec("Into"))})
     .Outputs({"DFilter"})
     .SetKernelFn(PD_KERNEL(PointwiseFilterGradient))

@@ -302,7 +302,7 @@ def _split_pointwise_gradient(graph, op):
     inputs["X"] = inputs.pop("Input")
     if dfilter.name in graph.coalesced:
         inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # memory in the buffer of a fused all-reduce
-    graph.replace([], gradient, "native_pointwise_filter_gradient", inputs, {"DFilter": dfilter}, {})
+    graph.replace([], gradient, "native_pointwise_conv_backward_filter", inputs, {"DFilter": dfilter}, {})
     gradient.desc.set_output("Filter@GRAD", [])
 
 

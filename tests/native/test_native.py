@@ -373,12 +373,12 @@ POINTWISE_SHAPES = [(2, 5, 7, 24, 144), (2, 5, 7, 144, 24), (1, 1, 1, 8, 8), (3,
 def test_pointwise_filter_gradient(device, where, dtype, shape):
     random, (*image, inputs, outputs) = Random(dtype), shape
     x, dy = random.images((*image, inputs)), random.images((*image, outputs))
-    (dfilter,) = run("native_pointwise_filter_gradient", x, dy, None)
+    (dfilter,) = run("native_pointwise_conv_backward_filter", x, dy, None)
     expected = np.einsum("nhwo,nhwi->oi", wide(dy), wide(x))[..., None, None]
     close(dfilter, expected, dtype, size=np.prod(image) ** 0.5)
-    assert same(run("native_pointwise_filter_gradient", x, dy, None), [dfilter])
+    assert same(run("native_pointwise_conv_backward_filter", x, dy, None), [dfilter])
     into = paddle.zeros_like(dfilter)
-    run("native_pointwise_filter_gradient", x, dy, [into])
+    run("native_pointwise_conv_backward_filter", x, dy, [into])
     assert same([into], [dfilter])
 
 
@@ -387,10 +387,10 @@ def test_unsupported_pointwise_convolutions_raise(device, where):
     for channels, others, dtype in ((40, 40, "bfloat16"), (8, 12, "bfloat16"), (6, 16, "bfloat16"), (8, 8, "float32")):
         with pytest.raises(Exception, match="requires half precision, a multiple of 4 channels up to 32"):
             images = [paddle.ones([1, 2, 2, count], dtype) for count in (channels, others)]
-            run("native_pointwise_filter_gradient", *images, None)
+            run("native_pointwise_conv_backward_filter", *images, None)
     with pytest.raises(Exception, match="differs from the input"):
         x = paddle.ones([1, 2, 2, 8], "bfloat16")
-        run("native_pointwise_filter_gradient", x, x[:, :1], None)
+        run("native_pointwise_conv_backward_filter", x, x[:, :1], None)
 
 
 def philox(key, counter):

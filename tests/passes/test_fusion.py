@@ -104,7 +104,7 @@ def test_pointwise_convolutions_with_few_channels_are_split(parse, pointwise_ker
     fusion.fuse(main)
     block, split = main.global_block(), set()
     for op in block.ops:
-        if op.type == "native_pointwise_filter_gradient":
+        if op.type == "native_pointwise_conv_backward_filter":
             split.add(tuple(block.var(op.output("DFilter")[0]).shape))
     channels = [(16, 32), (96, 16), (24, 96), (144, 24), (24, 144), (32, 144), (192, 32), (32, 192)]
     assert split == {(*pair, 1, 1) for pair in channels}
