@@ -1,11 +1,12 @@
 """Layers shared by several networks."""
 
+import inspect
 import math
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn, static
-from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, Uniform
+from paddle.nn.initializer import Constant, Initializer, KaimingNormal, Normal, TruncatedNormal, Uniform
 from paddle.utils import unique_name
 
 
@@ -38,6 +39,13 @@ def rounded(channels, divisor):
     """Return a number of channels, rounded to a multiple of the divisor, but not down by more than 10 %."""
     result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return result + divisor if result < 0.9 * channels else result
+
+
+def truncated_normal(std):
+    """Return an initializer: a normal distribution that is truncated at two standard deviations. Paddle 2.6 always
+    truncates there; Paddle 3 truncates at the arguments a and b, by default -2 and 2."""
+    has_bounds = "a" in inspect.signature(TruncatedNormal).parameters
+    return TruncatedNormal(std=std, **({"a": -2 * std, "b": 2 * std} if has_bounds else {}))
 
 
 class FanOutNormal(Initializer):

@@ -5,9 +5,8 @@ Initialization and batch normalization follow the authors' code (TF-slim); dropo
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
-from paddle.nn.initializer import TruncatedNormal
 
-from paddle_resnet.models.layers import ConvBN, InvertedResidual
+from paddle_resnet.models.layers import ConvBN, InvertedResidual, truncated_normal
 
 # Per stage: expansion of the channels inside a block, output channels, number of blocks, stride of the first block.
 STAGES = (
@@ -21,7 +20,7 @@ class MobileNetV2(nn.Layer):
 
     def __init__(self, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):
         super().__init__()
-        initializer = TruncatedNormal(std=0.09)
+        initializer = truncated_normal(0.09)
         common = {"data_format": data_format, "initializer": initializer, "epsilon": 1e-3, "momentum": 0.997}
         self.stem = ConvBN(in_channels, 32, 3, 2, **common)
         self.blocks = nn.LayerList()

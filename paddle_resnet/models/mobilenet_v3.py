@@ -9,9 +9,8 @@ from functools import partial
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
-from paddle.nn.initializer import TruncatedNormal
 
-from paddle_resnet.models.layers import ConvBN, InvertedResidual, SqueezeExcitation, rounded
+from paddle_resnet.models.layers import ConvBN, InvertedResidual, SqueezeExcitation, rounded, truncated_normal
 
 # Per block: kernel size, channels of the depthwise convolution, output channels, whether it has squeeze-and-excitation,
 # activation, stride.
@@ -42,7 +41,7 @@ class MobileNetV3(nn.Layer):
 
     def __init__(self, blocks, head, num_classes=1000, in_channels=3, data_format="NCHW"):
         super().__init__()
-        initializer = TruncatedNormal(std=0.09)
+        initializer = truncated_normal(0.09)
         layout = {"data_format": data_format, "initializer": initializer}
         common = layout | {"epsilon": 1e-3, "momentum": 0.99}
         self.stem = ConvBN(in_channels, STEM, 3, 2, **common)
