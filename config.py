@@ -13,7 +13,7 @@ def parse_args(argv=None):
     """Read the flags.
 
     Args:
-        argv: list of arguments; default: the command line. Its flags take precedence over those in `--config FILE`,
+        argv: list of arguments; default: the command line. These flags take precedence over those in `--config FILE`,
             which take precedence over the defaults.
     Returns:
         Settings (paddle_resnet/settings/values.py): one attribute per flag with underscores; run_scope is a RunScope.

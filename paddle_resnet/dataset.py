@@ -15,7 +15,7 @@ from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import UsageError
 from utils.mode import RunScope
 
-SIDE = 64  # pixels of a sample image
+SIDE = 64  # width and height of a sample image in pixels
 
 
 def write_sample(output):
@@ -220,7 +220,7 @@ def _run_index(args):
 
 
 def _inspection():
-    """Import the module, which imports Paddle."""
+    """Import the inspection module only when needed, because it imports Paddle."""
     with signals.deferred():
         from paddle_resnet.tools import inspection
     return inspection
@@ -281,7 +281,7 @@ def _run_verify(args):
 
 
 def _claim_folder(args):
-    """Check the folder that a command creates from a data set."""
+    """Check the output folder of a command that reads a data set."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
 
