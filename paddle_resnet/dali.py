@@ -17,10 +17,10 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# The size of ImageNet-1k, for --data-format synthetic, so that an epoch has its usual length.
+# --data-format synthetic uses the size of ImageNet-1k, so that an epoch has its usual length.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
-# --interp: "linear" reads the four pixels around a point. The others widen their filter when the image shrinks, so that
-# every pixel counts (antialiasing).
+# --interp: "linear" reads the four pixels around a point. The other methods widen their filter when they shrink an
+# image, so that every pixel contributes (antialiasing).
 INTERPOLATION = {
     "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
     "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
@@ -35,7 +35,7 @@ PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # Size of the largest image of ImageNet's train/. nvJPEG allocates its buffers for it at the start; growing them later
 # would stall the GPU each time.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
-# Conditions that determine the order of the training images. It is the same for any number of processes.
+# Conditions that determine the order of the training images. The order is the same for any number of processes.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "number of images", "DALI version")
 
 LIST = "list of images and labels (hash)"
@@ -55,11 +55,12 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags. Device and number of classes are resolved here if they are not yet; changes the flags.
+        args: flags. If device and number of classes are not resolved yet, this function resolves them, which changes
+            the flags.
         mode: Mode.TRAIN: shuffled and augmented, without the last partial batch. Mode.EVAL: in order, every image of
             the data set once, with a shorter last batch.
         state: result of state() of this process's training loader, to resume with the next batch. If the flags have
-            changed, a warning names the change: at the end of an epoch, the order of the images continues, and the
+            changed, a warning states the change: at the end of an epoch, the order of the images continues, and the
             random numbers of the augmentation start again; inside an epoch, or with a different data set, the loader
             starts with the order of the first epoch.
         trained: class of each output of a trained network, which then defines the labels of class folders. None: the
@@ -68,7 +69,7 @@ def build_dataloader(args, mode, state=None, trained=None):
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
         images. Attributes: `len()`: number of steps per epoch, in training the same on every process; `step`: number of
         steps done; `data_set_size`: number of images in the split, over all processes; `classes` and, for reports,
-        `class_names`: in label order; `digest`: that of readers.DataSet, None for synthetic images.
+        `class_names`: in label order; `digest`: digest of the readers.DataSet, None for synthetic images.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
@@ -119,7 +120,7 @@ def build_dataloader(args, mode, state=None, trained=None):
             )
         if images == 0:
             return EmptyIterator(data_set)
-        # DALI makes no empty shards: use one shard per image, for the processes that have one.
+        # DALI does not support empty shards, so there is one shard per image, for the processes that have an image.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions)
@@ -127,7 +128,7 @@ def build_dataloader(args, mode, state=None, trained=None):
 
 
 def open_data_set(args, mode, trained=None):
-    """Return the readers.DataSet of a split, without the images of --skip-list. Raises the UsageError of
+    """Return the readers.DataSet of a split, without the images of --skip-list. Raises the same UsageError as
     build_dataloader."""
     skip = frozenset()
     if args.skip_list is not None:
@@ -163,7 +164,7 @@ def _restored(pipeline, make):
         return make()
     except UsageError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as e:  # DALI's plugin does not check what it reads
+    except (AttributeError, LookupError, TypeError, ValueError) as e:  # DALI's plugin does not validate the checkpoint
         raise _state_error(repr(e)) from e
 
 
@@ -172,16 +173,16 @@ def _state_error(reason):
 
 
 def _usable(args, state, conditions, steps):
-    """Return the usable part of a state, and log the conditions that have changed.
+    """Return the usable part of a loader state, and log the conditions that have changed.
 
     Returns:
         (state, or None if it cannot be used; whether only the order of the images continues).
     Raises:
-        StateError: its step exceeds the steps per epoch.
+        StateError: the step in the state exceeds the steps per epoch.
     """
     if state is None:
         return None, False
-    # Older checkpoints know neither the flags nor the list.
+    # Older checkpoints contain neither these flags nor the list.
     older = {"--cpu-decoder-load": 0.0, "--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
     before = older | state["conditions"]
     changes = {
@@ -194,7 +195,7 @@ def _usable(args, state, conditions, steps):
             f"{', '.join(changes.values())}: the order of the images continues, and the random numbers of the "
             "augmentation start again"
         )
-        (logger.info if args.sizes else logger.warn)(text)  # a new stage begins, or the flags have changed
+        (logger.info if args.sizes else logger.warn)(text)  # warn only if the flags have changed, not at a new stage
         return state, True
     if changes:
         logger.warn(
@@ -234,7 +235,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         data_set: readers.DataSet.
         mode: Mode.TRAIN: random-resized crop, color jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
             shorter side to --resize-short, center crop.
-        shard_id: number of the shard, from 0.
+        shard_id: number of the shard, counted from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
     Returns:
@@ -248,9 +249,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         # Each shard has its own seed, so that random crops differ between shards.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # The plugin releases batches of the dynamic executor, DALI's default, while Paddle still copies them. With the
-        # older executor DALI copies them itself, and its stream waits for the copy before it reuses the buffer. It is
-        # as fast (benchmarks/log/loss_head_h200_2026-11-22.md).
+        # With the dynamic executor, DALI's default, the plugin releases batches while Paddle is still copying them.
+        # With the older executor, DALI copies the batches itself, and its stream waits for the copy before it reuses
+        # the buffer. The older executor is as fast (benchmarks/log/loss_head_h200_2026-11-22.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
@@ -270,18 +271,18 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         }
     else:
         decoder = {"device": "cpu"}
-    # In a large batch, several threads of DALI 2.4's decoders read the headers and lose errors: the decoder continues
-    # with a header that it has not read, and crashes. This operator raises the error. It runs first because the input
-    # of the decoder depends on it; the bytes are not copied.
+    # In a large batch, DALI 2.4's decoders read the headers in several threads and lose errors: the decoder continues
+    # with a header that was not read, and crashes. This operator raises the error instead. It runs first, because the
+    # input of the decoder depends on it; the bytes are not copied.
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
-    # The operator computes (pixel - mean) / std, so both are divided by the scale.
+    # The operator computes (pixel - mean) / std, so mean and std are divided by the scale.
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
-        # DALI assigns seeds in the order of the random operators in the graph. Explicit seeds for the augmentations
-        # keep the random numbers of crop and flip the same whether they are on or off.
+        # DALI assigns seeds in the order of the random operators in the graph. The augmentations have explicit seeds,
+        # so crop and flip draw the same random numbers with and without them.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
         images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
@@ -317,7 +318,7 @@ def _decoded_by_cpu(args):
 
 def _random_resized_crop(args, encoded, decoder, resize, seed):
     """Decode random crops and resize them. With --cpu-decoder-load, the CPU does this for some images of each batch,
-    drawn at random. CPU and GPU then draw separate crops, so that crops and flips differ from those without the flag.
+    drawn at random. CPU and GPU then draw separate crops, so crops and flips differ from those without the flag.
     """
     decode = functools.partial(
         fn.decoders.image_random_crop,
@@ -333,8 +334,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         return resize(decode(encoded, **decoder))
     if on_cpu == args.batch_size:
         return resize(decode(encoded, device="cpu")).gpu()
-    # DALI splits the batch image by image. The number is constant, so that neither part is ever empty: DALI cannot
-    # checkpoint an operator whose batch was empty.
+    # DALI splits the batch image by image. The number of images on the CPU is constant, so neither part is ever empty:
+    # DALI cannot checkpoint an operator whose batch was empty.
     if fn.batch_permutation(seed=seed) < on_cpu:
         images = resize(decode(encoded, device="cpu")).gpu()
     else:

@@ -8,7 +8,7 @@ from utils.errors import UsageError
 
 
 def read(path):
-    """Return the values of the flags in a --config file, {name: value}.
+    """Return the flags set in a --config file, {name: value}.
 
     Raises:
         UsageError: the file cannot be read or is not YAML, or it contains an unknown key or an invalid value.

@@ -54,7 +54,7 @@ def inherit(settings, recorded, names, folder):
         settings: Settings; changed.
         recorded: Settings of the earlier run.
         names: names of the flags to inherit.
-        folder: path of the checkpoint, for the origin.
+        folder: path of the checkpoint, which is recorded as the origin of the values.
     Returns:
         ({flag: value} of the flags that changed, {flag: (value, recorded value)} of the explicit flags that differ).
     """
