@@ -160,9 +160,9 @@ def all_done(args, checkpoint):
 
 
 def advise_on_loader(args, epoch, trained):
-    """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. There is no warning on
-    a CPU, which program and loader share, so that waiting does not indicate a slow loader, and none for a short first
-    epoch, which consists mostly of startup.
+    """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. On a CPU, there is no
+    warning, because the program shares the cores with the loader, so waiting does not indicate a slow loader. A short
+    first epoch is ignored, because it is mostly startup.
 
     Args:
         args: flags.

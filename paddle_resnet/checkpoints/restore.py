@@ -68,11 +68,11 @@ class StartCheckpoint:
 
     @property
     def is_inside(self):
-        """Whether the run continues inside an epoch."""
+        """Return whether the run continues inside an epoch."""
         return bool(self.step) and self.step < self.meta["steps_each_epoch"]
 
     def is_done(self, args):
-        """Whether all steps of a run with these flags are complete."""
+        """Return whether all steps of a run with these flags are complete."""
         if args.iter_unit == "epoch":
             return self.epoch >= args.epochs
         return self.meta["lr_scheduler"]["last_epoch"] >= args.num_iter and self.trained is None
@@ -250,13 +250,14 @@ def _verified(folder, flag):
 
 
 def _is_foreign(args, folder):
-    """Whether a folder contains a checkpoint of NVIDIA's example or paddle.static.save: two files and no meta.json."""
+    """Return whether a folder contains a checkpoint of NVIDIA's example or paddle.static.save: two files and no
+    meta.json."""
     files = [folder / f"{folders.foreign_prefix(args, folder)}.{ending}" for ending in ("pdparams", "pdopt")]
     return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
 
 
 def _has_files(args, folder):
-    """Whether a folder contains a meta.json, valid or damaged, or the parameters of a different program."""
+    """Return whether a folder contains a meta.json, valid or damaged, or the parameters of a different program."""
     foreign = folder / f"{folders.foreign_prefix(args, folder)}.pdparams"
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
