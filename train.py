@@ -1,4 +1,7 @@
-"""Train, evaluate or benchmark: `python train.py --help`, or through `python -m paddle.distributed.launch`."""
+"""Train, evaluate or benchmark: `python train.py --help`.
+
+With several processes, it is started by `python -m paddle.distributed.launch`.
+"""
 
 import sys
 

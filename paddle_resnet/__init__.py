@@ -13,7 +13,7 @@ if sys.argv[:1] == ["-m"]:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 # Paddle reads its flags once, at import, so they are set before any module of the package imports it.
-# This project builds legacy Programs; Paddle 3 would otherwise build PIR ones, which lack Fleet's minimize and ASP.
+# This project builds legacy Programs; Paddle 3 would otherwise build PIR programs, which lack Fleet's minimize and ASP.
 os.environ.setdefault("FLAGS_enable_pir_api", "0")
 os.environ.setdefault("GLOG_minloglevel", "2")
 # The decoder uses more streams than CUDA has queues by default (8); in a shared queue, training would wait for it.
@@ -33,7 +33,7 @@ warnings.filterwarnings("ignore", message="No ccache found")
 # changed (--sizes). data/iterators.py counts the batches itself.
 logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("Iterator data was not saved"))
 
-# If Paddle was imported before this package, it has read its flags already.
+# If Paddle was imported before this package, it has already read its flags.
 if sys.modules.get("paddle") is not None and os.environ["FLAGS_enable_pir_api"] == "0":  # noqa: SIM112
     from paddle_resnet.machine import compat
 

@@ -27,13 +27,13 @@ INTERPOLATION = {
     "cubic": {"interp_type": types.INTERP_CUBIC, "antialias": True},
     "lanczos3": {"interp_type": types.INTERP_LANCZOS3, "antialias": True},
 }
-# Eigenvectors (columns) and eigenvalues of the RGB values of ImageNet's pixels, in the customary scale of pixels from
-# 0 to 255, for the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural
-# Networks", NeurIPS 2012, section 4.1.
+# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values, for pixel values from 0 to 255 as is customary. They
+# define the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
+# NeurIPS 2012, section 4.1.
 PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 PCA_VALUES = np.array([55.46, 4.794, 1.148])
-# Size of the largest image of ImageNet's train/. nvJPEG allocates its buffers for it at the start; growing them later
-# would stall the GPU each time.
+# Size of the largest image in ImageNet's train/. nvJPEG allocates buffers for this size at the start, because growing
+# them later would stall the GPU each time.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
 # Conditions that determine the order of the training images. The order is the same for any number of processes.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "number of images", "DALI version")
@@ -57,19 +57,19 @@ def build_dataloader(args, mode, state=None, trained=None):
     Args:
         args: flags. If device and number of classes are not resolved yet, this function resolves them, which changes
             the flags.
-        mode: Mode.TRAIN: shuffled and augmented, without the last partial batch. Mode.EVAL: in order, every image of
-            the data set once, with a shorter last batch.
+        mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is omitted. Mode.EVAL: every
+            image of the data set once, in order, with a shorter last batch.
         state: result of state() of this process's training loader, to resume with the next batch. If the flags have
             changed, a warning states the change: at the end of an epoch, the order of the images continues, and the
             random numbers of the augmentation start again; inside an epoch, or with a different data set, the loader
             starts with the order of the first epoch.
-        trained: class of each output of a trained network, which then defines the labels of class folders. None: the
-            data set defines them.
+        trained: class of each output of a trained network, which then defines the labels of class folders. If None, the
+            data set defines the labels.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
-        images. Attributes: `len()`: number of steps per epoch, in training the same on every process; `step`: number of
-        steps done; `data_set_size`: number of images in the split, over all processes; `classes` and, for reports,
-        `class_names`: in label order; `digest`: digest of the readers.DataSet, None for synthetic images.
+        images. Attributes: `len()`: number of steps per epoch (in training, the same on every process); `step`:
+        number of steps done; `data_set_size`: number of images in the split, over all processes; `classes` and, for
+        reports, `class_names`: in label order; `digest`: digest of the readers.DataSet, None for synthetic images.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
@@ -148,8 +148,8 @@ def _conditions(args, data_format, size, digest=None):
 
 
 def _restored(pipeline, make):
-    """Return the iterator of a pipeline with a DALI checkpoint. Building the pipeline first distinguishes a damaged
-    checkpoint from images that cannot be decoded.
+    """Return the iterator of a pipeline with a DALI checkpoint. The pipeline is built first, because errors in the
+    build mean that the checkpoint is damaged, not that images cannot be decoded.
 
     Raises:
         StateError: the checkpoint is damaged.
@@ -215,7 +215,7 @@ def _with_reader_of(checkpoint, fresh):
 
 
 def _first_operator(checkpoint):
-    """Return the first field of a protobuf message, which is itself a message: tag, length as a varint, content."""
+    """Return the first field of a protobuf message. The field is itself a message: tag, length as a varint, content."""
     length, place = 0, 1
     while True:
         byte = checkpoint[place : place + 1]
@@ -294,7 +294,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
         images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
-        # As in serving/preprocessing.py; for a square crop, the shorter side becomes --resize-short.
+        # This matches serving/preprocessing.py. For a square crop, the shorter side becomes --resize-short.
         covered = [int(args.resize_short * side / args.crop_size + 0.5) for side in args.image_shape[1:]]
         images = fn.resize(images, size=covered, mode="not_smaller", **resize)
         mirror = 0

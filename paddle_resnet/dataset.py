@@ -23,7 +23,7 @@ def write_sample(output):
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
     enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The folder is written
-    atomically; a complete one is left unchanged.
+    atomically; a complete folder is left unchanged.
 
     Args:
         output: folder to create, with train/0 ... train/9 and val/0 ... val/9.
@@ -64,7 +64,7 @@ def main(argv=None):
     """Run a command.
 
     Returns:
-        Exit code: 0 done, 1 training would fail (verify only), 2 usage or data, 130 interrupted.
+        Exit code: 0 done, 1 training would fail (verify only), 2 error in usage or data, 130 interrupted.
     """
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)

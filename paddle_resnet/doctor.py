@@ -1,6 +1,6 @@
 """Check whether this machine can train, and suggest remedies: `python -m paddle_resnet.doctor --help`.
 
-Code that loads native libraries runs in its own process, so that a crash is reported as a problem.
+Code that loads native libraries runs in a child process, so that a crash can be reported as a problem.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 
 def examine(output_dir):
-    """Examine this machine, then test the operations of training; yields a Row for each."""
+    """Examine this machine, then test the operations that training requires; yields a Row for each result."""
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
@@ -209,7 +209,7 @@ def _available_memory():
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):  # no cgroup v2, or no limit
+    except (OSError, ValueError):  # there is no cgroup v2, or no memory limit
         return available
 
 
@@ -322,7 +322,7 @@ def _print_table(rows):
 
 
 def main(argv=None):
-    """Examine this machine; returns the exit code: 0 training works, 1 it would fail, 130 interrupted."""
+    """Examine this machine; returns the exit code: 0 training works, 1 training would fail, 130 interrupted."""
     import config
     from utils import exit_codes
 

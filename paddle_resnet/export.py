@@ -26,28 +26,29 @@ TRITON_MAX_BATCH = 64
 
 
 def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=False, model_arch_name=None):
-    """Write the inference network: float32 parameters, no masks, no optimizer.
+    """Write the inference network, with float32 parameters and without masks and optimizer state.
 
-    The folder has model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output, preprocessing,
-    classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs standalone).
+    The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
+    preprocessing, classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs
+    standalone).
 
     Args:
-        checkpoint: as for inference.load_checkpoint.
+        checkpoint: see inference.load_checkpoint.
         output: folder to create. It is created atomically, when all its files are complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
         verify: folder of a data set; all exported networks must match the checkpoint on its validation images. None
             skips this check.
-        uint8: input "images" is uint8 [N, H, W, 3], and the network normalizes it. Otherwise it is normalized float32
-            [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is always NCHW,
-            regardless of the layout in training.
+        uint8: whether the input "images" is uint8 [N, H, W, 3], which the network normalizes. Otherwise, the input is
+            normalized float32 [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is
+            always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
-        model_arch_name: as for inference.load_checkpoint.
+        model_arch_name: see inference.load_checkpoint.
     Returns:
         content of model.json.
     Raises:
         UsageError: the checkpoint does not exist, is damaged or was saved inside an epoch; the output exists or cannot
             be written; a package for ONNX is missing.
-        RunError: the results of an exported network differ from those of the checkpoint. All files are removed.
+        RunError: the results of an exported network differ from those of the checkpoint. All written files are removed.
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
@@ -192,7 +193,7 @@ def _verify(network, folder, image_root):
     recorded = network.meta["evaluated"]
     # An evaluation on a GPU is not comparable: it uses different decoders, and convolutions in TF32 or half precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
-    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded loss omits such images
+    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded loss omits non-finite losses
     if is_comparable and recorded.get("images") == expected["images"]:
         recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
         losses = expected["loss"], expected["clipped_loss"]

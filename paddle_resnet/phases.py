@@ -71,7 +71,7 @@ def claim_outputs(args, checkpoint):
     """Check that the run can write all its files.
 
     Raises:
-        UsageError: as for outputs.claim; or a file contains the report of a different run.
+        UsageError: see outputs.claim; or a file contains the report of a different run.
     """
     folder = folders.run_folder(args)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
@@ -102,7 +102,7 @@ def open_data(args, checkpoint):
         args: Settings.
         checkpoint: restore.StartCheckpoint or None.
     Raises:
-        UsageError: as for dali.build_dataloader and trace.check; or the loader state of the checkpoint is damaged.
+        UsageError: see dali.build_dataloader and trace.check; or the loader state of the checkpoint is damaged.
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
@@ -178,7 +178,7 @@ def enter_stage(training, epoch, saver):
     )
     loader = dali.build_dataloader(work.settings, Mode.TRAIN, training.loader.state())
     compiled = program.compile_prog(work.settings, work.program)
-    compiled.trace = None  # --profile-steps traces the first pass of a run only
+    compiled.trace = None  # --profile-steps traces only the first pass of a run
     saver.follow(loader, work.fetchs)
     return work._replace(loader=loader, compiled=compiled, later=later)
 
@@ -220,7 +220,7 @@ def compile_programs(args, exe, training, evaluation):
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        if args.amp and args.kernels != "native":  # float32 programs are the exact reference, so they are not folded
+        if args.amp and args.kernels != "native":  # float32 is the exact reference, so BN is not folded
             axis = 1 if args.data_layout == "NCHW" else -1
             updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
         compiled = program.compile_prog(args, evaluation.program, is_train=False)

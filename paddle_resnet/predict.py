@@ -32,13 +32,13 @@ SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped file
 def predict(model, paths, batch_size=32, device="cpu", threads=4):
     """Yield (path, probabilities, problem) for each image file, in order.
 
-    Images are decoded, resized and normalized as in an evaluation: dali.py, Mode.EVAL.
+    Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
 
     Args:
         model: inference.Model.
         paths: image files.
         batch_size: images per batch.
-        device: "cpu" or "gpu", where DALI decodes.
+        device: device on which DALI decodes, "cpu" or "gpu".
         threads: number of DALI's CPU threads.
     Returns:
         iterator. probabilities are float32 [classes]; for a file that cannot be decoded, they are None and problem
@@ -139,7 +139,8 @@ def _decoded(description, batches, batch_size, device, threads):
 
 
 def find_images(arguments, stdin):
-    """Return the image paths from arguments: files, folders (searched at any depth), `-` (one path per line of stdin).
+    """Return the image paths that command-line arguments specify: files, folders (searched at any depth), `-` (one path
+    per line of stdin).
 
     Raises:
         UsageError: a folder contains no images or cannot be listed, stdin cannot be read, or there is no path.

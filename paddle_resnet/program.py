@@ -97,7 +97,7 @@ def create_strategy(args, is_train=True):
 
     Args:
         args: Settings.
-        is_train: enable the fused operators of a training step.
+        is_train: whether to enable the fused operators of a training step.
     Returns:
         (BuildStrategy, None), because executors since Paddle 2.5 do not accept an ExecutionStrategy.
     Raises:
@@ -189,7 +189,7 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler):
     optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
     if args.asp:
         sparsity.exclude_classifier(main_prog, model)
-    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints its optimizers' names
+    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
         optimizer.minimize(loss, startup_prog)
     scalars.register(main_prog, lr_scheduler._var_name, lr_scheduler)
     accumulation.add_sums(main_prog, startup_prog, args.accumulate_steps)
@@ -381,12 +381,12 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         lr_scheduler: schedule to advance after each step, or None.
     Returns:
         dict of metrics over all processes:
-        loss, top1, top5: means over images; the loss over images with a finite loss, NaN if there are none.
+        loss, top1, top5: means over images; the loss only over images with a finite loss, NaN if there are none.
         not_finite: number of images whose loss is NaN or infinite, if there are any.
         images, steps, epoch_time (seconds), ips (images/s). After a resume inside an epoch, steps and times cover only
         the rest of the epoch.
         data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
-        loss_scale: with dynamic loss scaling.
+        loss_scale: current loss scale, only with dynamic loss scaling.
         With --benchmark, these metrics cover only the measured steps, and the result also contains
         latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps (the time per step; the host
         is a step ahead of a GPU, so one batch takes longer); and
@@ -672,7 +672,7 @@ def _over_all_processes(meters, clock, stopped):
     own |= {"steps": len(clock.batch_times), "time": sum(clock.batch_times), "data_time": sum(clock.data_times)}
     all_ranks = exchange.all_gather(list(own.values()))
     sums = dict(zip(own, all_ranks.sum(axis=0), strict=True))
-    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # a process may have no images
+    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # the maximum, because a process may have no images
     if sums["stopped"]:
         raise Preempted
     result = {name: mean(sums[name, "sum"], sums[name, "finite"]) for name in meters}
@@ -700,7 +700,7 @@ def _confusion_over_all_processes(meter):
     codes, places = np.unique(all_ranks[:, :longest], return_inverse=True)
     counts = np.zeros(len(codes), np.int64)
     np.add.at(counts, places.reshape(-1), all_ranks[:, longest:].reshape(-1))
-    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # without the padding
+    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # drops the padding
     labels, predictions, counts = confusion.T
     images, correct = (np.bincount(labels, n, meter.class_num) for n in (counts, counts * (labels == predictions)))
     class_top1 = np.divide(correct, images, out=np.full(len(images), np.nan), where=images > 0)

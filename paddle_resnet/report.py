@@ -50,7 +50,7 @@ def _tables(args):
     if args.benchmark or not args.run_scope.evaluates:
         return {}
     kinds = ["classes", "confusion", *(["predictions"] if args.report_html else [])]
-    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # /dev/null, a pipe
+    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # such as /dev/null or a pipe
         kinds = []
     paths = {kind: files.companion(args.report_file, f"{kind}.csv") for kind in kinds}
     return paths | ({"predictions": args.predictions} if args.predictions is not None else {})
@@ -120,7 +120,7 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
         args: flags.
         train_loader, eval_loader: None for a loader that the run does not use.
         fused_operators: {operator: count} of the program that the line describes.
-        gradient_all_reduces: number per training step.
+        gradient_all_reduces: number of gradient all-reduces per training step.
         is_captured: whether the steps of that program are captured as a CUDA graph.
     """
     world_size = processes.world_size()
@@ -274,7 +274,8 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, trained, evaluated, best, folder):
-    """Log the results of a training run, and print the command that evaluates its last checkpoint with its own report.
+    """Log the results of a training run, and print a command that evaluates the last checkpoint and writes a separate
+    report.
 
     Args:
         args: flags.

@@ -1,4 +1,4 @@
-"""Flags that depend on the machine, the checkpoint and the data, resolved in one order before settings are frozen:
+"""Resolve flags that depend on machine, checkpoint and data, in this order, before the settings are frozen:
 
 command line, file   config.parse_args
 device               resolve_device, before the processes connect
@@ -114,7 +114,8 @@ def resolve_kernels(settings):
                 raise UsageError(f"--kernels native: {e}; fix that, or use --kernels paddle") from e
             logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using the slower kernels of Paddle")
             settings.resolve("machine", kernels="paddle")
-    # A trace must attribute kernels to operators, and capturing NCCL between hosts is untested.
+    # A trace must attribute kernels to operators, which a CUDA graph prevents; capturing NCCL between hosts is
+    # untested.
     can_capture = is_on_gpu and settings.kernels == "native" and processes.is_one_host()
     if not can_capture or settings.profile_steps is not None:
         settings.resolve("machine", cuda_graph=False)

@@ -34,7 +34,7 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
         arch: --model-arch-name; None uses the network of the published model.
         preprocessing: {attribute of a preprocessing flag: value}; None uses the values of the published model. All
             other preprocessing flags have the network's defaults.
-        verbose: list all tensors that do not match the network.
+        verbose: whether errors list all tensors that do not match the network.
     Returns:
         content of meta.json, without format, files and checksum.
     Raises:

@@ -51,7 +51,7 @@ def read_npz(path):
     """Read a file written by numpy.savez and return {name: array of booleans or numbers}.
 
     Raises:
-        UnreadableError: as for read_pickle.
+        UnreadableError: see read_pickle.
     """
     with errors(), files.open_regular(path) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
@@ -75,7 +75,7 @@ def errors():
 
 
 class _Array:
-    """An array in a pickle. One opcode creates it, and a later one sets its content."""
+    """An array in a pickle. One opcode creates it, and a later opcode sets its content."""
 
     value = None
 
@@ -85,12 +85,12 @@ def interpret(file, size, objects):
     file specifies.
 
     Args:
-        file: binary file; afterwards its position is after the pickle.
+        file: binary file; afterwards, its position is the end of the pickle.
         size: size of the file in bytes.
         objects: object with the methods of NumPyObjects, which define the functions and classes that the pickle may
             specify, and what they return.
     Raises:
-        UnreadableError: an opcode, function or class that such a pickle does not need.
+        UnreadableError: the file uses an opcode, function or class that such a pickle does not need.
         Exception: the file is damaged; the type varies.
     """
     stack, marks, memo = [], [], {}

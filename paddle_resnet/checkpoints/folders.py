@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: writing, verifying, listing and deleting. This module does not depend on the network.
+"""Write, verify, list and delete checkpoint folders on disk. This module does not depend on the network.
 
 Checkpoints are written atomically. ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json is
 valid and every file listed there has the listed size and sha256. Hidden entries next to it are work in progress. If a
@@ -84,7 +84,7 @@ def keep(root, file):
     """Return a lock on ROOT: the argument, or a new lock if .lock has been deleted or replaced.
 
     Raises:
-        BlockingIOError: as for lock.
+        BlockingIOError: see lock.
     """
     if locks.is_of(file, Path(root) / _LOCK):
         return file
@@ -388,7 +388,7 @@ def resolve(path, arch=None, log=logger.info):
         arch: name of the network, if it is known.
         log: function that logs the choice.
     Raises:
-        UsageError: as for run_in.
+        UsageError: see run_in.
     """
     root = run_in(path, arch)
     if is_checkpoint(root) or not finished(root):

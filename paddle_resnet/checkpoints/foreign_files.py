@@ -1,7 +1,7 @@
 """Read weights from other projects: .pth from PyTorch, .safetensors, and .pdparams from Paddle.
 
-Nothing in a file is executed, and memory is proportional to the size of the file: compressed archives and tensors that
-overlap are rejected.
+Nothing in a file is executed. Memory use is proportional to the file size, because compressed archives and overlapping
+tensors are rejected.
 """
 
 import io
@@ -91,7 +91,7 @@ def _read_pdparams(path):
 
 
 def _read_safetensors(path):
-    """Format: https://github.com/huggingface/safetensors#format"""
+    """Read a .safetensors file; see https://github.com/huggingface/safetensors#format for the format."""
     with files.open_regular(path, MAX_BYTES) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, _size(file) - 8):

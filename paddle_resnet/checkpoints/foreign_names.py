@@ -32,7 +32,7 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a family of networks in some projects.
+    """The names that some projects use in a family of networks.
 
     Attributes:
         projects: names of the projects.
@@ -52,7 +52,7 @@ _RESNET = (
     (r"layer(\d+)\.(\d+)\.downsample\.0", "*.shortcut.conv"),
     (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.bn"),
 )
-# ResNet-D: three convolutions in the stem, and pooling before the convolution of a shortcut.
+# ResNet-D has three convolutions in the stem, and pooling before the convolution of a shortcut.
 _RESNET_D_OF_TIMM = (
     *((rf"conv1\.{3 * i}", f"stem.{i}.conv") for i in range(3)),
     *((r"conv1\.1", "stem.0.bn"), (r"conv1\.4", "stem.1.bn"), ("bn1", "stem.2.bn")),

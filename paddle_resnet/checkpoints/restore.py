@@ -173,7 +173,7 @@ def _check_default_network(args, folder):
 
 
 def _clean(folder):
-    """Remove unfinished work. The lock protects the work of a running job."""
+    """Remove the unfinished work of a killed run. The lock ensures that no run is still working in the folder."""
     try:
         with folders.hold(folder):
             folders.clean(folder)
@@ -182,12 +182,13 @@ def _clean(folder):
 
 
 def _newest(args, root, resumes=False):
-    """Return the newest valid checkpoint below a folder. Damaged ones trigger a warning and are skipped.
+    """Return the newest valid checkpoint below a folder. Damaged checkpoints trigger a warning and are skipped.
 
     Args:
         args: flags.
         root: the folder.
-        resumes: whether the search is for --resume. Otherwise, if all are of a different program, return the newest.
+        resumes: whether the search is for --resume. If not, and all checkpoints are from a different program, return
+            the newest of them.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
@@ -302,7 +303,8 @@ def log_evaluated(args, checkpoint):
 
 def resolve_network(args):
     """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
-    explicit, set it to the network of that checkpoint. --resume then searches the run folder of this network."""
+    explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
+    network."""
     has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
     if args.resume and has_start and not args.is_explicit("model_arch_name"):
         first = args.copy(resume=False)
@@ -351,7 +353,7 @@ def _inherited_names(args, checkpoint, recorded, resumes):
 
 
 def _log_differences(folder, differing, resumes):
-    """Log the explicit flags that differ from those of a checkpoint: {flag: (value, recorded value)}."""
+    """Log the explicit flags that differ from those of a checkpoint, passed as {flag: (value, recorded value)}."""
     saving = set(map(flag, of_kinds("saving"))) if resumes else set()
     changes = {name: f"{name} {text(now)} (was {text(old)})" for name, (now, old) in differing.items()}
     if harmless := [change for name, change in changes.items() if name in saving]:
@@ -478,7 +480,7 @@ def _epoch_of(folder):
 
 
 def _log_environment_changes(meta):
-    before = meta.get("paddle_version", paddle.__version__)  # missing in older checkpoints
+    before = meta.get("paddle_version", paddle.__version__)  # older checkpoints do not record it
     if before != paddle.__version__:
         logger.warn(f"the checkpoint is from Paddle {before}, but this is {paddle.__version__}; results may differ")
     if processes.world_size() != meta["world_size"]:

@@ -14,7 +14,7 @@ from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, 
 
 
 def problem(meta):
-    """Describe what is invalid in the content of a meta.json (without its checksum); None if it is valid."""
+    """Return what is invalid in the content of a meta.json (without its checksum), or None if the content is valid."""
     for name, is_valid in SCHEMA.items():
         if name not in meta:
             return f"{name} is missing"
@@ -83,7 +83,7 @@ def as_tuples(value):
 
 
 def _are_files(value):
-    """Return whether a value is {name: {"size", "sha256"}} of files in the checkpoint folder, including parameters and
+    """Return whether a value is {name: {"size", "sha256"}} for files in the checkpoint folder, including parameters and
     optimizer state."""
     return (
         is_table(value)

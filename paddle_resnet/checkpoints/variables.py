@@ -1,8 +1,8 @@
 """A program's variables and their files, PREFIX.pdparams and PREFIX.pdopt: pickled {name: array}, the format of
 `paddle.static.load`. Loading is strict. Parameters are stored in float32, regardless of the training precision.
 
-With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. Evaluation, prediction, export and
---from-pretrained-params read it instead of PREFIX.pdparams if it exists.
+With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. If this file exists, evaluation,
+prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
 """
 
 from pathlib import Path
@@ -214,7 +214,7 @@ def load_statistics(path, place, is_averaged, is_verbose):
 
 
 def snapshot(program):
-    """Copy ({parameter: float32 array}, {optimizer variable: array}) to host memory."""
+    """Return copies in host memory: ({parameter: float32 array}, {optimizer variable: array})."""
     parameters, others = variables(program)
     params = {name: read(name) for name in parameters}
     optimizer = {name: read(name) for name in others}

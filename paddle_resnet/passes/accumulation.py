@@ -12,7 +12,7 @@ from paddle import static
 from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import table
 
-SCOPE = "accumulate"  # name scope of the operators of add_sums
+SCOPE = "accumulate"  # name scope of the operators that add_sums inserts
 PREFIX = "accumulated."  # prefix of the sums, which checkpoints do not contain, because they are 0 after each update
 _COMMUNICATION = (compat.ALL_REDUCE, "c_sync_comm_stream", "c_sync_calc_stream", "depend")
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole

@@ -14,7 +14,7 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.optimizers.sparsity import MASK
 from paddle_resnet.steps import scalars
 
-SUFFIX = ".ema"  # suffix of the name of a parameter's average
+SUFFIX = ".ema"  # an average has the name of its parameter with this suffix
 _SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle numbers all scopes except the first
 
 

@@ -1,6 +1,6 @@
 """Fuse Paddle's operators into custom operators (native/). In NHWC: BN with the next activation, or with the residual
-addition and ReLU; max pooling; depthwise convolutions; the filter gradient of 1x1 convolutions with few
-channels. In all layouts: the update of all parameters, with the check of gradients and the loss scale.
+addition and ReLU; max pooling; depthwise convolutions; the filter gradient of 1x1 convolutions with few channels. In
+all layouts: the update of all parameters, including the gradient check and loss scaling.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -78,7 +78,7 @@ def paddle_depthwise(program):
 
 
 class _Graph:
-    """The producer and the readers of each variable of a block, and the operators to replace."""
+    """The producer and the readers of each variable in a block, and the operators to replace."""
 
     def __init__(self, block):
         self.block = block

@@ -1,8 +1,8 @@
 """Every flag of train.py: one declaration with its name, type, default, help and kind.
 
 The kind of a flag determines which runs inherit it from a checkpoint: evaluation and fine-tuning inherit the network
-and the preprocessing, a resumed run also the recipe and the checkpoint settings. The other kinds (loader, machine,
-output) are never inherited.
+and the preprocessing, a resumed run also inherits the recipe and the checkpoint settings. The other kinds (loader,
+machine, output) are never inherited.
 """
 
 import argparse
@@ -45,7 +45,8 @@ def _flag(group, kind, name, batches=False, depends_on=(), used_by=None, before=
 
 
 def _switch(default=False):
-    """Return the options of a boolean: `--flag` alone means true, `--flag false` overrides the configuration file."""
+    """Return the argparse options of a boolean flag: `--flag` alone means true, `--flag false` overrides the
+    configuration file."""
     return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "{true,false}"}
 
 

@@ -1,4 +1,4 @@
-"""Conversion of command-line arguments and recorded flags to values."""
+"""Convert command-line arguments and recorded flags to values."""
 
 import argparse
 import difflib
@@ -30,7 +30,7 @@ ALIASES = {
     "weight-decay": "wd",
 }
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
-# Flags of newer versions of NVIDIA's example.
+# Flags of newer versions of NVIDIA's example, with the hint that the error message shows.
 ELSEWHERE = {
     "inference-dir": "run python -m paddle_resnet.export CHECKPOINT DIR after training",
     "qat": "quantization is not supported; remove it",
@@ -41,7 +41,7 @@ def parse(arguments):
     """Return the flags set by command-line arguments, {name: value}.
 
     Raises:
-        UsageError: an unknown flag or an invalid value, with one line for each.
+        UsageError: flags are unknown or values are invalid; one line per problem.
     """
     unset = object()
     args, unknown = PARSER.parse_known_args(arguments, argparse.Namespace(**dict.fromkeys(DEFAULTS, unset)))
@@ -67,7 +67,7 @@ def from_dict(values):
     default, or the value that reproduces the behavior before the flag existed; unknown flags are ignored.
 
     Raises:
-        UsageError: an invalid value.
+        UsageError: a value is invalid.
     """
     before = {name: declaration.before for name, declaration in FLAGS.items() if declaration.before is not None}
     known = before | {name: value for name, value in values.items() if name in FLAGS}
@@ -92,7 +92,7 @@ def arguments(values):
     """Convert {name: value} to command-line arguments.
 
     Raises:
-        UsageError: an unknown name, or a string that YAML has parsed as a boolean.
+        UsageError: a name is unknown, or YAML has parsed a string as a boolean.
     """
     result = []
     for key, value in values.items():

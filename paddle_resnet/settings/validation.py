@@ -21,7 +21,7 @@ AUGMENTATION_RANGES = {
 
 
 def check(settings):
-    """Check the flags after all of them are known.
+    """Check the flags once all their values are known.
 
     Raises:
         UsageError: a value is invalid, or flags conflict.

@@ -31,7 +31,7 @@ class Settings:
 
         Raises:
             dataclasses.FrozenInstanceError: the settings are frozen.
-            AttributeError: an unknown flag.
+            AttributeError: a flag is unknown.
         """
         if self._is_frozen:
             raise dataclasses.FrozenInstanceError(
@@ -44,7 +44,7 @@ class Settings:
         self._origins.update(dict.fromkeys(values, origin))
 
     def resolve(self, origin, **values):
-        """Set the values that differ; the others keep their origin."""
+        """Set the values that differ from the current ones. All other values keep their origin."""
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
 
@@ -97,7 +97,7 @@ def flag(name):
 
 
 def network_name(arch):
-    """Return the network's name for files and folders from --model-arch-name: NAME for FILE.py:NAME."""
+    """Return the name that files and folders use for the network of --model-arch-name: NAME for FILE.py:NAME."""
     return arch.rpartition(":")[2]
 
 
