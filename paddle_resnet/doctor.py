@@ -1,6 +1,6 @@
 """Check whether this machine can train, and suggest remedies: `python -m paddle_resnet.doctor --help`.
 
-Code that loads native libraries runs in a child process, so that a crash can be reported as a problem.
+Code that loads native libraries runs in its own process, so that a crash is reported as a problem.
 """
 
 import argparse

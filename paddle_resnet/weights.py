@@ -1,4 +1,4 @@
-"""Convert weights from other projects to a checkpoint: `python -m paddle_resnet.weights --help`."""
+"""Convert weights of other projects to a checkpoint: `python -m paddle_resnet.weights --help`."""
 
 import argparse
 import json
