@@ -1,7 +1,4 @@
-"""Train, evaluate or benchmark: `python train.py --help`.
-
-With several processes, it is started by `python -m paddle.distributed.launch`.
-"""
+"""Train, evaluate or benchmark: `python train.py --help`; `paddle.distributed.launch` starts several processes."""
 
 import sys
 
