@@ -1,6 +1,6 @@
 """The command line of train.py.
 
-This module imports neither Paddle nor DALI, so that `--help` and errors in flags appear immediately.
+This module imports neither Paddle nor DALI, so that `--help` and flag errors appear immediately.
 """
 
 import sys
@@ -13,14 +13,13 @@ def parse_args(argv=None):
     """Read the flags.
 
     Args:
-        argv: list of arguments; default: the command line. Its flags take precedence over those in `--config FILE`,
+        argv: list of arguments; default: the command line. These flags take precedence over those in `--config FILE`,
             which take precedence over the defaults.
     Returns:
         Settings (paddle_resnet/settings/values.py): one attribute per flag with underscores; run_scope is a RunScope.
         Unset values that depend on checkpoint, data or machine are resolved later (paddle_resnet/resolution.py).
     Raises:
-        UsageError: a flag or key is unknown, a value has the wrong type, or flags exclude each other; one line per
-            problem.
+        UsageError: a flag or key is unknown, a value has the wrong type, or flags conflict; one line per problem.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path = _config_file(argv)

@@ -1,11 +1,11 @@
-"""Train, evaluate or benchmark: `python train.py --help`, or through `python -m paddle.distributed.launch`."""
+"""Train, evaluate or benchmark: `python train.py --help`; `paddle.distributed.launch` starts several processes."""
 
 import sys
 
 import yaml
 
 import config
-from paddle_resnet import report  # sets Paddle's environment, so before any import of Paddle
+from paddle_resnet import report  # sets Paddle's environment, so it must precede any import of Paddle
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
@@ -16,8 +16,8 @@ from utils.mode import Mode
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 1 failure, 2 usage, configuration or data, 75 stopped by a signal with all
-    work saved, 130 interrupted."""
+    """Run and return the exit code: 0 done, 1 failure, 2 error in usage, configuration or data, 75 stopped by a signal
+    with all work saved, 130 interrupted."""
     try:
         return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
     finally:
@@ -35,13 +35,13 @@ def _main(argv):
 
 
 def _run(args, argv):
-    """The phases of a run, in order."""
+    """Run the phases in order."""
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if args.data_format != "synthetic" and world_size() == 1:  # a job reports it once its processes are connected
+    if args.data_format != "synthetic" and world_size() == 1:  # multi-process runs check it after they connect
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
-    try:  # takes seconds, so the flags are checked first
+    try:  # imports take seconds, so the flags are checked first
         with signals.blocked():
             from paddle import static
         from paddle_resnet.machine import compat
@@ -100,7 +100,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     logger.begin(args.as_dict(), append=report.resumes(args, checkpoint))
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
-    resumed = checkpoint and checkpoint.trained  # not None: only the evaluation at the first stop is pending
+    resumed = checkpoint and checkpoint.trained  # if not None, only the evaluation at the first stop is pending
     for stop in durations.stops(
         args, training.lr_scheduler.timeline, training.lr_scheduler.done - (resumed is not None)
     ):
@@ -124,7 +124,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
 
 def _train(exe, training, stop, save=None):
-    """Train up to a stop, or the steps of a benchmark; returns program.run's result."""
+    """Train up to a stop, or for the steps of a benchmark; returns the result of program.run."""
     from paddle_resnet import program
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
@@ -137,7 +137,7 @@ def _train(exe, training, stop, save=None):
 
 
 def _evaluate(args, exe, evaluation, stop):
-    """Evaluate with the parameters as they are now; returns program.run's result without its arrays."""
+    """Evaluate the current parameters; returns the result of program.run without its arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()

@@ -13,27 +13,27 @@ if sys.argv[:1] == ["-m"]:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 # Paddle reads its flags once, at import, so they are set before any module of the package imports it.
-# This project builds legacy Programs; Paddle 3 would otherwise build PIR ones, which lack Fleet's minimize and ASP.
+# This project builds legacy Programs; Paddle 3 would otherwise build PIR programs, which lack Fleet's minimize and ASP.
 os.environ.setdefault("FLAGS_enable_pir_api", "0")
 os.environ.setdefault("GLOG_minloglevel", "2")
 # The decoder uses more streams than CUDA has queues by default (8); in a shared queue, training would wait for it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-# CUDA libraries of Python packages, for Paddle.
+# Let Paddle find the CUDA libraries of installed Python packages.
 libraries.prepare()
-# Reject larger images in PNG, BMP, WebP and other formats that OpenCV decodes: a file of 100 kB can require 7 GB.
+# Limit the pixels of images in PNG, BMP, WebP and other formats that OpenCV decodes: a file of 100 kB can require 7 GB.
 os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 
-# Issued for each training program, for the expected behavior of batch normalization.
+# Paddle issues this warning for each training program; it describes the expected behavior of batch normalization.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
-# Issued by Paddle 3 at import, for a tool that this project does not use.
+# Paddle 3 issues this warning at import; it is about a tool that this project does not use.
 warnings.filterwarnings("ignore", message="No ccache found")
 
-# Issued by DALI if a loader continues only the order of the images, such as after a change of the batch size (--sizes).
-# data/iterators.py counts the batches itself.
+# DALI issues this warning if a loader continues only the order of the images, for example after the batch size has
+# changed (--sizes). data/iterators.py counts the batches itself.
 logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("Iterator data was not saved"))
 
-# If Paddle was imported before this package, it has read its flags already.
+# If Paddle was imported before this package, it has already read its flags.
 if sys.modules.get("paddle") is not None and os.environ["FLAGS_enable_pir_api"] == "0":  # noqa: SIM112
     from paddle_resnet.machine import compat
 

@@ -17,25 +17,25 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# The size of ImageNet-1k, for --data-format synthetic, so that an epoch has its usual length.
+# --data-format synthetic uses the size of ImageNet-1k, so that an epoch has its usual length.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
-# --interp: "linear" reads the four pixels around a point. The others widen their filter when the image shrinks, so that
-# every pixel counts (antialiasing).
+# --interp: "linear" reads the four pixels around a point. The other methods widen their filter when they shrink an
+# image, so that every pixel contributes (antialiasing).
 INTERPOLATION = {
     "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
     "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
     "cubic": {"interp_type": types.INTERP_CUBIC, "antialias": True},
     "lanczos3": {"interp_type": types.INTERP_LANCZOS3, "antialias": True},
 }
-# Eigenvectors (columns) and eigenvalues of the RGB values of ImageNet's pixels, in the customary scale of pixels from
-# 0 to 255, for the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural
-# Networks", NeurIPS 2012, section 4.1.
+# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values, for pixel values from 0 to 255 as is customary. They
+# define the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
+# NeurIPS 2012, section 4.1.
 PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 PCA_VALUES = np.array([55.46, 4.794, 1.148])
-# Size of the largest image of ImageNet's train/. nvJPEG allocates its buffers for it at the start; growing them later
-# would stall the GPU each time.
+# Size of the largest image in ImageNet's train/. nvJPEG allocates buffers for this size at the start, because growing
+# them later would stall the GPU each time.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
-# Conditions that determine the order of the training images. It is the same for any number of processes.
+# Conditions that determine the order of the training images. The order is the same for any number of processes.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "number of images", "DALI version")
 
 LIST = "list of images and labels (hash)"
@@ -55,20 +55,21 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags. Device and number of classes are resolved here if they are not yet; changes the flags.
-        mode: Mode.TRAIN: shuffled and augmented, without the last partial batch. Mode.EVAL: in order, every image of
-            the data set once, with a shorter last batch.
+        args: flags. If device and number of classes are not resolved yet, this function resolves them, which changes
+            the flags.
+        mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is omitted. Mode.EVAL: every
+            image of the data set once, in order, with a shorter last batch.
         state: result of state() of this process's training loader, to resume with the next batch. If the flags have
-            changed, a warning names the change: at the end of an epoch, the order of the images continues, and the
+            changed, a warning states the change: at the end of an epoch, the order of the images continues, and the
             random numbers of the augmentation start again; inside an epoch, or with a different data set, the loader
             starts with the order of the first epoch.
-        trained: class of each output of a trained network, which then defines the labels of class folders. None: the
-            data set defines them.
+        trained: class of each output of a trained network, which then defines the labels of class folders. If None, the
+            data set defines the labels.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
-        images. Attributes: `len()`: number of steps per epoch, in training the same on every process; `step`: number of
-        steps done; `data_set_size`: number of images in the split, over all processes; `classes` and, for reports,
-        `class_names`: in label order; `digest`: that of readers.DataSet, None for synthetic images.
+        images. Attributes: `len()`: number of steps per epoch (in training, the same on every process); `step`:
+        number of steps done; `data_set_size`: number of images in the split, over all processes; `classes` and, for
+        reports, `class_names`: in label order; `digest`: digest of the readers.DataSet, None for synthetic images.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
@@ -119,7 +120,7 @@ def build_dataloader(args, mode, state=None, trained=None):
             )
         if images == 0:
             return EmptyIterator(data_set)
-        # DALI makes no empty shards: use one shard per image, for the processes that have one.
+        # DALI does not support empty shards, so there is one shard per image, for the processes that have an image.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions)
@@ -127,7 +128,7 @@ def build_dataloader(args, mode, state=None, trained=None):
 
 
 def open_data_set(args, mode, trained=None):
-    """Return the readers.DataSet of a split, without the images of --skip-list. Raises the UsageError of
+    """Return the readers.DataSet of a split, without the images of --skip-list. Raises the same UsageError as
     build_dataloader."""
     skip = frozenset()
     if args.skip_list is not None:
@@ -147,8 +148,8 @@ def _conditions(args, data_format, size, digest=None):
 
 
 def _restored(pipeline, make):
-    """Return the iterator of a pipeline with a DALI checkpoint. Building the pipeline first distinguishes a damaged
-    checkpoint from images that cannot be decoded.
+    """Return the iterator of a pipeline with a DALI checkpoint. The pipeline is built first, because errors in the
+    build mean that the checkpoint is damaged, not that images cannot be decoded.
 
     Raises:
         StateError: the checkpoint is damaged.
@@ -163,7 +164,7 @@ def _restored(pipeline, make):
         return make()
     except UsageError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as e:  # DALI's plugin does not check what it reads
+    except (AttributeError, LookupError, TypeError, ValueError) as e:  # DALI's plugin does not validate the checkpoint
         raise _state_error(repr(e)) from e
 
 
@@ -172,16 +173,16 @@ def _state_error(reason):
 
 
 def _usable(args, state, conditions, steps):
-    """Return the usable part of a state, and log the conditions that have changed.
+    """Return the usable part of a loader state, and log the conditions that have changed.
 
     Returns:
         (state, or None if it cannot be used; whether only the order of the images continues).
     Raises:
-        StateError: its step exceeds the steps per epoch.
+        StateError: the step in the state exceeds the steps per epoch.
     """
     if state is None:
         return None, False
-    # Older checkpoints know neither the flags nor the list.
+    # Older checkpoints contain neither these flags nor the list.
     older = {"--cpu-decoder-load": 0.0, "--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
     before = older | state["conditions"]
     changes = {
@@ -194,7 +195,7 @@ def _usable(args, state, conditions, steps):
             f"{', '.join(changes.values())}: the order of the images continues, and the random numbers of the "
             "augmentation start again"
         )
-        (logger.info if args.sizes else logger.warn)(text)  # a new stage begins, or the flags have changed
+        (logger.info if args.sizes else logger.warn)(text)  # warn only if the flags have changed, not at a new stage
         return state, True
     if changes:
         logger.warn(
@@ -214,7 +215,7 @@ def _with_reader_of(checkpoint, fresh):
 
 
 def _first_operator(checkpoint):
-    """Return the first field of a protobuf message, which is itself a message: tag, length as a varint, content."""
+    """Return the first field of a protobuf message. The field is itself a message: tag, length as a varint, content."""
     length, place = 0, 1
     while True:
         byte = checkpoint[place : place + 1]
@@ -234,7 +235,7 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         data_set: readers.DataSet.
         mode: Mode.TRAIN: random-resized crop, color jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
             shorter side to --resize-short, center crop.
-        shard_id: number of the shard, from 0.
+        shard_id: number of the shard, counted from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
     Returns:
@@ -248,9 +249,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         # Each shard has its own seed, so that random crops differ between shards.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # The plugin releases batches of the dynamic executor, DALI's default, while Paddle still copies them. With the
-        # older executor DALI copies them itself, and its stream waits for the copy before it reuses the buffer. It is
-        # as fast (benchmarks/log/loss_head_h200_2026-11-22.md).
+        # With the dynamic executor, DALI's default, the plugin releases batches while Paddle is still copying them.
+        # With the older executor, DALI copies the batches itself, and its stream waits for the copy before it reuses
+        # the buffer. The older executor is as fast (benchmarks/log/loss_head_h200_2026-11-22.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
@@ -270,18 +271,18 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         }
     else:
         decoder = {"device": "cpu"}
-    # In a large batch, several threads of DALI 2.4's decoders read the headers and lose errors: the decoder continues
-    # with a header that it has not read, and crashes. This operator raises the error. It runs first because the input
-    # of the decoder depends on it; the bytes are not copied.
+    # In a large batch, DALI 2.4's decoders read the headers in several threads and lose errors: the decoder continues
+    # with a header that was not read, and crashes. This operator raises the error instead. It runs first, because the
+    # input of the decoder depends on it; the bytes are not copied.
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
-    # The operator computes (pixel - mean) / std, so both are divided by the scale.
+    # The operator computes (pixel - mean) / std, so mean and std are divided by the scale.
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
-        # DALI assigns seeds in the order of the random operators in the graph. Explicit seeds for the augmentations
-        # keep the random numbers of crop and flip the same whether they are on or off.
+        # DALI assigns seeds in the order of the random operators in the graph. The augmentations have explicit seeds,
+        # so crop and flip draw the same random numbers with and without them.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
         images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
@@ -293,7 +294,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
         images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
-        # As in serving/preprocessing.py; for a square crop, the shorter side becomes --resize-short.
+        # This matches serving/preprocessing.py. For a square crop, the shorter side becomes --resize-short.
         covered = [int(args.resize_short * side / args.crop_size + 0.5) for side in args.image_shape[1:]]
         images = fn.resize(images, size=covered, mode="not_smaller", **resize)
         mirror = 0
@@ -317,7 +318,7 @@ def _decoded_by_cpu(args):
 
 def _random_resized_crop(args, encoded, decoder, resize, seed):
     """Decode random crops and resize them. With --cpu-decoder-load, the CPU does this for some images of each batch,
-    drawn at random. CPU and GPU then draw separate crops, so that crops and flips differ from those without the flag.
+    drawn at random. CPU and GPU then draw separate crops, so crops and flips differ from those without the flag.
     """
     decode = functools.partial(
         fn.decoders.image_random_crop,
@@ -333,8 +334,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         return resize(decode(encoded, **decoder))
     if on_cpu == args.batch_size:
         return resize(decode(encoded, device="cpu")).gpu()
-    # DALI splits the batch image by image. The number is constant, so that neither part is ever empty: DALI cannot
-    # checkpoint an operator whose batch was empty.
+    # DALI splits the batch image by image. The number of images on the CPU is constant, so neither part is ever empty:
+    # DALI cannot checkpoint an operator whose batch was empty.
     if fn.batch_permutation(seed=seed) < on_cpu:
         images = resize(decode(encoded, device="cpu")).gpu()
     else:

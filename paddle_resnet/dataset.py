@@ -15,7 +15,7 @@ from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import UsageError
 from utils.mode import RunScope
 
-SIDE = 64  # pixels of a sample image
+SIDE = 64  # width and height of a sample image in pixels
 
 
 def write_sample(output):
@@ -23,7 +23,7 @@ def write_sample(output):
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
     enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The folder is written
-    atomically; a complete one is left unchanged.
+    atomically; a complete folder is left unchanged.
 
     Args:
         output: folder to create, with train/0 ... train/9 and val/0 ... val/9.
@@ -64,7 +64,7 @@ def main(argv=None):
     """Run a command.
 
     Returns:
-        Exit code: 0 done, 1 training would fail (verify only), 2 usage or data, 130 interrupted.
+        Exit code: 0 done, 1 training would fail (verify only), 2 error in usage or data, 130 interrupted.
     """
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -220,7 +220,7 @@ def _run_index(args):
 
 
 def _inspection():
-    """Import the module, which imports Paddle."""
+    """Import the inspection module only when needed, because it imports Paddle."""
     with signals.deferred():
         from paddle_resnet.tools import inspection
     return inspection
@@ -281,7 +281,7 @@ def _run_verify(args):
 
 
 def _claim_folder(args):
-    """Check the folder that a command creates from a data set."""
+    """Check the output folder of a command that reads a data set."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
 

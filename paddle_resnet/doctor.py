@@ -24,7 +24,7 @@ LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
 LEAST_OPEN_FILES = 1024
 TIMEOUT_S = 300
 LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
-# The real command on a tiny network: four steps, so that a GPU also replays a captured one.
+# Training with train.py on a tiny network, for four steps, so that a GPU also replays a captured step.
 STEP = [
     *("--model-arch-name", "ResNet18", "--num-of-class", "8", "--image-shape", "4,32,32", "--crop-size", "32"),
     *("--resize-short", "36", "--batch-size", "8", "--data-layout", "NHWC", "--data-format", "synthetic"),
@@ -33,12 +33,12 @@ STEP = [
 ]
 STEP_ON_A_GPU = ["--amp", "--amp-level", "O2", "--use-dynamic-loss-scaling"]
 
-# One row of the table. status: "ok"; "note", training works nevertheless; "no", training would fail.
+# One row of the table. status: "ok"; "note": training works nevertheless; "no": training would fail.
 Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 
 def examine(output_dir):
-    """Examine this machine, then test the operations of training; yields a Row for each."""
+    """Examine this machine, then test the operations that training requires; yields a Row for each result."""
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
@@ -55,7 +55,7 @@ def examine(output_dir):
 
 
 def _nvidia_gpus():
-    """Return [[name, memory, driver] of a GPU] from nvidia-smi; [] without a driver."""
+    """Return [name, memory, driver] of each GPU as a list, from nvidia-smi; [] without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -76,7 +76,7 @@ def _gpu_rows(gpus, facts):
 
 
 def _library_facts():
-    """Return what Paddle, DALI and NVRTC report. Runs in a child process."""
+    """Return facts that Paddle, DALI and NVRTC report. Runs in a child process."""
     import paddle
 
     from paddle_resnet.machine import compat, gpus, libraries
@@ -95,7 +95,7 @@ def _library_facts():
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
-        # These are the messages of train.py.
+        # train.py shows the same messages.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
         rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
@@ -129,7 +129,8 @@ def _dali(device):
 
 
 def _has_jpeg_unit():
-    """Whether GPU 0 has a hardware JPEG decoder: only then the driver reports its utilization."""
+    """Return whether GPU 0 has a hardware JPEG decoder. The driver reports the decoder's utilization only if it
+    does."""
     import pynvml
 
     try:
@@ -202,13 +203,13 @@ def _limit(value):
 
 
 def _available_memory():
-    """Return the number of bytes that processes can still allocate, within the container's limit."""
+    """Return the number of bytes that processes can still allocate, considering the container's memory limit."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):  # no cgroup v2, or no limit
+    except (OSError, ValueError):  # there is no cgroup v2, or no memory limit
         return available
 
 
@@ -226,10 +227,10 @@ def _disk(folder):
 
 
 def _tests(device, missing):
-    """Run the operations of training."""
+    """Run the operations that training requires."""
     _, problem = _in_child(_decode_image, device)
     yield Row("test: image", problem or "decoded by DALI", "no" if problem else "ok")
-    # Without the custom kernels, a GPU trains with Paddle's.
+    # If the custom kernels are missing, a GPU trains with Paddle's kernels.
     flags = [*STEP, "--device", device, *(STEP_ON_A_GPU if device == "gpu" else [])]
     yield _test_training("test: training step", [], [*flags, "--kernels", "paddle" if missing else "native"], missing)
     launch = ["-m", "paddle.distributed.launch", *(["--nproc_per_node", "2"] if device == "cpu" else [])]
@@ -274,7 +275,7 @@ def _test_training(what, launcher, flags, missing):
 
 
 def _in_child(function, *arguments):
-    """Call a function in its own process; returns (its result, None) or (None, the problem)."""
+    """Call a function in a child process; returns (its result, None) or (None, the problem)."""
     code = f"from paddle_resnet import doctor; doctor._answer(doctor.{function.__name__}, *{arguments!r})"
     done = _run(["-c", code])
     if done.returncode == 0:
@@ -296,7 +297,7 @@ def _run(arguments):
 
 
 def _reason(returncode, output):
-    """Return the last error message in the output of a process or job, or the signal that ended it."""
+    """Return the last error message in the output of a single- or multi-process run, or the signal that ended it."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
     errors = [line for line in errors if " failed first: " not in line] or errors  # the failed rank has more details
@@ -321,7 +322,7 @@ def _print_table(rows):
 
 
 def main(argv=None):
-    """Examine this machine; returns the exit code: 0 training works, 1 it would fail, 130 interrupted."""
+    """Examine this machine; returns the exit code: 0 training works, 1 training would fail, 130 interrupted."""
     import config
     from utils import exit_codes
 

@@ -10,44 +10,45 @@ from pathlib import Path
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
 from paddle_resnet.models import registered_name
 from utils import exit_codes, files, locks, logger, outputs, signals
 from utils.errors import RunError, UsageError, printable
 
-# Tolerances of --verify between an engine and the checkpoint. If the two largest probabilities of an image differ by
-# less than TIE, rounding decides which class is first; top1 may differ only in such images. Losses are computed from
-# logits, because probabilities below 1e-38 become zero, and some engines clip them earlier.
-LOSS_TOLERANCE = 1e-4  # for the mean loss, relative if the loss is above 1
+# Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
+# image differ by less than TIE, rounding decides which class is first; top1 may differ only for such images. Losses are
+# computed from logits, because probabilities below 1e-38 become zero, and some engines clip even larger ones.
+LOSS_TOLERANCE = 1e-4  # for the mean loss; relative to the loss if it is above 1
 TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
-PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits at the largest minus this, so recorded losses can be lower
+PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits to the maximum minus 64, so recorded losses can be lower
 TRITON_MAX_BATCH = 64
 
 
 def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=False, model_arch_name=None):
-    """Write the inference network: float32 parameters, no masks, no optimizer.
+    """Write the inference network, with float32 parameters and without masks and optimizer state.
 
-    The folder has model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output, preprocessing,
-    classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs standalone).
+    The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
+    preprocessing, classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs
+    standalone).
 
     Args:
-        checkpoint: as for inference.load_checkpoint.
-        output: folder to create. It appears only when it is complete.
+        checkpoint: see inference.load_checkpoint.
+        output: folder to create. It is created atomically, when all its files are complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
-        verify: folder of a data set on whose validation images all exported networks must match the checkpoint; None to
-            skip this check.
-        uint8: input "images" is uint8 [N, H, W, 3], and the network normalizes it. Otherwise it is normalized float32
-            [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is always NCHW,
-            regardless of the layout in training.
+        verify: folder of a data set; all exported networks must match the checkpoint on its validation images. None
+            skips this check.
+        uint8: whether the input "images" is uint8 [N, H, W, 3], which the network normalizes. Otherwise, the input is
+            normalized float32 [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is
+            always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
-        model_arch_name: as for inference.load_checkpoint.
+        model_arch_name: see inference.load_checkpoint.
     Returns:
         content of model.json.
     Raises:
         UsageError: the checkpoint does not exist, is damaged or was saved inside an epoch; the output exists or cannot
             be written; a package for ONNX is missing.
-        RunError: the results of an exported network differ from those of the checkpoint. All files are removed.
+        RunError: the results of an exported network differ from those of the checkpoint. All written files are removed.
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
@@ -61,7 +62,7 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         from paddle_resnet.serving import inference, onnx_writer
 
     checkpoint = inference.resolve(checkpoint)
-    # Empty if the folder contains no parameters; load_checkpoint reports that.
+    # The list is empty if the folder contains no parameters; load_checkpoint then reports an error.
     read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
     read += [] if verify is None else [("the data set", verify)]
     outputs.claim(folders={"OUT": output}, protected=read)
@@ -85,8 +86,9 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
 
 @contextlib.contextmanager
 def _partial_folder(output):
-    """Create a folder next to the output for incomplete files, .NAME.partial/NAME, and rename it to the output at the
-    end. If an export is killed, the next one to the same output removes the folder. A lock excludes other exports.
+    """Create the folder .NAME.partial/NAME next to the output for incomplete files, and rename it to the output at the
+    end. If an export is killed, the next export to the same output removes its folder. A lock prevents concurrent
+    exports to the same output.
 
     Raises:
         UsageError: another export is writing to the same output.
@@ -125,7 +127,7 @@ def _write_paddle(network, folder):
         block._rename_var(written, name)
     program = program._remove_training_info()
     for op in program.global_block().ops:
-        if op.has_attr("op_callstack"):  # contains paths of this machine
+        if op.has_attr("op_callstack"):  # this attribute contains paths on this machine
             op._remove_attr("op_callstack")
     # Python writes the files, because Paddle's C++ function ignores a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
@@ -166,7 +168,7 @@ def _write_onnx(network, folder):
 
 
 def _verify(network, folder, image_root):
-    """Evaluate the checkpoint and the exported networks on all validation images, on the CPU.
+    """Evaluate the checkpoint and the exported networks on the CPU, with all validation images.
 
     Args:
         network: Network of the checkpoint with normalized images as input.
@@ -189,9 +191,9 @@ def _verify(network, folder, image_root):
     for model, score in zip(models[1:], others, strict=True):
         _check_agreement(model.engine, score, "the checkpoint's network", expected)
     recorded = network.meta["evaluated"]
-    # An evaluation on a GPU uses different decoders, and convolutions in TF32 or half precision.
+    # An evaluation on a GPU is not comparable: it uses different decoders, and convolutions in TF32 or half precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
-    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded loss omits such images
+    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded loss omits non-finite losses
     if is_comparable and recorded.get("images") == expected["images"]:
         recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
         losses = expected["loss"], expected["clipped_loss"]
@@ -235,7 +237,8 @@ def _score(network, model, image_root):
 
 
 def _log_softmax(logits, clip=np.inf):
-    """Return float64 [N, classes], computed without underflow. Logits are clipped at the largest minus `clip`."""
+    """Return log probabilities, float64 [N, classes], computed without underflow. Logits are clipped to the maximum
+    minus `clip`."""
     logits = logits.astype(np.float64)
     logits = np.maximum(logits - logits.max(axis=1, keepdims=True), -clip)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -255,7 +258,8 @@ def _check_agreement(name, score, reference_name, reference):
 
 
 def _write_triton(description, folder):
-    """Write a model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with the file names of the backend."""
+    """Write a model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with the file names that the backend
+    expects."""
     backends = {"paddle": ("pdmodel", "pdiparams"), "onnxruntime": ("onnx",)}
     for backend, suffixes in backends.items():
         files = [folder / f"model.{suffix}" for suffix in suffixes]

@@ -25,8 +25,9 @@ from utils.errors import UsageError
 from utils.mode import Mode
 
 # Training or evaluation: a loader and the program that it feeds, with their settings. Only training has an
-# lr_scheduler, an optimizer, and the stages that follow: [(first epoch, Work without a loader)]. Only evaluation has
-# `refresh`, to be called before each pass: it updates what follows the weights (passes/averages.py, passes/folding.py).
+# lr_scheduler, an optimizer, and the list of later stages: [(first epoch, Work without a loader)]. Only evaluation has
+# `refresh`. Call it before each pass: it recomputes values derived from the weights (passes/averages.py,
+# passes/folding.py).
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
 )
@@ -42,12 +43,13 @@ def start(args):
 
 
 def find_start(args):
-    """Find the checkpoint from which the run starts, inherit its flags, resolve the others and freeze the settings.
+    """Find the checkpoint from which the run starts, inherit its flags, resolve all other flags and freeze the
+    settings.
 
     Returns:
         restore.StartCheckpoint; None if the run starts from scratch.
     Raises:
-        UsageError: the processes differ, or flags, checkpoint, data or output folder cannot be used.
+        UsageError: the processes have different settings, or flags, checkpoint, data or output folder cannot be used.
     """
     agreement.check_start(args)
     restore.resolve_network(args)
@@ -69,7 +71,7 @@ def claim_outputs(args, checkpoint):
     """Check that the run can write all its files.
 
     Raises:
-        UsageError: as for outputs.claim; or a file contains the report of a different run.
+        UsageError: see outputs.claim; or a file contains the report of a different run.
     """
     folder = folders.run_folder(args)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
@@ -89,7 +91,7 @@ def _claim(args, checkpoint, folder):
         protected=[("the data set's", path) for path in listing.occupied(args.image_root)],
         run_folder=folder,
     )
-    logger.setup(args.report_file)  # locks the report, before check_replaced may suggest replacing it
+    logger.setup(args.report_file)  # lock the report before check_replaced may suggest replacing it
     report.check_replaced(args, checkpoint, folder)
 
 
@@ -100,7 +102,7 @@ def open_data(args, checkpoint):
         args: Settings.
         checkpoint: restore.StartCheckpoint or None.
     Raises:
-        UsageError: as for dali.build_dataloader and trace.check; or the loader state of the checkpoint is damaged.
+        UsageError: see dali.build_dataloader and trace.check; or the loader state of the checkpoint is damaged.
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
@@ -111,7 +113,7 @@ def open_data(args, checkpoint):
     except dali.StateError as e:
         raise UsageError(f"{checkpoint.folder}: {e}; move it away, or choose a different checkpoint") from e
     folder, meta = restore.origin(args, checkpoint)
-    trained = None if trains else restore.recorded_classes(meta)  # the data set defines those of a training run
+    trained = None if trains else restore.recorded_classes(meta)  # in training, the data set defines the classes
     eval_loader = dali.build_dataloader(args, Mode.EVAL, trained=trained) if evaluates else None
     restore.compare_classes(folder, meta, train_loader or eval_loader, is_fine_tuning=trains and not checkpoint)
     dali.warn_of_unused_outputs(args, train_loader or eval_loader)
@@ -120,7 +122,7 @@ def open_data(args, checkpoint):
 
 
 def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
-    """Build the programs and initialize the parameters, which training, evaluation and later stages share.
+    """Build the programs and initialize their parameters, which training, evaluation and later stages share.
 
     Args:
         args: Settings.
@@ -154,7 +156,7 @@ def _training(args, loader, startup_prog, lr_scheduler):
 
 
 def show_on_tensorboard(args, training, checkpoint):
-    """Return the training Work, with a loader that writes TensorBoard events if --tensorboard-dir is set."""
+    """Return the training Work. If --tensorboard-dir is set, its loader also writes TensorBoard events."""
     if args.tensorboard_dir is None:
         return training
     from paddle_resnet.results import tensorboard
@@ -164,8 +166,8 @@ def show_on_tensorboard(args, training, checkpoint):
 
 
 def enter_stage(training, epoch, saver):
-    """Return the training Work of an epoch: the current one, or that of the next stage (--sizes), whose loader
-    continues the order of the images."""
+    """Return the training Work of an epoch. If a new stage (--sizes) begins, the loader of its Work continues the order
+    of the images."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later
@@ -176,7 +178,7 @@ def enter_stage(training, epoch, saver):
     )
     loader = dali.build_dataloader(work.settings, Mode.TRAIN, training.loader.state())
     compiled = program.compile_prog(work.settings, work.program)
-    compiled.trace = None  # --profile-steps traces the first pass of a run only
+    compiled.trace = None  # --profile-steps traces only the first pass of a run
     saver.follow(loader, work.fetchs)
     return work._replace(loader=loader, compiled=compiled, later=later)
 
@@ -218,7 +220,7 @@ def compile_programs(args, exe, training, evaluation):
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        if args.amp and args.kernels != "native":  # float32 programs are the exact reference, so they are not folded
+        if args.amp and args.kernels != "native":  # float32 is the exact reference, so BN is not folded
             axis = 1 if args.data_layout == "NCHW" else -1
             updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
         compiled = program.compile_prog(args, evaluation.program, is_train=False)
@@ -227,7 +229,7 @@ def compile_programs(args, exe, training, evaluation):
 
 
 def check_and_describe(args, training, evaluation):
-    """Compare data and network between all processes, and log the settings and the start line."""
+    """Check that all processes have the same data and network, and log the settings and the start line."""
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
@@ -239,8 +241,8 @@ def check_and_describe(args, training, evaluation):
 
 
 def describe(settings):
-    """Return the settings as YAML with the origin of each value: all if --show-config is explicit, otherwise those that
-    differ from the defaults."""
+    """Return the settings as YAML with the origin of each value. If --show-config is explicit, this includes all
+    settings, otherwise only those that differ from the defaults."""
     values = settings.as_dict()
     shown = values if settings.is_explicit("show_config") else parsing.changed(values)
     texts = {

@@ -15,7 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
 from paddle_resnet.models import registered_name, user_file
 from paddle_resnet.results import predictions
 from utils import exit_codes, files, logger, numbers, outputs, signals
@@ -25,20 +25,20 @@ from utils.meters import latency_percentiles
 TOP = 5
 BENCHMARK_COLUMNS = ("latency_p50_ms", "latency_p90_ms", "latency_p99_ms", "ips")
 BENCHMARK_S, BENCHMARK_STEPS = 2, 5  # minimum duration and steps of a measurement
-MAX_LINE_BYTES = 4098  # Linux's longest path and a line break
+MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
 
 def predict(model, paths, batch_size=32, device="cpu", threads=4):
     """Yield (path, probabilities, problem) for each image file, in order.
 
-    Images are decoded, resized and normalized as in an evaluation: dali.py, Mode.EVAL.
+    Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
 
     Args:
         model: inference.Model.
         paths: image files.
         batch_size: images per batch.
-        device: "cpu" or "gpu", where DALI decodes.
+        device: device on which DALI decodes, "cpu" or "gpu".
         threads: number of DALI's CPU threads.
     Returns:
         iterator. probabilities are float32 [classes]; for a file that cannot be decoded, they are None and problem
@@ -53,7 +53,7 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
 def _images(description, paths, batch_size, device, threads):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
-    DALI decodes some batches ahead and stops at the first image that it cannot decode. The images of the batches
+    DALI decodes a few batches in advance and stops at the first image that it cannot decode. All images of the batches
     already read are then decoded one by one."""
     remaining, ahead = iter(paths), deque()
 
@@ -81,12 +81,13 @@ def _images(description, paths, batch_size, device, threads):
                 yield _alone(description, path, problem, device, threads, error)
             ahead.clear()
         else:
-            yield from ((files_read, None) for files_read in ahead)  # after the last image
+            yield from ((files_read, None) for files_read in ahead)  # the last image has been decoded
             return
 
 
 def _alone(description, path, problem, device, threads, error):
-    """Decode a single image, after DALI stopped at this or a different image. Return an item of _images."""
+    """Decode a single image after DALI has stopped at this or a different image. Return an item in the format of
+    _images."""
     from paddle_resnet.data import bad_images
 
     encoded, problem = (None, problem) if problem else _read(path)
@@ -104,8 +105,8 @@ def _alone(description, path, problem, device, threads, error):
 
 
 def _read(path):
-    """Return (bytes of an image file, uint8 [size], None), or (None, problem). If DALI opened the files, it would wait
-    for the writer of a pipe and read devices endlessly."""
+    """Return (bytes of an image file, uint8 [size], None), or (None, problem). DALI does not open the files itself,
+    because it would block on pipes and read devices endlessly."""
     from paddle_resnet.data import bad_images
 
     try:
@@ -138,7 +139,8 @@ def _decoded(description, batches, batch_size, device, threads):
 
 
 def find_images(arguments, stdin):
-    """Return the image paths from arguments: files, folders (searched at any depth), `-` (one path per line of stdin).
+    """Return the image paths that command-line arguments specify: files, folders (searched at any depth), `-` (one path
+    per line of stdin).
 
     Raises:
         UsageError: a folder contains no images or cannot be listed, stdin cannot be read, or there is no path.
@@ -171,7 +173,7 @@ def _paths_on(stdin):
 
 def _images_below(folder):
     """Return the sorted paths of the images in a folder, at any depth. Links to folders are followed, but each folder
-    is read once. A warning counts the files that are skipped."""
+    is read only once. A warning states how many files are skipped."""
 
     from paddle_resnet.data.listing import is_system_name
     from paddle_resnet.data.records import IMAGE_SUFFIXES
@@ -210,13 +212,14 @@ def _images_below(folder):
 
 
 def top(probabilities, classes):
-    """Return [(label, class name, probability)] of the most probable classes; equal ones are in label order."""
+    """Return [(label, class name, probability)] of the most probable classes; classes with equal probabilities are in
+    label order."""
     names = classes + [str(i) for i in range(len(classes), len(probabilities))]
     return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
 
 
 def benchmark(models, batch_sizes):
-    """Measure networks, [inference.Model], from random images in host memory to probabilities in host memory. Yield
+    """Measure a list of inference.Model, from random images in host memory to probabilities in host memory. Yield
     {"engine", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms"} for each batch size and model.
     """
     random = np.random.default_rng(0)
@@ -237,7 +240,7 @@ def benchmark(models, batch_sizes):
 
 @contextlib.contextmanager
 def engines(path, device, model_arch_name=None):
-    """Yield a list of inference.Model: the model in each engine that can run it. A checkpoint is first exported to a
+    """Yield a list with one inference.Model for each engine that can run the model. A checkpoint is first exported to a
     temporary folder. If onnx or onnxruntime is missing or broken, onnxruntime is omitted with a warning."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference
@@ -266,7 +269,7 @@ def engines(path, device, model_arch_name=None):
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 1 some files are not images, 2 usage, 130 interrupted."""
+    """Run and return the exit code: 0 done, 1 some files are not images, 2 usage error, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
     parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
@@ -303,7 +306,7 @@ def _main(args):
     paths = [] if args.benchmark else find_images(args.images, sys.stdin)
     _claim_csv(args, paths)
     with signals.deferred():
-        from paddle_resnet.machine import compat  # imports Paddle, which takes seconds
+        from paddle_resnet.machine import compat  # this imports Paddle, which takes seconds
 
         compat.check_version()
         from paddle_resnet.data import bad_images
@@ -334,7 +337,7 @@ def _main(args):
 
 
 def _claim_csv(args, paths):
-    """Check --csv; it must not replace an image or a file of the model."""
+    """Check that --csv does not replace an image or a file of the model."""
     if args.csv in (None, "-"):
         return
     model = Path(args.model)
@@ -345,7 +348,7 @@ def _claim_csv(args, paths):
 
 @contextlib.contextmanager
 def _csv_writer(path, k):
-    """Yield a function that writes a line with the k most probable classes, or None without a path."""
+    """Yield a function that writes a line with the k most probable classes; yield None if there is no path."""
     if path is None:
         yield None
         return

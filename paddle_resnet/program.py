@@ -35,13 +35,13 @@ FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_a
 
 
 def start(args, mode=Mode.TRAIN):
-    """Resolve and freeze the settings and start Fleet, unless this has been done.
+    """Resolve and freeze the settings and start Fleet, if this has not been done yet.
 
-    build and dist_optimizer call this function, so that other programs need only this module. train.py calls the same
-    functions itself, with other phases between them.
+    build and dist_optimizer call this function, so other programs need only this module. train.py calls the steps of
+    this function directly, with other phases in between.
 
     Raises:
-        UsageError: as compat.check_version and resolution.resolve.
+        UsageError: see compat.check_version and resolution.resolve.
     """
     if fleet.is_started(args):
         return
@@ -79,7 +79,7 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         mode: with Mode.TRAIN, the loss is the mean over the batch; with Mode.EVAL, the loss of each image [N, 1], which
             the host sums over the data set in float64.
     Returns:
-        {"loss", "top1", "top5": (variable, AverageMeter)}; with C < 5 classes, top5 is top-C. With Mode.EVAL also
+        {"loss", "top1", "top5": (variable, AverageMeter)}; with C < 5 classes, top5 is top-C. Mode.EVAL adds
         "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
     """
     head = loss_head.add(out, feeds, class_num, label_smoothing, mode is Mode.TRAIN)
@@ -97,9 +97,9 @@ def create_strategy(args, is_train=True):
 
     Args:
         args: Settings.
-        is_train: enable the fused operators of a training step.
+        is_train: whether to enable the fused operators of a training step.
     Returns:
-        (BuildStrategy, None). Executors since Paddle 2.5 take no ExecutionStrategy.
+        (BuildStrategy, None), because executors since Paddle 2.5 do not accept an ExecutionStrategy.
     Raises:
         UsageError: --fuse-resunit is set, and this version of Paddle lacks the pass; or --device auto is not resolved.
     """
@@ -108,7 +108,7 @@ def create_strategy(args, is_train=True):
     if args.fuse_resunit:
         compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
-        # Paddle's fused addition and activation has no bfloat16 kernel. Its passes that fuse BN skip bfloat16.
+        # Paddle's fused addition and activation has no bfloat16 kernel. Its BN fusion passes skip bfloat16.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
@@ -119,8 +119,8 @@ def create_strategy(args, is_train=True):
 def dist_optimizer(args, optimizer):
     """Wrap an optimizer for mixed precision, data parallelism and sparsity.
 
-    Only this order preserves all three. With Fleet's own strategy flags for AMP and ASP, gradients are not reduced, or
-    the program remains in float32.
+    Only this order of wrappers preserves all three. With Fleet's own strategy flags for AMP and ASP, gradients are not
+    reduced, or the program remains in float32.
     """
     start(args)
     if args.amp:
@@ -131,15 +131,15 @@ def dist_optimizer(args, optimizer):
 
 
 def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None):
-    """Build the training or evaluation program. Parameters have the same names in both, so that programs share them in
-    a scope.
+    """Build the training or evaluation program. Parameters have the same names in both programs, so the programs share
+    them in a scope.
 
     Args:
-        args: Settings. Unless they are frozen, flags that depend on the machine or the data are resolved (such as the
-            number of classes, from --image-root), and the settings are frozen.
+        args: Settings. If they are not frozen yet, this function resolves the flags that depend on the machine or the
+            data (such as the number of classes, from --image-root) and freezes the settings.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program to fill with the initialization. Do not run that of an evaluation program that
-            shares the parameters of a training program.
+        startup_prog: static.Program to fill with the initialization. If an evaluation program shares the parameters of
+            a training program, do not run its startup program.
         step_each_epoch: training batches per epoch, for the learning rate.
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
         lr_scheduler: schedule that several training programs share (schedules.build_lr_scheduler); None for a new one.
@@ -189,7 +189,7 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler):
     optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
     if args.asp:
         sparsity.exclude_classifier(main_prog, model)
-    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints its optimizers' names
+    with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
         optimizer.minimize(loss, startup_prog)
     scalars.register(main_prog, lr_scheduler._var_name, lr_scheduler)
     accumulation.add_sums(main_prog, startup_prog, args.accumulate_steps)
@@ -208,7 +208,7 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler):
 
 
 def _mix(args, images, label, lr_scheduler):
-    """Return (images, {"weights": target weights}), mixed if a flag of mixing.KINDS is set, otherwise (images, {})."""
+    """If a flag of mixing.KINDS is set, return (mixed images, {"weights": target weights}), otherwise (images, {})."""
     alphas = {kind: alpha for kind in mixing.KINDS if (alpha := getattr(args, kind))}
     if not alphas:
         return images, {}
@@ -255,7 +255,7 @@ def _drop_paths(args, model, lr_scheduler):
 
 
 def _declare_seed(args, layer, lr_scheduler):
-    """Return a variable [1] int32 with the seed of a layer's dropout in each step."""
+    """Return an int32 variable [1] that contains the dropout seed of a layer in the current step."""
 
     def draw():
         generator = random_numbers.generator(args.seed, lr_scheduler.batches, layer, processes.rank())
@@ -275,9 +275,9 @@ def compile_prog(args, program, loss_name=None, is_train=True):
     Returns:
         static.CompiledProgram with the attributes captured (cuda_graph.CapturedStep or None), write_scalars
         (scalars.Writer), trace (trace.Trace of its first pass, or None) and accumulating (with --accumulate-steps, the
-        compiled program for the batches of a training step before its last one; otherwise None).
+        compiled program for all batches of a training step except the last; otherwise None).
     Raises:
-        UsageError: as create_strategy; or --cuda-graph true is explicit, and the step cannot be captured.
+        UsageError: see create_strategy; or --cuda-graph true is explicit and the step cannot be captured.
     """
     processes.check_resolved(args.device)
     compiled = _compile(args, program, is_train)
@@ -293,8 +293,8 @@ def _compile(args, program, is_train):
     program, host_scalars = program.clone(), scalars.of(program)
     program.host_scalars = host_scalars
     if args.device == "cpu" and args.data_layout == "NCHW":
-        # oneDNN's convolutions take half the time of Paddle's own. In NHWC, its filter gradients are wrong. Other
-        # operators are excluded because, for example, its gradient of a mean fails on the scalar loss.
+        # oneDNN's convolutions take half the time of Paddle's own, but in NHWC, oneDNN computes wrong filter gradients.
+        # Other operators do not use oneDNN because, for example, its gradient of `mean` fails for the scalar loss.
         for op in program.global_block().ops:
             if op.type in ("conv2d", "conv2d_grad"):
                 op._set_attr("use_mkldnn", True)
@@ -323,8 +323,9 @@ def _compile(args, program, is_train):
 
 
 def _is_broadcast_addition(program, op):
-    """Return whether Paddle's fused addition and activation would compute a wrong result: it reads a summand such as
-    the bias [1, C, 1, 1] of a convolution as if the batch had one image, and leaves the other images uninitialized."""
+    """Return whether Paddle's fused addition and activation would compute a wrong result: it treats a summand such as a
+    convolution bias [1, C, 1, 1] as if the batch had a single image, and leaves the results of the other images
+    uninitialized."""
     if op.type != "elementwise_add":
         return False
     x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
@@ -363,8 +364,8 @@ def fused_operators(args, compiled):
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
     """Run an epoch, the rest of an epoch after a resume, or a number of steps in benchmark mode.
 
-    The host dispatches step n and then reads the metrics of step n-1; it does not wait otherwise. In benchmark mode,
-    the loader restarts as often as needed; the restart and the wait for the next batch count as data_time. The first
+    The host dispatches step n and then reads the metrics of step n-1; otherwise it never waits. In benchmark mode, the
+    loader restarts as often as needed; the restart and the wait for the next batch count as data_time. The first
     --benchmark-warmup-steps are not measured, and the measurement begins and ends with an idle device.
 
     Args:
@@ -380,19 +381,20 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         lr_scheduler: schedule to advance after each step, or None.
     Returns:
         dict of metrics over all processes:
-        loss, top1, top5: means over images; the loss over images with a finite loss, NaN if there are none.
+        loss, top1, top5: means over images; the loss only over images with a finite loss, NaN if there are none.
         not_finite: number of images whose loss is NaN or infinite, if there are any.
-        images, steps, epoch_time (seconds), ips (images/s). After a resume inside an epoch, steps and times are those
-        of the rest of the epoch.
+        images, steps, epoch_time (seconds), ips (images/s). After a resume inside an epoch, steps and times cover only
+        the rest of the epoch.
         data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
-        loss_scale: with dynamic loss scaling.
-        With --benchmark, of the measured steps, and also latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches
-        of consecutive steps (the time per step; the host is a step ahead of a GPU, so one batch takes longer); and
+        loss_scale: current loss scale, only with dynamic loss scaling.
+        With --benchmark, these metrics cover only the measured steps, and the result also contains
+        latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps (the time per step; the host
+        is a step ahead of a GPU, so one batch takes longer); and
         first_step_s: seconds from the start of the program until the host has the metrics of the first step.
-        With Mode.EVAL: confusion (int64 [k, 3], a row per pair that occurred, sorted: label, predicted class, number of
-        images) and class_top1 (float64 [C], NaN for a class without images).
+        With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
+        predicted class, number of images) and class_top1 (float64 [C], NaN for a class without images).
         With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
-        set: label, the k = min(5, C) most probable classes, their probabilities).
+        set, with the columns label, the k = min(5, C) most probable classes, their probabilities).
     Raises:
         Preempted: the run was asked to stop, and all processes stopped before the same step.
         RunError: --max-bad-steps consecutive losses were not finite.
@@ -405,7 +407,7 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
 
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
     """Like run, but call `save(epoch, step)` every --save-interval-steps, and end before `end_step`. The next call then
-    continues inside the epoch, with the sums of its previous steps."""
+    continues the epoch and keeps the metric sums of its previous steps."""
     this = _Pass(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
     with contextlib.closing(this):
         for step in range(this.first_step, this.end_step):
@@ -432,7 +434,7 @@ def _check_program(program):
             raise UsageError(f"run: parameter {first.name} has no value; call exe.run(startup_prog) first")
 
 
-# A dispatched step whose metrics have not been read.
+# A dispatched step whose metrics have not been read yet.
 _InFlight = namedtuple("_InFlight", "step images lr handles")
 
 
@@ -475,8 +477,8 @@ class _Pass:
             self._trace.stop()
 
     def is_stopped(self, step):
-        """Return whether an evaluation is to stop because the job was asked to; its ranks agree in finish(), because
-        they are not in step.
+        """Return whether an evaluation must end early because a stop was requested. Ranks evaluate without
+        synchronizing their steps, so they agree on the stop only in finish().
 
         Raises:
             Preempted: training stops; every rank raises this before the same step.
@@ -495,7 +497,7 @@ class _Pass:
         return interval > 0 and step > self.first_step and step % interval == 0
 
     def save(self, step, save):
-        """Save a checkpoint between two steps, which the clock does not count."""
+        """Save a checkpoint between two steps; the clock excludes the time that this takes."""
         self._drain()
         self._clock.close_step()
         save(self._epoch, step)
@@ -515,8 +517,8 @@ class _Pass:
             self._clock.restart()
 
     def next_batch(self, step):
-        """Return {name: tensor} of the next batch; None after the last one of a loader without a length. In a
-        benchmark, restart the loader at its end."""
+        """Return the next batch, {name: tensor}, or None at the end of a loader without a length. In a benchmark,
+        restart the loader at its end."""
         watchdog.step(step, waits=True)
         batch = next(self._batches, None)
         if batch is None:
@@ -597,7 +599,7 @@ class _Pass:
             self._show_progress(step + 1, images, lr)
 
     def _show_progress(self, step, images, lr):
-        """Display the means of this pass and the speed of its last steps."""
+        """Display the mean metrics of this pass and the speed of its last steps."""
         data_time, batch_time = self._clock.recent()
         if batch_time == 0:
             return
@@ -618,19 +620,20 @@ class _Pass:
         progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields)
 
     def _drain(self):
-        """Wait until the device is idle; the metrics of a step are available before the step ends."""
+        """Wait until the device is idle. Reading the metrics is not enough, because they are available before the step
+        ends."""
         self._read()
         if self._args.device == "gpu":
             paddle.device.cuda.synchronize(processes.place(self._args.device))
 
 
 def log_info(step, metrics, mode):
-    """Log metrics of a phase.
+    """Log the metrics of a phase.
 
     Args:
         step: (epoch, step), (epoch,) or ().
-        metrics: {name: value}, in the report "train.NAME" or "val.NAME". Arrays are not logged; report.py writes them
-            to files.
+        metrics: {name: value}; their names in the report are "train.NAME" or "val.NAME". Arrays are not logged;
+            report.py writes them to files.
         mode: Mode.TRAIN or Mode.EVAL.
     """
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
@@ -640,8 +643,8 @@ def log_info(step, metrics, mode):
 def _check_losses(args, loss, epoch, step, lr):
     """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
 
-    Dynamic loss scaling skips such a step and lowers the scale, down to 1. The step does not count while the scale is
-    above 1. The scale is read only after a bad loss, because reading it waits for the device.
+    Dynamic loss scaling skips a step with such a loss and lowers the scale, to a minimum of 1. The step does not count
+    while the scale is above 1. The scale is read only after a bad loss, because reading it waits for the device.
     """
     if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
         loss.excuse_update()
@@ -658,7 +661,8 @@ def _loss_scale():
 
 
 def _over_all_processes(meters, clock, stopped):
-    """Return the metrics and times over all processes, reduced on the host in float64, the same on each process."""
+    """Return the metrics and times over all processes, reduced on the host in float64. Each process returns the same
+    values."""
     watchdog.phase("metric reduction")
     loss = meters["loss"]
     own = {}
@@ -668,7 +672,7 @@ def _over_all_processes(meters, clock, stopped):
     own |= {"steps": len(clock.batch_times), "time": sum(clock.batch_times), "data_time": sum(clock.data_times)}
     all_ranks = exchange.all_gather(list(own.values()))
     sums = dict(zip(own, all_ranks.sum(axis=0), strict=True))
-    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # a process may have no images
+    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # the maximum, because a process may have no images
     if sums["stopped"]:
         raise Preempted
     result = {name: mean(sums[name, "sum"], sums[name, "finite"]) for name in meters}
@@ -687,8 +691,8 @@ def _over_all_processes(meters, clock, stopped):
 
 
 def _confusion_over_all_processes(meter):
-    """Return the confusion counts over all processes and top1 per class. Only positive counts are sent, at most two
-    numbers per image."""
+    """Return the confusion counts over all processes and top1 per class. Processes exchange only positive counts, at
+    most two numbers per image."""
     codes, counts = meter.counts()
     longest = int(exchange.all_gather([len(codes)]).max())
     padding = (0, longest - len(codes))
@@ -696,7 +700,7 @@ def _confusion_over_all_processes(meter):
     codes, places = np.unique(all_ranks[:, :longest], return_inverse=True)
     counts = np.zeros(len(codes), np.int64)
     np.add.at(counts, places.reshape(-1), all_ranks[:, longest:].reshape(-1))
-    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # without the padding
+    confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # drops the padding
     labels, predictions, counts = confusion.T
     images, correct = (np.bincount(labels, n, meter.class_num) for n in (counts, counts * (labels == predictions)))
     class_top1 = np.divide(correct, images, out=np.full(len(images), np.nan), where=images > 0)
@@ -704,8 +708,8 @@ def _confusion_over_all_processes(meter):
 
 
 def _predictions_on_rank_0(labels, rows):
-    """Return the rows of all processes on rank 0, in the order of the data set: its shards are in the order of the
-    ranks."""
+    """Return the rows of all processes on rank 0. Shards are assigned in rank order, so the rows are in the order of
+    the data set."""
     own = np.column_stack([labels, rows])
     all_ranks = exchange.gather(own.tobytes())
     if all_ranks is None:

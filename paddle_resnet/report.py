@@ -21,7 +21,7 @@ from utils.mode import RunScope
 
 MIB = 2**20
 OF_TRAINING = ("--profile-steps", "--tensorboard-dir", "--report-html")  # omitted from the suggested evaluation command
-STARVED_FRACTION = 0.2  # fraction of a step that the GPU waits for images
+STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step in which the GPU waits for images
 
 
 def default_name(args):
@@ -33,7 +33,7 @@ def default_name(args):
 
 
 def outputs(args):
-    """Return {flag or description: path, or None} of the report and of the files created from it or next to it."""
+    """Return {flag or description: path or None} for the report and for the files created from it or next to it."""
     tables = {f"{kind}.csv next to --report-file": path for kind, path in _tables(args).items()}
     if args.predictions is not None:
         tables.pop("predictions.csv next to --report-file", None)
@@ -46,18 +46,18 @@ def outputs(args):
 
 
 def _tables(args):
-    """Return {kind: path} of the CSV files of an evaluation; each kind is in results/reading.COLUMNS."""
+    """Return {kind: path} for the CSV files of an evaluation; results/reading.COLUMNS defines the kinds."""
     if args.benchmark or not args.run_scope.evaluates:
         return {}
     kinds = ["classes", "confusion", *(["predictions"] if args.report_html else [])]
-    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # /dev/null, a pipe
+    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # such as /dev/null or a pipe
         kinds = []
     paths = {kind: files.companion(args.report_file, f"{kind}.csv") for kind in kinds}
     return paths | ({"predictions": args.predictions} if args.predictions is not None else {})
 
 
 def resumes(args, checkpoint):
-    """Whether the run appends to its report: with --resume, and if it continues the run of a checkpoint."""
+    """Return whether the run appends to its report: if --resume is set, or if it continues the run of a checkpoint."""
     trains = args.run_scope.trains and not args.benchmark
     return trains and (args.resume or (checkpoint is not None and checkpoint.resumes))
 
@@ -67,11 +67,11 @@ def check_replaced(args, checkpoint, run_folder):
 
     Args:
         args: flags.
-        checkpoint: the one that the run starts from (restore.StartCheckpoint), or None.
-        run_folder: the folder of its checkpoints.
+        checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
+        run_folder: folder of the run's checkpoints.
     Raises:
         UsageError: the file is not a report; it is the report of a training run and --overwrite is not set; or the run
-            would append to the report of a different one.
+            would append to the report of a different run.
     """
     path = Path(args.report_file)
     if not path.is_file():
@@ -102,7 +102,8 @@ def check_replaced(args, checkpoint, run_folder):
 
 
 def _is_of_run(path, checkpoint, run_folder):
-    """Whether a report belongs to the run that this one resumes. Its folder may have been moved with the report."""
+    """Return whether a report belongs to the run that this run resumes. The run folder may have been moved with the
+    report."""
     from paddle_resnet.results import reading
 
     own = {run_folder, *([Path(checkpoint.folder).parent] if checkpoint else [])}
@@ -119,7 +120,7 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
         args: flags.
         train_loader, eval_loader: None for a loader that the run does not use.
         fused_operators: {operator: count} of the program that the line describes.
-        gradient_all_reduces: number per training step.
+        gradient_all_reduces: number of gradient all-reduces per training step.
         is_captured: whether the steps of that program are captured as a CUDA graph.
     """
     world_size = processes.world_size()
@@ -146,7 +147,8 @@ def all_done(args, checkpoint):
     """Log that all steps are done.
 
     Raises:
-        UsageError: --resume is not set. With --resume, a command that is repeated until all steps are done ends here.
+        UsageError: --resume is not set. With --resume there is no error, so a command can be repeated until all steps
+            are done.
     """
     folder = checkpoint.folder
     if not args.resume:
@@ -158,8 +160,9 @@ def all_done(args, checkpoint):
 
 
 def advise_on_loader(args, epoch, trained):
-    """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. A CPU program shares
-    its cores with the loader, so waiting does not indicate a slow loader. A short first epoch is mostly startup.
+    """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. On a CPU, there is no
+    warning, because the program shares the cores with the loader, so waiting does not indicate a slow loader. A short
+    first epoch is ignored, because it is mostly startup.
 
     Args:
         args: flags.
@@ -217,8 +220,8 @@ def conclude(args, argv, result, mode):
 
 
 def _peak_memory(device):
-    """Return the peak memory of Paddle's allocator in MiB, maximum over processes; {} on a CPU, where the allocator
-    does not count."""
+    """Return the peak memory of Paddle's allocator in MiB, maximum over processes, or {} on a CPU, for which the
+    allocator keeps no statistics."""
     if device == "cpu":
         return {}
     import paddle
@@ -248,7 +251,7 @@ def _versions(device):
 
 
 def _driver():
-    """Return the version of NVIDIA's driver; None if the kernel module does not report it."""
+    """Return the version of NVIDIA's driver, or None if the kernel module does not report it."""
     path = Path("/sys/module/nvidia/version")
     return path.read_text().strip() if path.is_file() else None
 
@@ -271,7 +274,8 @@ def _print_table(title, result, environment):
 
 
 def summarize(args, argv, program, trained, evaluated, best, folder):
-    """Log the results of a training run, and print the command that evaluates its last checkpoint with its own report.
+    """Log the results of a training run, and print a command that evaluates the last checkpoint and writes a separate
+    report.
 
     Args:
         args: flags.
@@ -279,7 +283,7 @@ def summarize(args, argv, program, trained, evaluated, best, folder):
         program: training Program.
         trained, evaluated: results of the last epoch; evaluated is None without evaluation.
         best: result and epoch of the best evaluation, or None.
-        folder: the last checkpoint.
+        folder: folder of the last checkpoint.
     """
     data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")}
     if evaluated is not None:
@@ -293,7 +297,7 @@ def summarize(args, argv, program, trained, evaluated, best, folder):
     logger.log((), data)
     logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
     _write_page(args, argv)
-    if processes.rank() != 0:  # without checkpoints
+    if processes.rank() != 0:  # other ranks write no checkpoints
         return
     if args.from_checkpoint is None and args.from_pretrained_params is None and not args.resume:
         flags = _without(argv, ("--run-scope", "--report-file", "--overwrite", *OF_TRAINING))
@@ -342,15 +346,15 @@ def write_classes(args, result, classes):
     """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes
     nothing, because it does not evaluate the entire data set.
 
-    REPORT.classes.csv has a line per class: label, class, images, correct, top1. REPORT.confusion.csv has a line per
-    pair that occurred, the most frequent first: label, predicted, images, class, predicted_class.
+    REPORT.classes.csv has one line per class: label, class, images, correct, top1. REPORT.confusion.csv has one line
+    per pair that occurred, the most frequent pair first: label, predicted, images, class, predicted_class.
     REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file. Each evaluation
     replaces the files of the previous one.
 
     Args:
         args: flags.
         result: result of program.run with Mode.EVAL.
-        classes: class names in label order; there may be fewer than the network has outputs.
+        classes: class names in label order; there may be fewer names than network outputs.
     Returns:
         the result without its arrays.
     """

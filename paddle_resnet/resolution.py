@@ -1,4 +1,4 @@
-"""Flags that depend on the machine, the checkpoint and the data, resolved in one order before settings are frozen:
+"""Resolve flags that depend on machine, checkpoint and data, in this order, before the settings are frozen:
 
 command line, file   config.parse_args
 device               resolve_device, before the processes connect
@@ -18,14 +18,14 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-DEFAULT_CLASSES = 1000  # ImageNet's number, if the classes of the data are unknown
+DEFAULT_CLASSES = 1000  # number of classes in ImageNet, used if the classes of the data are unknown
 
 
 def resolve(settings, mode=Mode.TRAIN):
     """Resolve and freeze settings that inherit nothing from a checkpoint, for programs built from Python.
 
     Args:
-        settings: Settings; changed unless they are frozen.
+        settings: Settings; changed if they are not frozen.
         mode: Mode.TRAIN or Mode.EVAL: the split that determines --num-of-class.
     Raises:
         UsageError: see the functions below.
@@ -37,7 +37,8 @@ def resolve(settings, mode=Mode.TRAIN):
 
 
 def resolve_data(settings, mode):
-    """Resolve the flags that a loader needs, unless the settings are frozen; raises like the functions below."""
+    """If the settings are not frozen, resolve the flags that a loader needs. Raises the same errors as the functions
+    below."""
     if not settings.is_frozen:
         resolve_device(settings)
         resolve_loader(settings)
@@ -55,7 +56,7 @@ def resolve_device(settings):
 
 
 def resolve_loader(settings):
-    """Resolve --dali-device auto and, unless it is explicit or inherited, the number of channels of --image-shape.
+    """Resolve --dali-device auto and the number of channels of --image-shape, if it is neither explicit nor inherited.
 
     Raises:
         UsageError: the device does not support the precision or a flag of the loader.
@@ -66,7 +67,8 @@ def resolve_loader(settings):
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
     if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
-        # Tensor cores and the custom kernels load pixels of four values at once; elsewhere the fourth wastes time.
+        # Tensor cores and the custom kernels load pixels of four values at once. In other cases, a fourth channel
+        # wastes time.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
         settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
     if settings.cpu_decoder_load and settings.dali_device == "cpu":
@@ -112,14 +114,15 @@ def resolve_kernels(settings):
                 raise UsageError(f"--kernels native: {e}; fix that, or use --kernels paddle") from e
             logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using the slower kernels of Paddle")
             settings.resolve("machine", kernels="paddle")
-    # A trace must attribute kernels to operators, and capturing NCCL between hosts is untested.
+    # A trace must attribute kernels to operators, which a CUDA graph prevents; capturing NCCL between hosts is
+    # untested.
     can_capture = is_on_gpu and settings.kernels == "native" and processes.is_one_host()
     if not can_capture or settings.profile_steps is not None:
         settings.resolve("machine", cuda_graph=False)
 
 
 def resolve_classes(settings, mode):
-    """Set --num-of-class to the number of classes in the data, unless it is explicit or inherited.
+    """Set --num-of-class to the number of classes in the data if it is neither explicit nor inherited.
 
     Args:
         settings: Settings; changed.
@@ -131,13 +134,14 @@ def resolve_classes(settings, mode):
         return
     counted = None
     if settings.data_format != "synthetic":
-        # Only rank 0 counts: the ranks must agree before the startup program of Fleet broadcasts the parameters.
+        # Only rank 0 counts the classes: all ranks must agree before the startup program of Fleet broadcasts the
+        # parameters.
         root, data_format = settings.image_root, settings.data_format
         counted = exchange.from_rank_0(lambda: listing.count_classes(root, mode, data_format, settings.allow_outside))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)
 
 
 def resolve_report(settings, folder, name):
-    """Set --report-file to a file in the run's folder, unless it is explicit."""
+    """Set --report-file to a file in the run's folder if it is not explicit."""
     if settings.report_file is None:
         settings.resolve("--output-dir", report_file=str(folder / name))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
 from paddle_resnet.checkpoints import arrays, folders, foreign_files, foreign_names, published
 from paddle_resnet.data import listing
 from paddle_resnet.models import registered, registered_name
@@ -26,15 +26,15 @@ EVALUATION_BATCH = 32
 
 
 def convert(source, output, arch=None, preprocessing=None, verbose=False):
-    """Write a checkpoint with the weights in a file, or in the installed package of a published model.
+    """Write a checkpoint with the weights from a file or from the installed package of a published model.
 
     Args:
         source: path of a file that foreign_files.read accepts, or a key of published.PACKAGED.
-        output: folder to create. It appears only when it is complete.
-        arch: --model-arch-name; None uses that of the published model.
-        preprocessing: {attribute of a preprocessing flag: value}; None uses those of the published model. The others
-            have the network's defaults.
-        verbose: list all tensors that do not match the network.
+        output: folder to create. It is created atomically, when all its files are complete.
+        arch: --model-arch-name; None uses the network of the published model.
+        preprocessing: {attribute of a preprocessing flag: value}; None uses the values of the published model. All
+            other preprocessing flags have the network's defaults.
+        verbose: whether errors list all tensors that do not match the network.
     Returns:
         content of meta.json, without format, files and checksum.
     Raises:
@@ -111,10 +111,10 @@ def _read(path):
 
 
 def _match(arch, tensors):
-    """Return (variables {name: float32 array}, number of classes, names of the projects whose names the tensors have).
+    """Return (variables {name: float32 array}, number of classes, projects that use the tensors' names).
 
     Raises:
-        UsageError: the names of this network's weights in other projects are unknown.
+        UsageError: no weight names of other projects are known for this network.
         foreign_names.MismatchError: the tensors do not match the network.
     """
     network = registered(arch)
@@ -148,7 +148,7 @@ def _settings(arch, classes, preprocessing):
 
 
 def _meta(args):
-    """Return the content of meta.json: that of a checkpoint before the first step (checkpoints/schema.py)."""
+    """Return the content of meta.json for a checkpoint before the first step (checkpoints/schema.py)."""
     pairs = published.imagenet_classes() if args.num_of_class == IMAGENET_CLASSES else []
     name, keys, *rest = np.random.RandomState(0).get_state()
     return {
@@ -173,13 +173,13 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
     """Evaluate a checkpoint on the validation images of a data set, in float32.
 
     Args:
-        checkpoint: folder that convert has written.
+        checkpoint: folder that convert() has written.
         image_root: folder of the data set (--image-root). If the checkpoint has classes, class folders are matched by
-            name and may be some of them; other formats must have its labels.
+            name and may cover only some of the classes; other formats must use the checkpoint's labels.
         device: "auto", "gpu" or "cpu".
         threads: CPU threads of DALI.
     Returns:
-        {"images", "classes" (with images), "top1", "top5"}.
+        {"images", "classes" (number of classes with images), "top1", "top5"}.
     Raises:
         UsageError: the data set cannot be used.
     """

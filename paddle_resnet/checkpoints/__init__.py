@@ -1,1 +1,1 @@
-"""Saving and restoring a run: folders on disk, the variables in them, what to save, where to start."""
+"""Save and restore runs: folders on disk, the variables in them, the state to save, the checkpoint to start from."""

@@ -1,7 +1,7 @@
-"""Reading of untrusted files of named arrays: pickles of this project and of Paddle, and NumPy's .npz.
+"""Read untrusted files that contain named arrays: pickles from this project and from Paddle, and NumPy's .npz.
 
 `pickle.load` calls any function that a file specifies. `read_pickle` interprets the opcodes of pickled arrays itself
-and calls no function that the file specifies. Its time and memory are proportional to the file size: no opcode copies
+and calls no function that the file specifies. Its time and memory are proportional to the file size: no opcode can copy
 more bytes than it occupies in the file.
 """
 
@@ -16,19 +16,20 @@ import numpy as np
 from utils import files
 
 _RECONSTRUCT = "numpy.core.multiarray._reconstruct"
-_NAME_LIMIT = 1000  # characters of an array's name; each use reads all of them
+_NAME_LIMIT = 1000  # maximum length of an array's name; each use reads all characters
 _TABLE = "StructuredToParameterName@@"  # paddle.save adds a Layer's structured names under this key
 
 
 class UnreadableError(Exception):
-    """Raised if a file cannot be read as named arrays. The message is a short reason and may quote the file."""
+    """Raised if a file cannot be read as named arrays. The message is a short reason and may quote content of the
+    file."""
 
     def __init__(self, reason):
         super().__init__("".join(c if c.isprintable() else "?" for c in reason[:200]))
 
 
 def read_pickle(path):
-    """Read a file of this project, of paddle.static.save, or of paddle.save with a state_dict.
+    """Read a file written by this project, by paddle.static.save, or by paddle.save with a state_dict.
 
     Returns:
         {name: read-only array of booleans or numbers}.
@@ -47,10 +48,10 @@ def read_pickle(path):
 
 
 def read_npz(path):
-    """Read a file of numpy.savez and return {name: array of booleans or numbers}.
+    """Read a file written by numpy.savez and return {name: array of booleans or numbers}.
 
     Raises:
-        UnreadableError: as for read_pickle.
+        UnreadableError: see read_pickle.
     """
     with errors(), files.open_regular(path) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
@@ -62,7 +63,7 @@ def read_npz(path):
 
 @contextlib.contextmanager
 def errors():
-    """Convert each exception of reading an untrusted file to UnreadableError."""
+    """Convert every exception that an untrusted file causes to UnreadableError."""
     try:
         yield
     except OSError as e:
@@ -74,24 +75,26 @@ def errors():
 
 
 class _Array:
-    """An array in a pickle. One opcode creates it, and a later one sets its content."""
+    """An array in a pickle. One opcode creates it, and a later opcode sets its content."""
 
     value = None
 
 
 def interpret(file, size, objects):
-    """Return the object in the pickle at the position of a binary file, without calling what the file specifies.
+    """Return the object in the pickle at the current position of a binary file, without calling any function that the
+    file specifies.
 
     Args:
-        file: binary file; afterwards its position is after the pickle.
-        size: of the file in bytes.
-        objects: like NumPyObjects, defines which functions and classes the pickle may specify, and what they return.
+        file: binary file; afterwards, its position is the end of the pickle.
+        size: size of the file in bytes.
+        objects: object with the methods of NumPyObjects, which define the functions and classes that the pickle may
+            specify, and what they return.
     Raises:
-        UnreadableError: an opcode, function or class that such a pickle does not need.
-        Exception: other errors if the file is damaged.
+        UnreadableError: the file uses an opcode, function or class that such a pickle does not need.
+        Exception: the file is damaged; the type varies.
     """
     stack, marks, memo = [], [], {}
-    to_encode = size  # characters; limits repeated encoding of a memoized text
+    to_encode = size  # characters; this limits repeated encoding of a memoized text
     for opcode, argument, _ in pickletools.genops(_Bounded(file, size)):
         match opcode.name:
             case "PROTO" | "FRAME":
@@ -150,7 +153,7 @@ def interpret(file, size, objects):
 
 
 class _Bounded:
-    """A binary file whose reads allocate at most the file's size, whatever length a pickle specifies."""
+    """A binary file whose reads allocate at most the file's size, even if a pickle specifies a larger length."""
 
     def __init__(self, file, size):
         self.readline, self._read, self._size = file.readline, file.read, size
@@ -193,14 +196,14 @@ class NumPyObjects:
     names = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
     def known(self, module, name):
-        """Return the Known for a function or class. Raises UnreadableError for any other."""
-        full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 and NumPy 1
+        """Return the Known for a function or class. Raises UnreadableError if it is not in `names`."""
+        full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 renamed it
         if full_name not in self.names:
             raise UnreadableError(f"{full_name} is not supported, only arrays")
         return Known(full_name)
 
     def call(self, function, arguments):
-        """Evaluate the REDUCE opcode: return the object that the call of a Known creates."""
+        """Evaluate the REDUCE opcode: return the object that a call of a Known creates."""
         if isinstance(function, Known):
             match function, arguments:
                 case "numpy.core.multiarray._reconstruct", _:
@@ -224,5 +227,5 @@ class NumPyObjects:
                 raise UnreadableError("it contains a state that an array of numbers does not have")
 
     def stored(self, identifier):
-        """Evaluate the BINPERSID opcode: return the object that is stored outside the pickle."""
+        """Evaluate the BINPERSID opcode: return an object that is stored outside the pickle."""
         raise UnreadableError("it refers to an object outside the file")

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: writing, verifying, listing and deleting. This module does not depend on the network.
+"""Write, verify, list and delete checkpoint folders on disk. This module does not depend on the network.
 
 Checkpoints are written atomically. ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json is
 valid and every file listed there has the listed size and sha256. Hidden entries next to it are work in progress. If a
@@ -8,8 +8,8 @@ run is killed, the next start removes them:
     .NAME.replaced   an older folder of that name, until the new folder has replaced it
     .lock            locked by the run that writes here
 
-Deletion removes meta.json first. Until it is complete, the file .unfinished lists the files to delete. Files that this
-program did not write are kept, and so are checkpoints of other programs, which have no meta.json.
+Deletion removes meta.json first. Until the deletion is complete, the file .unfinished lists the files to delete. Files
+that this program did not write are kept, as are checkpoints of other programs, which have no meta.json.
 
 The form "rename" writes a checkpoint under a hidden name and renames it. The form "marker" is for storage without
 atomic renames: it writes to NAME/ directly, with NAME/.unfinished first and meta.json last.
@@ -34,12 +34,13 @@ from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # bytes; a file for 1,000 classes and 1,000 processes has 2 MB
+META_LIMIT = 16 << 20  # in bytes; the file of a run with 1,000 classes and 1,000 processes has 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
-# The files of a damaged checkpoint, or of an older version, without meta.json and .unfinished that list them.
+# The files that belong to a checkpoint if neither meta.json nor .unfinished lists them, because the checkpoint is
+# damaged or from an older version.
 _USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt|pdema)")
 
 
@@ -53,7 +54,7 @@ def run_folder(args):
 
 
 def hold(root):
-    """Lock the folder of a run like lock().
+    """Lock the folder of a run, like lock().
 
     Raises:
         UsageError: another run holds the lock.
@@ -71,19 +72,19 @@ def lock(root):
     """Prevent other runs from writing below ROOT.
 
     Returns:
-        an open file. The lock lasts until this process ends or closes any open file of ROOT/.lock.
+        an open file. The lock lasts until this process exits or closes any file object for ROOT/.lock.
     Raises:
         BlockingIOError: another process holds the lock; strerror describes it.
-        OSError: .lock cannot be opened, is a link, whose target would be overwritten, or is not a regular file.
+        OSError: .lock cannot be opened, is a link (its target would be overwritten) or is not a regular file.
     """
     return locks.acquire(Path(root) / _LOCK, logger.warn)
 
 
 def keep(root, file):
-    """Return a lock of ROOT: the argument, or a new lock if .lock was deleted or replaced.
+    """Return a lock on ROOT: the argument, or a new lock if .lock has been deleted or replaced.
 
     Raises:
-        BlockingIOError: as for lock.
+        BlockingIOError: see lock.
     """
     if locks.is_of(file, Path(root) / _LOCK):
         return file
@@ -92,18 +93,18 @@ def keep(root, file):
 
 
 def unwritable(root, error):
-    """Return the UsageError for an OSError in the folder of a run at startup."""
+    """Return the UsageError for an OSError that the folder of a run has caused at startup."""
     return UsageError(f"--output-dir {root.parent}: cannot be written ({error.strerror}); choose a different folder")
 
 
 def commit(root, name, files, meta, form="rename"):
-    """Write a checkpoint, which becomes valid when all of it is on disk.
+    """Write a checkpoint. It becomes valid only when all its data is on disk.
 
     Args:
         root: folder of the run's checkpoints.
         name: "EPOCH" or "EPOCH_STEP". An existing folder of that name belongs to a different run and is replaced.
         files: {file name: function that writes the content to a binary file}.
-        meta: content of meta.json except format, files and checksum; JSON types.
+        meta: content of meta.json, of JSON types, without format, files and checksum.
         form: "rename" or "marker".
     Returns:
         the folder.
@@ -149,7 +150,7 @@ def _write_files(folder, files, meta):
 
 
 def _unmark(folder):
-    """Make a folder invalid as a checkpoint, and mark it for removal by clean()."""
+    """Make the checkpoint in a folder invalid, and mark the folder for removal by clean()."""
     _write_unfinished(folder, _own_files(folder))
     (folder / META).unlink(missing_ok=True)
 
@@ -159,7 +160,8 @@ def _write_unfinished(folder, names):
 
 
 def _own_files(folder):
-    """Return the names of the files in a folder that this program wrote, except .unfinished. Some may be missing."""
+    """Return the names of the files that this program wrote to a folder, except .unfinished. Some of the files may be
+    missing."""
     with contextlib.suppress(DamagedError):
         return {META, *read_meta(folder)["files"]}
     present = set(os.listdir(folder))
@@ -185,13 +187,13 @@ def _remove_unmarked(folder):
             f"{', ...' if len(others) > 3 else ''}); move or delete them"
         )
     elif own.isdisjoint(os.listdir(folder)):
-        _remove(folder / _UNFINISHED)  # last, so that clean() detects the folder if the run is killed before
+        _remove(folder / _UNFINISHED)  # removed last, so clean() still detects the folder if the run is killed
         _remove(folder, Path.rmdir)
 
 
 def _discard(replaced, folder):
-    """Delete the older folder of a checkpoint after its replacement. Files that this program did not write are moved to
-    the new folder."""
+    """Delete an older checkpoint folder after a new folder has replaced it. Files that this program did not write are
+    moved to the new folder."""
     if replaced.is_symlink():
         replaced.unlink()
     if not replaced.exists():
@@ -207,7 +209,7 @@ def mark(root, marker, name):
     """Atomically point the symbolic link ROOT/MARKER to the checkpoint NAME.
 
     Raises:
-        OSError: the link cannot be created, or an entry of its name is not a link.
+        OSError: the link cannot be created, or a file or folder with its name exists.
     """
     if os.path.lexists(target := Path(root) / marker) and not target.is_symlink():
         raise FileExistsError(errno.EEXIST, "not a link", str(target))
@@ -243,8 +245,8 @@ def read_meta(folder):
 
 
 def prefix(args, folder):
-    """Return the path of a checkpoint's two files without .pdparams and .pdopt: the one listed in meta.json, or
-    foreign_prefix if there is no meta.json.
+    """Return the path of a checkpoint's two files without the suffixes .pdparams and .pdopt. meta.json determines their
+    name or, if there is no meta.json, foreign_prefix.
 
     Raises:
         DamagedError: the folder's meta.json is damaged.
@@ -255,8 +257,8 @@ def prefix(args, folder):
 
 
 def foreign_prefix(args, folder):
-    """Return the prefix of the two files in a folder of a different program: --model-prefix if it is set; otherwise the
-    prefix of NVIDIA's example, that of the network, or the only one in the folder."""
+    """Return the prefix of the two files in a checkpoint folder of a different program: --model-prefix if it is
+    explicit; otherwise NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
     if args.is_explicit("model_prefix"):
         return args.model_prefix
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
@@ -265,8 +267,8 @@ def foreign_prefix(args, folder):
 
 
 def is_foreign(folder):
-    """Whether a folder contains parameters that this program did not write, such as a checkpoint of NVIDIA's example,
-    and therefore neither meta.json nor .unfinished."""
+    """Return whether a folder contains parameters that this program did not write, such as a checkpoint of NVIDIA's
+    example. Such a folder contains neither meta.json nor .unfinished."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -311,7 +313,8 @@ def verify_file(path, expected, source):
 
 
 def position(name):
-    """Parse the name of a checkpoint folder: (epoch, completed steps, None for all); None for other names."""
+    """Parse the name of a checkpoint folder. Return (epoch, completed steps or, for all steps, None), or None for other
+    names."""
     match = _NAME.fullmatch(name)
     return match and (int(match[1]), match[2] and int(match[2]))
 
@@ -325,17 +328,17 @@ def below(root):
 
 
 def finished(root):
-    """List the folders below ROOT that contain a checkpoint, sorted. They include damaged ones and those of other
-    programs, but not folders that clean() removes or that contain other files only."""
+    """List the folders below ROOT that contain a checkpoint, sorted. Damaged checkpoints and those of other programs
+    are included; folders that clean() removes or that contain only other files are not."""
     return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
 
 def newest_first(root):
-    """List the checkpoints below ROOT, the last written first.
+    """List the checkpoints below ROOT, most recently written first.
 
     Returns:
-        [(folder, meta)] of those with a valid meta.json, and [(folder, problem)] of the other folders with the name of
-        a checkpoint.
+        [(folder, meta)] for checkpoints with a valid meta.json, and [(folder, problem)] for all other folders with the
+        name of a checkpoint.
     """
     valid, damaged = [], []
     for folder in below(root):
@@ -347,12 +350,12 @@ def newest_first(root):
 
 
 def is_checkpoint(folder):
-    """Whether a folder contains a meta.json, valid or damaged, or is_foreign."""
+    """Return whether a folder contains a meta.json, valid or damaged, or is_foreign() is true."""
     return os.path.lexists(Path(folder) / META) or is_foreign(folder)
 
 
 def run_in(path, arch=None):
-    """Return the folder of a run's checkpoints: PATH, or the one below it if PATH is an --output-dir.
+    """Return the folder of a run's checkpoints: PATH itself or, if PATH is an --output-dir, the run folder in it.
 
     Args:
         path: folder.
@@ -376,15 +379,16 @@ def runs_below(path):
 
 
 def resolve(path, arch=None, log=logger.info):
-    """Return the checkpoint to use for a folder: the folder itself or, for the folder of a run (as for run_in), `best`.
-    Without `best`, it is the newest checkpoint at the end of an epoch, or the newest one.
+    """Return the checkpoint to use for a folder: the folder itself or, if it is the folder of a run (see run_in),
+    `best`. If `best` does not exist, use the newest checkpoint at the end of an epoch; without such a checkpoint, use
+    the newest.
 
     Args:
         path: folder.
         arch: name of the network, if it is known.
         log: function that logs the choice.
     Raises:
-        UsageError: as for run_in.
+        UsageError: see run_in.
     """
     root = run_in(path, arch)
     if is_checkpoint(root) or not finished(root):
@@ -392,7 +396,7 @@ def resolve(path, arch=None, log=logger.info):
     checkpoint = root / "best"
     if not is_checkpoint(checkpoint):
         checkpoint = next((folder for folder, meta in newest_first(root)[0] if meta["step"] is None), newest(root))
-    if checkpoint is None:  # all are damaged
+    if checkpoint is None:  # all checkpoints are damaged
         return root
     link = f" ({checkpoint.resolve().name})" if checkpoint.is_symlink() else ""
     log(f"{path}: uses the checkpoint {checkpoint}{link}")
@@ -400,16 +404,16 @@ def resolve(path, arch=None, log=logger.info):
 
 
 def newest(root):
-    """Return the checkpoint below ROOT that was written last, unverified; if all are of other programs, that of the
-    last epoch; None if there is no checkpoint."""
+    """Return the most recently written checkpoint below ROOT, without verifying it. If all checkpoints are from other
+    programs, return the one with the last epoch; without checkpoints, return None."""
     valid, others = newest_first(root)
     foreign = [folder for folder, _ in others if is_foreign(folder)]
     return valid[0][0] if valid else next(reversed(foreign), None)
 
 
 def delete(folder):
-    """Delete a checkpoint. Files that this program did not write are kept, and so is the target of a link. If the run
-    is killed meanwhile, the rest is not a valid checkpoint. A failure is a warning."""
+    """Delete a checkpoint. Files that this program did not write are kept, as is the target of a link. If the run is
+    killed during the deletion, the remaining files are not a valid checkpoint. A failure causes only a warning."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -421,7 +425,7 @@ def delete(folder):
 
 
 def clean(root):
-    """Remove the unfinished work of a killed run, and restore a checkpoint that was being replaced."""
+    """Remove the unfinished work of a killed run. Restore a checkpoint whose replacement was interrupted."""
     for path in sorted(Path(root).glob(".*")):
         name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
         if not position(name) and name not in MARKERS:
@@ -440,7 +444,8 @@ def clean(root):
 
 def remove_all(root):
     """Delete all checkpoints below ROOT that this program wrote, including damaged ones and links, and log their names.
-    The targets of links to other folders are kept. If the run is killed meanwhile, the remaining checkpoints are valid.
+    The targets of links to other folders are kept. If the run is killed during the deletion, the remaining checkpoints
+    are still valid.
 
     Raises:
         OSError: a checkpoint cannot be deleted and is still valid.
@@ -462,7 +467,7 @@ def remove_all(root):
 def _holds_checkpoint(folder):
     try:
         return META in os.listdir(folder) or is_foreign(folder)
-    except OSError:  # an unreadable folder may contain one
+    except OSError:  # an unreadable folder may contain a checkpoint
         return True
 
 
@@ -507,7 +512,7 @@ class _HashingFile:
 
 
 def write_file(path, write):
-    """Write a file with write(file) and flush it to disk. Returns {"size": bytes, "sha256": hexadecimal}."""
+    """Write a file by calling write(file), and flush it to disk. Returns {"size": bytes, "sha256": hexadecimal}."""
     with open(path, "wb") as file:
         hashing = _HashingFile(file)
         write(hashing)

@@ -1,7 +1,7 @@
-"""Reading of weights of other projects: .pth of PyTorch, .safetensors and .pdparams of Paddle.
+"""Read weights from other projects: .pth from PyTorch, .safetensors, and .pdparams from Paddle.
 
-Nothing in a file is executed, and memory is proportional to the size of the file: compressed archives and tensors that
-overlap are rejected.
+Nothing in a file is executed. Memory use is proportional to the file size, because compressed archives and overlapping
+tensors are rejected.
 """
 
 import io
@@ -21,7 +21,7 @@ from utils import files
 MAX_BYTES = 1 << 32
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_DIMENSIONS = 8
-# The first bytes of a .pth: since PyTorch 1.6 a zip archive, before that a sequence of pickles that begins with this.
+# The first bytes of a .pth file: of a zip archive since PyTorch 1.6, before that of a sequence of pickles.
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
 _NESTED = ("state_dict", "model")  # keys under which training scripts save the weights
@@ -41,10 +41,10 @@ def read(path):
     """Read the tensors in a file.
 
     Returns:
-        {name: array}. Floats of any width are float32; integers and booleans keep their types.
+        {name: array}. Floats of any width are converted to float32; integers and booleans keep their types.
     Raises:
         UnreadableError: the file is damaged, has a different format, contains anything other than a table of tensors,
-            or a value that is not finite.
+            or contains a value that is not finite.
     """
     readers = {".pdparams": _read_pdparams, ".safetensors": _read_safetensors}
     readers |= dict.fromkeys((".pth", ".pt", ".tar", ".bin"), _read_torch)
@@ -67,7 +67,7 @@ def _checked(name, array):
 
 
 def _array(raw, dtype):
-    """Return the one-dimensional array of little-endian bytes."""
+    """Return a one-dimensional array from little-endian bytes."""
     if dtype == _BFLOAT16:
         return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(raw, dtype)
@@ -91,7 +91,7 @@ def _read_pdparams(path):
 
 
 def _read_safetensors(path):
-    """Format: https://github.com/huggingface/safetensors#format"""
+    """Read a .safetensors file; see https://github.com/huggingface/safetensors#format for the format."""
     with files.open_regular(path, MAX_BYTES) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, _size(file) - 8):
@@ -168,8 +168,8 @@ def _read_zip(file, size):
 
 
 def _read_legacy(file):
-    """Read the format of PyTorch before 1.6: pickles of the magic number (already read), of the version, of the
-    platform, of the object and of the keys of its storages; then each storage, with its length first."""
+    """Read the format of PyTorch before 1.6: one pickle each for the magic number (already read), version, platform,
+    object, and keys of the object's storages. The storages follow, each preceded by its length."""
     size, objects = _size(file), _TorchObjects()
     version, platform, state, keys = (arrays.interpret(file, size, objects) for _ in range(4))
     if version != _LEGACY_PROTOCOL or not isinstance(platform, dict) or platform.get("little_endian") is not True:
@@ -188,11 +188,11 @@ def _read_legacy(file):
 
 @dataclass
 class _Storage:
-    """Values outside the pickle that tensors view."""
+    """Values that are stored outside the pickle and that tensors view."""
 
     dtype: str
     length: int
-    used: list = field(default_factory=list)  # (start, stop) of each tensor
+    used: list = field(default_factory=list)  # (start, stop) of the values of each tensor
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class _TorchObjects(arrays.NumPyObjects):
 
 
 def _tensors(state):
-    """Return {name: _Tensor} of the object in a .pth."""
+    """Return {name: _Tensor} for the object in a .pth file."""
     for key in _NESTED:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -268,7 +268,7 @@ def _torch_arrays(tensors, storages, raw):
 
 
 def _view(name, tensor, values):
-    """Return a tensor of consecutive values, in any order of its dimensions (channels last)."""
+    """Return a tensor whose values are consecutive, with its dimensions in any order (such as channels last)."""
     order = sorted(range(len(tensor.shape)), key=lambda i: (-tensor.strides[i], -tensor.shape[i]))
     shape = [tensor.shape[i] for i in order]
     expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -1,7 +1,9 @@
-"""Names of other projects' weights, by rule: torchvision, timm, PaddleClas, paddle.vision, efficientnet-lite-pytorch.
+"""Rules for the names of other projects' weights: torchvision, timm, PaddleClas, paddle.vision,
+efficientnet-lite-pytorch.
 
 A rule translates the name of a layer. Its regular expression captures the numbers of the layer's block, and * in the
-replacement is that block: the n-th block in the order of these numbers is the n-th block of the network here.
+replacement stands for that block. Blocks are matched by order: the n-th block by these numbers is the n-th block of
+this project's network.
 """
 
 import re
@@ -9,19 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# By the field of a name: PyTorch's, then Paddle's.
+# {last part of a name in another project: last part in this project}, for names from PyTorch, then from Paddle.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance"},
 }
-_COUNTER = "num_batches_tracked"  # of PyTorch's BN; neither training nor evaluation uses it
+_COUNTER = "num_batches_tracked"  # counter in PyTorch's BN, which neither training nor evaluation uses
 _CLASSIFIER = "classifier"
 _BLOCK = re.compile(r"(?:stages|blocks)\.([0-9_]+)(?=\.)")
-_LISTED = 5  # names in an error message
+_LISTED = 5  # maximum number of names in an error message
 
 
 class MismatchError(Exception):
-    """Raised if tensors do not match a network. The message states the problem; `lines` lists every tensor."""
+    """Raised if tensors do not match a network. The message states the problem; `lines` lists all affected tensors."""
 
     def __init__(self, message, lines=()):
         super().__init__(message)
@@ -30,12 +32,12 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a family of networks in some projects.
+    """The names that some projects use in a family of networks.
 
     Attributes:
         projects: names of the projects.
-        rules: ((regular expression, replacement), ...) for names of layers; the first match applies.
-        epsilon: of its batch normalization.
+        rules: ((regular expression, replacement), ...) for layer names; the first matching rule applies.
+        epsilon: epsilon of the batch normalization.
     """
 
     projects: str
@@ -50,7 +52,7 @@ _RESNET = (
     (r"layer(\d+)\.(\d+)\.downsample\.0", "*.shortcut.conv"),
     (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.bn"),
 )
-# ResNet-D: three convolutions in the stem, and pooling before the convolution of a shortcut.
+# ResNet-D has three convolutions in the stem, and pooling before the convolution of a shortcut.
 _RESNET_D_OF_TIMM = (
     *((rf"conv1\.{3 * i}", f"stem.{i}.conv") for i in range(3)),
     *((r"conv1\.1", "stem.0.bn"), (r"conv1\.4", "stem.1.bn"), ("bn1", "stem.2.bn")),
@@ -91,7 +93,7 @@ _LITE = (
     *((r"_blocks\.(\d+)\._depthwise_conv", "*.depthwise.conv"), (r"_blocks\.(\d+)\._bn1", "*.depthwise.bn")),
     *((r"_blocks\.(\d+)\._project_conv", "*.project.conv"), (r"_blocks\.(\d+)\._bn2", "*.project.bn")),
 )
-# By the module in models/ that defines the network.
+# The keys are the modules in models/ that define the networks.
 LAYOUTS = {
     "resnet": (
         Layout("torchvision, timm, paddle.vision", _RESNET),
@@ -99,7 +101,7 @@ LAYOUTS = {
         Layout("timm's ResNet-D", _RESNET_D_OF_TIMM),
     ),
     "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
-    # timm's other networks of these names, without tf_, have different padding, which their weights do not show.
+    # timm's networks with these names but without tf_ have different padding, which their weights do not reveal.
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
         Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),
@@ -109,12 +111,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter or BN statistic of a network here.
+    """A parameter or BN statistic of a network in this project.
 
     Attributes:
         variable: name of its variable.
-        shape: tuple.
-        epsilon: of its batch normalization; None for other layers.
+        shape: its shape, a tuple.
+        epsilon: epsilon of its batch normalization; None for other layers.
     """
 
     variable: str
@@ -132,7 +134,7 @@ def parameters(model):
 
 
 def number_of_classes(family, tensors):
-    """Return the number of outputs of the network that tensors belong to.
+    """Return the number of outputs of the network to which the tensors belong.
 
     Args:
         family: a key of LAYOUTS.
@@ -148,23 +150,23 @@ def number_of_classes(family, tensors):
 
 
 def convert(family, tensors, own):
-    """Convert tensors to the parameters of a network here.
+    """Convert tensors to the parameters of a network in this project.
 
     Args:
         family: a key of LAYOUTS.
         tensors: {name: array}; floats are float32.
         own: result of parameters().
     Returns:
-        ({name of the variable: float32 array}, names of the projects whose names they have).
+        ({name of the variable: float32 array}, projects that use the tensors' names).
     Raises:
-        MismatchError: a tensor is missing, is left over or has a different shape or type.
+        MismatchError: a tensor is missing, is left over, or has a different shape or type.
     """
     layout, found, leftover = _translated(family, tensors)
     blocks = dict(zip(_sorted_blocks(found), _own_blocks(own), strict=False))
     of_own = {}
     for name, (block, path) in found.items():
         target = path.replace("*", blocks.get(block, "*"))
-        if target not in own:  # pooling may precede the convolution of a shortcut
+        if target not in own:  # pooling may precede a shortcut's convolution
             target = target.replace(".shortcut.", ".shortcut.1.")
         if target not in own or target in of_own:
             leftover.append(name)
@@ -188,9 +190,9 @@ def convert(family, tensors, own):
 
 
 def _translated(family, tensors):
-    """Return (Layout, {name: (numbers of its block, path)}, names without a rule) with the layout that most names
-    match. Counters are omitted."""
-    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # of PyTorch's DataParallel
+    """Translate names with the layout that matches most of them. Return (Layout, {name: (numbers of its block, path)},
+    names without a rule). Counters are omitted."""
+    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # PyTorch's DataParallel adds it
     results = []
     for layout in LAYOUTS[family]:
         found, leftover = {}, []
@@ -218,7 +220,7 @@ def _sorted_blocks(found):
 
 
 def _own_blocks(own):
-    """Return the blocks' prefixes in the order of the network."""
+    """Return the prefixes of the blocks in the order of the network."""
     return list(dict.fromkeys(match[0] for match in map(_BLOCK.match, own) if match))
 
 
@@ -236,7 +238,7 @@ def _some(names):
 
 
 def _adapt_epsilon(arrays, own, epsilon):
-    """Scale the weights of batch normalization so that its output with the epsilon here is that with `epsilon`."""
+    """Scale the BN weights so that the output with this project's epsilon equals the output with `epsilon`."""
     for name, variance in list(arrays.items()):
         layer, _, field = name.rpartition(".")
         if field != "_variance":

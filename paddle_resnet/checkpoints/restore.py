@@ -1,4 +1,4 @@
-"""Start of a run: find and verify the checkpoint that the flags specify, and restore the run's state from it.
+"""Find and verify the checkpoint that the flags specify, and restore the state of a run from it.
 
 saver.py defines the content of a checkpoint, and folders.py the layout of its folder; variables.py loads the variables.
 """
@@ -43,8 +43,8 @@ class StartCheckpoint:
     resumes: bool = False
 
     def continues(self, root):
-        """Whether this run continues the newest checkpoint below ROOT. If it continued an older one, it would overwrite
-        others."""
+        """Return whether this run continues the newest checkpoint below ROOT. If the run continued an older checkpoint,
+        it would overwrite newer ones."""
         newest = folders.newest(root)
         return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
@@ -57,30 +57,30 @@ class StartCheckpoint:
 
     @property
     def rank_state(self):
-        """The recorded state of this process, or of the last one if the checkpoint has fewer."""
+        """The recorded state of this process, or of the last process if the checkpoint is from fewer processes."""
         ranks = self.meta["ranks"]
         return ranks[min(processes.rank(), len(ranks) - 1)]
 
     @property
     def trained(self):
-        """Results of the training up to this step if its evaluation is pending."""
+        """Training results up to this step if the evaluation at this step is pending, otherwise None."""
         return self.meta["trained"] if self.step else None
 
     @property
     def is_inside(self):
-        """Whether the run continues in the middle of an epoch."""
+        """Return whether the run continues inside an epoch."""
         return bool(self.step) and self.step < self.meta["steps_each_epoch"]
 
     def is_done(self, args):
-        """Whether all steps of a run with these flags are complete."""
+        """Return whether all steps of a run with these flags are complete."""
         if args.iter_unit == "epoch":
             return self.epoch >= args.epochs
         return self.meta["lr_scheduler"]["last_epoch"] >= args.num_iter and self.trained is None
 
 
 def find(args):
-    """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If there is
-    none and --from-pretrained-params is the folder of a run, set the flag to a checkpoint of that run.
+    """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If there is no
+    such checkpoint and --from-pretrained-params is the folder of a run, set that flag to a checkpoint of that run.
 
     Rank 0 searches and verifies every byte.
 
@@ -160,8 +160,8 @@ def _search(args):
 
 
 def _check_default_network(args, folder):
-    """Raise UsageError if --resume finds no checkpoint of the default network but runs of other networks, because
-    one of these may be intended."""
+    """Raise UsageError if --resume finds no checkpoint of the default network, but the output folder contains runs of
+    other networks, because the user may have meant one of those runs."""
     has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
     if has_start or args.is_explicit("model_arch_name") or not folder.parent.is_dir():
         return
@@ -173,7 +173,7 @@ def _check_default_network(args, folder):
 
 
 def _clean(folder):
-    """Remove unfinished work. The lock protects the work of a running job."""
+    """Remove the unfinished work of a killed run. The lock ensures that no run is still working in the folder."""
     try:
         with folders.hold(folder):
             folders.clean(folder)
@@ -182,12 +182,13 @@ def _clean(folder):
 
 
 def _newest(args, root, resumes=False):
-    """Return the newest valid checkpoint below a folder. Damaged ones trigger a warning and are skipped.
+    """Return the newest valid checkpoint below a folder. Damaged checkpoints trigger a warning and are skipped.
 
     Args:
         args: flags.
         root: the folder.
-        resumes: whether the search is for --resume. Otherwise, if all are of a different program, return the newest.
+        resumes: whether the search is for --resume. If not, and all checkpoints are from a different program, return
+            the newest of them.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
@@ -196,7 +197,7 @@ def _newest(args, root, resumes=False):
             return _position(foreign[-1], None, args.iter_unit)
         if args.from_checkpoint is not None:
             return None
-        # These may also be checkpoints of this program without their meta.json.
+        # These may also be checkpoints of this program that have lost their meta.json.
         raise UsageError(
             f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
             f"{folders.META}; add --from-checkpoint {root} --last-epoch-of-checkpoint auto to continue from one of a "
@@ -215,10 +216,10 @@ def _newest(args, root, resumes=False):
 
 
 def _position(folder, meta, iter_unit):
-    """Return the fields of StartCheckpoint for a checkpoint, with the position at which training continues.
+    """Return the fields of StartCheckpoint for a checkpoint, including the position at which training continues.
 
     Raises:
-        UsageError: the checkpoint of a different program does not contain its position.
+        UsageError: the checkpoint is from a different program and does not contain its position.
     """
     if meta is None:
         if iter_unit == "batch":
@@ -240,7 +241,7 @@ def _position(folder, meta, iter_unit):
 
 
 def _verified(folder, flag):
-    """Verify a checkpoint that was requested explicitly, and return its meta.json; None if it has none."""
+    """Verify a checkpoint that was requested explicitly, and return its meta.json, or None if it has no meta.json."""
     if not os.path.lexists(folder / folders.META):
         return None
     try:
@@ -250,13 +251,14 @@ def _verified(folder, flag):
 
 
 def _is_foreign(args, folder):
-    """Whether a folder contains a checkpoint of NVIDIA's example or paddle.static.save: two files and no meta.json."""
+    """Return whether a folder contains a checkpoint of NVIDIA's example or paddle.static.save: two files and no
+    meta.json."""
     files = [folder / f"{folders.foreign_prefix(args, folder)}.{ending}" for ending in ("pdparams", "pdopt")]
     return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
 
 
 def _has_files(args, folder):
-    """Whether a folder contains a meta.json, valid or damaged, or the parameters of a different program."""
+    """Return whether a folder contains a meta.json, valid or damaged, or the parameters of a different program."""
     foreign = folder / f"{folders.foreign_prefix(args, folder)}.pdparams"
     return os.path.lexists(folder / folders.META) or os.path.isfile(foreign)
 
@@ -290,7 +292,7 @@ def _origin_of_pretrained(args):
 
 
 def log_evaluated(args, checkpoint):
-    """Log which checkpoint is evaluated, and return its epoch, or 0 if it is unknown."""
+    """Log which checkpoint is evaluated, and return its epoch, or 0 if the epoch is unknown."""
     folder, meta = origin(args, checkpoint)
     epoch = meta["epoch"] if meta else folder and _epoch_of(Path(folder))
     if epoch is not None:
@@ -300,8 +302,9 @@ def log_evaluated(args, checkpoint):
 
 
 def resolve_network(args):
-    """If --resume is set with --from-checkpoint or --from-pretrained-params, set --model-arch-name, unless it is
-    explicit, to the network of that checkpoint. --resume then searches the run folder of this network."""
+    """If --resume is combined with --from-checkpoint or --from-pretrained-params, and --model-arch-name is not
+    explicit, set --model-arch-name to the network of that checkpoint. --resume then searches the run folder of this
+    network."""
     has_start = args.from_checkpoint is not None or args.from_pretrained_params is not None
     if args.resume and has_start and not args.is_explicit("model_arch_name"):
         first = args.copy(resume=False)
@@ -311,8 +314,9 @@ def resolve_network(args):
 
 
 def inherit_flags(args, checkpoint):
-    """Inherit the flags that are not explicit from the meta.json of the initial checkpoint. Log the inherited flags and
-    the differences; changes the settings. The kinds of flags in settings/declarations.py determine what a run inherits.
+    """Inherit the flags that are not explicit from the meta.json of the initial checkpoint, which changes the settings.
+    Log the inherited flags and the differences. The kinds of flags in settings/declarations.py determine what a run
+    inherits.
 
     Args:
         args: flags.
@@ -327,14 +331,14 @@ def inherit_flags(args, checkpoint):
         names = _inherited_names(args, checkpoint, recorded, resumes)
         inherited, differing = inheritance.inherit(args, recorded, names, folder)
         if not args.is_explicit("image_shape"):
-            # The filters of the first layer have this number of channels.
+            # The number of channels must match the filters of the first layer.
             args.set(f"checkpoint {folder}", image_shape=[recorded.image_shape[0], *args.image_shape[1:]])
         if inherited:
             values = ", ".join(f"{name} {text(value)}" for name, value in inherited.items())
             logger.info(f"from {folder}/{folders.META}: {values}")
         _log_differences(folder, differing, resumes)
     elif folder is not None and not args.is_explicit("image_shape"):
-        # Checkpoints of NVIDIA's example have 4 channels, regardless of the faster choice here.
+        # Networks of NVIDIA's example have 4 input channels, even if 3 would be faster here.
         args.set(f"checkpoint {folder}", image_shape=[4, *args.image_shape[1:]])
     validation.check(args)
 
@@ -349,7 +353,7 @@ def _inherited_names(args, checkpoint, recorded, resumes):
 
 
 def _log_differences(folder, differing, resumes):
-    """Log the explicit flags that differ from those of a checkpoint: {flag: (value, recorded value)}."""
+    """Log the explicit flags that differ from those of a checkpoint, passed as {flag: (value, recorded value)}."""
     saving = set(map(flag, of_kinds("saving"))) if resumes else set()
     changes = {name: f"{name} {text(now)} (was {text(old)})" for name, (now, old) in differing.items()}
     if harmless := [change for name, change in changes.items() if name in saving]:
@@ -360,12 +364,13 @@ def _log_differences(folder, differing, resumes):
 
 
 def recorded_flags(folder, meta, arch):
-    """Return the flags of the run that wrote a checkpoint, from the content of its meta.json.
+    """Return the flags of the run that wrote a checkpoint.
 
     Args:
         folder: folder of the checkpoint.
         meta: content of its meta.json.
-        arch: --model-arch-name if it is explicit, or None. A checkpoint alone never causes the import of a file.
+        arch: --model-arch-name if it is explicit, or None. A file is never imported just because a checkpoint refers to
+            it.
     Raises:
         UsageError: the flags are invalid, or the network is from a user's file that no flag specifies.
     """
@@ -373,7 +378,7 @@ def recorded_flags(folder, meta, arch):
         args = parsing.from_dict(meta["arguments"])
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # also the name of a folder
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # this name is also used for folders
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):
@@ -414,17 +419,17 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
 
 
 def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
-    """Restore a training run's state except its variables: position, learning rate and random generators; inside an
-    epoch also its running sums and the BN statistics of this process.
+    """Restore the state of a training run except its variables: position, learning rate and random generators; inside
+    an epoch, also the epoch's metric sums and this process's BN statistics.
 
     Args:
         args: flags.
         checkpoint: result of find.
-        lr_scheduler: its rate depends only on the step, so it continues like an uninterrupted run with the schedule
-            of this run's flags.
+        lr_scheduler: schedule of this run's flags. The rate depends only on the step, so it continues as in an
+            uninterrupted run with these flags.
         loader: training loader, built with checkpoint.loader_state.
         fetchs: result of program.build.
-        place: where the program runs.
+        place: device of the program.
     Returns:
         The checkpoint, with step 0 if the loader cannot continue inside the epoch.
     """
@@ -444,7 +449,7 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
     if checkpoint.is_inside and loader.step != checkpoint.step:
         checkpoint = dataclasses.replace(checkpoint, step=0)
         logger.warn(f"epoch {checkpoint.epoch} restarts with the parameters of {checkpoint.folder}")
-    is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # after all steps of the epoch
+    is_evaluating = bool(checkpoint.step) and not checkpoint.is_inside  # all steps of the epoch are done
     done = timeline.batches(checkpoint.epoch) if is_evaluating else checkpoint.step
     done += timeline.batches_before(checkpoint.epoch)
     lr_scheduler.step(done // args.accumulate_steps)
@@ -475,7 +480,7 @@ def _epoch_of(folder):
 
 
 def _log_environment_changes(meta):
-    before = meta.get("paddle_version", paddle.__version__)  # missing in older checkpoints
+    before = meta.get("paddle_version", paddle.__version__)  # older checkpoints do not record it
     if before != paddle.__version__:
         logger.warn(f"the checkpoint is from Paddle {before}, but this is {paddle.__version__}; results may differ")
     if processes.world_size() != meta["world_size"]:

@@ -1,4 +1,4 @@
-"""Saving of checkpoints: OUTPUT_DIR/ARCH/EPOCH/, or EPOCH_STEP/ inside an epoch. `latest` and `best` are links to them.
+"""Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/, or EPOCH_STEP/ inside an epoch. `latest` and `best` link to checkpoints.
 
 PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the momentum, the learning rate, the
 loss scale and float32 master weights. With --ema, PREFIX.pdema is like PREFIX.pdparams, with averages instead of
@@ -37,7 +37,7 @@ def check_folder(args, checkpoint):
 
     Args:
         args: flags.
-        checkpoint: the one that the run starts from (restore.StartCheckpoint), or None.
+        checkpoint: the checkpoint that the run starts from (restore.StartCheckpoint), or None.
     Raises:
         UsageError: the folder cannot be created or written, or contains a different run.
     """
@@ -64,7 +64,8 @@ def _check_content(args, checkpoint):
 
 
 def _check_no_other_run(args, checkpoint):
-    """Check that the run continues the newest checkpoint in its folder, if there is one, or deletes all (--overwrite).
+    """Check that the run folder contains no checkpoints, or that the run continues the newest or deletes all
+    (--overwrite).
 
     Raises:
         UsageError: the folder contains checkpoints of a different run.
@@ -91,9 +92,9 @@ def _is_within(path, folder):
 
 
 def best_before(root, checkpoint):
-    """Return the best evaluation, with its epoch, of the checkpoints below ROOT that led to the one that a run
-    continues; the earliest if several are equal. Checkpoints that are later in training but were written earlier belong
-    to an abandoned branch."""
+    """Return the best evaluation, with its epoch, among the checkpoints below ROOT that led to the checkpoint that a
+    run continues; the earliest if several are equally good. Checkpoints that are later in training but were written
+    earlier belong to an abandoned branch."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -125,7 +126,7 @@ class Saver:
         lr_scheduler: learning rate scheduler whose state is saved.
         loader: training loader.
         fetchs: result of program.build; its meters contain the running sums of an epoch.
-        checkpoint: the one that the run started from, or None.
+        checkpoint: the checkpoint that the run started from, or None.
     Raises:
         UsageError: the output folder cannot be created or written, or contains a different run.
     """
@@ -152,7 +153,7 @@ class Saver:
                 pass
             self._lock = folders.hold(folder)
             folders.clean(folder)
-            _check_no_other_run(args, checkpoint)  # again: another run may have ended here since check_folder
+            _check_no_other_run(args, checkpoint)  # check again: a run may have ended here since check_folder
             if args.overwrite:
                 folders.remove_all(folder)
             return best_before(folder, checkpoint) if checkpoint and checkpoint.resumes else None
@@ -160,7 +161,7 @@ class Saver:
             raise folders.unwritable(folder, e) from e
 
     def follow(self, loader, fetchs):
-        """Save the state of a different loader and different meters from now on."""
+        """From now on, save the state of this loader and of these meters."""
         self._loader, self._fetchs = loader, fetchs
 
     def save(self, epoch, step=None, trained=None, evaluated=None):
@@ -169,14 +170,14 @@ class Saver:
         Args:
             epoch: the epoch.
             step: completed steps of the epoch; None if all steps and the evaluation are complete.
-            trained: result of the training up to here if an evaluation is pending or all steps are complete.
+            trained: training result up to this step if an evaluation is pending or all steps are complete.
             evaluated: result of the evaluation, if there was one.
         Raises:
             RunError: the previous checkpoint could not be written.
         """
         at = (epoch + 1, 0) if step is None else (epoch, step)
         if at == self._last and evaluated is None:
-            return  # stopped right after a checkpoint, or before the first step of a resumed run
+            return  # the run stops right after a checkpoint, or before its first step after a resume
         self._last = at
         watchdog.phase(f"checkpoint of epoch {epoch}")
         self.finish()
@@ -221,16 +222,17 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, averaged or {}])
 
     def save_on_error(self, error, epoch, step, trained):
-        """Save the state after an error if a resumed run can continue it: after a request to stop and, in a job of one
-        process, after a failed evaluation. In a larger job, other processes may be in a different phase or dead.
+        """Save the state after an error if a resumed run can continue from it: after a request to stop and, in a
+        single-process run, after a failed evaluation. In a multi-process run, other processes may be in a different
+        phase or dead.
 
         Args:
             error: the error.
             epoch: the epoch.
             step: steps of the epoch before the evaluation.
-            trained: result of the training up to that step, or None if it is not complete.
+            trained: training result up to that step, or None if training is not complete.
         Raises:
-            Preempted: replaces `error` and adds how to continue.
+            Preempted: replaces `error` and states how to continue.
         """
         is_stop = isinstance(error, signals.Preempted)
         if not is_stop and (trained is None or processes.world_size() > 1):
@@ -248,7 +250,7 @@ class Saver:
         logger.info(f"epoch {epoch} is trained and saved; --resume continues with its evaluation")
 
     def finish(self):
-        """Wait until the last checkpoint is on the disk. Only rank 0 writes.
+        """Wait until the last checkpoint is on disk. Only rank 0 writes checkpoints.
 
         Raises:
             RunError: the checkpoint could not be written.
@@ -278,7 +280,8 @@ class Saver:
         self._mark_and_delete(name, meta["best"] and _name(meta["best"]["epoch"], meta["best"].get("step")))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run except the best. Those of other runs are kept."""
+        """Set the links, and delete old checkpoints of this run except the best one. Checkpoints of other runs are
+        kept."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)
@@ -288,7 +291,7 @@ class Saver:
                 folders.delete(folder)
 
     def _mark(self, marker, name):
-        """Set a link. A failure is only a warning, because --resume does not use the links."""
+        """Set a link. A failure causes only a warning, because --resume does not use the links."""
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:

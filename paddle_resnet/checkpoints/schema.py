@@ -1,5 +1,5 @@
-"""The schema of meta.json. saver.py writes the file. folders.py checks it when it reads it, so that other code can rely
-on the schema.
+"""The schema of meta.json. saver.py writes the file. folders.py validates the file when it reads it, so other code can
+rely on the schema.
 """
 
 import base64
@@ -14,7 +14,7 @@ from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, 
 
 
 def problem(meta):
-    """Describe what is invalid in the content of a meta.json (without its checksum); None if it is valid."""
+    """Return what is invalid in the content of a meta.json (without its checksum), or None if the content is valid."""
     for name, is_valid in SCHEMA.items():
         if name not in meta:
             return f"{name} is missing"
@@ -27,13 +27,13 @@ def problem(meta):
         wrong = {rank["loader"]["step"] for rank in meta["ranks"]} - {step}
         if wrong:
             return f"step is {step}, but {min(wrong)} in a loader state"
-    if not is_list_of(is_text)(meta.get("class_names", [])):  # missing in older checkpoints
+    if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints do not have it
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
     return None
 
 
 def _is_result(value):
-    """Whether a value is a result of training or evaluation."""
+    """Return whether a value is a result of training or evaluation."""
     checks = {"loss": is_none_or(is_number), "top1": is_ratio, "top5": is_ratio, "ips": is_number}
     return is_table(value, **checks) and all(map(is_none_or(is_number), value.values()))
 
@@ -43,7 +43,7 @@ def _is_best(value):
 
 
 def _is_rank(value):
-    """Whether a value is the state of a process: that of its loader and of its meters."""
+    """Return whether a value is the state of a process: the state of its loader and of its meters."""
     return (
         is_table(value, loader=_is_loader, meters=is_table)
         and all(map(is_text, value["meters"]))
@@ -67,23 +67,23 @@ def _is_meter(value):
 
 
 def _are_seeds(value):
-    """Whether the random generators accept their recorded states."""
+    """Return whether the random generators accept their recorded states."""
     try:
         random.Random().setstate(as_tuples(json.loads(value["python"])))
         name, keys, position, *rest = json.loads(value["numpy"])
         np.random.RandomState().set_state((name, keys, position, *rest))
         return 0 <= position <= len(keys)  # NumPy does not check this
-    except Exception:  # each generator raises its own errors
+    except Exception:  # each generator raises different errors
         return False
 
 
 def as_tuples(value):
-    """Convert nested lists of JSON to tuples, which random.setstate requires."""
+    """Convert nested lists from JSON to tuples, which random.setstate requires."""
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 def _are_files(value):
-    """Whether a value is {name: {"size", "sha256"}} of files in the checkpoint folder, including parameters and
+    """Return whether a value is {name: {"size", "sha256"}} for files in the checkpoint folder, including parameters and
     optimizer state."""
     return (
         is_table(value)

@@ -1,8 +1,8 @@
 """A program's variables and their files, PREFIX.pdparams and PREFIX.pdopt: pickled {name: array}, the format of
 `paddle.static.load`. Loading is strict. Parameters are stored in float32, regardless of the training precision.
 
-With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. Evaluation, prediction, export and
---from-pretrained-params read it instead of PREFIX.pdparams if it exists.
+With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. If this file exists, evaluation,
+prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
 """
 
 from pathlib import Path
@@ -25,13 +25,13 @@ AVERAGED = ".pdema"  # suffix of the file with the averages
 
 
 def load_start(args, checkpoint, program, place):
-    """Load the variables that the run starts from: those of a checkpoint (restore.StartCheckpoint) or pretrained
-    parameters. Without either, they keep the initial values of the startup program.
+    """Load the variables that the run starts from: the variables of a checkpoint (restore.StartCheckpoint) or
+    pretrained parameters. Without either, they keep the initial values from the startup program.
 
     Returns:
         whether the weights are already pruned.
     Raises:
-        UsageError: as for load and load_pretrained.
+        UsageError: see load and load_pretrained.
     """
     if checkpoint is not None:
         return load(args, checkpoint.folder, program, place)
@@ -45,7 +45,7 @@ def load(args, folder, program, place, log=logger.info):
 
     Args:
         args: flags.
-        folder: contains PREFIX.pdparams and, for a training program, PREFIX.pdopt; see folders.prefix.
+        folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt; see folders.prefix.
         program: training or evaluation Program whose startup program has run.
         place: where the program runs.
         log: function that logs whether averages are loaded.
@@ -66,7 +66,7 @@ def load(args, folder, program, place, log=logger.info):
         _load_strictly(others, optimizer, flag, place, "optimizer flags", args.verbose)
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
-        if before.item() != args.scale_loss:  # the flag determines a fixed scale, not the checkpoint
+        if before.item() != args.scale_loss:  # a fixed scale comes from the flag, not from the checkpoint
             logger.info(f"--scale-loss {args.scale_loss:g}: replaces the checkpoint's loss scale {before.item():g}")
             set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
     return any(name.endswith(MASK) for name in state)
@@ -82,7 +82,7 @@ def _flag_and_prefix(args, folder):
 
 
 def _evaluated(prefix):
-    """Return the file with the weights to evaluate: the averages if the checkpoint has them."""
+    """Return the path of the weights to evaluate: the averages, if the checkpoint has them."""
     path = Path(f"{prefix}{AVERAGED}")
     return path if path.is_file() else Path(f"{prefix}.pdparams")
 
@@ -127,7 +127,8 @@ def start_averages(checkpoint, program, place):
 
 
 def averaged(program, params):
-    """Return the content of PREFIX.pdema: `params` of snapshot with averages instead of weights; None without --ema."""
+    """Return the content of PREFIX.pdema: `params` from snapshot, with averages instead of weights. None without
+    --ema."""
     names = averages.of(program)
     return {**params, **{name: read(average) for name, average in names.items()}} if names else None
 
@@ -201,8 +202,8 @@ def load_statistics(path, place, is_averaged, is_verbose):
     Args:
         path: path of the file.
         place: where the program runs.
-        is_averaged: the program has averages of these statistics. Otherwise averages in the file are ignored.
-        is_verbose: errors list the variables.
+        is_averaged: whether the program has averages of these statistics. If not, averages in the file are ignored.
+        is_verbose: whether errors list the variables.
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
@@ -213,7 +214,7 @@ def load_statistics(path, place, is_averaged, is_verbose):
 
 
 def snapshot(program):
-    """Copy ({parameter: float32 array}, {optimizer variable: array}) to host memory."""
+    """Return copies in host memory: ({parameter: float32 array}, {optimizer variable: array})."""
     parameters, others = variables(program)
     params = {name: read(name) for name in parameters}
     optimizer = {name: read(name) for name in others}
@@ -230,17 +231,17 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
     is_sparse = any(name.endswith(MASK) for name in state)
     if not any(name.endswith(MASK) for name in parameters):
-        # A dense program loads sparse weights without their masks. Training would change the zeros.
+        # A dense program loads sparse weights without their masks, and training it would change the zeros.
         if is_sparse and others:
             _check_masks_may_be_dropped(args, flag)
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
     elif not is_sparse:
         if not args.prune_model:
             raise UsageError(f"{flag}: has dense weights, and --asp requires pruned ones; add --prune-model")
-        # A sparse program may start from dense weights, which are pruned next.
+        # A sparse program may start from dense weights, which are pruned afterwards.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
     elif dense := [name for name in parameters if name.endswith(MASK) and name not in state]:
-        # Older versions excluded the first layer.
+        # Older versions did not prune the first layer.
         state |= {name: np.ones_like(read(name)) for name in dense}
         logger.info(f"{flag}: has no {', '.join(dense)}; these weights remain dense")
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
@@ -289,8 +290,8 @@ def _load_strictly(variables, state, flag, place, remedy, is_verbose):
 
 
 def variables(program):
-    """Return ({parameter: shape}, {optimizer variable: shape}). Parameters include BN statistics and ASP masks; neither
-    includes averages (--ema)."""
+    """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks;
+    neither dict includes averages (--ema)."""
     parameters, others = {}, {}
     for var in program.list_vars():
         is_other = var.name.startswith((scalars.PREFIX, accumulation.PREFIX)) or var.name.endswith(averages.SUFFIX)
@@ -301,7 +302,7 @@ def variables(program):
 
 
 def _has_type_of(name, array):
-    """Whether a variable can take an array: floats may differ in width, other types must be equal."""
+    """Return whether a variable can hold an array: floats may differ in width, all other types must be equal."""
     tensor = _tensor(name)
     dtype = np.array(tensor).dtype
     is_float = dtype.kind == "f" or tensor._dtype() == paddle.bfloat16
@@ -309,7 +310,8 @@ def _has_type_of(name, array):
 
 
 def _shape(shape):
-    """Treat shape () as (1,): the learning rate is () here and may be (1,) in files of Paddle and older versions."""
+    """Treat shape () as (1,): the learning rate has shape () here, but may have (1,) in files from Paddle and older
+    versions."""
     return tuple(shape) or (1,)
 
 
@@ -330,8 +332,8 @@ def set_variable(name, array, place):
 
 
 def _bfloat16(array):
-    """Round floats to the nearest bfloat16, ties to even as on a GPU. Paddle represents them as uint16, the upper half
-    of a float32."""
+    """Round floats to the nearest bfloat16, with ties to even, as a GPU does. In NumPy, Paddle represents bfloat16 as
+    uint16, the upper half of a float32."""
     bits = array.astype(np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 

@@ -1,5 +1,6 @@
-"""Gradient accumulation (--accumulate-steps K). A second program without updates adds the gradients of a batch to sums.
-The training program adds these sums, from K - 1 batches, to its own gradients before it updates the parameters.
+"""Gradient accumulation (--accumulate-steps K). A second program, which does not update the parameters, adds the
+gradients of a batch to sums. The training program adds these sums, from K - 1 batches, to its own gradients before it
+updates the parameters.
 
 Both are static programs without conditions, so both can be captured. Gradients are all-reduced, checked, unscaled and
 clipped once per update.
@@ -11,15 +12,15 @@ from paddle import static
 from paddle_resnet.machine import compat
 from paddle_resnet.optimizers import table
 
-SCOPE = "accumulate"  # name scope of the operators of add_sums
-PREFIX = "accumulated."  # prefix of the sums; they are 0 between updates, so checkpoints do not contain them
+SCOPE = "accumulate"  # name scope of the operators that add_sums inserts
+PREFIX = "accumulated."  # prefix of the sums, which checkpoints do not contain, because they are 0 after each update
 _COMMUNICATION = (compat.ALL_REDUCE, "c_sync_comm_stream", "c_sync_calc_stream", "depend")
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
 def add_sums(main_prog, startup_prog, accumulate_steps):
-    """Add the sums to the gradients of a training program in place and reset the sums. The gradients are then the means
-    over `accumulate_steps` batches, before they are all-reduced."""
+    """Change a training program, in place, to add the sums to its gradients and reset the sums. The gradients that are
+    then all-reduced are means over `accumulate_steps` batches."""
     if accumulate_steps == 1:
         return
     block = main_prog.global_block()
@@ -54,8 +55,8 @@ def add_sums(main_prog, startup_prog, accumulate_steps):
 
 
 def without_update(program):
-    """Return a copy of a training program with add_sums that adds its gradients to the sums and updates only the BN
-    statistics."""
+    """Return a copy of a training program to which add_sums has been applied. The copy adds its gradients to the sums
+    and updates only the BN statistics."""
     program = program.clone()
     block = program.global_block()
     for i in reversed(range(len(block.ops))):

@@ -1,4 +1,4 @@
-"""All-reduces of a data-parallel program: corrections of Fleet's operators, their count, and averaged BN statistics."""
+"""All-reduces of a data-parallel program: correct Fleet's operators, count all-reduces, and average BN statistics."""
 
 import paddle
 from paddle import static
@@ -11,7 +11,7 @@ _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c
 
 
 def adapt_communication(main_prog, startup_prog, device):
-    """Correct, in place, the operators that Fleet inserts in the programs of a job of several processes."""
+    """Correct, in place, the operators that Fleet inserts into the programs of a multi-process run."""
     if processes.world_size() == 1:
         return
     _order_fused_all_reduces(main_prog.global_block())
@@ -27,9 +27,9 @@ def adapt_communication(main_prog, startup_prog, device):
 def _order_fused_all_reduces(block):
     """Make every fused all-reduce depend on all gradients in its buffer.
 
-    The buffer has its own name, so the Executor does not see that the all-reduce depends on the operators that write
-    the gradients in the buffer. It infers the dependencies, but misses the BN gradients if BN and ReLU are fused under
-    AMP. These gradients would then differ between the processes, and the parameters would diverge.
+    The buffer has its own name, so the program does not show that the all-reduce depends on the operators that write
+    the gradients into the buffer. The Executor infers these dependencies, but misses the BN gradients if BN and ReLU
+    are fused under AMP. These gradients would then differ between the processes, and the parameters would diverge.
     """
     gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
     for i in reversed(range(len(block.ops))):
@@ -55,18 +55,18 @@ def _remove_nccl(block):
 
 
 def count_gradient_all_reduces(train_prog):
-    """Return the number of all-reduces of gradients in a training step, after fusion."""
+    """Return the number of gradient all-reduces in a training step, after fusion."""
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     ops = train_prog.global_block().ops
     return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & backward) for op in ops)
 
 
 def bn_averager(exe, train_prog):
-    """Return a function without arguments that replaces the BN statistics of a training program by their mean over the
-    processes.
+    """Return a function without arguments that replaces the BN statistics of a training program with their mean over
+    the processes.
 
-    Each process computes the statistics of its own images. Call the function before an evaluation or a checkpoint, so
-    that all processes evaluate the same network as the saved one.
+    Each process computes statistics from its own images. Call the function before an evaluation or a checkpoint, so
+    that all processes evaluate the network that is saved.
 
     Args:
         exe: static.Executor.

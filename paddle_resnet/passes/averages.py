@@ -2,8 +2,8 @@
 
 A training program averages each parameter that its optimizer updates and each BN running statistic. The averages are
 persistable float32 variables with fixed addresses, so captured steps and evaluation programs can use them. With custom
-kernels, one operator after the update, native_ema, computes all averages. It is separate from the update, so it serves
-all optimizers, and each launch of the update can take more tensors.
+kernels, one operator after the update, native_ema, computes all averages. It is separate from the update, so it works
+with all optimizers, and each kernel launch of the update can process more tensors.
 """
 
 import paddle
@@ -14,13 +14,13 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.optimizers.sparsity import MASK
 from paddle_resnet.steps import scalars
 
-SUFFIX = ".ema"  # suffix of the name of a parameter's average
-_SCOPE = "ema"  # name scope of the operators of add; Paddle appends a number to all but the first
+SUFFIX = ".ema"  # an average has the name of its parameter with this suffix
+_SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle numbers all scopes except the first
 
 
 def decay_at(step, limit):
-    """Return the decay in a step, counted from 0. It increases to its limit, which reduces the influence of the initial
-    weights: the rule of TensorFlow's ExponentialMovingAverage with num_updates."""
+    """Return the decay in a step (counted from 0). The decay increases up to its limit, which reduces the influence of
+    the initial weights, as in TensorFlow's ExponentialMovingAverage with num_updates."""
     return min(limit, (1 + step) / (10 + step))
 
 
@@ -32,10 +32,11 @@ def add(main_prog, startup_prog, lr_scheduler, statistics, decay, is_native):
     Args:
         main_prog: the current Program.
         startup_prog: startup Program, which initializes the averages with the weights.
-        lr_scheduler: schedules.Schedule, the step counter.
+        lr_scheduler: schedules.Schedule, which counts the steps.
         statistics: names of the BN running statistics.
         decay: limit of the decay (decay_at).
-        is_native: fusion.fuse replaces the operators by a custom operator, which skips these steps itself.
+        is_native: whether fusion.fuse replaces the operators with a custom operator, which itself skips the steps that
+            dynamic loss scaling skips.
     """
     block, startup = main_prog.global_block(), startup_prog.global_block()
     values = {op.input("Param")[0]: op for op in table.updates(main_prog)}
@@ -64,7 +65,7 @@ def contains(op):
 
 
 def of(program):
-    """Return {name of a parameter or BN statistic: name of its average} of a training program."""
+    """Return {name of a parameter or BN statistic: name of its average} for a training program."""
     names = [name for name in program.global_block().vars if name.endswith(SUFFIX)]
     return {name.removesuffix(SUFFIX): name for name in names}
 
@@ -73,7 +74,7 @@ def evaluate(train_prog, eval_prog, exe):
     """Rewrite an evaluation program in place to use the averages of a training program instead of its weights. Call it
     after cast_evaluation_program.
 
-    The program reads float32 weights from the averages directly, and weights in half precision from copies.
+    For float32 weights, the program reads the averages directly; for half-precision weights, it reads converted copies.
 
     Args:
         train_prog: training Program; its variables are in the global scope.
@@ -106,7 +107,7 @@ def evaluate(train_prog, eval_prog, exe):
 
 
 def _zero_in_skipped_steps(block, weight):
-    """Return the weight as a variable that is 0 in steps that dynamic loss scaling skips, for Paddle's operators."""
+    """Return the weight of the new value for Paddle's operators; it is 0 in steps that dynamic loss scaling skips."""
     scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
     if not scalings:
         return weight

@@ -1,7 +1,8 @@
 """Batch normalization folded into the preceding convolutions, for evaluation on a GPU.
 
-With fixed statistics, BN scales and shifts each channel. The scale is folded into the filters; the shift remains. In
-half precision, evaluation spends more time on BN than on convolutions: benchmarks/log/step_h200_2026-11-21.md.
+With fixed statistics, BN scales and shifts each channel. The scale is folded into the filters; the shift remains as an
+addition. In half precision, evaluation spends more time on BN than on convolutions:
+benchmarks/log/step_h200_2026-11-21.md.
 """
 
 import paddle
@@ -11,7 +12,7 @@ from paddle_resnet.machine import compat
 
 
 def fold_batch_norms(program, exe, channel_axis):
-    """Rewrite an evaluation program in half precision in place.
+    """Fold the batch normalizations of a half-precision evaluation program, in place.
 
     Args:
         program: evaluation Program after cast_evaluation_program, with its parameters in the scope.
@@ -40,7 +41,7 @@ def _fold(program, channel_axis):
         if conv.type not in ("conv2d", "depthwise_conv2d"):
             continue
         used = block.var(conv.input("Filter")[0])
-        cast = producers.get(used.name)  # exists at level O1
+        cast = producers.get(used.name)  # the cast exists only at AMP level O1
         filters = block.var(cast.input("X")[0]) if cast is not None else used
         shift_of = block.var(bn.input("Bias")[0])
         folded = _persistable(block, f"{filters.name}.folded", filters.shape, used.dtype)

@@ -1,9 +1,9 @@
-"""Fusion of Paddle's operators to custom operators (native/). In NHWC: BN with the next activation, or with the
-residual addition and a ReLU; max pooling; depthwise convolutions; the filter gradient of 1x1 convolutions with few
-channels. In all layouts: the update of all parameters, with the check of gradients and the loss scale.
+"""Fuse Paddle's operators into custom operators (native/). In NHWC: BN with the next activation, or with the residual
+addition and ReLU; max pooling; depthwise convolutions; the filter gradient of 1x1 convolutions with few channels. In
+all layouts: the update of all parameters, including the gradient check and loss scaling.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
-checkpoints and communication.
+checkpoints or communication.
 """
 
 from collections import namedtuple
@@ -14,9 +14,9 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.passes import averages, updates
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
-CHANNELS = 4  # of the narrowest vector that a kernel's thread loads
-# 1x1 convolutions whose filter gradient has a kernel: data types, channels on the narrower side, and pixels per image,
-# below which the gradient takes little time.
+CHANNELS = 4  # size of the narrowest vector that a kernel thread loads
+# 1x1 convolutions for which a custom kernel computes the filter gradient: data types, maximum number of channels on the
+# narrower side, and minimum number of pixels per image (with fewer, the gradient takes little time).
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 
@@ -29,14 +29,14 @@ ACTIVATIONS = {
     "swish": ({"beta": 1.0}, "silu"),
 }
 
-# The operators between a BN and the tensor `out` that the program reads: an activation, or an addition and a ReLU.
+# The operators that are fused with the preceding BN, and their result `out`: an activation, or an addition and a ReLU.
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program):
-    """Rewrite a program in place. Paddle's operators remain if the kernels do not support them: layouts other than
-    NHWC, channels that are not a multiple of 4, gradients through fixed statistics, pooling and depthwise
-    convolutions without a fixed size, depthwise convolutions with kernels other than 3x3 and 5x5.
+    """Rewrite a program in place. Paddle's operators remain in cases that the custom kernels do not support: layouts
+    other than NHWC, numbers of channels that are not multiples of 4, gradients through fixed statistics, pooling and
+    depthwise convolutions without a fixed size, and depthwise convolutions with kernels other than 3x3 and 5x5.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -63,7 +63,7 @@ def fuse(program):
 
 
 def paddle_depthwise(program):
-    """Return a tuple of the different depthwise convolutions in NHWC that Paddle's kernels compute.
+    """Return a tuple of the distinct depthwise convolutions in NHWC that Paddle's kernels compute.
 
     Each is a description such as "7x7, stride 2, 12 channels".
     """
@@ -78,7 +78,7 @@ def paddle_depthwise(program):
 
 
 class _Graph:
-    """The producer and the readers of each variable of a block, and the operators to replace."""
+    """The producer and the readers of each variable in a block, and the operators to replace."""
 
     def __init__(self, block):
         self.block = block
@@ -92,7 +92,7 @@ class _Graph:
         self.replaced = []
 
     def variables(self, op, *names):
-        """Return {name: variable} of inputs or outputs of an operator."""
+        """Return {name: variable} for inputs or outputs of an operator."""
         inputs = set(op.input_names)
         return {name: self.block.var((op.input if name in inputs else op.output)(name)[0]) for name in names}
 
@@ -101,12 +101,14 @@ class _Graph:
         return x.dtype in TYPES and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
-        """Return the only forward operator that reads a variable, if it has one of these types; otherwise None."""
+        """Return the forward operator that reads a variable, or None if there are several or it has none of these
+        types."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
     def gradient(self, op):
-        """Return the operator that computes all gradients of an operator; None if it does not compute all."""
+        """Return the gradient operator of an operator, or None if there is none or it does not compute all
+        gradients."""
         out = op.output({"batch_norm": "Y", "conv2d": "Output", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
         grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         return grads[0] if grads and all(grads[0].output(name) for name in grads[0].output_names) else None
@@ -162,7 +164,7 @@ def _fuse_training(graph, bn):
     ops = [bn, *tail.ops]
     gradients = [graph.gradient(op) for op in reversed(ops)]
     if None in gradients:
-        return  # partly or completely frozen
+        return  # the layer is partly or completely frozen
     buffer = graph.coalesced.get(gradients[-1].output("Scale@GRAD")[0])
     if buffer is not None and not graph.is_before(buffer, gradients[0]):
         return  # the fused operator would run before the gradient buffer exists
@@ -212,8 +214,8 @@ def _is_plain_max_pool(graph, op):
     kernel, stride, padding = (op.attr(name) for name in ("ksize", "strides", "paddings"))
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive", "ceil_mode"))
-    fits_a_byte = max(kernel) <= 15  # a position in the window
-    overlaps_the_image = max(padding) < min(kernel)  # true for every window
+    fits_a_byte = max(kernel) <= 15  # the kernel stores positions in the window as bytes
+    overlaps_the_image = max(padding) < min(kernel)  # applies to every window
     has_fixed_size = min(graph.variables(op, "X")["X"].shape[1:]) > 0
     is_known = is_square and is_plain and fits_a_byte and overlaps_the_image and has_fixed_size
     return is_known and op.attr("padding_algorithm") == "EXPLICIT"
@@ -245,10 +247,10 @@ def _has_depthwise_kernel(graph, op):
 
 
 def _square_padding(graph, op):
-    """Return the padding of a convolution: rows at the top and at the bottom. None if the columns differ from them."""
+    """Return the padding of a convolution, (rows at the top, rows at the bottom), or None if the columns differ."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride, padding, algorithm = op.attr("strides")[0], op.attr("paddings"), op.attr("padding_algorithm")
-    if algorithm == "SAME":  # the last window ends at the last pixel or beyond it; an odd row is at the end
+    if algorithm == "SAME":  # the last window ends at or beyond the last pixel; an odd row goes to the bottom
         sums = {max((-(-size // stride) - 1) * stride + filters.shape[2] - size, 0) for size in x.shape[1:3]}
         return (min(sums) // 2, -(-min(sums) // 2)) if len(sums) == 1 else None
     if algorithm != "EXPLICIT":
@@ -292,8 +294,8 @@ def _has_bfloat16_tensor_cores():
 
 
 def _split_pointwise_gradient(graph, op):
-    """Compute the filter gradient of a 1x1 convolution with a custom operator; the gradient of its input stays with
-    Paddle's."""
+    """Compute the filter gradient of a 1x1 convolution with a custom operator. Paddle's operator still computes the
+    input gradient."""
     gradient = graph.gradient(op)
     if gradient is None:
         return
@@ -307,7 +309,7 @@ def _split_pointwise_gradient(graph, op):
 
 
 def _fuse_dropout(graph, op):
-    """Replace dropout and its gradient, which needs no mask because it draws the same random numbers."""
+    """Replace dropout and its gradient. The gradient needs no mask, because it draws the same random numbers again."""
     variables, attrs = graph.variables(op, "X", "Seed", "Out"), {"rate": op.attr("dropout_prob")}
     out = variables.pop("Out")
     graph.replace([op], op, "native_dropout", variables, {"Y": out}, dict(attrs))
@@ -319,19 +321,19 @@ def _fuse_dropout(graph, op):
 
 
 def _fuse_updates(graph):
-    """Replace all updates by one operator per precision, and add one that checks the gradients and updates the loss
+    """Replace all updates with one operator per precision, and add one that checks the gradients and updates the loss
     scale.
 
-    Gradients remain scaled until the update reads them in float32. Paddle unscales them in float16, where small
-    gradients underflow. A skipped step changes neither parameters nor the optimizer's state; BN statistics include its
-    batch.
+    Gradients remain scaled until the update reads them in float32. Paddle unscales them in float16, in which small
+    gradients underflow. A skipped step changes neither the parameters nor the optimizer's state, but the BN statistics
+    include its batch.
     """
     block = graph.block
     paddles = table.updates(block.program)
     if not paddles or any(op.type not in table.BY_OPERATOR for op in paddles):
-        return  # Paddle's operators would miss the loss scaling
+        return  # Paddle's update operators would not handle the fused loss scaling
     unscale = _fuse_clipping(graph, _fuse_loss_scaling(graph))
-    # table.build_optimizer creates only operators of one type with one learning rate.
+    # All updates that table.build_optimizer creates have the same operator type and learning rate.
     [(op_type, rate)] = {(op.type, op.input("LearningRate")[0]) for op in paddles}
     rule = table.BY_OPERATOR[op_type]
     for has_masters in (False, True):
@@ -353,7 +355,7 @@ def _fuse_updates(graph):
 
 
 def _fuse_averages(graph, unscale):
-    """Replace all averages of --ema by one operator."""
+    """Replace all --ema operators with one."""
     ops = [op for op in graph.block.ops if op.type == "lerp" and averages.contains(op)]
     if not ops:
         return
@@ -365,15 +367,15 @@ def _fuse_averages(graph, unscale):
 
 
 def _fuse_loss_scaling(graph):
-    """Replace the operators of loss scaling and return the factor of the gradients, a variable that is 0 in a step to
-    skip; None without loss scaling."""
+    """Replace the loss scaling operators. Return the factor for the gradients, a variable that is 0 if the step must be
+    skipped, or None without loss scaling."""
     block = graph.block
     checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
     if not checks:
         return None
     unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
     overflows = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # operators that combine the results of both data types and copy the combined result
+    for op in block.ops:  # these combine the results of both data types and copy the combined result
         if op.type in ("concat", "reduce_any", "memcpy") and overflows.issuperset(op.input_arg_names):
             overflows.update(op.output_arg_names)
             checks.append(op)
@@ -395,8 +397,8 @@ def _fuse_loss_scaling(graph):
 
 
 def _fuse_clipping(graph, unscale):
-    """Replace the operators of gradient clipping by one and return the factor that the update applies to the gradients,
-    which includes `unscale`. Without clipping, return `unscale`."""
+    """Replace the gradient clipping operators with one. Return the factor that the update applies to the gradients; it
+    includes `unscale`. Without clipping, return `unscale`."""
     block = graph.block
     ops = [op for op in block.ops if op.attr("op_namescope").startswith(f"/{updates.CLIPPING}")]
     if not ops:

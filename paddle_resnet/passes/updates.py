@@ -1,4 +1,4 @@
-"""Gradient clipping, and corrections of Paddle's operators that update parameters and BN statistics."""
+"""Gradient clipping, and corrections to Paddle's operators that update parameters and BN statistics."""
 
 import itertools
 
@@ -12,14 +12,14 @@ from paddle_resnet.optimizers import table
 OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
-CLIPPING = "clip_grad_norm"  # name scope of the operators of clip_gradients
+CLIPPING = "clip_grad_norm"  # name scope of the operators that clip_gradients inserts
 
 
 def clip_gradients(main_prog, maximum):
     """Limit the global norm of the gradients to a maximum, in place: Pascanu et al., arXiv:1211.5063.
 
-    The operators are inserted before the updates, where the gradients are all-reduced and unscaled. Squares are summed
-    in float32; paddle.nn.ClipGradByGlobalNorm would sum squares of float16 gradients in float16.
+    The operators are inserted before the updates, where the gradients have already been all-reduced and unscaled.
+    Squares are summed in float32; paddle.nn.ClipGradByGlobalNorm would sum squares of float16 gradients in float16.
     """
     block, updates = main_prog.global_block(), table.updates(main_prog)
     at = itertools.count(block.ops.index(updates[0]))
@@ -48,12 +48,12 @@ def clip_gradients(main_prog, maximum):
 
 
 def fix_updates(main_prog, is_bfloat16, is_dynamic):
-    """Correct the update operators of a training program in place. Not needed if fusion.fuse replaces them.
+    """Correct the update operators of a training program in place. This is not needed if fusion.fuse replaces them.
 
     Args:
         main_prog: training Program after minimize.
-        is_bfloat16: AMP uses bfloat16.
-        is_dynamic: dynamic loss scaling skips steps.
+        is_bfloat16: whether AMP uses bfloat16.
+        is_dynamic: whether dynamic loss scaling skips steps.
     """
     if is_bfloat16:
         _update_masters_in_float32(main_prog)
@@ -62,11 +62,11 @@ def fix_updates(main_prog, is_bfloat16, is_dynamic):
 
 
 def place_state(startup_prog):
-    """Make the startup program create the optimizer's state on the device of the program, in place, for a custom
+    """Change a startup program, in place, to create the optimizer's state on the program's device for a custom
     operator.
 
     Paddle creates and updates the powers of Adam's betas on the CPU. The custom operator keeps them on the GPU, so a
-    captured step needs no value from the host.
+    captured step reads no values from the host.
     """
     for op in startup_prog.global_block().ops:
         if op.attr("op_device") == "cpu":
@@ -97,10 +97,12 @@ def _update_masters_in_float32(program):
 
 
 def _keep_parameters_on_overflow(program):
-    """Set the learning rate to 0 in a step that dynamic loss scaling skips, for update operators that cannot skip it.
+    """Set the learning rate to 0 in a step that dynamic loss scaling skips, for update operators that cannot skip the
+    step themselves.
 
     Paddle only sets the gradients to 0, so momentum and weight decay would still change the parameters. The velocity
-    still decays in a skipped step, one of thousands; preventing that would require another operator per parameter.
+    still decays in a skipped step, but only one step in thousands is skipped, and preventing the decay would require an
+    additional operator per parameter.
     """
     block = program.global_block()
     scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
@@ -123,7 +125,8 @@ def _keep_parameters_on_overflow(program):
 
 
 def keep_statistics_finite(program):
-    """Keep the running statistics of channels whose batch mean or variance is not finite, in place.
+    """Change a program, in place, to keep the running statistics of channels whose batch mean or variance is not
+    finite.
 
     Otherwise, Paddle's batch_norm would make the running statistics infinite or NaN for the rest of the run, even if
     the output is finite, and dynamic loss scaling does not skip updates of statistics. The added operators process all

@@ -8,7 +8,7 @@ from utils.errors import UsageError
 
 
 def read(path):
-    """Return the values of the flags in a --config file, {name: value}.
+    """Return the flags set in a --config file, {name: value}.
 
     Raises:
         UsageError: the file cannot be read or is not YAML, or it contains an unknown key or an invalid value.
@@ -24,12 +24,12 @@ def _read_yaml(path):
     """Return the content of a --config file.
 
     Raises:
-        UsageError: the file cannot be read, exceeds the size limit, or is not a YAML mapping without aliases.
+        UsageError: the file cannot be read, exceeds the size limit, is not a YAML mapping, or contains aliases.
     """
     try:
         with files.open_regular(path, limit_bytes=64 << 10) as f:
             values = yaml.load(f.read().decode(), _YamlLoader)
-        str(values)  # fails here, not later, if an integer has too many digits
+        str(values)  # raises an error for an integer with too many digits
     except OSError as e:
         raise UsageError(f"--config {path}: cannot be read ({e.strerror}); use a readable YAML file") from e
     except Exception as e:  # PyYAML also raises built-in errors, such as RecursionError
@@ -42,7 +42,7 @@ def _read_yaml(path):
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Loader that rejects aliases, because a few lines of them can expand to billions of values."""
+    """Loader that rejects aliases, because a few lines with aliases can expand to billions of values."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):

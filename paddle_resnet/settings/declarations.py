@@ -1,8 +1,8 @@
 """Every flag of train.py: one declaration with its name, type, default, help and kind.
 
 The kind of a flag determines which runs inherit it from a checkpoint: evaluation and fine-tuning inherit the network
-and the preprocessing, a resumed run also the recipe and the checkpoint settings. The other kinds (loader, machine,
-output) are never inherited.
+and the preprocessing, a resumed run also inherits the recipe and the checkpoint settings. The other kinds (loader,
+machine, output) are never inherited.
 """
 
 import argparse
@@ -23,8 +23,9 @@ RESUMED = (*EVALUATED, "recipe", "saving")  # the kinds that a resumed run inher
 # Attributes of a flag in addition to those of its argparse action:
 # kind: one of KINDS.
 # batches: whether the flag determines the order or the content of the training batches.
-# depends_on: flags; if one of them is explicit and differs from its value in the checkpoint, this one is not inherited.
-# used_by: (flag, the values of it that use this one), such as for the flags of a schedule; None if always used.
+# depends_on: flags; if one of them is explicit and differs from its value in the checkpoint, this flag is not
+#     inherited.
+# used_by: (other flag, its values that use this flag), for example for the flags of a schedule; None if always used.
 # before: the value assumed for checkpoints older than the flag, if it is not the default.
 Declaration = namedtuple("Declaration", "kind batches depends_on used_by before")
 
@@ -44,7 +45,8 @@ def _flag(group, kind, name, batches=False, depends_on=(), used_by=None, before=
 
 
 def _switch(default=False):
-    """Return the options of a boolean: `--flag` alone means true, `--flag false` overrides the configuration file."""
+    """Return the argparse options of a boolean flag: `--flag` alone means true, `--flag false` overrides the
+    configuration file."""
     return {"nargs": "?", "const": True, "default": default, "type": _truth, "metavar": "{true,false}"}
 
 
@@ -707,12 +709,12 @@ def _not_negative_number(text):
 
 
 def _positive_or_none(text):
-    """Parse a positive number, or None, which overrides the configuration file."""
+    """Parse a positive number or None, which overrides the configuration file."""
     return None if text == "None" else numbers.positive_number(text)
 
 
 def _positive_count_or_none(text):
-    """Parse a positive whole number, or None, which overrides the configuration file."""
+    """Parse a positive whole number or None, which overrides the configuration file."""
     return None if text == "None" else numbers.positive(text)
 
 
@@ -725,7 +727,7 @@ def _alpha(text):
 
 def _factor(text):
     value = numbers.positive_number(text)
-    if value > 1000:  # powers of far larger ones overflow
+    if value > 1000:  # powers of far larger values overflow
         raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1000, such as 0.1")
     return value
 
@@ -749,7 +751,7 @@ def _epsilon(text):
 
 
 def _steps(text):
-    """Parse A:B, also as A,B, which a YAML list becomes; None overrides the configuration file."""
+    """Parse A:B, or A,B, the form of a YAML list, or None, which overrides the configuration file."""
     if text == "None":
         return None
     parts = text.replace(",", ":").split(":")
@@ -762,7 +764,7 @@ def _steps(text):
 
 
 def _path(text):
-    """Parse a path, or None, which overrides the configuration file."""
+    """Parse a path or None, which overrides the configuration file."""
     return None if text == "None" else text
 
 

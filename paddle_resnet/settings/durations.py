@@ -1,4 +1,4 @@
-"""The length of a run and the steps at which it evaluates and saves; --iter-unit is the unit of the flags."""
+"""The length of a run, and the steps at which it evaluates and saves. --iter-unit is the unit of the duration flags."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from utils.errors import UsageError
 
 
 class Stop(NamedTuple):
-    """A position after `step` batches of epoch `epoch`; `ends_epoch` is true if it uses no more batches."""
+    """The position after `step` batches of epoch `epoch`. `ends_epoch` is true if the epoch uses no more batches."""
 
     epoch: int
     step: int | None = None
@@ -18,12 +18,12 @@ class Stop(NamedTuple):
     saves: bool = True
 
     def place(self):
-        """Return {"step": batches done} for the log within an epoch, {} at its end."""
+        """Return {"step": batches done} for log entries inside an epoch, {} at its end."""
         return {} if self.ends_epoch else {"step": self.step}
 
 
 class Part(NamedTuple):
-    """The epochs of a stage: the first one, training steps per epoch, and factor of the learning rate."""
+    """The epochs of a stage: first epoch, training steps per epoch, and learning rate factor."""
 
     first_epoch: int
     steps: int
@@ -59,13 +59,13 @@ class Timeline(NamedTuple):
         return self.steps_before(epoch) * self.accumulate_steps
 
     def position(self, step):
-        """Return (epoch, step within it) of a training step, counted from the first step of the run."""
+        """Return (epoch, step within the epoch) of a training step. The argument counts from the start of the run."""
         part = next(part for part in reversed(self.parts) if self.steps_before(part.first_epoch) <= step)
         epochs, rest = divmod(step - self.steps_before(part.first_epoch), part.steps)
         return part.first_epoch + epochs, rest
 
     def lr_factor(self, step):
-        """Return the factor of the learning rate of a training step."""
+        """Return the learning rate factor of a training step."""
         return self._part(self.position(step)[0]).lr_factor
 
     def _part(self, epoch):
@@ -127,7 +127,7 @@ def total_steps(settings, timeline):
 
 
 def first_pass(settings, batches):
-    """Return how many steps the run's first pass has over a loader with this number of batches."""
+    """Return the number of steps in the run's first pass over a loader with this number of batches."""
     if settings.benchmark:
         return settings.benchmark_warmup_steps + settings.benchmark_steps
     return next(stops(settings, uniform(settings, batches))).step if settings.run_scope.trains else batches

@@ -8,7 +8,7 @@ from paddle_resnet.settings.values import flag, network_name
 
 
 def follow(settings):
-    """Set the flags that follow other flags, unless they are explicit or inherited."""
+    """Set the flags that follow other flags if they are neither explicit nor inherited."""
 
     def is_free(name):
         return not settings.is_explicit(name) and not settings.is_inherited(name)
@@ -38,7 +38,7 @@ def follow(settings):
 
 
 def may_follow(name):
-    """Return whether a checkpoint, the data or the network determines a flag that is not explicit."""
+    """Return whether a checkpoint, the data or the network may determine a flag if it is not explicit."""
     return FLAGS[name].kind in EVALUATED or name == "model_prefix"
 
 
@@ -54,7 +54,7 @@ def inherit(settings, recorded, names, folder):
         settings: Settings; changed.
         recorded: Settings of the earlier run.
         names: names of the flags to inherit.
-        folder: path of the checkpoint, for the origin.
+        folder: path of the checkpoint, which is recorded as the origin of the values.
     Returns:
         ({flag: value} of the flags that changed, {flag: (value, recorded value)} of the explicit flags that differ).
     """

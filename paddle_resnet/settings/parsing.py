@@ -1,4 +1,4 @@
-"""Conversion of command-line arguments and recorded flags to values."""
+"""Convert command-line arguments and recorded flags to values."""
 
 import argparse
 import difflib
@@ -9,7 +9,7 @@ from paddle_resnet.settings.values import Settings, flag, text
 from utils.errors import UsageError
 from utils.mode import RunScope
 
-# Names of flags in other programs.
+# Names that other programs use for these flags.
 ALIASES = {
     "amp": "fp16 mixed-precision use-amp",
     "batch-size": "b bs",
@@ -30,7 +30,7 @@ ALIASES = {
     "weight-decay": "wd",
 }
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
-# Flags of newer versions of NVIDIA's example.
+# Flags of newer versions of NVIDIA's example, with the hint that the error message shows.
 ELSEWHERE = {
     "inference-dir": "run python -m paddle_resnet.export CHECKPOINT DIR after training",
     "qat": "quantization is not supported; remove it",
@@ -38,10 +38,10 @@ ELSEWHERE = {
 
 
 def parse(arguments):
-    """Return the flags that command-line arguments set, {name: value}.
+    """Return the flags set by command-line arguments, {name: value}.
 
     Raises:
-        UsageError: an unknown flag or an invalid value, with one line for each.
+        UsageError: flags are unknown or values are invalid; one line per problem.
     """
     unset = object()
     args, unknown = PARSER.parse_known_args(arguments, argparse.Namespace(**dict.fromkeys(DEFAULTS, unset)))
@@ -54,7 +54,7 @@ def parse(arguments):
 
 
 def settings(values, origins):
-    """Return Settings with these values; the other flags have their defaults or follow these."""
+    """Return Settings with these values. All other flags have their defaults or follow these values."""
     values = DEFAULTS | values
     values["run_scope"] = RunScope(values["run_scope"])
     made = Settings(values, origins)
@@ -63,11 +63,11 @@ def settings(values, origins):
 
 
 def from_dict(values):
-    """Return Settings from the result of Settings.as_dict, possibly of a different version: missing flags have their
-    defaults, or the values that reproduce the program before they existed; unknown flags are ignored.
+    """Return Settings from the result of Settings.as_dict, possibly of a different version: a missing flag has its
+    default, or the value that reproduces the behavior before the flag existed; unknown flags are ignored.
 
     Raises:
-        UsageError: an invalid value.
+        UsageError: a value is invalid.
     """
     before = {name: declaration.before for name, declaration in FLAGS.items() if declaration.before is not None}
     known = before | {name: value for name, value in values.items() if name in FLAGS}
@@ -76,14 +76,14 @@ def from_dict(values):
 
 
 def changed(values):
-    """Return the flags that differ from their defaults, given the result of Settings.as_dict."""
+    """Return the flags in a result of Settings.as_dict that differ from their defaults."""
     defaults = settings({}, {}).as_dict()
     return {name: value for name, value in values.items() if value != defaults.get(name)}
 
 
 def as_file(settings):
-    """Return the content of a --config file: Settings.as_dict without the flags that are not explicit and that a
-    checkpoint, the data or the network may determine."""
+    """Return settings as the content of a --config file. This omits flags that a checkpoint, the data or the network
+    may determine, except explicit ones."""
     values = settings.as_dict()
     return {name: v for name, v in values.items() if settings.is_explicit(name) or not inheritance.may_follow(name)}
 
@@ -92,7 +92,7 @@ def arguments(values):
     """Convert {name: value} to command-line arguments.
 
     Raises:
-        UsageError: an unknown name, or a string that YAML has parsed as a boolean.
+        UsageError: a name is unknown, or YAML has parsed a string as a boolean.
     """
     result = []
     for key, value in values.items():
@@ -106,7 +106,7 @@ def arguments(values):
 
 
 def _unknown_arguments(arguments):
-    """Return an error message for each unknown flag, or one for the first unexpected value."""
+    """Return an error message for each unknown flag or, if all flags are known, for the first unexpected value."""
     flags = [option for action in PARSER._actions for option in action.option_strings]
     unknown = [argument.split("=")[0] for argument in arguments if argument.startswith("-")]
     if not unknown:
@@ -115,7 +115,7 @@ def _unknown_arguments(arguments):
 
 
 def _unknown(kind, argument, known):
-    bare = {name.lstrip("-"): name for name in known}  # the common dashes would make all flags look similar
+    bare = {name.lstrip("-"): name for name in known}  # with the dashes, all flags would look similar
     normalized = argument.lstrip("-").replace("_", "-")
     if normalized in ALIASES:
         meant = (

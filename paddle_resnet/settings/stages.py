@@ -14,7 +14,7 @@ FORM = "SIZE:EPOCH[:BATCH[:FACTOR]],..."
 
 
 class Stage(NamedTuple):
-    """The settings of training from an epoch on, and the factor of its learning rate."""
+    """The training settings from an epoch on, and their learning rate factor."""
 
     first_epoch: int
     settings: Settings
@@ -22,7 +22,7 @@ class Stage(NamedTuple):
 
 
 def parse(text):
-    """Parse --sizes to a list of its entries, or None, which overrides the configuration file."""
+    """Parse --sizes into a list of its entries, or parse None, which overrides the configuration file."""
     if text == "None":
         return None
     entries = [entry.strip() for entry in text.split(",")]
@@ -33,7 +33,7 @@ def parse(text):
 
 
 def _parse_entry(entry):
-    """Return the fields of an entry of --sizes; batch size and factor of the learning rate are optional."""
+    """Return the fields of an entry of --sizes; batch size and learning rate factor are optional."""
     fields = {
         "size": numbers.side,
         "first_epoch": numbers.not_negative,
@@ -47,7 +47,8 @@ def _parse_entry(entry):
 
 
 def stages(settings):
-    """Return the stages of a run, in the order of their epochs; without --sizes, one with these settings."""
+    """Return the stages of a run, in the order of their epochs. Without --sizes, there is one stage with these
+    settings."""
     if settings.sizes is None:
         return [Stage(0, settings)]
     result = []

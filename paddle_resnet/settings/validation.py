@@ -8,7 +8,7 @@ from utils import numbers
 from utils.errors import UsageError
 from utils.mode import RunScope
 
-# Outside these ranges DALI fails or produces non-finite pixels.
+# Outside these ranges, DALI fails or produces non-finite pixels.
 AUGMENTATION_RANGES = {
     "rand_crop_ratio": (1e-3, 1e3),
     "rand_crop_scale": (1e-6, 1),
@@ -21,7 +21,7 @@ AUGMENTATION_RANGES = {
 
 
 def check(settings):
-    """Check the flags after all of them are known.
+    """Check the flags once all their values are known.
 
     Raises:
         UsageError: a value is invalid, or flags conflict.
@@ -30,7 +30,8 @@ def check(settings):
 
 
 def check_command(settings):
-    """Check the flags of a command before a checkpoint completes them; raises like check."""
+    """Check the flags of a command line before flags are inherited from a checkpoint. Raises the same errors as
+    check."""
     problems = [*_conflicts_of_start(settings), *_conflicts_of_output(settings)]
     if not (_has_start(settings) or settings.resume):
         problems += _conflicts_of_settings(settings)

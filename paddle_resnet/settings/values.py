@@ -31,7 +31,7 @@ class Settings:
 
         Raises:
             dataclasses.FrozenInstanceError: the settings are frozen.
-            AttributeError: an unknown flag.
+            AttributeError: a flag is unknown.
         """
         if self._is_frozen:
             raise dataclasses.FrozenInstanceError(
@@ -44,7 +44,7 @@ class Settings:
         self._origins.update(dict.fromkeys(values, origin))
 
     def resolve(self, origin, **values):
-        """Set the values that differ; the others keep their origin."""
+        """Set the values that differ from the current ones. All other values keep their origin."""
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
 
@@ -57,17 +57,17 @@ class Settings:
 
     @property
     def run(self):
-        """The settings of the run of which these are a stage; otherwise these settings."""
+        """The settings of the entire run if these settings belong to a stage; otherwise these settings."""
         return self._run
 
     def stage(self):
-        """Return a copy for a stage of the run."""
+        """Return a copy of the settings for one stage of the run."""
         copy = self.copy()
         object.__setattr__(copy, "_run", self)
         return copy
 
     def copy(self, **values):
-        """Return a copy with the same origins that is not frozen, and set values in it."""
+        """Return a copy that is not frozen, with the same origins and with these values set."""
         copy = Settings(vars(self), self._origins)
         if values:
             copy.set("Python", **values)
@@ -86,7 +86,7 @@ class Settings:
         return self.origin(name).startswith("checkpoint ")
 
     def as_dict(self):
-        """Return the flags that describe the run as plain data."""
+        """Return the flags that describe the run, as plain data."""
         values = {name: value for name, value in vars(self).items() if name not in ("config", "print_config")}
         return values | {"run_scope": self.run_scope.value}
 
@@ -97,7 +97,7 @@ def flag(name):
 
 
 def network_name(arch):
-    """Return the network's name for files and folders from --model-arch-name: NAME for FILE.py:NAME."""
+    """Return the name that files and folders use for the network of --model-arch-name: NAME for FILE.py:NAME."""
     return arch.rpartition(":")[2]
 
 

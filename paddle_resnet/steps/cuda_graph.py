@@ -1,8 +1,8 @@
 """A step captured once as a CUDA graph, which the host replays with one call instead of a thousand kernel launches.
 
-The kernels of a graph read and write the addresses of the capture, so the batch and the metrics are copied to tensors
-with fixed addresses. Values that change with the step are handled outside the graph: host scalars are written before it
-(scalars.py), and metrics are copied to the host after it (host_metrics.py).
+Each replay reads and writes the memory addresses that were used during the capture, so the batch and the metrics are
+copied to tensors with fixed addresses. Values that change with the step are handled outside the graph: host scalars are
+written before each replay (scalars.py), and metrics are copied to the host after it (host_metrics.py).
 
 This requires --kernels native: Paddle's operators for the finite check and the loss scale cannot be replayed, because
 they copy tables from host memory that is freed after the step.
@@ -25,12 +25,12 @@ from paddle_resnet.steps import host_metrics
 from utils import logger
 from utils.errors import RunError, UsageError, core
 
-# The first steps are not captured, because they choose algorithms and create the state of cuDNN.
+# The first steps are not captured, because cuDNN chooses algorithms and creates its state during them.
 STEPS_BEFORE = 2
-# The Executor requires the second flag with the first.
+# If the first flag is true, the Executor requires the second to be false.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
-# Paddle's operators that are tested in CUDA graphs; all custom operators (native_...) are. If a program contains other
-# operators, its first captured step is compared with an uncaptured one.
+# Paddle's operators that have been tested in CUDA graphs, as have all custom operators (native_...). If a program
+# contains other operators, its first captured step is compared with an uncaptured one.
 TESTED = {
     *("assign", "cast", "fill_constant", "scale", "reciprocal"),
     *("conv2d", "conv2d_grad", "pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
@@ -48,8 +48,8 @@ ON_HOST = {
     *("check_finite_and_unscale", "update_loss_scaling", "assign_value", "memcpy", "memcpy_d2h", "memcpy_h2d"),
     *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
 }
-# Tolerance for two results of a step, relative to the largest change. The order of summation, and thus the rounding, is
-# fixed only in deterministic kernels.
+# Tolerance when comparing two runs of the same step, relative to the largest change. Only deterministic kernels fix the
+# order of summation, and thus the rounding.
 TOLERANCE = 0.02
 _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
@@ -94,8 +94,8 @@ def _obstacle(op):
         return "draws random numbers from Paddle's generator"
     if op.type in ON_HOST:
         return "accesses host memory"
-    # After a capture of these operators in Paddle 2.6.2, replays fail with CUDA error 700. fusion.py replaces most of
-    # them.
+    # In Paddle 2.6.2, replays of a graph with these operators fail with CUDA error 700. fusion.py replaces most of
+    # these operators.
     if op.type.startswith("depthwise_conv2d") and op.attr("data_format") == "NHWC":
         return "in NHWC has no custom kernel for this size and fails when a graph is replayed"
     return None
@@ -110,13 +110,14 @@ class CapturedStep:
         program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).
         place: device of the program.
         untested: result of untested_operators.
-        is_explicit: whether --cuda-graph true is explicit; then a captured step with a different result is an error.
+        is_explicit: whether --cuda-graph true is explicit; if so, it is an error if a captured step has a different
+            result.
     """
 
     def __init__(self, program, place, untested=(), is_explicit=False):
         self._place, self._untested, self._is_explicit = place, untested, is_explicit
-        # An Executor evicts programs that it has not run recently and frees their memory. This one has only two
-        # programs.
+        # An Executor evicts programs that it has not run recently and frees their memory, so this class uses its own
+        # Executor, which runs only two programs.
         self._exe = static.Executor(place)
         self.inputs, self._copy_program, self._program = _split(program)
         self._shapes, self._steps = None, 0
@@ -144,7 +145,8 @@ class CapturedStep:
     def check(self):
         """Discard the captured step if a different program has moved a tensor since the capture.
 
-        Either all processes discard it or none, because NCCL requires that all processes or none capture an all-reduce.
+        If one process has to discard it, all do, because NCCL requires that either all processes capture an all-reduce
+        or none.
         """
         has_moved = self._graph is not None and self._addresses() != self._captured_at
         if exchange.all_gather([has_moved]).any():
@@ -161,7 +163,7 @@ class CapturedStep:
 
     def _compare(self):
         """Capture the step and compare it with an uncaptured one. If the results differ, no step of this program is
-        captured. Afterwards, the variables have their values from before the step."""
+        captured. In either case, the variables are then reset to their values before the step."""
         before = self._values()
         self._run()
         expected = self._values()
@@ -197,7 +199,7 @@ class CapturedStep:
 
     def _capture(self):
         paddle.device.cuda.synchronize(self._place)
-        paddle.device.cuda.empty_cache()  # frees the memory of the first steps, because the graph has its own
+        paddle.device.cuda.empty_cache()  # the graph allocates its own memory, so free that of the first steps
         graph = CUDAGraph(self._place)
         _workspaces.clear()  # captured steps can share workspaces, because they never run concurrently
         try:
@@ -234,7 +236,8 @@ def _is_deterministic(place):
 
 
 def _differing(actual, expected, before, tolerance):
-    """Return the names of the arrays that differ by more than `tolerance` times their largest change, or in NaN."""
+    """Return the names of the arrays that differ by more than `tolerance` times their largest change, or have NaNs in
+    different places."""
     names = []
     for name, array in expected.items():
         scale = np.abs(array.astype(np.float64) - before[name]).max(initial=0)
@@ -246,11 +249,12 @@ def _differing(actual, expected, before, tolerance):
 def _take_free_memory(place):
     """Return tensors that occupy all free memory of Paddle's regular pool.
 
-    Even during a capture, Paddle takes the workspaces of cuDNN from this pool and returns them. Replays of the graph
-    write to these workspaces, so the memory must stay allocated and must not be used otherwise.
+    Even during a capture, Paddle allocates cuDNN's workspaces in this pool and frees them afterwards. Replays of the
+    graph write to these workspaces, so the memory must stay reserved for them.
     """
     taken, grown = [], []
-    # Sizes from 1 MiB, so that the pool grows little, down to 256 bytes, its smallest block.
+    # Start with tensors of 1 MiB, so that the pool grows only slightly, and continue down to its smallest block, 256
+    # bytes.
     for size in (2**n for n in range(20, 7, -1)):
         while True:
             reserved = paddle.device.cuda.memory_reserved(place)
@@ -295,7 +299,8 @@ def _split(program):
     metrics = [block.var(name) for name in async_copy.input_arg_names]
     feeds = list(iterators.feeds(copy))
     block._remove_op(at)
-    # Persistable variables with the same name share a tensor in all programs. These must belong to this program only.
+    # Persistable variables with the same name share a tensor in all programs. The number makes these names unique to
+    # this program.
     number = next(_numbers)
     names = {name: f"{name}@captured_{number}" for name in (*feeds, *(v.name for v in metrics))}
     for name in feeds:
@@ -303,8 +308,9 @@ def _split(program):
         block.var(names[name]).persistable = True
     copy_program = static.Program()
     for v in metrics:
-        # Custom operators allocate their results. Memory allocated in a capture belongs to the graph, and a
-        # persistable variable would outlive it. Paddle's assign writes to the existing memory of the variable.
+        # Custom operators allocate their outputs. Memory allocated during a capture belongs to the graph, and a
+        # persistable variable would outlive this memory. Paddle's assign instead writes to the existing memory of the
+        # variable.
         for target in (block, copy_program.global_block()):
             target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
         block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})

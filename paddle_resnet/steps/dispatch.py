@@ -1,4 +1,5 @@
-"""Dispatch of a step: host scalars, then the program or its CUDA graph, then handles of the metrics."""
+"""Dispatch a step: write the host scalars, run the program or replay its CUDA graph, and return handles for the
+metrics."""
 
 import ctypes
 import functools
@@ -16,14 +17,15 @@ class Dispatcher:
     Args:
         exe: static.Executor.
         program: result of program.compile_prog.
-        variables: the metrics of each step; with --kernels native, those of the program's async copy.
-        is_native: --kernels native.
-        class_num: number of classes, to check the labels of a step that fails; None if they cannot be checked.
+        variables: the metrics of each step; with --kernels native, the variables that the program's async copy reads.
+        is_native: whether --kernels native is used.
+        class_num: number of classes, used to check the labels if a step fails; None if the labels cannot be checked.
         shares_inputs: whether loader and program use the same device.
 
     Attributes:
-        inputs: {name: tensor} that captured steps read. A loader can write to them to save a copy. Empty if steps are
-            not captured, or if the loader uses a different device, because writing would move the tensors to it.
+        inputs: {name: tensor} that captured steps read. A loader can write to these tensors directly to avoid a copy.
+            Empty if steps are not captured, or if the loader uses a different device, because writing would move the
+            tensors to that device.
     """
 
     def __init__(self, exe, program, variables, is_native, class_num=None, shares_inputs=True):
@@ -54,8 +56,8 @@ class Dispatcher:
             a handle for each variable; `np.asarray(handle)` waits for the value. With --kernels native, a handle is
             valid for the next three steps.
         Raises:
-            DataError: a label is not a class, on a CPU with Paddle's kernels. Custom kernels report it in the
-                metrics (utils/meters.py).
+            DataError: a label is not a valid class; raised only on a CPU with Paddle's kernels. Custom kernels report
+                such labels in the metrics (utils/meters.py).
         """
         self._write_scalars()
         return self._run(feed)
@@ -68,7 +70,7 @@ def _copy(library, variables, run, feed):
 
 
 def _fetch(run, class_num, feed):
-    """Run a step. If it fails, check the labels, unless class_num is None."""
+    """Run a step. If it fails and class_num is not None, check the labels."""
     try:
         return run(feed=feed, return_numpy=False)
     except (IndexError, ValueError) as e:

@@ -1,4 +1,4 @@
-"""Asynchronous copies of the metrics of a step to host memory.
+"""Asynchronous copies of step metrics to host memory.
 
 The Executor's fetch blocks the host until the GPU has computed the value; then the GPU sits idle until the host
 launches the next kernels. Instead, a custom operator enqueues the copies after the kernels that compute the values, and
@@ -15,14 +15,14 @@ OPERATOR = "native_async_copy"
 
 
 def add_copy(variables):
-    """Add the operator that copies these variables to the host in every step to the current program."""
+    """Add an operator to the current program that copies these variables to the host in every step."""
     block = static.default_main_program().global_block()
     done = block.create_var(name="copied", shape=[1], dtype="int32", stop_gradient=True)
     block.append_op(type=OPERATOR, inputs={"X@VECTOR": list(variables)}, outputs={"Out": done})
 
 
 class AsyncCopy:
-    """Handle of a metric of a dispatched step."""
+    """Handle for one metric of a dispatched step."""
 
     def __init__(self, library, number, i, variable):
         self._wait = library.paddle_resnet_wait

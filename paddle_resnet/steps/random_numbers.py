@@ -1,5 +1,5 @@
-"""Random numbers of a step from a counter-based generator. They depend only on seed, step, layer and rank, so they are
-the same with and without a CUDA graph, and after a resume.
+"""Random numbers for a step, drawn from a counter-based generator. They depend only on seed, step, layer and rank, so
+they are the same with and without a CUDA graph, and after a resume.
 """
 
 import zlib
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def generator(seed, step, layer, rank):
-    """Return the generator of one layer in one step: Philox of Salmon et al., SC 2011.
+    """Return the generator of one layer in one step: Philox by Salmon et al., SC 2011.
 
     Args:
         seed: --seed.
@@ -18,6 +18,6 @@ def generator(seed, step, layer, rank):
     Returns:
         np.random.Generator.
     """
-    # The generator increments the lowest 64 bits of the counter.
+    # The generator increments the lowest 64 bits of the counter, so step and rank use the higher bits.
     key = np.array([seed, zlib.crc32(layer.encode())], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, step, rank, 0], np.uint64)))

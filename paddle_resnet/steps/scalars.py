@@ -1,7 +1,8 @@
 """Host scalars: numbers that the host computes for each step, such as the learning rate.
 
 A program reads each scalar from a persistable variable, which is written before every step, captured or not. The values
-are functions of the step, so checkpoints do not contain them; only Paddle's checkpoints contain the learning rate.
+are functions of the step, so checkpoints do not contain them, except the learning rate, which Paddle's checkpoint
+format includes.
 """
 
 import numpy as np
@@ -34,7 +35,7 @@ def register(program, name, value_of):
 
 
 def of(program):
-    """Return {variable: function that returns its value for the next step} of a program."""
+    """Return the host scalars of a program: {variable: function that returns its value for the next step}."""
     return getattr(program, "host_scalars", {})
 
 

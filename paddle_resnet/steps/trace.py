@@ -17,7 +17,7 @@ def path(steps, output_dir):
 
 
 def check(steps, last_step):
-    """Check that --profile-steps are within the run's first pass, which ends before `last_step`.
+    """Check that --profile-steps is within the run's first pass, which ends before `last_step`.
 
     Raises:
         UsageError: a traced step is outside the first pass.
@@ -32,7 +32,7 @@ def start(program, first_step, last_step, is_resume):
     Args:
         program: result of program.compile_prog.
         first_step, last_step: range of the pass, from first_step to last_step - 1.
-        is_resume: the run has --resume.
+        is_resume: whether --resume is set.
     Returns:
         Trace; None in later passes, or if --resume continues after the first traced step.
     Raises:
@@ -60,9 +60,9 @@ def _outside(steps, first_step, last_step):
 class Trace:
     """Records the steps of --profile-steps in this process: operators on the host, and kernels and copies on a GPU.
 
-    Before recording starts and ends, all dispatched steps are completed. In other steps, the overhead is a comparison
-    of numbers. The trace of a program's first step lacks operator names, because Paddle prepares the program in it. A
-    run that stops within the traced steps writes no trace.
+    Before recording starts and ends, all dispatched steps are completed. In other steps, the only overhead is a
+    comparison of integers. The trace of a program's first step lacks operator names, because Paddle prepares the
+    program during that step. A run that stops within the traced steps writes no trace.
 
     Args:
         steps: (first step, step after the last one).
