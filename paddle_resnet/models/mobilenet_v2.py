@@ -9,7 +9,8 @@ from paddle.nn.initializer import TruncatedNormal
 
 from paddle_resnet.models.layers import ConvBN, InvertedResidual
 
-# Per stage: expansion of the channels inside a block, output channels, number of blocks, stride of the first block.
+# Per stage: factor by which a block expands its channels inside, output channels, number of blocks, stride of the first
+# block.
 STAGES = (
     *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
     *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
