@@ -389,7 +389,7 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
 
 
 def _some(names, most=5):
-    """Return the first names, separated by commas, and the number of remaining ones."""
+    """Return the first names, separated by commas, and the number of remaining names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 

@@ -46,7 +46,7 @@ def check_work(kernels, train_loader, eval_loader, program):
         train_loader, eval_loader: results of dali.build_dataloader, or None.
         program: training program, or evaluation program if nothing is trained.
     """
-    # The kernels may differ because a machine has no compiler.
+    # Kernels differ if only some machines have a compiler.
     facts = {"--kernels (auto depends on the machine, paddle runs on all)": kernels}
     if train_loader is not None:
         facts["number of steps per epoch"] = len(train_loader)

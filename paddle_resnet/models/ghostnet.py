@@ -48,8 +48,8 @@ class Ghost(nn.Layer):
 
 class Block(nn.Layer):
     """A Ghost module to more channels, a depthwise convolution if the stride is 2, squeeze-and-excitation, and a Ghost
-    module without activation. Then the input is added; if the shape changes, the input first passes through a depthwise
-    and a 1x1 convolution."""
+    module without activation. Then the input is added, after a depthwise and a 1x1 convolution of it if the shape
+    changes."""
 
     def __init__(self, in_channels, kernel_size, hidden, channels, has_se, stride, data_format):
         super().__init__()

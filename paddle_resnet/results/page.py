@@ -111,7 +111,7 @@ def _charts(run):
 
 
 def _times(run):
-    """Return [(description, seconds, fraction)]: how the run spent the time from its starts to its last entry."""
+    """Return how the run spent the time from its starts to its last entry: [(description, seconds, fraction)]."""
     waiting, training = run.spent_s["waiting"], run.spent_s["train"]
     parts = {"start": run.start_s, "waiting for images": waiting, "training steps": max(0.0, training - waiting)}
     parts["evaluation"] = run.spent_s["val"]
