@@ -1,7 +1,8 @@
-"""Measure startup time, memory and speed of the loader by number of images: `python benchmarks/loader_entries.py`.
+"""Measure how the loader's startup time, memory and speed depend on the number of images, and print a Markdown table:
+`python benchmarks/loader_entries.py`.
 
-Creates data sets of N images in 1,000 classes: class folders and file lists with hard links to 1,000 small JPEG files,
-and record files with the same images. Each measurement is a separate process. Prints a Markdown table.
+The script creates data sets of N images in 1,000 classes: class folders and file lists with hard links to 1,000 small
+JPEG files, and record files with the same images. Each measurement runs in a separate process.
 """
 
 import argparse
@@ -23,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def make_files(root, entries):
-    """Create class folders root/folder/train/CLASS/, and root/filelist/ with a list of the same files."""
+    """Create class folders root/folder/train/CLASS/, and root/filelist/ with a file list of the same images."""
     from PIL import Image
 
     sources = root / "sources"
@@ -46,10 +47,10 @@ def make_files(root, entries):
 
 
 def measure(image_root, data_format):
-    """Print seconds for imports, seconds to the first batch, images/s after it, and peak resident memory in MB."""
+    """Print the seconds for imports and to the first batch, then images/s after it, and peak resident memory in MB."""
     start = perf_counter()
     import config
-    import paddle_resnet  # noqa: F401  sets Paddle's environment, so before any import of Paddle
+    import paddle_resnet  # noqa: F401  must precede any import of Paddle, whose environment it sets
     from paddle_resnet import dali, resolution
     from utils.mode import Mode
 
@@ -104,7 +105,7 @@ def main():
 
 
 def run(root, data_format):
-    """Call measure in a separate process, and return the numbers that it prints."""
+    """Call measure in a separate process, and return the numbers that the process prints."""
     command = [sys.executable, __file__, "--measure", str(root / data_format), data_format]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [float(number) for number in done.stdout.splitlines()[-1].split()]

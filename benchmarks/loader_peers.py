@@ -1,15 +1,15 @@
-"""Compare the CPU loader with torchvision's on the same files: images/s from JPEG files to normalized batches in
-memory.
+"""Compare this project's CPU loader with torchvision's on the same files: images/s from JPEG files to normalized
+batches in memory.
 
-Both apply the augmentation of ImageNet training (random-resized crop to 224, flip, normalization, float32 NCHW) with
-batches of 32 and two threads or worker processes. They run in turn, each time in a new process that measures 40 batches
-after 20 warm-up batches. The table also reports images per second of processor time, which other programs on the
-machine hardly affect.
+Both loaders apply the augmentation of ImageNet training (random-resized crop to 224, flip, normalization, float32 NCHW)
+with batches of 32 and two threads or worker processes. They run in turn, each time in a new process that measures 40
+batches after 20 warm-up batches. The table also reports images per second of processor time, which other programs on
+the machine hardly affect.
 
     python benchmarks/loader_peers.py compare DIR --torch-python PYTHON
 
-DIR contains train/CLASS/*.jpg. PYTHON is an interpreter with torch and torchvision, for example of a separate virtual
-environment with their CPU builds (`pip install torch torchvision`).
+DIR contains train/CLASS/*.jpg. PYTHON is an interpreter with torch and torchvision, for example in a separate virtual
+environment with the CPU builds of both (`pip install torch torchvision`).
 """
 
 import argparse
@@ -26,7 +26,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def measure(batches):
-    """Return (images/s, images per second of processor time) of an endless iterator of batches."""
+    """Return (images/s, images per second of processor time) of an endless iterator over batches."""
     for _ in range(WARMUP):
         next(batches)
     start, cpu_start = perf_counter(), cpu_time()
@@ -37,7 +37,7 @@ def measure(batches):
 
 
 def cpu_time():
-    """Return the processor time that this process and its workers have used so far, in seconds."""
+    """Return the seconds of processor time that this process and its workers have used so far."""
     ticks = 0
     for worker in multiprocessing.active_children():
         fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
@@ -70,7 +70,7 @@ def torchvision(root, decode):
 
     transform = v2.Compose(
         [
-            # --interp linear has no antialiasing. Pillow cannot disable it.
+            # No antialiasing, like --interp linear. Pillow cannot disable it.
             v2.RandomResizedCrop(SIDE, antialias=decode == "pil"),
             v2.RandomHorizontalFlip(),
             v2.ToImage(),

@@ -1,26 +1,26 @@
-"""Compare the speed of this project and of PyTorch on one GPU, in turn: training and evaluation on synthetic images and
-on JPEG files. With --rows "two GPUs", also training on synthetic images on two GPUs. --arch selects the networks.
+"""Compare the speed of this project with PyTorch on one GPU: training and evaluation, with synthetic images and JPEG
+files. --rows "two GPUs" measures training with synthetic images on two GPUs. --arch selects the networks.
 
     python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
     python benchmarks/peers.py run --rows synthetic --arch ResNet50 --arch MobileNetV2 --torch-python PYTHON
     python benchmarks/peers.py table results.jsonl [MORE.jsonl ...]
 
-Each measurement is a separate process: `train.py --benchmark` for this project, `worker` of this file for a baseline.
-All do the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight decay except on BN, label
-smoothing 0.1, and loss, top1 and top5 of each step, which the host reads one step later. All GPU work is complete when
-the clock starts and when it stops. Baselines use the usual settings: torch.autocast and GradScaler, cuDNN's algorithm
-search and a fused optimizer. torch.compile also compiles the loss and the accuracy. Both sides decode with DALI's mixed
-decoder and the same settings. The baselines use DALI's dynamic executor, its default; this project uses the older one
-(see paddle_resnet/dali.py). This project pads images to 4 channels, as its recipes do; the baselines use 3. In an
-evaluation, all parameters of a baseline are float16. On two GPUs, each process has the same batch size as on one, and
-baselines train with DistributedDataParallel.
+The measurements run in turn, each in a separate process: `train.py --benchmark` for this project, `worker` in this file
+for a baseline. All processes do the same work: AMP in float16, channels last, SGD with momentum 0.875 and weight decay
+except on BN, label smoothing 0.1, and loss, top1 and top5 of each step, which the host reads one step later. All GPU
+work is complete when the clock starts and when it stops. Baselines use the usual settings: torch.autocast and
+GradScaler, cuDNN's algorithm search and a fused optimizer. torch.compile also compiles the loss and the accuracy. This
+project and the baselines decode with DALI's mixed decoder and the same settings. The baselines use DALI's default, the
+dynamic executor; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to 4
+channels, as its recipes do; the baselines use 3 channels. In an evaluation, all parameters of a baseline are float16.
+On two GPUs, the batch size per process is the same as on one GPU, and baselines train with DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has the loss of the first step. PyTorch starts
-with an empty kernel cache in the first repetition and reuses it in later ones. This project uses the cache of the
-machine; filling an empty one takes some seconds (docs/kernels.md).
+with an empty kernel cache in the first repetition and reuses the cache in later repetitions. This project uses the
+machine's existing cache; filling an empty cache takes some seconds (docs/kernels.md).
 
 DIR contains train/CLASS/*.jpg and val/CLASS/*.jpg. PYTHON is an interpreter with torch, timm and, for JPEG files,
-nvidia-dali. The networks of the baselines are timm's.
+nvidia-dali. The networks of the baselines come from timm.
 """
 
 import argparse
@@ -55,7 +55,7 @@ TIMM = {  # {--arch: name of the same network in timm}
     "EfficientNet_Lite1": "efficientnet_lite1",
     "EfficientNet_Lite2": "efficientnet_lite2",
 }
-# {row: (task, trainer, arguments of the worker)}; in each task, this project comes first.
+# {row: (task, trainer, arguments of the worker)}. For each task, the row of this project comes first.
 ROWS = {
     f"train, synthetic: {OWN}": ("train, synthetic", OWN, []),
     "train, synthetic: PyTorch eager": ("train, synthetic", "torch", []),
@@ -94,15 +94,15 @@ def run(args):
 
 
 def choose(wanted):
-    """Return the rows whose names contain one of the texts. Rows for two GPUs require a text that contains "two
-    GPUs"."""
+    """Return the rows whose names contain one of the texts. Rows for two GPUs are only returned for texts that contain
+    "two GPUs"."""
     if not wanted:
         return DEFAULT_ROWS
     return [row for row in ROWS if any(text in row and (TWO in text or TWO not in row) for text in wanted)]
 
 
 def measure(args, arch, row, folder):
-    """Return {"ips": images/s, "first_step_s": seconds, ...} of one process, or {"error": its last line of output}."""
+    """Run one process. Return {"ips": images/s, "first_step_s": seconds, ...} or {"error": its last line of output}."""
     task, trainer, arguments = ROWS[row]
     report = folder / "report.json"
     report.unlink(missing_ok=True)
@@ -158,7 +158,7 @@ def is_for_two(task):
 
 
 def read_report(path):
-    """Return the metrics of the summary, the last line of a --report-file."""
+    """Return the metrics in the summary, which is the last line of a --report-file."""
     entry = json.loads(path.read_text().splitlines()[-1].removeprefix("DLLL "))
     data = {name.rpartition(".")[2]: value for name, value in entry["data"].items()}
     start = float(entry["timestamp"]) - float(entry["elapsedtime"])
@@ -167,7 +167,7 @@ def read_report(path):
 
 
 def table(results):
-    """Return a Markdown table of the rows that were measured. Failed measurements are counted, but not averaged."""
+    """Return a Markdown table of the measured rows. Failed measurements are counted, but excluded from the medians."""
     lines = [
         "| network | task | trainer | n | median images/s | lowest to highest | speedup of paddle_resnet | GPU memory, "
         "MiB | first step, s |",
@@ -277,7 +277,7 @@ def worker(args):
 
 
 def torch_batches(args, training, device):
-    """Yield (images [N, 3, H, W] in channels last, labels [N]) endlessly."""
+    """Yield batches (images [N, 3, H, W] in channels-last layout, labels [N]) endlessly."""
     import torch
 
     dtype = torch.float16 if device.type == "cuda" else torch.float32
@@ -289,14 +289,14 @@ def torch_batches(args, training, device):
             yield images, labels
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-    # Without the reader's size, the iterator never ends an epoch. This project's benchmark excludes the time between
-    # epochs, too.
+    # Without the reader's size, the iterator never ends an epoch. Likewise, this project's benchmark excludes the time
+    # between epochs.
     for batch in DALIGenericIterator([dali_pipeline(args, training, device)], ["data", "label"], auto_reset=False):
         yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
 
 
 def dali_pipeline(args, training, device):
-    """Build the same pipeline as paddle_resnet.dali with default flags, except for the fourth channel."""
+    """Build the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"

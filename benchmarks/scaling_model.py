@@ -1,14 +1,14 @@
 """Predict the speed of data-parallel training on many GPUs with a small model, fitted to measurements on a few GPUs.
 
-See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains its table. The step time of a job is the sum
-of
+See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains the resulting table. The step time of a job is
+the sum of
 - the step time of one GPU;
-- the exposed part of the all-reduces, which are rings: within a node they follow the backward pass, so they are exposed
-  entirely; between nodes, buckets overlap with the backward pass, and at least one of them is exposed;
+- the exposed part of the all-reduces, which are rings: within a node, they follow the backward pass, so they are
+  entirely exposed; between nodes, buckets overlap with the backward pass, and at least one bucket is exposed;
 - a constant if there are several nodes (Setup.several_nodes_s);
-- a loss fitted to measurements: a constant overhead, or jitter, because a job waits for the slowest of n steps. On
-  H200s it is constant: 2 and 4 GPUs both lose 0.9 ms, including the all-reduces, because active NVLink draws 26 W of
-  each GPU's power limit of 700 W (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+- a loss fitted to measurements: either a constant overhead, or jitter, because a job waits for the slowest of n steps.
+  On H200s, the loss is constant: 2 and 4 GPUs both lose 0.9 ms, including the all-reduces, because active NVLink draws
+  26 W of each GPU's power limit of 700 W (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 """
 
 import argparse
@@ -27,13 +27,13 @@ class Setup:
     Attributes:
         batch: images per GPU and step.
         gradient_bytes: bytes that each GPU all-reduces per step.
-        buckets: all-reduces per step between nodes, overlapping with the backward pass. Within a node, there is a
-            single one, after it.
+        buckets: all-reduces per step between nodes, which overlap with the backward pass. Within a node, a single
+            all-reduce follows the backward pass.
         gpus_per_node: GPUs that NVLink connects.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
-        network: bytes/s that a node sends to others, over all adapters.
+        network: bytes/s that a node sends to other nodes, over all adapters.
         latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.
-        backward: fraction of a one-GPU step spent in the backward pass, which transfers between nodes overlap.
+        backward: fraction of a one-GPU step spent in the backward pass, which can overlap with transfers between nodes.
         several_nodes_s: additional seconds per step on several nodes, because a step is not a CUDA graph and NCCL's
             kernels take multiprocessors from the backward pass. Measured on two GPUs of one node: 32.10 ms, of which
             0.03 are exposed, instead of 31.59, of which 0.17 are exposed.
@@ -53,8 +53,9 @@ class Setup:
 def all_reduce_s(setup, gpus, size):
     """Return the seconds that an all-reduce of `size` bytes takes.
 
-    Within a node it is a ring: each GPU sends 2 (n-1)/n of the bytes. Between nodes, the same applies to the network;
-    the bytes are divided among the GPUs of a node, so that the node sends them once. A tree's latency is added.
+    Within a node, the all-reduce is a ring: each GPU sends 2 (n-1)/n of the bytes. The same applies to the nodes on the
+    network; the GPUs of a node divide the bytes among themselves, so that the node sends them once. The latency is that
+    of a tree.
     """
     local = min(gpus, setup.gpus_per_node)
     nodes = math.ceil(gpus / setup.gpus_per_node)
@@ -65,8 +66,8 @@ def all_reduce_s(setup, gpus, size):
 
 
 def exposed_s(setup, gpus, step_s):
-    """Return the seconds of exposed communication per step: within a node all of it; between nodes the part that
-    exceeds the backward pass, but at least the last bucket, whose gradients are computed last."""
+    """Return the seconds of exposed communication per step. Within a node, all communication is exposed; between nodes,
+    the part that exceeds the backward pass, but at least the last bucket, whose gradients are computed last."""
     if gpus <= setup.gpus_per_node:
         return all_reduce_s(setup, gpus, setup.gradient_bytes)
     bucket = all_reduce_s(setup, gpus, setup.gradient_bytes / setup.buckets)
@@ -77,8 +78,8 @@ def fit(setup, measured):
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
     The overhead is independent of the number of GPUs, for example because NVLink draws power. The jitter is the
-    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither can be negative. With a
-    single measurement besides the one of one GPU, the loss is attributed to overhead: a best case.
+    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither can be negative. If there is
+    only one measurement with several GPUs, the loss is attributed to overhead, which is the best case.
 
     Args:
         setup: Setup.
@@ -86,7 +87,7 @@ def fit(setup, measured):
     Returns:
         (step time of one GPU, overhead, jitter), in seconds.
     Raises:
-        ValueError: there are too few measurements, or some are of several nodes.
+        ValueError: there are too few measurements, or a measurement used several nodes.
     """
     alone, rows = _losses(setup, measured)
     mean_x, mean_y = (sum(column) / len(rows) for column in zip(*rows, strict=True))
@@ -97,7 +98,7 @@ def fit(setup, measured):
 
 
 def fit_jitter(setup, measured):
-    """Like fit, but attribute the loss to jitter: the worst case, because jitter grows with the number of GPUs."""
+    """Like fit, but attribute the loss to jitter, which is the worst case, because it grows with the number of GPUs."""
     alone, rows = _losses(setup, measured)
     return alone, 0.0, max(0.0, sum(x * y for x, y in rows) / sum(x * x for x, _ in rows))
 

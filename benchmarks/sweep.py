@@ -4,10 +4,10 @@
         --row "graph:" --row "no graph: --cuda-graph false" --row "two GPUs: GPUS=0,1 NCCL_ALGO=Ring"
 
 A row consists of its name and the arguments to add to --flags. Arguments NAME=VALUE before the first flag set
-environment variables. GPUS lists the GPUs to use; with several, Paddle's launcher starts one process per GPU. Each
-measurement is a separate process, by default `train.py --benchmark --run-scope train_only`. The rows are measured in
-turn, --repeats times, so that a change in the machine's speed affects all of them. A single flag requires an equals
-sign: --flags=--amp.
+environment variables. GPUS lists the GPUs to use; for several GPUs, Paddle's launcher starts one process per GPU. Each
+measurement runs in a separate process, by default `train.py --benchmark --run-scope train_only`. The rows are measured
+in turn, --repeats times, so that a change in the machine's speed affects all rows. If --flags has a single flag, an
+equals sign is required: --flags=--amp.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def parse_row(text):
 
 
 def command(row, common, python, folder):
-    """Return (arguments, environment) of a measurement that writes FOLDER/report.json."""
+    """Return the (arguments, environment) for a measurement that writes FOLDER/report.json."""
     _, variables, flags = row
     gpus = variables.get("GPUS", "0").split(",")
     environment = os.environ | variables
@@ -51,7 +51,7 @@ def command(row, common, python, folder):
 
 
 def measure(row, common, python, limit_s):
-    """Return the metrics of a process or job, or {"error": the last line of output of its first process}."""
+    """Run a measurement. Return its metrics, or {"error": the last line of output of its first process}."""
     with tempfile.TemporaryDirectory() as folder:
         arguments, environment = command(row, common, python, folder)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -74,7 +74,7 @@ def measure(row, common, python, limit_s):
 
 
 def table(names, results):
-    """Return a Markdown table. Failed measurements are counted, but not averaged."""
+    """Return a Markdown table. Failed measurements are counted, but excluded from the medians."""
     columns = ["row", "n", "median images/s", "lowest to highest", "median step, ms", "99th percentile, ms"]
     columns += ["wait for data, ms", "loss", "first step, s"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -1,1 +1,1 @@
-"""Helpers without Paddle: run modes, meters, log, errors, CPU affinity."""
+"""Helpers that do not need Paddle: run modes, meters, log, errors, CPU affinity."""

@@ -1,7 +1,7 @@
-"""The cache folder, for files created once per machine: compiled operators and indexes of record files.
+"""The cache folder, for files that are created once per machine: compiled operators and indexes of record files.
 
-Its content is loaded as code, so the folder and its files must belong to this user or to root (as in a container
-image) and must not be writable by anyone else.
+Files in the cache are loaded as code, so the folder and its files must belong to this user or to root (as in a
+container image), and nobody else may be able to write to them.
 """
 
 import atexit
@@ -17,8 +17,8 @@ from utils.errors import UsageError
 
 
 def folder():
-    """Return $XDG_CACHE_HOME/paddle_resnet, by default ~/.cache/paddle_resnet, created if possible. If others can write
-    to it, return a private folder that lasts as long as this process.
+    """Return $XDG_CACHE_HOME/paddle_resnet, by default ~/.cache/paddle_resnet, and create it if possible. If other
+    users can write to this folder, return a private folder that lasts as long as this process.
 
     Raises:
         UsageError: XDG_CACHE_HOME is not set and there is no home folder.
@@ -27,7 +27,7 @@ def folder():
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle_resnet"
     except RuntimeError as e:
         raise UsageError("cache folder: there is no home folder; set XDG_CACHE_HOME") from e
-    with contextlib.suppress(OSError):  # the first write to it reports the reason
+    with contextlib.suppress(OSError):  # the first write to the folder reports the reason
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not is_trusted(path):
             return _private_folder(path)
@@ -35,10 +35,10 @@ def folder():
 
 
 def is_trusted(path):
-    """Whether a file or folder exists, belongs to this user or to root, and only its owner can write to it.
+    """Return whether a file or folder exists, belongs to this user or to root, and is writable only by its owner.
 
     Raises:
-        OSError: its owner and mode cannot be read.
+        OSError: the owner and mode cannot be read.
     """
     try:
         status = os.stat(path)

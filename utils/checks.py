@@ -1,13 +1,13 @@
-"""Checks of plain data read from files, for the schemas of meta.json, reports and exports."""
+"""Checks for plain data that is read from files, used by the schemas of meta.json, reports and exports."""
 
 
 def is_count(value):
-    """Whether a value is an integer from 0 to 2**31 - 1."""
+    """Return whether a value is an integer from 0 to 2**31 - 1."""
     return type(value) is int and 0 <= value < 2**31
 
 
 def is_number(value):
-    """Whether a value is a number that a float can hold; infinity and NaN included."""
+    """Return whether a value is a number that a float can hold, including infinity and NaN."""
     return type(value) is float or (type(value) is int and abs(value) <= 2**1023)
 
 
@@ -20,7 +20,7 @@ def is_text(value):
 
 
 def is_table(value, /, **checks):
-    """Whether a value is a dict that has these keys, with values that pass their checks."""
+    """Return whether a value is a dict that has these keys, with values that pass their checks."""
     return isinstance(value, dict) and all(name in value and check(value[name]) for name, check in checks.items())
 
 

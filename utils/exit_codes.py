@@ -19,8 +19,8 @@ _NO_MEMORY = (
 )
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-# With less address space, an import or a step fails in various ways, some without an error message. The sample job used
-# 3.2 to 3.5 GiB on a CPU.
+# With less address space, an import or a step fails in various ways, sometimes without an error message. The sample job
+# used 3.2 to 3.5 GiB on a CPU.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 
@@ -29,15 +29,15 @@ def of(program, function, needs_stdout=True):
 
     Args:
         program: name of the command in error messages.
-        function: without arguments; returns an exit code, or None for DONE.
-        needs_stdout: whether the command fails if stdout cannot be written.
+        function: function without arguments that returns an exit code, or None for DONE.
+        needs_stdout: whether the command fails if it cannot write to stdout.
     Returns:
         the exit code of the function; FAILURE for a RunError or too little memory, USAGE for a UsageError, PREEMPTED
         for a run that was stopped by a signal and has saved all work, INTERRUPTED for a KeyboardInterrupt. Other
         exceptions are not caught.
     """
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocks it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocked it
         _check_address_space()
         _check_working_directory()
         with logger.result_on_stdout() if needs_stdout else contextlib.nullcontext():
@@ -76,7 +76,7 @@ def _check_address_space():
 def _check_working_directory():
     try:
         os.getcwd()
-    except OSError as e:  # the import of Paddle would fail, too
+    except OSError as e:  # importing Paddle would fail, too
         raise RunError(f"working directory: cannot be used ({e.strerror}); change to a different one") from e
 
 

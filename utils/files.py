@@ -1,5 +1,5 @@
-"""File operations: names of companion files, opening regular files without waiting for the writer of a pipe, atomic
-writing, and data that is valid JSON."""
+"""File operations: naming companion files, opening only regular files (a pipe could block forever), writing atomically,
+and making data valid JSON."""
 
 import contextlib
 import errno
@@ -10,22 +10,22 @@ import shutil
 import stat
 from pathlib import Path
 
-_pipes = []  # open until the process ends
+_pipes = []  # descriptors that remain open until the process ends
 
 
 def companion(path, ending):
-    """Return the path of a companion file: run.json, eval.json -> run.eval.json."""
+    """Return the path of a companion file: run.eval.json for run.json and the ending eval.json."""
     path = Path(path)
     return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
 
 
 def touch(path):
-    """Check that a file can be written: create it and its folders if they do not exist. A pipe must have a reader.
+    """Check that a file can be written, and create the file and its folders if necessary. A pipe must have a reader.
 
     Raises:
         OSError: the file cannot be written.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # open() would wait for a reader
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # do not wait for a reader
     try:
         try:
             descriptor = os.open(path, flags, 0o666)
@@ -38,7 +38,7 @@ def touch(path):
         raise
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(kind):
-        _pipes.append(descriptor)  # closing it would end the file for its reader
+        _pipes.append(descriptor)  # if it were closed, the reader would see the end of the file
         return
     os.close(descriptor)
     if stat.S_ISBLK(kind):
@@ -50,11 +50,11 @@ def open_regular(path, limit_bytes=None):
 
     Args:
         path: path of the file.
-        limit_bytes: the largest size to accept; None accepts any.
+        limit_bytes: the maximum size to accept; None accepts any size.
     Returns:
         a binary file.
     Raises:
-        OSError: it cannot be opened, is a folder, pipe or device, or is too large; strerror states the problem.
+        OSError: the path cannot be opened, is a folder, pipe or device, or is too large. strerror states the problem.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -73,15 +73,15 @@ def open_regular(path, limit_bytes=None):
 
 @contextlib.contextmanager
 def written(path, partial=None, sync=False):
-    """Write a file or folder atomically: it gets its name when the block has written it completely.
+    """Write a file or folder atomically: it only appears under its name when the block has written it completely.
 
     Args:
         path: path of the file or folder. An existing file is replaced.
-        partial: path to write to, in the same file system; by default a name in the same folder that no other process
-            uses. It is removed if the block raises an exception.
-        sync: flush everything to the disk before the rename.
+        partial: path to write to, in the same file system; by default, a name in the same folder that no other process
+            uses. If the block raises an exception, the partial file or folder is removed.
+        sync: whether to flush everything to the disk before the rename.
     Yields:
-        partial, a Path. The block creates it.
+        partial as a Path, at which the block creates the file or folder.
     """
     partial = partial_path(path) if partial is None else Path(partial)
     try:
@@ -97,8 +97,8 @@ def written(path, partial=None, sync=False):
 
 
 def partial_path(path):
-    """Return the path at which this process writes a file or folder. It contains the host name because nodes and
-    containers that share a folder may have the same process IDs."""
+    """Return the path at which this process writes a file or folder before the rename. It contains the host name,
+    because processes of nodes and containers that share a folder may have the same ID."""
     return Path(f"{path}.{platform.node()}.{os.getpid()}.partial")
 
 
@@ -112,7 +112,7 @@ def fsync(path):
 
 
 def finite(data):
-    """Replace non-finite numbers in plain data by None, since JSON has neither Infinity nor NaN."""
+    """Replace non-finite numbers in plain data with None, since JSON has neither Infinity nor NaN."""
     if isinstance(data, dict):
         return {name: finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

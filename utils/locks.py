@@ -1,4 +1,4 @@
-"""Locks between processes: hidden files that contain the name of their owner."""
+"""Locks between processes. A lock is a hidden file that contains the name of its owner."""
 
 import contextlib
 import errno
@@ -12,16 +12,17 @@ from utils.errors import UsageError
 
 
 def acquire(path, warn):
-    """Lock a file, which is created if necessary.
+    """Lock a file. The file is created if necessary.
 
     Args:
         path: path of the lock file.
-        warn: called with a message if the file system has no locks.
+        warn: function to call with a message if the file system does not support locks.
     Returns:
-        an open file. The lock lasts until this process ends or closes any open file of that path.
+        the open lock file. The lock lasts until this process ends, or closes this or any other open file of that path.
     Raises:
         BlockingIOError: another process holds the lock; strerror identifies it.
-        OSError: the lock file cannot be opened, is not a regular file, or is a link, whose target would be overwritten.
+        OSError: the lock file cannot be opened, is not a regular file, or is a link. (A link's target would be
+            overwritten.)
     """
     path = Path(path)
     while True:
@@ -39,7 +40,7 @@ def acquire(path, warn):
             raise BlockingIOError(e.errno, owner) from e
         if is_of(file, path):
             break
-        file.close()  # its owner has released it, and removed the file, since it was opened
+        file.close()  # the owner has released the lock and removed the file since it was opened
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
@@ -52,7 +53,7 @@ def held(path, subject, warn):
 
     Args:
         path, warn: see acquire.
-        subject: what the lock is for, such as a flag with its value.
+        subject: description of what is locked, such as a flag with its value.
     Raises:
         UsageError: another process holds the lock.
         OSError: see acquire.
@@ -69,7 +70,7 @@ def held(path, subject, warn):
 
 
 def is_of(file, path):
-    """Whether an open lock file is still at its path: other processes may delete or replace it."""
+    """Return whether an open lock file is still at its path. Other processes may have deleted or replaced the file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""The run's log: one readable line on stdout, one JSON line in --report-file.
+"""The log of a run: each entry is a readable line on stdout and a JSON line in --report-file.
 
 The report has the format of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
 elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run). Each
-start writes "PARAMETER" first, after all checks have passed. After a resume, the later of two lines for a step counts.
+start of the run first writes a "PARAMETER" line, after all checks have passed. If a resumed run repeats a step, the
+later of the two lines counts.
 """
 
 import contextlib
@@ -24,10 +25,11 @@ _start_s = time.time()
 
 
 def setup(report_file=None, rank=0):
-    """Set the report file without changing it. Only rank 0 writes and prints; the calls of other ranks do nothing.
+    """Set the path of the report file, but do not change the file. Only rank 0 writes and prints; calls on other ranks
+    do nothing.
 
     Args:
-        report_file: path, or None for a log that is only printed.
+        report_file: path, or None to only print the log.
         rank: rank of this process.
     Raises:
         UsageError: another run is writing the report file.
@@ -45,12 +47,12 @@ def setup(report_file=None, rank=0):
 
 
 def begin(parameters, append=False):
-    """Begin the report of this run. Call it after all checks have passed: until then the file keeps an earlier report.
+    """Begin the report of this run. Call this when all checks have passed, because it may replace an earlier report.
     A lock prevents other runs from writing the file until close().
 
     Args:
-        parameters: {flag: value}, the first line.
-        append: append to the file instead of replacing it.
+        parameters: {flag: value} to write in the first line.
+        append: whether to append to the file instead of replacing it.
     Raises:
         UsageError: the report file cannot be opened, or another run is writing it.
         RunError: the first line cannot be written.
@@ -63,7 +65,7 @@ def begin(parameters, append=False):
         if _path.is_file():
             _lock = locks.acquire(_lock_file(_path), warn)
             os.truncate(_path, _size_of_complete_lines(_path) if append else 0)
-        # Append mode, in case another run writes to the same file.
+        # Append mode overwrites nothing if another run writes to the same file.
         _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open until the run ends
     report("PARAMETER", parameters)
 
@@ -85,12 +87,12 @@ def _lock_file(path):
 
 
 def _size_of_complete_lines(path):
-    """Return the size of the file up to its last complete line; a full disk may have truncated the last one."""
+    """Return the size of the file up to its last complete line. A full disk may have truncated the last line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 def follow(follower):
-    """Pass each later entry of the report to follower.add(step, data), and call follower.close() at the end."""
+    """From now on, pass each entry of the report to follower.add(step, data). At the end, call follower.close()."""
     _followers.append(follower)
 
 
@@ -106,11 +108,11 @@ def close():
 
 
 def write_line(text, stream):
-    """Write a line in one call. print writes the newline separately, so under `python -u`, which the launcher uses,
-    another thread or process with the same log file may write in between.
+    """Write a line and its newline in a single call. print writes the newline separately, so under `python -u`, which
+    the launcher uses, another thread or process with the same log file could write in between.
 
-    If the stream fails (the reader of a pipe has exited, or the disk is full), a run continues without its output; see
-    result_on_stdout for commands whose output is their result."""
+    If the stream fails (the reader of a pipe has exited, or the disk is full), a run continues without output. For
+    commands whose output is their result, see result_on_stdout."""
     if progress.write_above(text, stream):
         return
     try:
@@ -124,7 +126,7 @@ def write_line(text, stream):
 
 @contextlib.contextmanager
 def result_on_stdout():
-    """Raise RunError if output of this block cannot be written to stdout. Libraries may ignore the OSError, as argparse
+    """Raise RunError if this block's output cannot be written to stdout. Libraries may ignore the OSError, as argparse
     does for --help."""
     result = _Result(sys.stdout)
     with contextlib.redirect_stdout(result):
@@ -135,12 +137,12 @@ def result_on_stdout():
             raise
         else:
             result.flush()
-        finally:  # Python's logging keeps its reference to the stream of this block
+        finally:  # Python's logging keeps a reference to the stream used in this block
             result.write, result.flush = result._stream.write, result._stream.flush
 
 
 class _Result:
-    """A text stream that raises RunError instead of OSError, for the first error and every later call."""
+    """A text stream that raises RunError instead of OSError, both for the first error and in every later call."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -168,16 +170,16 @@ class _Result:
 
 
 def _abandon(stream):
-    """Discard further output of a stream. Its buffered output would fail again at exit, with exit code 120."""
+    """Discard further output to a stream. Otherwise Python would try to flush it at exit and end with exit code 120."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def _prepare(stream):
-    """Return a standard stream that accepts every character; a null stream if the process was started without one."""
+    """Return a standard stream that accepts every character, or a null stream if the process has no such stream."""
     if stream is None:
-        stream = open(os.devnull, "w")  # noqa: SIM115  as long as the process
+        stream = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return stream
@@ -188,12 +190,12 @@ sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 
 def elapsed_s():
-    """Seconds since the program started, as in the report's elapsedtime."""
+    """Return the seconds since the program started, as in the report's elapsedtime."""
     return time.time() - _start_s
 
 
 def info(message):
-    """Print a line for the user on rank 0. It does not go into the report."""
+    """Print a line for the user on rank 0. The line is not written to the report."""
     if not _quiet:
         write_line(message, sys.stdout)
 
@@ -205,11 +207,11 @@ def warn(message):
 
 
 def log(step, data):
-    """Print and report metrics. Steps are not printed while the live line shows them.
+    """Print and report metrics. The metrics of steps are not printed while the live line shows them.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.
-        data: {name: number or text}; non-finite numbers become null in the report.
+        data: {name: number or text}. Non-finite numbers become null in the report.
     """
     if _quiet:
         return
@@ -219,7 +221,7 @@ def log(step, data):
 
 
 def report(step, data):
-    """Report metrics without printing them. Takes the arguments of log.
+    """Report metrics without printing them. The arguments are those of log.
 
     Raises:
         RunError: the report file can no longer be written.
@@ -239,7 +241,7 @@ def report(step, data):
             _report.write("DLLL " + json.dumps(files.finite(entry)) + "\n")
         except OSError as e:
             failed, _report = _report, None
-            with contextlib.suppress(OSError):  # close() tries to write the same line again
+            with contextlib.suppress(OSError):  # close() would write the same line again
                 failed.close()
             remedy = "free disk space, and restart a training run with --resume"
             raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
@@ -248,7 +250,8 @@ def report(step, data):
 
 
 def _line(step, data):
-    """Return the line to print. A phase that all names share is printed once, so that the line fits a wide terminal."""
+    """Return the line to print. If all names share a phase, it is printed only once, so that the line fits a wide
+    terminal."""
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)
     if len(phases) == 1:

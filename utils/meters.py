@@ -9,23 +9,24 @@ from utils.errors import NO_CLASS, DataError
 
 
 def mean(total, count):
-    """total / count, NaN if there is nothing to average."""
+    """Return total / count, or NaN if there is nothing to average."""
     return total / count if count else math.nan
 
 
 class AverageMeter:
-    """Mean of the finite values of a metric over samples, accumulated in float64 to be independent of the batch size.
+    """Mean of a metric over all samples with finite values, accumulated in float64 so that it does not depend on the
+    batch size.
 
     Args:
         name: metric name in logs, for example "top1".
-        is_ratio: the value of a batch is a count divided by the batch size (an accuracy). The exact count is restored
-            from it, so that the mean over many batches has no float32 rounding.
+        is_ratio: whether the value of a batch is a count divided by the batch size, as for an accuracy. The exact count
+            is then restored from the value, so that the mean over many batches has no float32 rounding.
     Attributes:
-        value: mean of the finite values of the last update, NaN if there are none.
+        value: mean of the finite values in the last update; NaN if there are none.
         sum: sum of the finite values.
-        count: number of samples, with finite values or not.
+        count: number of samples, including those with non-finite values.
         not_finite: number of samples whose value, or whose batch's mean, was not finite.
-        bad_updates: number of consecutive updates, up to the last, that were not finite; reset() keeps it.
+        bad_updates: number of consecutive updates, up to the last one, that were not finite. reset() keeps this number.
     """
 
     def __init__(self, name, is_ratio=False):
@@ -44,18 +45,18 @@ class AverageMeter:
         """Add one batch of `n` samples.
 
         Args:
-            value: one number, the mean over the batch, or `n` numbers, one per sample.
+            value: the mean over the batch as one number, or one number per sample.
             n: number of samples in the batch.
         Raises:
-            DataError: a ratio is negative. The loss operator reports a label that is not a class in this way.
+            DataError: a ratio is negative, which is how the loss operator reports a label that is not a class.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
         is_finite = np.isfinite(value)
         not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
         value = value[is_finite]
-        # float64 adds multiples of 2^-24, finer than float32 near 1, without rounding up to half a billion. The sum
-        # over samples is therefore the same in any order, for any number of processes and any batch size.
+        # Values are rounded to multiples of 2^-24, finer than float32 near 1. float64 adds them exactly up to a sum of
+        # half a billion, so the sum is the same in any order, for any number of processes and any batch size.
         is_each = is_finite.size == n
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if is_each else float(value.sum()) * n
         if self.is_ratio:
@@ -69,11 +70,11 @@ class AverageMeter:
         self.bad_updates = self.bad_updates + 1 if not_finite else 0
 
     def mean(self):
-        """Mean of all finite values; NaN if there are none."""
+        """Return the mean of all finite values; NaN if there are none."""
         return mean(self.sum, self.count - self.not_finite)
 
     def state(self):
-        """The accumulated sum as plain data, for restore()."""
+        """Return the accumulated sum as plain data, for restore()."""
         return {"sum": self.sum, "count": self.count, "not_finite": self.not_finite}
 
     def restore(self, state):
@@ -81,7 +82,7 @@ class AverageMeter:
         self.not_finite = state.get("not_finite", 0)  # missing in older checkpoints
 
     def excuse_update(self):
-        """Do not count the last update as a bad one."""
+        """Do not count the last update as a bad update."""
         self.bad_updates -= 1
 
 
@@ -102,23 +103,23 @@ class ConfusionMeter:
         self._pairs = []
 
     def update(self, pairs, n):
-        """Add one batch: integers [n, 2], one row per image, its label and its predicted class."""
+        """Add one batch: integers [n, 2], where each row is the label and the predicted class of an image."""
         assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
-        self._pairs.append(np.array(pairs))  # a copy: Paddle may own the memory
+        self._pairs.append(np.array(pairs))  # copy them, because Paddle may own the memory
 
     def labels(self):
-        """The label of each image, int64 [n]."""
+        """Return the label of each image, int64 [n]."""
         return np.concatenate([np.empty((0, 2), np.int64), *self._pairs])[:, 0]
 
     def counts(self):
-        """The pairs that occurred, sorted, and their counts: label * class_num + prediction [k], images [k]."""
+        """Return the pairs that occurred, sorted, as label * class_num + prediction [k], and their counts [k]."""
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
 
 
 class TopMeter:
-    """The most probable classes of each image, from its logits.
+    """Finds the most probable classes of each image from its logits.
 
     Args:
         k: number of classes to keep.
@@ -132,8 +133,8 @@ class TopMeter:
         self._classes, self._probabilities = [], []
 
     def update(self, logits, n):
-        """Add one batch: logits [n, C]. Classes with equal logits are in ascending order. A class whose logit is NaN
-        comes last and is replaced by C."""
+        """Add one batch of logits [n, C]. Classes with equal logits are in ascending order. A class whose logit is NaN
+        comes last and is replaced with C."""
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
@@ -145,14 +146,14 @@ class TopMeter:
         self._probabilities.append(np.take_along_axis(probabilities, classes, axis=1))
 
     def rows(self):
-        """float64 [images, 2 k]: k classes, the most probable first, then their probabilities, which are NaN for
-        an image with a logit that is NaN or +inf."""
+        """Return float64 [images, 2 k]: k classes, the most probable first, then their probabilities. The probabilities
+        are NaN if a logit of the image is NaN or +inf."""
         empty = np.empty((0, self._k))
         return np.hstack([np.concatenate([empty, *part]) for part in (self._classes, self._probabilities)])
 
 
 class StepClock:
-    """Splits the time of each step into waiting for the loader and the rest."""
+    """Splits the time of each step into the time spent waiting for the loader and the remaining time."""
 
     def __init__(self):
         self.restart()
@@ -175,7 +176,7 @@ class StepClock:
         self._tick = now
 
     def close_step(self):
-        """Add the time since the last step to that step, whose metrics were read late."""
+        """Add the time since the last step to the last step, whose metrics were read late."""
         now = perf_counter()
         if self.batch_times:
             self.batch_times[-1] += now - self._tick
@@ -208,13 +209,13 @@ class StepClock:
 
 
 def latency_percentiles(batch_times_s):
-    """Latency of a benchmark's steps in milliseconds.
+    """Return the latency of a benchmark's steps in milliseconds.
 
     Args:
-        batch_times_s: seconds of each step.
+        batch_times_s: duration of each step in seconds.
     Returns:
-        {"latency_mean_ms", "latency_p50_ms", "latency_p90_ms", "latency_p95_ms", "latency_p99_ms"}, percentiles
-        with linear interpolation between the two nearest steps.
+        {"latency_mean_ms", "latency_p50_ms", "latency_p90_ms", "latency_p95_ms", "latency_p99_ms"}. Percentiles are
+        interpolated linearly between the two nearest steps.
     """
     ms = np.asarray(batch_times_s, dtype=np.float64) * 1e3
     result = {"latency_mean_ms": float(ms.mean())}

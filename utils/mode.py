@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Mode(Enum):
-    """Training or evaluation. The value is the name of the split in a data set (train/, val.txt) and the prefix of its
+    """Training or evaluation. The value is the split's name in a data set (train/, val.txt) and the prefix of the
     metrics in logs and reports (val.loss)."""
 
     TRAIN = "train"
@@ -12,7 +12,7 @@ class Mode(Enum):
 
 
 class RunScope(Enum):
-    """The value of --run-scope."""
+    """The values of --run-scope."""
 
     TRAIN_EVAL = "train_eval"
     TRAIN_ONLY = "train_only"

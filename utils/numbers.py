@@ -1,6 +1,6 @@
-"""Types of numbers for argparse, with limits, shared by train.py and the tools.
+"""Number types for argparse with limits, shared by train.py and the tools.
 
-Each raises ArgumentTypeError, whose message becomes part of the flag's error message.
+Each type raises ArgumentTypeError, whose message becomes part of the flag's error message.
 """
 
 import argparse
@@ -9,13 +9,13 @@ from fractions import Fraction
 
 
 def integer(least, most=2**31 - 1):
-    """Return the type of a flag whose value is a whole number from least to most."""
+    """Return the argparse type for a whole number from least to most."""
 
     def parse(text):
         allowed = f"use a whole number from {least} to {most}"
         try:
             value = int(text)
-        except ValueError as e:  # includes numbers of more than 4,300 digits
+        except ValueError as e:  # also raised for numbers with more than 4,300 digits
             raise argparse.ArgumentTypeError(f"'{_short(text)}' is not a whole number; {allowed}") from e
         if value < least:
             raise argparse.ArgumentTypeError(f"{_short(text)} is too small; {allowed}")
@@ -53,7 +53,7 @@ def ratio(text):
 
 
 def list_of(parse):
-    """Return the type of a flag whose values are separated by commas and parsed by `parse`."""
+    """Return the argparse type for values that are separated by commas and parsed by `parse`."""
 
     def parse_list(text):
         if len(text.split()) > 1 and "," not in text:
@@ -72,9 +72,9 @@ positive = integer(1)
 not_negative = integer(0)
 seed = integer(0, 2**32 - 1)
 batch_size = integer(1, 2**16)
-num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to here
-threads = integer(1, 1024)  # also limits processes of a pool; starting far more aborts the process
-MAX_SIDE = 8192  # pixels of a resized image; DALI fails for far larger ones
+num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to this limit
+threads = integer(1, 1024)  # also for the processes of a pool; starting far more aborts the process
+MAX_SIDE = 8192  # maximum side of a resized image in pixels; DALI fails for far larger images
 side = integer(1, MAX_SIDE)
 shape = list_of(integer(0, MAX_SIDE))
 number_list = list_of(number)

@@ -1,4 +1,4 @@
-"""The files that a command writes, checked before any work starts."""
+"""Checks the files that a command will write, before any work starts."""
 
 import contextlib
 import os
@@ -10,25 +10,25 @@ from pathlib import Path
 from utils import files, logger
 from utils.errors import UsageError
 
-# Names in a run's folder that belong to its checkpoints (checkpoints/folders.py), finished or not.
+# Names in a run's folder that belong to its complete and incomplete checkpoints (checkpoints/folders.py).
 _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 
 
 def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
-    """Check that a command can write its outputs without damage to its inputs, the data set or a checkpoint.
+    """Check that a command can write its outputs without damaging its inputs, the data set or a checkpoint.
 
-    Links and `..` are resolved. Everything that is created for the check is removed again. A warning names each
+    Links and `..` are resolved. Everything that is created for the check is removed again. A warning is logged for each
     existing file that the command will replace.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
         folders: {flag or description: path of a folder to create or to write to, or None}.
         inputs: [(description, path)] of files that the command reads.
-        protected: [(description, path)] of files and folders that an output may neither replace nor be in.
+        protected: [(description, path)] of files that no output may replace, and folders that no output may be in.
         run_folder: the folder of this run's checkpoints, which may not exist yet, or None.
     Raises:
-        UsageError: two outputs are one file; an output is an input, is protected, is in a checkpoint, or cannot be
-            written.
+        UsageError: two outputs are the same file, or an output is also an input, is protected, is in a checkpoint, or
+            cannot be written.
     """
     outputs, folders = (
         {what: path for what, path in (paths or {}).items() if path is not None} for paths in (outputs, folders)
@@ -43,13 +43,13 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
             if what in outputs:
                 taken[identity] = f"{what} {path}"
             if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
-                logger.warn(f"{what} {path}: replaces an existing file")  # report.py logs this itself
+                logger.warn(f"{what} {path}: replaces an existing file")  # for a report, report.py logs this
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
 
 
 @contextlib.contextmanager
 def writing(what, path):
-    """Convert an OSError, or the ValueError for an invalid path, to a UsageError."""
+    """Convert an OSError, or the ValueError that an invalid path causes, to a UsageError."""
     try:
         yield
     except OSError as e:
@@ -65,7 +65,7 @@ def _has_content(path):
 
 
 def _identity(path):
-    """Return a value that is equal for two paths of the same file. Devices such as /dev/null may be several outputs."""
+    """Return a value that is equal for two paths of the same file. A device such as /dev/null may be used twice."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -86,7 +86,7 @@ def _check_place(subject, path, protected, run_folder):
 
 
 def _is_checkpoint(folder):
-    """Whether a folder contains parameters and a file that only checkpoints contain."""
+    """Return whether a folder contains parameters and a file that only checkpoints contain."""
     try:
         names = os.listdir(folder)
     except OSError:

@@ -1,8 +1,8 @@
-"""The live line of a run on a terminal: its current phase and progress.
+"""The live line on a terminal, which shows the current phase and progress of a run.
 
-Without a terminal nothing is shown and every call returns at once. A thread of rich draws the line four times per
-second. The overhead per step is one comparison; four times per second it also formats metrics that are already on the
-host.
+Without a terminal, nothing is shown and every call returns immediately. A thread of the rich library draws the line
+four times per second. The overhead per step is one comparison; four times per second, metrics that are already on the
+host are formatted, too.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ _phase, _since_s, _metrics, _due_s = "startup", 0.0, None, 0.0
 def shown():
     """Show the live line while the block runs, if stdout is a terminal.
 
-    A job of several processes prints plain lines only: they contain the metrics of the entire job, which no rank knows
-    between two lines. Its launcher redirects stdout to files anyway.
+    A job with several processes prints only plain lines. They contain the metrics of the entire job, which no rank
+    knows between two lines. Besides, the launcher redirects stdout to files.
     """
     global _live
     console = _console()
@@ -39,7 +39,7 @@ def shown():
         redirect_stderr=sys.stderr.isatty(),
     )
     live.start()
-    console.show_cursor(True)  # the process may end without leaving this block
+    console.show_cursor(True)  # show it now, since the process may end inside this block
     _live = live
     try:
         yield
@@ -50,7 +50,7 @@ def shown():
 
 
 def _console():
-    """Return a console on stdout, or None if stdout is not a terminal that can redraw a line."""
+    """Return a rich console for stdout, or None if stdout is not a terminal that can redraw a line."""
     is_alone = os.environ.get("PADDLE_TRAINERS_NUM", "1") == "1"
     if sys.stdout is None or not sys.stdout.isatty() or not is_alone:
         return None
@@ -65,7 +65,7 @@ def is_shown():
 
 
 def phase(name):
-    """Show the name of the phase that begins now, and its duration so far."""
+    """Begin a phase: from now on, show its name and its duration so far."""
     global _phase, _since_s, _metrics, _due_s
     _phase, _since_s, _metrics, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
@@ -74,18 +74,18 @@ def phase(name):
 
 
 def is_due():
-    """Whether the live line is due for new metrics."""
+    """Return whether the live line is due for new metrics."""
     return _live is not None and monotonic() >= _due_s
 
 
 def show(step, steps, left_s, run_left_s, metrics):
-    """Show the metrics of a step; call it if is_due().
+    """Show the metrics of a step. Call this if is_due().
 
     Args:
-        step, steps: number of steps done in this phase, and its total.
+        step, steps: number of completed steps in this phase, and total number of steps.
         left_s: estimated seconds until the end of the phase.
         run_left_s: estimated seconds for the remaining training steps of the run, or None.
-        metrics: texts.
+        metrics: list of texts to show.
     """
     global _metrics, _due_s
     left = f"{_duration(left_s)} left" + (f" (run {_duration(run_left_s)})" if run_left_s is not None else "")
@@ -94,7 +94,7 @@ def show(step, steps, left_s, run_left_s, metrics):
 
 
 def write_above(line, stream):
-    """Write a line above the live line. Returns False if there is no live line on that stream."""
+    """Write a line above the live line. Return False if there is no live line on that stream."""
     live = _live
     if live is None or not stream.isatty():
         return False

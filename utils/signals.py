@@ -1,5 +1,5 @@
-"""Signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1): it saves a checkpoint at a step that all processes agree
-on."""
+"""Handles the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). The run then saves a checkpoint at a step on
+which all processes agree."""
 
 import contextlib
 import ctypes
@@ -18,8 +18,9 @@ class Preempted(Exception):
 
 @contextlib.contextmanager
 def watched():
-    """Record these signals instead of exiting. A second SIGINT raises KeyboardInterrupt. Repeated other signals are
-    ignored: Paddle's launcher sends SIGTERM up to three times. SIGHUP remains ignored if it was, as under nohup."""
+    """Record the signals instead of exiting. A second SIGINT raises KeyboardInterrupt. Other repeated signals are
+    ignored, because Paddle's launcher sends SIGTERM up to three times. If SIGHUP was ignored, as under nohup, it
+    remains ignored."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -28,7 +29,7 @@ def watched():
     try:
         yield
     except BaseException:
-        # The launcher terminates the remaining processes when the first one ends.
+        # The launcher terminates all processes when the first process ends.
         is_leaving = "PADDLE_TRAINER_ID" in os.environ
         raise
     finally:
@@ -59,9 +60,9 @@ def blocked():
 
 @contextlib.contextmanager
 def deferred():
-    """Defer SIGINT to the end of the block: the import of Paddle would convert it to a different error. Processes that
-    start in the block never receive it. Control-C sends it to all processes of a terminal, and this one stops the
-    others. SIGTERM keeps its handler: Paddle installs one that prints a trace."""
+    """Defer SIGINT to the end of the block, because the import of Paddle would convert it to a different error.
+    Processes that start in the block never receive SIGINT: Control-C sends it to all processes of a terminal, but this
+    process stops the others itself. Also restore SIGTERM's handler, because Paddle installs one that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -76,10 +77,10 @@ def received():
 
 
 def die_with_parent(parent):
-    """Have the kernel kill this process when its parent ends for any reason.
+    """Make the kernel kill this process when its parent ends for any reason.
 
     Args:
-        parent: process id of the parent, read before this process was started.
+        parent: process ID of the parent, read before this process was started.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call
@@ -91,7 +92,7 @@ def _listen():
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue
         signal.signal(number, _note)
-        # Paddle's TCP store treats a system call interrupted by a signal as a lost connection.
+        # Without this, Paddle's TCP store takes a system call interrupted by a signal for a lost connection.
         signal.siginterrupt(number, False)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-# DALI's source_info of a record of RecordIO and TFRecord, of WebDataset, and of LMDB.
+# DALI's source_info of a record: in RecordIO and TFRecord files, in WebDataset files, and in an LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
-SEARCH_S = 40  # a run then ends within a minute after a bad image
+SEARCH_S = 40  # so that a run ends within a minute after a bad image
 MAX_PIXELS = 2**28  # per decoded image; paddle_resnet/__init__.py sets this limit for DALI's OpenCV
 MAX_BYTES = 2**28  # per image file
 _decoder = None
@@ -20,7 +20,7 @@ _decoder = None
 
 @contextlib.contextmanager
 def decoders_silenced():
-    """Discard messages of C libraries on stderr: decoders report damaged images there, without their names and from
+    """Discard what C libraries write to stderr: decoders report damaged images there, without file names and from
     prefetching threads. Python's sys.stderr is not affected."""
     stderr, descriptor = sys.stderr, os.dup(2)
     stderr.flush()
@@ -46,19 +46,19 @@ def _descriptor(stream):
 
 
 def decode(data):
-    """Decode an image with the CPU decoders of training and evaluation.
+    """Decode an image with the CPU decoders that training and evaluation use.
 
     Args:
-        data: bytes of the file.
+        data: bytes of the image file.
     Returns:
-        None, or the reason why it cannot be decoded.
+        None, or the reason why the image cannot be decoded.
     """
     global _decoder
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def decoder():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # Evaluation uses the first, training the second. Some files are accepted by only one of them.
+        # Evaluation uses the first decoder, training the second. Some files are accepted by only one of the two.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 
     problem = header_problem(data)
@@ -79,7 +79,7 @@ def decode(data):
 
 
 def header_problem(data):
-    """Return why an image file cannot be decoded according to its header, or None."""
+    """Return why the header of an image file rules out decoding, or None."""
     if not len(data):
         return "is empty"
     try:
@@ -105,17 +105,17 @@ def reader_problem(message):
 def bad_image(message, data_set, image_root):
     """Find the image that caused a DALI error.
 
-    DALI's message contains the name of a file that it cannot read, and of most images that it cannot decode, but not of
-    an image whose header it cannot parse. In that case, this checks the headers of all images and, if all are valid,
-    decodes all images, until one fails or SEARCH_S seconds have passed.
+    DALI's message names a file that it cannot read and most images that it cannot decode, but not an image whose header
+    it cannot parse. In that case, this function checks the headers of all images. If all are valid, it decodes all
+    images until one fails or SEARCH_S seconds have passed.
 
     Args:
         message: text of DALI's error.
         data_set: readers.DataSet that the loader reads.
-        image_root: its folder.
+        image_root: folder of the data set.
     Returns:
-        Path or FILE@PLACE of the image, image_root included; "an image in IMAGE_ROOT" if the search found none; None if
-        no image caused the error.
+        Path or FILE@PLACE of the image, including image_root; "an image in IMAGE_ROOT" if the search found no bad
+        image; None if no image caused the error.
     """
     unopened = re.search(r"(?:File mapping failed: |Could not open file )(.+?)(?:: [A-Z][a-z ]+)?$", message, re.M)
     if unopened:
@@ -133,14 +133,14 @@ def bad_image(message, data_set, image_root):
                     return _whole_name(source, image_root)
                 if monotonic() > deadline:
                     return f"an image in {image_root}"
-        except RuntimeError as e:  # from the reader; the message contains the file name
+        except RuntimeError as e:  # raised by the reader, with the file name in the message
             return bad_image(str(e), data_set, image_root)
     return None
 
 
 def _whole_name(source, image_root):
-    """Convert DALI's source_info of an image to the form of listing.Image.full_name. It contains the path of a record
-    file as passed to DALI, and that of an image file relative to image_root."""
+    """Convert DALI's source_info of an image to the form of listing.Image.full_name. source_info contains the path of a
+    record file as passed to DALI, but the path of an image file relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:
@@ -156,7 +156,7 @@ def _undecoded(data_set):
         encoded, _ = data_set.read("Reader", shard_id, num_shards, shuffle=False)
         return encoded, fn.get_property(encoded, key="source_info")
 
-    shards = min(8, os.cpu_count(), data_set.size)  # in parallel, since each reader has one thread
+    shards = min(8, os.cpu_count(), data_set.size)  # read in parallel, since each reader has only one thread
     pipelines = [undecoded(shard_id, shards) for shard_id in range(shards)]
     for _ in range(0, -(-data_set.size // shards), 64):
         for pipeline in pipelines:

@@ -1,11 +1,11 @@
 """Index files of record files: their location, creation and checks.
 
-DALI needs an index for each TFRecord shard and RecordIO file, and for a tar shard to start without a scan. Index files
-have DALI's formats. TFRecord: a line `offset size` per record. RecordIO: a line `key offset` per record. WebDataset: a
-line `v1.1 COUNT`, then a line per sample with `extension offset size` for each of its files. Offsets and sizes are in
-bytes.
+DALI needs an index for each TFRecord shard and RecordIO file; a tar shard needs one to start without a scan. Index
+files have DALI's formats. TFRecord: a line `offset size` per record. RecordIO: a line `key offset` per record.
+WebDataset: a line `v1.1 COUNT`, then a line per sample with `extension offset size` for each of its files. Offsets and
+sizes are in bytes.
 
-Imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
+This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from paddle_resnet.data.records import IMAGE_EXTENSIONS
 from utils import cache, files, logger
 from utils.errors import UsageError
 
-# Number of records whose headers are compared with the rows of an index: per RecordIO file, and per tar shard.
+# Number of records per RecordIO file or tar shard whose headers are compared with the rows of the index.
 CHECKED_RECORDS = 256
 CHECKED_TAR_HEADERS = 16
 
@@ -32,9 +32,10 @@ class Index:
 
     Attributes:
         path: the index file.
-        images: int64 [n, 2], offset and size in bytes of each record, or for "webdataset" of each image file. A
-            RecordIO index stores no sizes; they are 0.
-        labels: int64 [n, 2], offset and size of each label's location: the record, or for "webdataset" the .cls file.
+        images: int64 [n, 2], offset and size in bytes of each record (for "webdataset": of each image file). A
+            RecordIO index stores no sizes, so they are 0 here.
+        labels: int64 [n, 2], offset and size of the record or file that contains each label: the record itself, or for
+            "webdataset" the .cls file.
     """
 
     path: str
@@ -46,9 +47,9 @@ class Index:
 
 
 def open_index(shard, kind, skip=frozenset()):
-    """Open the index of a record file, and create it first if it does not exist.
+    """Open the index of a record file; create the index first if it does not exist.
 
-    The index is in the folder of the shard, or in the user's cache folder if the shard's folder cannot be written.
+    The index is stored in the shard's folder, or in the user's cache folder if the shard's folder is not writable.
 
     Args:
         shard: path of the record file.
@@ -86,7 +87,7 @@ def _open_full_index(shard, kind):
 
 
 def _reduced_index(index, shard, kind, skip):
-    """Write the index without the images at some offsets to the cache folder."""
+    """Write a copy of the index to the cache folder, without the images at the skipped offsets."""
     starts = index.images[:, 0]
     unknown = sorted(skip.difference(starts.tolist()))
     if unknown:
@@ -112,15 +113,15 @@ def _reduced_index(index, shard, kind, skip):
 
 
 def index_path(shard):
-    """Path of an index: `train.rec` has `train.idx`, `train-000000.tar` has `train-000000.idx`, and
-    `train-00000-of-00008` (with or without .tfrecord) has that name with `.idx` added.
+    """Return the path of a shard's index: `train.idx` for `train.rec`, `train-000000.idx` for `train-000000.tar`, and
+    the shard's name with `.idx` added for `train-00000-of-00008` (with or without .tfrecord).
     """
     root, extension = os.path.splitext(shard)
     return f"{root}.idx" if extension in (".rec", ".tar") else f"{shard}.idx"
 
 
 def _cached_index_path(shard, skip=frozenset()):
-    # A rewritten shard has a different size or modification time, and therefore a different name here.
+    # The name in the cache depends on the shard's size and modification time, so a rewritten shard gets a new index.
     shard, state = os.path.realpath(shard), os.stat(shard)
     key = f"{shard} {state.st_size} {state.st_mtime_ns} {sorted(skip)}"
     key = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
@@ -135,10 +136,10 @@ def write_file(path, data):
 
 
 def scan(shard, kind):
-    """Scan a record file and return the bytes of its index file. For TFRecord, all checksums are checked.
+    """Scan a record file and return the content of its index file. For TFRecord, verify all checksums.
 
     Raises:
-        UsageError: the shard is damaged, empty or cannot be read.
+        UsageError: the shard is damaged, empty or unreadable.
     """
     with records.readable(shard):
         lines = {"tfrecord": _scan_tfrecord, "recordio": _scan_recordio, "webdataset": _scan_webdataset}[kind](shard)
@@ -194,8 +195,8 @@ def _scan_webdataset(shard):
                         samples.append([])
                         last_key = (folder, base)
                     samples[-1].append((extension, member.offset_data, member.size))
-                tar.members = []  # tarfile would keep them all
-            # tarfile accepts the end of the file as the end of the archive, which is a block of zeros.
+                tar.members = []  # otherwise tarfile would keep all members in memory
+            # A valid archive ends with a block of zeros, but tarfile also accepts a file that ends without it.
             f.seek(tar.offset)
             if f.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("its end is missing")
@@ -213,17 +214,17 @@ def _is_sample_file(member):
 def check_index(shard, path, kind):
     """Read an index and check it against its shard.
 
-    Every row is checked: no record may be missing, listed twice, out of order or outside the shard. The headers of some
-    evenly spread records must match their rows.
+    All rows are checked for records that are missing, listed twice, out of order or outside the shard. For some evenly
+    spread records, the header must match the row.
 
     Args:
         shard: path of the record file.
-        path: its index file.
+        path: path of its index file.
         kind: "tfrecord", "recordio" or "webdataset".
     Returns:
         Index.
     Raises:
-        UsageError: the index does not match the shard, or one of the two cannot be read.
+        UsageError: the index does not match the shard, or one of these files cannot be read.
     """
     read_rows = {"tfrecord": _tfrecord_rows, "recordio": _recordio_rows, "webdataset": _webdataset_rows}[kind]
     try:
@@ -254,7 +255,7 @@ def _recordio_rows(data, f, shard_size):
     ends = np.append(offsets[1:], shard_size)
     if len(offsets) == 0 or offsets[0] != 0 or (ends <= offsets).any():
         raise ValueError
-    # If the keys are 0 to n-1, no row is missing, and it suffices to check some headers.
+    # If the keys are 0 to n-1, no row is missing, so checking some headers is enough.
     is_complete = np.array_equal(np.sort(keys), np.arange(len(keys)))
     for i in _spread(len(offsets), CHECKED_RECORDS if is_complete else len(offsets)):
         if records.recordio_end(f, int(offsets[i]), shard_size) != ends[i]:
@@ -298,12 +299,14 @@ def _part(extension):
 
 
 def _check_tar_places(f, places, shard_size):
-    """Check that an archive contains all sample files in stored order. Raises ValueError or tarfile.TarError.
+    """Check that an archive has sample files at these places, in this order, and nowhere else.
 
     Args:
         f: the open archive.
         places: int64 [n, 2], offsets and sizes of the sample files.
         shard_size: length of the archive in bytes.
+    Raises:
+        ValueError, tarfile.TarError: the archive is different or damaged.
     """
     headers = places[:, 0] - tarfile.BLOCKSIZE
     blocks = -(-places[:, 1] // tarfile.BLOCKSIZE)
@@ -321,7 +324,7 @@ def _check_tar_places(f, places, shard_size):
 
 
 def _check_between(f, position, stop):
-    """Check that an archive has no sample file from one position to the next, or to its end (stop None)."""
+    """Check that an archive has no sample file between two positions, or up to its end if stop is None."""
     while position != stop:
         f.seek(position)
         if stop is None and f.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
@@ -342,8 +345,8 @@ def _tar_header(f, position):
 
 
 def _numbers(texts, limit):
-    """Parse decimal digits to int64 [n]. Raises ValueError for other texts and for numbers above the limit, or None."""
-    if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 may exceed an int64
+    """Parse decimal digits to int64 [n]. Raises ValueError for other texts and for numbers above the limit, if any."""
+    if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 digits may overflow
         raise ValueError
     numbers = np.array(texts, dtype=np.int64)
     if limit is not None and (numbers > limit).any():

@@ -1,8 +1,8 @@
-"""Iterators over batches for Paddle, one epoch per pass.
+"""Iterators that provide batches to Paddle, one epoch per pass.
 
-Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor takes as a feed:
+Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor accepts as a feed:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts
-the next one. `write_into({name: tensor})` provides tensors for the full batches; only ShardIterator, which
+the next one. `write_into({name: tensor})` provides tensors for full batches to overwrite; only ShardIterator, which
 creates a new batch each step, uses them. adapted() gives any other iterable this interface.
 """
 
@@ -31,7 +31,7 @@ class StateError(UsageError):
 
 
 class _Steps:
-    """Step counts of an iterator with `images` images per epoch, of which `_left` remain."""
+    """Counts the steps of an iterator that has `images` images per epoch; `_left` of them remain in this epoch."""
 
     def __len__(self):
         return -(-self.images // self.batch_size)
@@ -45,18 +45,18 @@ class _Steps:
 class ShardIterator(_Steps, DALIGenericIterator):
     """DALI's Paddle iterator with exact epochs, for GPU and CPU pipelines.
 
-    Every process reads ceil(ceil(size / num_shards) / batch) batches per epoch, padding included, so that all shards
-    stay aligned over the epochs. It yields the first `images` images of them and discards the rest.
+    Every process reads ceil(ceil(size / num_shards) / batch) batches per epoch, including padding, so that all shards
+    stay aligned across epochs. The iterator yields the first `images` images of these batches and discards the rest.
 
     Args:
         pipeline: DALI pipeline, built or not, with the outputs images and labels and a reader that pads.
-        images: images to yield per epoch. If it is not a multiple of the batch size, the last batch is shorter.
+        images: images to yield per epoch. If this is not a multiple of the batch size, the last batch is shorter.
         data_set: readers.DataSet that the pipeline reads.
-        image_root: its folder.
-        conditions: recorded by state(); a loader that resumes from the state compares them.
+        image_root: folder of the data set.
+        conditions: settings that state() records; a loader that resumes from the state compares them with its own.
         step: number of batches already taken in the epoch when the pipeline's checkpoint was written.
     Raises:
-        DataError: an image of the first batches cannot be read or decoded. `next` raises it for the others.
+        DataError: an image in the first batches cannot be read or decoded. For later batches, `next` raises this error.
     """
 
     def __init__(self, pipeline, images, data_set, image_root, conditions, step=0):
@@ -75,27 +75,27 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 [pipeline],
                 ["data", "label"],
                 reader_name=READER,
-                # Full padded batches; this class cuts them, not DALI.
+                # DALI returns full, padded batches; this class removes the padding.
                 last_batch_policy=LastBatchPolicy.FILL,
                 prepare_first_batch=False,
             )
             self._schedule_runs(False)  # start decoding while the program is being built
 
     def state(self):
-        """Position of a training loader as plain data, for dali.build_dataloader."""
+        """Return the position of a training loader as plain data, for dali.build_dataloader."""
         pipeline = base64.b64encode(self.checkpoints()[0]).decode()
         return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
 
     def write_into(self, targets):
-        """Write later full batches to these tensors; a shorter last batch gets its own tensors.
+        """From the next batch on, copy every full batch into these tensors. A shorter last batch gets its own tensors.
 
         Args:
-            targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} for new tensors each step.
+            targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} to create new tensors each step.
         """
         self._targets = targets
 
     def __iter__(self):
-        """Continue within an epoch; the plugin would start again."""
+        """Continue in the middle of an epoch, where the plugin would start a new one."""
         return self if self._left else super().__iter__()
 
     def __next__(self):
@@ -115,7 +115,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return [batch]
 
     def reset(self):
-        """Start the next epoch. Call it at the end of an epoch."""
+        """Start the next epoch. Call this at the end of an epoch."""
         super().reset()
         self._left = self.images
 
@@ -145,12 +145,12 @@ class ShardIterator(_Steps, DALIGenericIterator):
             return self._decoded_batch()
 
     def _decoded_batch(self):
-        # Like the plugin, which supports neither pipelines without a GPU nor preallocated tensors.
+        # This replaces the plugin's code, which supports neither pipelines without a GPU nor preallocated tensors.
         self._ever_consumed = True
         outputs = self._get_outputs()[0]
         gpu = self._pipes[0].device_id
         place = paddle.CPUPlace() if gpu is None else paddle.CUDAPlace(gpu)
-        # Paddle's steps run on this stream: the copy waits for the step that reads the tensors it overwrites.
+        # Paddle's steps run on this stream, so the copy waits for the previous step, which reads the same tensors.
         stream = None if gpu is None else paddle.device.cuda.current_stream(gpu).cuda_stream
         batch = {}
         for name, output in zip(self.output_map, outputs, strict=True):
@@ -164,7 +164,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
 
 def feeds(program):
-    """{name: variable} of the inputs of a program, in the order in which they were declared."""
+    """Return {name: variable} for the inputs of a program, in the order in which they were declared."""
     return {v.name: v for v in program.global_block().vars.values() if v.is_data}
 
 
@@ -177,11 +177,11 @@ class Adapter:
     """The interface of this module for any iterable of batches; each iteration over it is an epoch.
 
     Args:
-        loader: the iterable of `[{name: array or tensor}]`, with the names of feeds(program). Its tensors may be memory
-            that it uses again once nothing refers to them, such as DALI's.
+        loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). Like DALI, it may reuse
+            the memory of a tensor once nothing refers to the tensor.
         program: the compiled program that takes the batches.
     Raises:
-        UsageError: while iterating, if there is no batch, or a batch does not match the program.
+        UsageError: raised during iteration if there is no batch or a batch does not match the program.
     """
 
     step = 0
@@ -208,14 +208,14 @@ class Adapter:
             raise UsageError("run: the loader yields no batch; pass an iterable that starts again for each epoch")
 
     def write_into(self, targets):
-        """Ignored: the batches exist already."""
+        """Do nothing: the batches already exist."""
 
     def reset(self):
         """Do nothing: the next iteration begins the next epoch."""
 
     def _tensor(self, name, value):
-        """Return a batch's Paddle tensor after checks, since the Executor checks neither shapes nor types of captured
-        steps."""
+        """Convert an input of a batch to a Paddle tensor, and check its shape and type, because the Executor does not
+        check them when it replays captured steps."""
         if not isinstance(value, paddle.framework.core.LoDTensor):
             array, value = np.ascontiguousarray(value), paddle.framework.core.LoDTensor()
             value.set(array, paddle.CPUPlace())
@@ -226,7 +226,7 @@ class Adapter:
 
 
 class EmptyIterator:
-    """The shard of a process without validation images: epochs of 0 steps."""
+    """The loader of a process whose shard has no validation images: its epochs have 0 steps."""
 
     step = 0
 
@@ -240,7 +240,7 @@ class EmptyIterator:
         return 0
 
     def write_into(self, targets):
-        """Ignored: there is no batch."""
+        """Do nothing: there are no batches."""
 
     def __iter__(self):
         return iter(())
@@ -253,7 +253,7 @@ class SyntheticIterator(_Steps):
     """Yields the same random batch in device memory each step, to measure the program without a loader.
 
     Args:
-        args: settings of shape, type and number of the images and classes.
+        args: settings for the shape, type and number of images and the number of classes.
         images: images per epoch on this process.
         mode: Mode.TRAIN drops the last partial batch.
         conditions: see ShardIterator.
@@ -288,7 +288,7 @@ class SyntheticIterator(_Steps):
         return {"conditions": self._conditions, "step": self.step}
 
     def write_into(self, targets):
-        """Ignored: the one batch is in device memory already."""
+        """Do nothing: the only batch is already in device memory."""
 
     def __iter__(self):
         return self

@@ -1,6 +1,6 @@
 """Listing of the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
 
-Imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
+This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ SHARD_NAMES = {
     },
     "lmdb": {Mode.TRAIN: re.compile(r"train_lmdb"), Mode.EVAL: re.compile(r"val_lmdb")},
 }
-FILE_FORMATS = ("folder", "filelist")  # one file per image
+FILE_FORMATS = ("folder", "filelist")  # formats with one file per image
 STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
 # Common names of a split, in lower case, the most likely first.
 OTHER_NAMES = {
     Mode.TRAIN: ("train", "training"),
     Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
 }
-# Folders that operating systems and archives create. Neither they nor hidden folders are classes.
+# Folders that operating systems and archives create. Like hidden folders, they are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
-OUTSIDE = "image outside the class folders"  # a kind of ignored files
+OUTSIDE = "image outside the class folders"  # one of the kinds of ignored files
 _TEXT_LIMIT = 1 << 30  # bytes of a file list, classes.txt or skip list
 _NAME_LIMIT = 1000  # characters of a class name; Python's CSV reader accepts 131,072
-# Describes a conversion; tools/convert.py writes it to the output folder.
+# File that describes a conversion; tools/convert.py writes it to the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
     "recordio": "{}.rec",
@@ -60,9 +60,9 @@ class Image:
 
     Attributes:
         name: name in reports and skip lists. For an image file, its path relative to image_root; for a record,
-            FILE@PLACE, where PLACE is the byte offset that DALI reports for it, or its key in an LMDB.
+            FILE@PLACE, where PLACE is the byte offset that DALI reports for the record, or its key in an LMDB.
         path: the image file, or the record file.
-        label: its label, or None if a record file stores it: records.read returns it.
+        label: the image's label, or None if a record file stores the label, which records.read then returns.
         kind: None for an image file, otherwise the format of the record file.
         place: position for records.read: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
     """
@@ -75,12 +75,12 @@ class Image:
 
     @property
     def full_name(self):
-        """Name in messages: PATH, or FILE@PLACE, not relative to image_root."""
+        """The name used in messages: PATH or FILE@PLACE, where image_root is part of the path."""
         return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
 
 def check_root(image_root, content="train/ and val/"):
-    """Raise UsageError for an --image-root that is not a folder, or whose name DALI does not accept."""
+    """Raise UsageError if --image-root is not a folder, or if DALI does not accept its name."""
     if not os.path.isdir(image_root):
         raise UsageError(f"--image-root {image_root}: not a folder; use the folder that contains {content}")
     if not _is_utf8(os.path.abspath(image_root)):
@@ -98,7 +98,7 @@ def detect(image_root, mode):
     A file list takes precedence over class folders, because it may list images in them.
 
     Returns:
-        One of STORAGE_FORMATS; "folder" if none is detected.
+        One of STORAGE_FORMATS; "folder" if no format is detected.
     Raises:
         UsageError: image_root is not a folder, or contains the split in several formats.
     """
@@ -113,13 +113,13 @@ def detect(image_root, mode):
             f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(formats)}; choose one with "
             "--data-format"
         )
-    # If none is detected, listing class folders reports what is missing.
+    # If no format is detected, the code that lists class folders reports what is missing.
     return formats[0] if formats else "folder"
 
 
 def occupied(image_root):
-    """Return the paths of a data set's folders and files below image_root. An output may neither replace them nor be
-    in them, nor become a list of the data set."""
+    """Return the paths below image_root that are reserved for a data set, including those that do not exist. An output
+    path must neither be one of them nor be inside one of them."""
     if not os.path.isdir(image_root):
         return []
     own = {MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
@@ -133,7 +133,7 @@ def splits(image_root):
     """Return the modes, Mode.TRAIN and Mode.EVAL, whose split exists under image_root.
 
     Raises:
-        UsageError: neither exists, or image_root cannot be used.
+        UsageError: neither split exists, or image_root cannot be used.
     """
     check_root(image_root)
     modes = [mode for mode in Mode if _has_split(image_root, mode)]
@@ -147,7 +147,7 @@ def _has_split(image_root, mode):
 
 
 def _missing(image_root, mode):
-    """Return the UsageError for a split that image_root contains in no format."""
+    """Return the UsageError to raise if image_root does not contain the split in any format."""
     other, scope = (Mode.EVAL, RunScope.EVAL_ONLY) if mode is Mode.TRAIN else (Mode.TRAIN, RunScope.TRAIN_ONLY)
     if not _has_split(image_root, other):
         return UsageError(f"--image-root {image_root}: has no folder {mode.value}/; {_splits_remedy(image_root)}")
@@ -186,7 +186,7 @@ def _split_command(source, image_root):
 
 
 def _similar(image_root, mode, data_format="folder"):
-    """Return the folder or list with a similar name that may be the split; None if there is none."""
+    """Return a folder or list with a similar name that may be the split; None if there is no such name."""
     ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
     if ending is None or not os.path.isdir(image_root):
         return None
@@ -234,9 +234,9 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
 def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
-    Labels number the sorted class folders of train/, or of val/ if there is no train/. A class without validation
-    images therefore does not shift the labels of the others. One warning counts files that are ignored because of their
-    name or folder.
+    The labels number the sorted class folders in train/, or in val/ if there is no train/. A class without validation
+    images therefore does not shift the labels of other classes. A single warning counts the files that are ignored
+    because of their name or folder.
 
     Args:
         image_root: the folder above train/ and val/.
@@ -244,7 +244,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
         num_of_class: number of outputs of the network, or None for any.
         skip: names of images that may be unusable, because they will be omitted.
         classes: class of each output of a trained network, which then defines the labels; None if the folders define
-            them. Numbers, which represent classes without names, are ignored if they match no folder.
+            the labels. Numbers, which represent classes without names, are ignored if they match no folder.
     Returns:
         (paths relative to image_root, labels, classes: the names of their folders)
     Raises:
@@ -303,10 +303,10 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
 
 
 def ignored_files(image_root, mode):
-    """Return the paths below image_root that listing the class folders of a split ignores, without unreadable ones."""
+    """Return the readable paths below image_root that are ignored when the class folders of a split are listed."""
     split_dir = os.path.join(image_root, mode.value)
     paths = []
-    with contextlib.suppress(UsageError):  # listing the split reports it
+    with contextlib.suppress(UsageError):  # the code that lists the split reports this error
         paths += [f"{mode.value}/{name}" for name in images_at_the_top(split_dir)]
         for label in class_folders(split_dir):
             with contextlib.suppress(UsageError):
@@ -315,21 +315,21 @@ def ignored_files(image_root, mode):
 
 
 def own_classes(image_root, mode):
-    """Return the class folders of a split, to list its images regardless of labels; None if it has no folder."""
+    """Return the class folders of a split, to list its images regardless of labels; None if the split has no folder."""
     folder = os.path.join(image_root, mode.value)
     return class_folders(folder) if os.path.isdir(folder) else None
 
 
 def numbers(count):
-    """Return the classes of data without class names."""
+    """Return the classes for data that has no class names: the numbers from 0."""
     return [str(i) for i in range(count or 0)]
 
 
 def warn_of_ignored(folder, ignored):
-    """Log one line that counts, by kind and class, the files that listing class folders ignores.
+    """Log one line with the number of ignored files in class folders, by kind and class.
 
     Args:
-        folder: folder of the class folders.
+        folder: folder that contains the class folders.
         ignored: [(kind, class, name of the file or folder)], with kind and name from image_files.
     """
     if not ignored:
@@ -357,15 +357,15 @@ def entries(count):
 
 
 def check_classes(image_root, mode, data_format, labels, classes, allow_empty=False):
-    """Report classes without images, and training images of a single class.
+    """Report classes without images, and a training split that has only one class.
 
     Args:
         image_root: the folder that contains the split.
         mode: Mode.TRAIN or Mode.EVAL.
         data_format: one of FILE_FORMATS.
         labels: labels of all images.
-        classes: in label order.
-        allow_empty: whether class folders of train/ may be empty; they then trigger a warning.
+        classes: class names in label order.
+        allow_empty: whether class folders of train/ may be empty; if so, empty ones only trigger a warning.
     Raises:
         UsageError: a class folder of train/ has no images.
     """
@@ -389,14 +389,14 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
 
 
 def _some(names, most=5):
-    """Return the first names, separated by commas, and the number of the others."""
+    """Return the first names, separated by commas, and the number of remaining names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def count_classes(image_root, mode, data_format="auto", allow_outside=False):
-    """Return the number of classes that a data set defines: its class folders, the lines of classes.txt, or the labels
-    of its file lists.
+    """Return the number of classes that a data set defines by its class folders, the lines of its classes.txt, or the
+    labels in its file lists.
 
     Args:
         image_root: the folder that contains both splits.
@@ -404,7 +404,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         data_format: one of STORAGE_FORMATS, or "auto".
         allow_outside: whether a file list may contain files outside image_root.
     Returns:
-        the number, or None for record files without classes.txt and for a missing split.
+        number of classes, or None for record files without classes.txt and for a missing split.
     Raises:
         UsageError: the data set cannot be read, or its file lists have fewer images than classes.
     """
@@ -475,15 +475,15 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
             raise UsageError(f"{path}: {name} has the labels {label_of[name]} and {label}; remove one of the lines")
-    # Training checks all (check_listed); the tools report each image that they cannot read.
+    # Only the first file is checked here: training checks all (check_listed), and the tools report unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
         raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
     return files, labels, classes
 
 
 def check_listed(image_root, mode, files):
-    """Check that a file list contains only regular files: DALI would wait for the writer of a pipe. Each folder is read
-    once, which is faster than one system call per file.
+    """Check that a file list contains only regular files, because DALI would hang on a pipe. Each folder is read once,
+    which is faster than one system call per file.
 
     Args:
         image_root, mode: see list_filelist.
@@ -500,7 +500,7 @@ def check_listed(image_root, mode, files):
             listed -= {entry.name for entry in entries if entry.name in listed and _type(entry) == "file"}
         for name in sorted(listed):
             file = os.path.join(folder, name)
-            if not os.path.isfile(os.path.join(image_root, file)):  # names may differ in case
+            if not os.path.isfile(os.path.join(image_root, file)):  # the file system may ignore case
                 raise UsageError(
                     f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
                     "remove the line"
@@ -512,7 +512,7 @@ def _is_no_folder(path):
 
 
 def _is_outside(name, image_root):
-    """Whether a path, relative to image_root or absolute, is outside image_root, without resolving links."""
+    """Return whether a path, absolute or relative to image_root, is outside image_root. Links are not resolved."""
     if ".." not in name and not name.startswith("/"):
         return False
     root = os.path.abspath(image_root)
@@ -520,7 +520,7 @@ def _is_outside(name, image_root):
 
 
 def class_folders(path):
-    """Return the sorted names of the class folders in a folder; the others are logged once.
+    """Return the sorted names of the class folders in a folder; other folders are logged once.
 
     Raises:
         UsageError: the folder cannot be listed, or contains a broken link.
@@ -538,7 +538,7 @@ def class_folders(path):
 
 
 def is_system_name(name):
-    """Whether a folder is hidden, or one of SYSTEM_FOLDERS."""
+    """Return whether a folder is hidden or one of SYSTEM_FOLDERS."""
     return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
@@ -551,8 +551,8 @@ def image_files(path):
     """List the images of a class folder by their suffixes.
 
     Returns:
-        (sorted names, sorted names of those that are not regular files: broken links, FIFOs, devices,
-        [(kind, name)] of ignored files, without hidden ones; kind is the suffix of a file, or "folder")
+        (sorted names; sorted names of images that are not regular files: broken links, FIFOs or devices;
+        [(kind, name)] of ignored files that are not hidden; kind is the suffix of a file, or "folder")
     Raises:
         UsageError: the folder cannot be listed.
     """
@@ -578,7 +578,7 @@ def images_at_the_top(path):
 
 
 def _type(entry):
-    """Return what an os.DirEntry refers to: "file", "folder", "link" (a broken one) or "other"."""
+    """Return what an os.DirEntry refers to: "file", "folder", "link" (a broken link) or "other"."""
     try:
         if entry.is_file():
             return "file"
@@ -598,7 +598,7 @@ def _listed(path):
 
 
 def find_shards(image_root, data_format, mode):
-    """Return the sorted paths of the record files of a split; there may be none.
+    """Return the sorted paths of a split's record files, which may be an empty list.
 
     Args:
         data_format: a key of SHARD_NAMES.
@@ -613,7 +613,7 @@ def shards(image_root, mode, data_format):
     """Return the sorted paths of all record files of a split.
 
     Raises:
-        UsageError: there are none, a shard is missing, or a conversion is incomplete.
+        UsageError: there are no record files, a shard is missing, or a conversion is incomplete.
     """
     manifest = read_manifest(image_root)
     if manifest is not None and not manifest["complete"]:
@@ -664,7 +664,7 @@ def read_manifest(image_root):
 
 
 def check_count(image_root, mode, data_format, count, what="images"):
-    """Raise UsageError if the number of images or shards of a split differs from what `convert` has written."""
+    """Raise UsageError if a split does not have the number of images or shards that `convert` has written."""
     manifest = read_manifest(image_root)
     if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
         return
@@ -680,12 +680,12 @@ def class_names(image_root, num_of_class=None, trained=None):
     """Return the class names in label order: the lines of IMAGE_ROOT/classes.txt, or None if there is no such file.
 
     Args:
-        image_root: the folder of the file.
+        image_root: the folder that contains classes.txt.
         num_of_class: number of outputs of the network, or None for any.
-        trained: class of each output of a trained network, or None. A name must have the same label in both.
+        trained: class of each output of a trained network, or None. A name must have the same label here and there.
     Raises:
-        UsageError: there are more names than outputs of the network, a name has a different label in the trained
-            network, or the file cannot be read.
+        UsageError: there are more names than network outputs, a name has a different label in the trained network, or
+            the file cannot be read.
     """
     path = os.path.join(image_root, "classes.txt")
     if not os.path.lexists(path):
@@ -696,7 +696,7 @@ def class_names(image_root, num_of_class=None, trained=None):
         classes = text.split("\n") if text else []
         if any(len(name) > _NAME_LIMIT for name in classes):
             raise ValueError(f"a line exceeds {_NAME_LIMIT} characters")
-    except (OSError, ValueError) as e:  # ValueError: also not UTF-8
+    except (OSError, ValueError) as e:  # ValueError: including text that is not UTF-8
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:
@@ -717,12 +717,12 @@ def class_names(image_root, num_of_class=None, trained=None):
 
 
 def report_names(image_root, data_format, classes):
-    """Return the names of the classes in reports: for class folders with a classes.txt, its lines; otherwise the
-    classes themselves.
+    """Return the class names to use in reports: the lines of classes.txt if class folders have such a file, otherwise
+    the classes themselves.
 
     Raises:
-        UsageError: classes.txt has more or fewer lines than there are class folders, or their names in a different
-            order, or cannot be read.
+        UsageError: the number of lines in classes.txt differs from the number of class folders, its lines are the
+            folder names in a different order, or the file cannot be read.
     """
     names = class_names(image_root) if data_format == "folder" else None
     if names is not None and len(names) != len(classes):
@@ -742,8 +742,8 @@ def check_labels(path, labels, num_of_class, classes):
     """Check labels against the class names or, without names, against the number of outputs.
 
     Args:
-        path: file that contains the labels, for the message.
-        labels: numbers.
+        path: file that contains the labels, for the error message.
+        labels: the labels, as numbers.
         num_of_class: number of outputs of the network, or None for any.
         classes: class names, or None.
     Raises:
@@ -760,7 +760,7 @@ def check_labels(path, labels, num_of_class, classes):
 
 
 def is_class(label, limit=None):
-    """Whether a number, which may be NaN, is a whole number from 0 to below the limit (default: that of int32)."""
+    """Return whether a number, possibly NaN, is a whole number of at least 0 and below the limit (default: int32's)."""
     return 0 <= label < (limit or 2**31) and label == int(label)
 
 
@@ -776,7 +776,7 @@ def read_skip_list(path, image_root, allow_outside=False):
 
     Args:
         path: the file.
-        image_root: the folder that the names are relative to.
+        image_root: the folder to which the names are relative.
         allow_outside: whether names may be outside image_root.
     Returns:
         frozenset of the names.
@@ -794,7 +794,7 @@ def read_skip_list(path, image_root, allow_outside=False):
         raise UsageError(f"--skip-list {path}: cannot be read ({reason}); write one path per line") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
-        # Opening the shard's index checks that SHARD has a record at PLACE.
+        # Whether SHARD has a record at PLACE is checked when its index is opened.
         shard = name.rpartition("@")[0]
         if not allow_outside and _is_outside(name, image_root):
             raise UsageError(

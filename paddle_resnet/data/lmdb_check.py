@@ -1,7 +1,7 @@
 """Check that every record of an LMDB is inside its file: `python lmdb_check.py DIR`.
 
-Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, so this script runs in its own process. It does
-not import this project, so that it starts quickly and can be run by its path.
+Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, so this script runs in its own process. It imports
+nothing from this project, so that it starts quickly and can be run by its path.
 
 If the LMDB is damaged, the script prints the reason and exits with 2, otherwise with 0.
 """

@@ -7,7 +7,7 @@ def pictures(images, data_layout, scale, mean, std):
     """Undo layout and normalization.
 
     Args:
-        images: "data" of a batch on the host, in any float type.
+        images: the "data" array of a batch, on the host, in any floating-point type.
         data_layout: --data-layout of the images.
         scale, mean, std: values of the --normalize flags.
     Returns:

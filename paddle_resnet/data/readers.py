@@ -1,14 +1,14 @@
-"""Readers, one function per storage format: each opens a split as a DataSet for the DALI pipeline.
+"""Readers: one function per storage format, which opens a split as a DataSet for the DALI pipeline.
 
 `DataSet.read` adds the format's DALI reader to the pipeline under construction. docs/data.md describes the layout of
 each format.
 
-DALI reads without mmap: a file that is truncated while it is mapped would end the process with SIGBUS. Its LMDB reader
+DALI is set to read without mmap, because truncating a mapped file would end the process with SIGBUS. Its LMDB reader
 always uses mmap.
 
-Order. Class folders and file lists are fully shuffled before each epoch. Record files are read in stored order through
-a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. The shards of TFRecord and WebDataset
-are also read in a new random order each epoch, the same on every process.
+Order of the images: class folders and file lists are fully shuffled before each epoch. Record files are read in stored
+order through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition, TFRecord and
+WebDataset shards are read in a new random order each epoch, which is the same on every process.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Images per process, about 450 MB for ImageNet. It only needs to mix neighbors: `convert` writes in random order.
+# Images per process, about 450 MB for ImageNet. `convert` writes in random order, so the buffer only mixes neighbors.
 SHUFFLE_BUFFER = 4096
 # Number of labels checked before step 1, evenly spread over the split.
 CHECKED_LABELS = 256
@@ -40,12 +40,12 @@ class DataSet:
     Attributes:
         data_format: one of listing.STORAGE_FORMATS.
         size: number of images in the split, over all processes.
-        classes: class names in label order; of class folders, the names of the folders.
+        classes: class names in label order; for class folders, the folder names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
-            every process makes the same number of steps; ShardIterator removes the copies.
-        digest: sha256 in the order of listing. For image files: of names and labels; for record files: of names, the
-            places of all records, and the labels that were checked.
+            every process runs the same number of steps; ShardIterator removes the copies.
+        digest: sha256 of the images in the order of listing: for image files, their names and labels; for record files,
+            file names, the places of all records, and the labels that were checked.
     """
 
     data_format: str
@@ -76,8 +76,8 @@ def open_split(
         image_root: the folder that contains both splits.
         data_format: one of listing.STORAGE_FORMATS, or "auto" to detect and log it.
         mode: Mode.TRAIN or Mode.EVAL.
-        num_of_class: number of outputs of the network, or None for any; then only classes.txt and class folders define
-            classes.
+        num_of_class: number of outputs of the network, or None for any number; then only classes.txt and class folders
+            define the classes.
         seed: seed of the training order.
         skip: names (listing.Image.name) of images to omit. A class that becomes empty keeps its label.
         allow_outside: whether a file list may contain files outside image_root.
@@ -87,8 +87,8 @@ def open_split(
     Returns:
         DataSet.
     Raises:
-        UsageError: a file is missing, partial or damaged, or a label has no output of the network; also for errors of
-            list_folder and list_filelist.
+        UsageError: a file is missing, incomplete or damaged, the network has no output for a label, or list_folder or
+            list_filelist fails.
     """
     image_root = str(image_root)
     if data_format == "auto":
@@ -126,7 +126,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         listing.check_listed(image_root, mode, files)
     digest = _digest("\n".join([*files, *map(str, labels)]))
     if mode is Mode.TRAIN:
-        # DALI's own shuffle has a fixed seed. This one makes the order follow --dali-random-seed.
+        # DALI's own shuffle has a fixed seed. This shuffle makes the order depend on --dali-random-seed.
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
@@ -136,7 +136,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
 
 
 def encoded_images(batches):
-    """Open images without labels: an iterator provides each batch, [bytes of an image file, uint8 [size]]."""
+    """Open images without labels. `batches` yields each batch as a list of image files, each as uint8 [size]."""
 
     def read(name, shard_id, num_shards, shuffle):
         encoded = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
@@ -146,7 +146,7 @@ def encoded_images(batches):
 
 
 def _digest(*parts):
-    """sha256 of texts, numbers and arrays."""
+    """Return the sha256 of texts, numbers and arrays."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode(errors="surrogateescape"))
@@ -154,7 +154,7 @@ def _digest(*parts):
 
 
 def _file_reader(image_root, files, labels):
-    """DataSet.read for files below image_root."""
+    """Return DataSet.read for image files below image_root."""
 
     def read(name, shard_id, num_shards, shuffle):
         encoded, label = fn.readers.file(
@@ -175,9 +175,9 @@ def _file_reader(image_root, files, labels):
 
 
 def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
-    """MXNet RecordIO: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
+    """Open MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
-    All record readers take arguments of open_split.
+    The arguments of this and the other record readers are those of open_split.
     """
     shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
 
@@ -194,7 +194,7 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
 
 
 def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
-    """TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., each with an index.
+    """Open TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., each with an index.
 
     The features are image/encoded (bytes) and image/class/label (one int64, counted from 0).
     """
@@ -218,7 +218,7 @@ def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
 
 
 def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
-    """Caffe LMDB: the folders IMAGE_ROOT/train_lmdb and val_lmdb, with encoded images."""
+    """Open a Caffe LMDB: the folders IMAGE_ROOT/train_lmdb and val_lmdb, with encoded images."""
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
         raise UsageError(
@@ -243,7 +243,7 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
 
 
 def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
-    """WebDataset: tar shards IMAGE_ROOT/train-000000.tar ... and val-..., each with an index.
+    """Open WebDataset tar shards: IMAGE_ROOT/train-000000.tar ... and val-..., each with an index.
 
     A sample consists of an image (KEY.jpg, KEY.png ...) and its label in decimal digits (KEY.cls). File names may have
     a prefix before `train`, `val` or `validation`.
@@ -274,8 +274,8 @@ def _to_integer(number):
 
 
 def _decimal(text):
-    """Add DALI operators that parse up to LABEL_DIGITS ASCII digits, optionally followed by blanks, to an int64 [1]; -1
-    for other texts."""
+    """Add DALI operators that parse up to LABEL_DIGITS ASCII digits, optionally followed by blanks, to an int64 [1];
+    any other text becomes -1."""
     places = records.LABEL_DIGITS
     length = text.shape()
     is_digit = fn.cast((text >= ord("0")) & (text <= ord("9")), dtype=types.INT64)
@@ -283,7 +283,7 @@ def _decimal(text):
     count = fn.reductions.sum(is_digit, axes=[0], keep_dims=True)
     blanks = fn.reductions.sum(is_blank, axes=[0], keep_dims=True)
     weights = types.Constant(np.array([10**i for i in reversed(range(places))], dtype=np.int32), device="cpu")
-    weights = fn.slice(weights, places - count, length, axes=[0], out_of_bounds_policy="pad")  # 0 after the digits
+    weights = fn.slice(weights, places - count, length, axes=[0], out_of_bounds_policy="pad")  # zeros after the digits
     digits = (fn.cast(text, dtype=types.INT64) - ord("0")) * is_digit
     number = fn.reductions.sum(digits * weights, axes=[0], keep_dims=True)
     in_front = fn.reductions.sum(is_digit * fn.cast(weights > 0, dtype=types.INT64), axes=[0], keep_dims=True)
@@ -298,7 +298,7 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
         return {**arguments, "stick_to_shard": True}
     return {
         **arguments,
-        # Each epoch, DALI reads the images of the next shard; the buffer never mixes two epochs.
+        # In each epoch, DALI reads the images of a different shard; its buffer never mixes two epochs.
         "stick_to_shard": False,
         "random_shuffle": True,
         "initial_fill": min(SHUFFLE_BUFFER, -(-size // num_shards)),
@@ -307,7 +307,7 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
 
 
 def _shard_order(shuffle, seed):
-    # One seed for all processes, which divide the same order of shards among themselves.
+    # All processes use the same seed, because they divide one order of shards among themselves.
     return {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": seed} if shuffle else {}
 
 
@@ -318,7 +318,7 @@ def _skipped(skip, shard):
 
 
 def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
-    """Open the record files of a split and check some labels: (paths, Index of each, class names, images, digest)."""
+    """Open a split's record files and check some labels. Return (paths, [Index], class names, images, digest)."""
     classes = listing.class_names(image_root, num_of_class, trained)
     shards, indexes, total = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):

@@ -1,6 +1,6 @@
-"""Reading of single records, for the checks before step 1 and for the data-set tools. In training, DALI reads them.
+"""Reads single records, for the checks before step 1 and for the data-set tools. In training, DALI reads the records.
 
-Imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
+This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 
 @contextlib.contextmanager
 def readable(path):
-    """Convert an OSError to a UsageError with its file name, or with the path if it has none."""
+    """Convert an OSError in the block to a UsageError with the file name of the OSError, or with `path` if it has
+    none."""
     try:
         yield
     except OSError as e:
@@ -40,8 +41,8 @@ def read(image):
     Args:
         image: listing.Image.
     Returns:
-        (bytes of the image file as stored, label: an int, or a float in a damaged RecordIO file;
-        not checked against the classes)
+        (bytes of the image file as stored, label). The label is an int, or a float in a damaged RecordIO file; it is
+        not checked against the classes.
     Raises:
         UsageError: the record is damaged, or not an image with one label.
         OSError: the file cannot be read.
@@ -95,8 +96,8 @@ def _no_label(shard, offset, reason):
 
 
 def recordio_end(f, offset, size):
-    """Find the end of a record, which has one part (flag 0), or a first (1), any number of middle (2) and a last part
-    (3).
+    """Find the end of a record, which consists of a single part (flag 0), or of a first part (1), any number of middle
+    parts (2) and a last part (3).
 
     Args:
         f: the open RecordIO file.
@@ -134,11 +135,11 @@ def _read_recordio(f):
 
 
 def tfrecord_payload(f, size):
-    """Read the payload of the TFRecord at the file's position and check both checksums.
+    """Read the payload of the TFRecord at the current file position, and verify both checksums.
 
     Args:
         f: the open file.
-        size: largest length of the record in bytes, TFRECORD_OVERHEAD included.
+        size: maximum length of the record in bytes, including TFRECORD_OVERHEAD.
     Raises:
         ValueError: no complete record starts at the position, or a checksum is wrong.
     """
@@ -157,7 +158,7 @@ def tfrecord_payload(f, size):
 
 
 def _masked(crc):
-    """TFRecord's masked CRC: rotated right by 15 bits, plus a constant."""
+    """Mask a CRC as TFRecord does: rotate it right by 15 bits and add a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -225,20 +226,20 @@ def _outcome(code):
 
 
 def lmdb_keys(folder):
-    """Keys of all records of an LMDB, in order.
+    """Return the keys of all records of an LMDB, in order.
 
     Raises:
-        UsageError: it is not an LMDB.
+        UsageError: the folder is not an LMDB.
     """
     with _lmdb_transaction(folder) as transaction:
         return list(transaction.cursor().iternext(keys=True, values=False))
 
 
 def lmdb_labels(folder, count):
-    """Number of records of a Caffe LMDB, and the labels of about `count` of them, evenly spread.
+    """Return the number of records of a Caffe LMDB, and the labels of about `count` evenly spread records.
 
     Raises:
-        UsageError: it is not an LMDB, or a record is not an encoded image with a label.
+        UsageError: the folder is not an LMDB, or a record is not an encoded image with a label.
     """
     keys = lmdb_keys(folder)
     every = max(1, len(keys) // count)

@@ -1,4 +1,4 @@
-"""Comparison of flags, versions, sources, data and network between the processes of a job, before step 1."""
+"""Before step 1, compares flags, versions, sources, data and network between the processes of a job."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.values import flag
 from utils.errors import UsageError
 
-# Flags that may differ between machines: paths, and the speed of the loader.
+# Flags that may differ between machines: paths, and flags that affect only the speed of the loader.
 LOCAL_FLAGS = (
     *("image_root", "skip_list", "allow_outside", "report_file", "show_config", "verbose", "enable_cpu_affinity"),
     *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
@@ -26,7 +26,7 @@ def check_start(args):
     """Compare flags, versions and sources.
 
     Raises:
-        UsageError: on every rank; lists the differences and their ranks.
+        UsageError: the ranks differ. Raised on every rank; lists the differences and the ranks that have them.
     """
     facts = {flag(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
     for name in map(flag, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
@@ -46,7 +46,7 @@ def check_work(kernels, train_loader, eval_loader, program):
         train_loader, eval_loader: results of dali.build_dataloader, or None.
         program: training program, or evaluation program if nothing is trained.
     """
-    # Not every machine has a compiler.
+    # Kernels differ if only some machines have a compiler.
     facts = {"--kernels (auto depends on the machine, paddle runs on all)": kernels}
     if train_loader is not None:
         facts["number of steps per epoch"] = len(train_loader)

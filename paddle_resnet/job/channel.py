@@ -1,12 +1,14 @@
-"""Connections between the monitors of a job: lines of JSON, after both ends have proved that they belong to the job.
+"""Connections between the monitors of a job. Messages are lines of JSON, sent only after both ends of a connection have
+proved that they belong to the job.
 
-Each rank draws a key pair (Diffie-Hellman) and publishes the public half in Paddle's TCP store. From its own private
-half and the other's public half, rank 0 and each rank derive a common key. The key never leaves the two ranks and is
-passed to their monitors through a socket pair. Over TCP, both ends prove that they have it (HMAC of random challenges).
+Each rank draws a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 and each other rank
+derive a common key from their own private key and the other rank's public key. The common key never leaves these two
+ranks; a socket pair passes it to their monitors. Over TCP, both ends prove that they have the common key (HMAC of
+random challenges).
 
-Protected: a client that reads the store, the process list or the network, or connects to the port, cannot impersonate
-a rank. Not protected: a client that can write to the store, which Paddle leaves open, can replace public keys. A client
-that can alter packets can alter messages, which are neither encrypted nor signed. Both can also end a job without the
+A client that reads the store, the process list or the network, or connects to the port, cannot impersonate a rank. But
+a client that can write to the store, which Paddle leaves open, can replace public keys, and a client that can alter
+packets can alter messages, which are neither encrypted nor signed. Such clients could end a job even without the
 monitors. Run jobs in a trusted network.
 """
 
@@ -19,11 +21,12 @@ import secrets
 import socket
 import time
 
-# Maximum length of a line. It limits the memory of a connection.
+# Maximum length of a line, which limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
-# Time limit for a connection to prove that it belongs to the job, and maximum number of connections that have not.
+# Time within which a connection must prove that it belongs to the job, and maximum number of connections that have not
+# proved it yet.
 PROOF_S, MAX_UNAUTHENTICATED = 10, 64
-# Time limit of connect, and time after which TCP closes the connection to an unresponsive machine.
+# Timeout of connect, and time after which TCP closes the connection to an unresponsive machine.
 CONNECT_S, SILENCE_S = 30, 30
 # RFC 3526, 2048-bit group; its generator is 2.
 _PRIME = int(
@@ -43,7 +46,7 @@ def key_pair():
 
 
 def common_key(private, public):
-    """Derive the key, as text, from this end's private number and the other end's public one."""
+    """Derive the common key, as text, from this end's private number and the other end's public number."""
     if not 1 < public < _PRIME - 1:
         raise ValueError("not a public key")
     return hashlib.sha256(str(pow(public, private, _PRIME)).encode()).hexdigest()
@@ -55,7 +58,7 @@ def encode(message):
 
 
 async def receive(reader):
-    """Return the next message, a non-empty dict; None if the connection ends or breaks, or for anything else."""
+    """Return the next message, a non-empty dict; None if the connection ends or breaks, or if the line is invalid."""
     try:
         message = json.loads(await reader.readline())
     except (OSError, ValueError, RecursionError):  # asyncio raises ValueError for a line that is too long
@@ -64,7 +67,7 @@ async def receive(reader):
 
 
 def end(writer):
-    """Send nothing more. The other end closes the connection when it has read everything."""
+    """End this direction of a connection. The other end closes the connection when it has read everything."""
     with contextlib.suppress(OSError):
         writer.write_eof()
 
@@ -75,7 +78,7 @@ async def connect(host, port, key, rank):
     Returns:
         reader, writer.
     Raises:
-        OSError: there is no answer, or the other end has not proved that it belongs to the job.
+        OSError: the coordinator does not answer or has not proved that it belongs to the job.
     """
     deadline = time.monotonic() + CONNECT_S
     while True:
@@ -102,7 +105,7 @@ async def _prove(host, port, key, rank):
 
 
 async def serve(listener, keys, welcome):
-    """Accept connections. If too many are unauthenticated, the oldest of those is closed.
+    """Accept connections. If too many connections are unauthenticated, close the oldest unauthenticated connection.
 
     Args:
         listener: listening socket.
@@ -134,7 +137,7 @@ async def serve(listener, keys, welcome):
 
 
 async def _verify(reader, writer, keys):
-    """Return the rank that has connected; None for an unauthenticated client."""
+    """Return the rank that has connected; None if the client cannot prove that it belongs to the job."""
     _keep_alive(writer)
     mine = secrets.token_hex()
     writer.write(encode({"challenge": mine}))
@@ -148,7 +151,7 @@ async def _verify(reader, writer, keys):
 
 
 def _proof(key, prover, *challenges):
-    """Return a proof. It includes the prover's name, so that neither end can send the other's proof back."""
+    """Return a proof. It includes the prover's name, so that no end can reuse the proof that it has received."""
     return hmac.new(key.encode(), json.dumps([prover, *challenges]).encode(), "sha256").hexdigest()
 
 

@@ -1,5 +1,5 @@
-"""Exchange of host numbers between the ranks of a job through Paddle's TCP store: exact, the same bytes on every rank,
-without a device. Fleet reduces the gradients."""
+"""Exchanges numbers between the hosts of a job's ranks through Paddle's TCP store. The exchange is exact, all ranks get
+the same bytes, and no device is involved. (Gradients are reduced by Fleet instead.)"""
 
 import contextlib
 import functools
@@ -22,12 +22,12 @@ _stop_at, _has_proposed, _last_gather = None, False, None
 
 
 def all_gather(values):
-    """Exchange host numbers.
+    """Gather numbers from the hosts of all ranks.
 
     Args:
         values: sequence of k numbers.
     Returns:
-        float64 array [world_size, k], row r from rank r, the same on every rank.
+        float64 array [world_size, k], the same on every rank. Row r contains the numbers of rank r.
     """
     values = np.asarray(values, dtype=np.float64)
     if processes.world_size() == 1:
@@ -41,8 +41,8 @@ def all_gather(values):
 def gather(data):
     """Collect bytes of every rank on rank 0.
 
-    The store never frees memory, not even when a shorter value replaces a longer one. So each rank always uses the same
-    key, and overwrites it once rank 0 has read it.
+    The store never frees memory, even if a shorter value replaces a longer one. So each rank always uses the same key,
+    and overwrites the value once rank 0 has read it.
 
     Returns:
         [bytes of each rank] on rank 0, None on other ranks.
@@ -66,17 +66,19 @@ def gather(data):
 
 
 class Stream:
-    """Collects items of every rank on rank 0; no rank waits for others before finish().
+    """Collects items from all ranks on rank 0. No rank waits for other ranks before finish().
 
-    Items are sent in batches, under one key per rank, which rank 0 reads once all ranks have written it. A rank writes
-    its next batch once rank 0 has read the previous one. All ranks must create and finish streams in the same order.
+    Items are sent in batches. Each rank writes its batch under a key of its own; rank 0 reads the batches once all
+    ranks have written one. A rank writes its next batch once rank 0 has read the previous batch. All ranks must create
+    and finish streams in the same order.
     """
 
     def __init__(self):
         self._name, self._items, self._batch, self._number = _next_exchange(), [], 0, 1
 
     def add(self, item):
-        """Send an item of JSON data. Returns the new items of each rank, [[item]], on rank 0, and [] on other ranks.
+        """Send an item of JSON data. On rank 0, return the new items of each rank as [[item]]; on other ranks, return
+        [].
 
         finish may return the last batch a second time.
         """
@@ -100,20 +102,20 @@ class Stream:
         return []
 
     def finish(self):
-        """Send the remaining items. Like add, but rank 0 waits for all ranks."""
+        """Send the remaining items and return like add, but on rank 0 wait for the items of all ranks."""
         batches = gather(json.dumps(self._items).encode())
         return [json.loads(batch) for batch in batches] if processes.rank() == 0 else []
 
 
 def from_rank_0(function):
-    """Call a function on rank 0 alone, for instance one that reads files.
+    """Call a function only on rank 0, for example because it reads files.
 
     Args:
-        function: without arguments; returns JSON data.
+        function: function without arguments that returns JSON data.
     Returns:
         the result of the function, on every rank.
     Raises:
-        UsageError: on every rank, if the function raised one.
+        UsageError: the function raised one. It is raised on every rank.
     """
     if processes.world_size() == 1:
         return function()
@@ -134,8 +136,8 @@ def from_rank_0(function):
 
 @contextlib.contextmanager
 def exit_barrier():
-    """Wait at the end of the block until all processes of the job have completed it or were stopped in it. Rank 0
-    leaves last, because the others still use its store. An error ends the job."""
+    """At the end of the block, wait until all processes of the job have completed the block or were stopped in it. Rank
+    0 leaves last, because the other ranks still use its store. An error ends the job."""
     try:
         yield
     except signals.Preempted:
@@ -163,12 +165,12 @@ def _wait_for_all():
 
 
 def stop_agreed():
-    """Whether all ranks stop now, before the training step that each of them is about to run. Call this once per step.
+    """Return whether all ranks stop now, before the training step that they are about to run. Call this once per step.
 
-    A rank that has received a signal publishes a step slightly ahead, and each rank reads the store every
-    STOP_POLL_STEPS steps. No rank is more than three steps ahead of any other: before step n it has read the metrics
-    of step n-2, which follow the all-reduces of step n-3. So all ranks see the published step before they reach it,
-    without waiting for each other.
+    A rank that has received a signal publishes the number of a step slightly ahead, and each rank reads the store every
+    STOP_POLL_STEPS steps. No rank is more than three steps ahead of any other: before step n, it has read the metrics
+    of step n-2, which follow the all-reduces of step n-3. So all ranks see the published number before they reach that
+    step, without waiting for each other.
     """
     global _polls
     _polls += 1
@@ -181,15 +183,15 @@ def stop_agreed():
 
 
 def stop_asked():
-    """Whether any rank has received a signal to stop. Ranks may see it at different steps: they must agree on a step
-    afterwards."""
+    """Return whether any rank has received a signal to stop. Ranks may get this result at different steps, so they must
+    agree on a step afterwards."""
     if processes.world_size() == 1:
         return signals.received() is not None
     return _stop_step(0) is not None
 
 
 def _stop_step(proposal):
-    """Number of the poll at which the job stops; None if no rank has received a signal. The first proposal counts."""
+    """Return the number of the poll at which the job stops, which is the first proposal; None if there is no signal."""
     global _stop_at, _has_proposed
     if _stop_at is None:
         store = _store()
@@ -204,7 +206,7 @@ def _stop_step(proposal):
 
 @functools.cache
 def _store():
-    """Paddle's TCP store, which rank 0 serves."""
+    """Return Paddle's TCP store, which rank 0 serves."""
     host, _, port = os.environ["PADDLE_MASTER"].rpartition(":")
     if processes.rank() != 0:
         _wait_for_server(host, int(port))
@@ -214,7 +216,7 @@ def _store():
 
 
 def _wait_for_server(host, port):
-    """Wait in Python: Paddle's client would wait in C code and hold the GIL, so that the monitor could only kill it."""
+    """Wait in Python: Paddle's client would hold the GIL in C code, so that the monitor could only kill the process."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
             return
@@ -222,7 +224,7 @@ def _wait_for_server(host, port):
 
 
 def _send_at_once(port):
-    """Turn off Nagle's algorithm for connections to a port, whose file descriptor Paddle does not expose.
+    """Turn off Nagle's algorithm for connections to a port. Paddle does not expose their file descriptors.
 
     Paddle's client writes a request in pieces, so each request would wait 44 ms for a delayed acknowledgement.
     """
@@ -236,12 +238,12 @@ def _send_at_once(port):
 
 
 def _next_exchange():
-    """Return a key for the next exchange. It is the same on all ranks, since all take part in all exchanges."""
+    """Return a key for the next exchange. All ranks take part in all exchanges, so they all get the same key."""
     global _exchanges
     _exchanges += 1
     return f"paddle_resnet/{_exchanges}"
 
 
 def _get(key):
-    """Wait for a key and return its bytes, which are stored as hexadecimal text."""
+    """Wait for a key and return its value, bytes that the store contains as hexadecimal text."""
     return bytes.fromhex(_store().get(key).decode())

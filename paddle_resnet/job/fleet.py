@@ -1,4 +1,4 @@
-"""Startup of a job: Fleet in collective mode, over NCCL on GPUs and Gloo on CPUs."""
+"""Starts a job: Fleet in collective mode, with NCCL on GPUs and Gloo on CPUs."""
 
 import os
 import random
@@ -16,28 +16,28 @@ from utils import signals
 from utils.errors import RunError
 
 # Paddle's defaults are for small GPUs. These flags provide enough workspace (MB) for every convolution algorithm,
-# one-pass BN, and in-place sums of the gradients at a residual addition. The last takes effect when the backward pass
-# is built.
+# enable one-pass BN, and sum the gradients at a residual addition in place. The last flag takes effect when the
+# backward pass is built.
 GPU_FLAGS = {
     "FLAGS_conv_workspace_size_limit": 4096,
     "FLAGS_cudnn_batchnorm_spatial_persistent": True,
     "FLAGS_max_inplace_grad_add": 8,
 }
-# Gradients per fused all-reduce. With Fleet's 8, a step on two H200s took 3 to 8 % longer than with 16 or more, which
-# differed by noise only. With 32, most bytes overlap with the backward pass, and few all-reduces follow it. Within a
-# host, one all-reduce at the end is faster still: measured for ResNet-50 with O2 on two H200s
-# (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+# Number of gradients per fused all-reduce. With Fleet's default of 8, a step on two H200s took 3 to 8 % longer than
+# with 16 or more, which differed only by noise. With 32, most bytes overlap with the backward pass, and few all-reduces
+# follow it. Within a host, a single all-reduce at the end is even faster, as measured for ResNet-50 with O2 on two
+# H200s (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
-_started_with = None  # settings
+_started_with = None  # settings of the last call of start
 
 
 def connect(timeout_s):
-    """Connect the processes of a job to exchange host numbers, and start the monitor. This precedes Fleet, which may
-    wait for a dead process while it sets up communication.
+    """Connect the processes of a job for the exchange of numbers, and start the monitor. Call this before Fleet starts,
+    because Fleet may wait for a dead process while it sets up communication.
 
     Args:
-        timeout_s: seconds without progress after which the monitor ends the job.
+        timeout_s: number of seconds without progress after which the monitor ends the job.
     """
     if processes.world_size() > 1:
         rank, world_size, master = processes.rank(), processes.world_size(), os.environ["PADDLE_MASTER"]
@@ -45,22 +45,22 @@ def connect(timeout_s):
 
 
 def start(args):
-    """Set Paddle's flags, seed the host's random generators and initialize Fleet, also for a job of one process. Call
-    this once all flags are resolved, before a program is built."""
+    """Set Paddle's flags, seed the host's random generators and initialize Fleet, even if the job has a single process.
+    Call this when all flags are resolved, before a program is built."""
     global _started_with
     _started_with = args
     random.seed(args.seed)
     np.random.seed(args.seed)
     if args.device == "gpu":
         paddle.set_flags(GPU_FLAGS)
-    # Serial: the main thread runs all operators. Paddle's profiler loses events or crashes if two threads of the
-    # executor record their first events at once (HostEventRecorder's list of threads has no lock). On a CPU, such
-    # threads occasionally crashed and gain no speed. A CUDA graph captures the operators of one thread.
+    # If serial, the main thread runs all operators. Paddle's profiler loses events or crashes if two executor threads
+    # record their first events at once (HostEventRecorder's list of threads has no lock). On a CPU, several executor
+    # threads occasionally crashed, and they are not faster. A CUDA graph only captures the operators of one thread.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
-    set_log_level("ERROR")  # before the strategy, which logs its creation
+    set_log_level("ERROR")  # must precede the strategy, which logs its creation
     strategy = fleet.DistributedStrategy()
-    # On a CPU with NCHW, oneDNN writes gradients into its own memory, not into the buffer of a fused all-reduce.
+    # On a CPU with NCHW, oneDNN writes gradients to its own memory instead of the buffer of a fused all-reduce.
     strategy.fuse_all_reduce_ops = args.device == "gpu" or args.data_layout == "NHWC"
     strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(args.device) else _GRADIENTS_PER_ALL_REDUCE
     if args.kernels == "native":
@@ -69,30 +69,30 @@ def start(args):
         strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
     if processes.world_size() > 1 and args.device == "cpu":
-        # Fleet adds the setup of NCCL to the startup program even if there is no NCCL.
+        # Otherwise Fleet adds operators that set up NCCL to the startup program, even if there is no NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         compat.start_gloo(_prepare_for_gloo)
 
 
 def is_started(args):
-    """Whether the last call of start was with these settings, or with those of the run of which they are a stage."""
+    """Return whether start was last called with these settings or, for a stage, with the settings of its run."""
     return _started_with is not None and _started_with in (args, args.run)
 
 
 def reduces_at_the_end(device):
-    """Whether one all-reduce per data type follows the backward pass, on the computation's stream. Otherwise buckets of
-    gradients overlap with the backward pass."""
+    """Return whether one all-reduce per data type follows the backward pass, on the computation's stream. Otherwise
+    gradients are all-reduced in buckets that overlap with the backward pass."""
     return device == "gpu" and processes.is_one_host()
 
 
 def _prepare_for_gloo():
-    """Make the processes that Paddle forks exit with this one, and reserve the port of Paddle's Gloo server.
+    """Make the processes that Paddle forks exit with this process, and reserve the port of Paddle's Gloo server.
 
     The launcher chose the port earlier. If another program has taken it since, Paddle would wait indefinitely.
 
     Returns:
-        a socket bound to the port, on rank 0. Since it does not listen, Paddle's server can bind to the port, too, but
-        no other program can.
+        on rank 0, a socket bound to the port. Since the socket does not listen, Paddle's server can bind to the port,
+        too, but no other program can.
     Raises:
         RunError: the port is in use.
     """
@@ -109,7 +109,7 @@ def _prepare_for_gloo():
 
 def _reserve(port):
     reserved = socket.socket()
-    # Paddle's server sets it, too; otherwise only one of the two could bind.
+    # Paddle's server also sets this option; otherwise only one of the two sockets could bind to the port.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         reserved.bind(("", port))

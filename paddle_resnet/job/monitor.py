@@ -1,11 +1,11 @@
-"""The monitor: one process per rank of a job, which ends its rank when the job fails (watchdog.py: the rank's side).
+"""The monitor: one process per rank of a job, which ends its rank when the job fails. watchdog.py is the rank's side.
 
-It is a process because no thread of the rank can run while C code holds the GIL. Paddle holds it while it sets up
-communication; so can the copy of a batch, while the GPU waits for another rank.
+The monitor is a process because no thread of the rank can run while C code holds the GIL. Paddle holds the GIL while it
+sets up communication, and possibly while it copies a batch and the GPU waits for another rank.
 
-All monitors connect to the coordinator in rank 0's monitor. It determines the first cause and sends it to all. Each
-monitor prints the cause and ends its rank with the exit code of the rank that failed. A closed connection means that a
-process is dead.
+All monitors connect to the coordinator, which runs in rank 0's monitor. The coordinator determines the first cause of a
+failure and sends it to all monitors. Each monitor prints the cause and ends its rank with the exit code of the failed
+rank. A closed connection means that a process is dead.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from paddle_resnet.job import channel
 from paddle_resnet.job.position import Position, describe_stall, where_is
 from utils import logger
 
-# Time limit for a rank to exit before it is killed, and for a monitor to forward the cause.
+# Time that a rank has to exit before it is killed, and that a monitor has to forward the cause.
 GRACE_S = 2
 POLL_S = 0.05
-# Signals that end a process, or that a job script may use. Some senders signal every process of a job.
+# Signals that end a process or that job scripts use. They may also be sent to the monitors, which must survive them.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _GONE = "its process exited without an error message{}: it was killed (out of memory?) or crashed; see its own log"
 
@@ -40,7 +40,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
         rank, world_size, timeout_s, master: see watchdog.start.
         process: socket for messages between this process and its monitor.
         position: Position of this process.
-        listener: socket of the coordinator, on rank 0.
+        listener: listening socket of the coordinator, on rank 0.
     Returns:
         subprocess.Popen.
     """
@@ -57,7 +57,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
-            start_new_session=True,  # a kill of the rank's session leaves the monitor time to inform others
+            start_new_session=True,  # survives a kill of the rank's session, to inform other monitors
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -68,7 +68,7 @@ def main(facts):
 
     async def run():
         coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
-        # The period grows with the number of ranks: each sends its position to the coordinator once per period.
+        # The period grows with the number of ranks, because each sends its position to the coordinator once per period.
         period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         ends = socket.socket(fileno=process), Position(position)
         await Monitor(rank, timeout_s, period_s, master, pid, *ends, coordinator).run()
@@ -116,11 +116,11 @@ class Monitor:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _decide(self, message, code, final_message=None):
-        """Determine how this monitor ends. Only the first call counts.
+        """Set how this monitor ends. Only the first call has an effect.
 
         Args:
             message: message to print, or None.
-            code: exit code for the rank; 0 if it exits by itself.
+            code: exit code for the rank; 0 if the rank exits by itself.
             final_message: message to the coordinator, or None.
         """
         if not self._outcome.done():
@@ -181,7 +181,7 @@ class Monitor:
 
 
 class _Coordinator:
-    """Receives the positions of all ranks, and informs all of them when one fails or stalls."""
+    """Receives the positions of all ranks, and informs all ranks when a rank fails or stalls."""
 
     def __init__(self, world_size, timeout_s, listener):
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
@@ -196,7 +196,7 @@ class _Coordinator:
         await channel.serve(self._listener, keys, self._welcome)
 
     async def finish(self):
-        """Wait until every rank has received the cause, including ranks that have not connected yet."""
+        """Wait until all ranks, including those that have not connected yet, have received the cause."""
         if self._end:
             await _until(lambda: len(self._has_connected) == self._world_size)
         for writer in self._writers.values():
@@ -212,12 +212,12 @@ class _Coordinator:
             writer.write(channel.encode(self._end))
         while message := await channel.receive(reader):
             self._receive(rank, message)
-        if rank in self._seen:  # it has not sent "bye"
+        if rank in self._seen:  # the rank has not sent "bye"
             self._fail(f"rank {rank} failed first: {_GONE.format(' in ' + where_is(self._seen[rank][0]))}", 1)
         del self._writers[rank]
 
     def _receive(self, rank, message):
-        match message:  # anything else is ignored
+        match message:  # other messages are ignored
             case {"at": [int(), int(), str()] as position} if rank in self._seen:
                 if position != self._seen[rank][0]:
                     self._seen[rank] = (position, time.monotonic())
@@ -260,7 +260,7 @@ def _parent(pid):
 
 
 def _is_stopped(pid):
-    """Whether a signal (SIGSTOP) or a debugger has stopped a process."""
+    """Return whether a signal (SIGSTOP) or a debugger has stopped a process."""
     stat = _stat(pid)
     return stat is not None and stat[0] in "Tt"
 

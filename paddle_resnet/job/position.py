@@ -1,15 +1,16 @@
-"""Positions of the ranks of a job: stored without a lock, and described in messages."""
+"""Positions of a job's ranks: how they are stored without a lock, and described in messages."""
 
 import mmap
 import os
 
 
 class Position:
-    """Position of a rank: a page of memory that the rank writes and its monitor reads, without a lock.
+    """The position of a rank: a page of memory that the rank writes and its monitor reads, without a lock.
 
-    One aligned number contains the phase (upper 24 bits) and the place in it (lower 40), so that no reader sees a
-    partial change. Place 0 is before the first step, 2 n + 1 while step n waits for images, 2 n + 2 later in step n.
-    Two slots contain the names of phases alternately, so that the name of the current phase does not change.
+    A single aligned number contains the phase (upper 24 bits) and the place in the phase (lower 40 bits), so that no
+    reader sees a partial change. The place is 0 before the first step, 2 n + 1 while step n waits for images, and
+    2 n + 2 in the rest of step n. The names of phases are written to two slots in turn, so that the name of the current
+    phase is never overwritten.
     """
 
     def __init__(self, descriptor=None):
@@ -43,7 +44,7 @@ def describe_stall(positions, stopped=()):
 
     Args:
         positions: {rank: [phase, place, name of the phase]}.
-        stopped: ranks stopped by a signal. They are the cause, regardless of the positions of the others.
+        stopped: ranks stopped by a signal. If there are any, they are the cause, regardless of all positions.
     """
     if stopped:
         return f"{ranks(stopped)} stopped by SIGSTOP or a debugger in {where_is(positions[stopped[0]])}"

@@ -1,7 +1,7 @@
-"""This process of the job: its rank, its device, and checks of both.
+"""The rank and device of this process in the job, and checks of both.
 
-Paddle's launcher describes the process in environment variables. This module is imported before Paddle, whose import
-ends in a traceback if one of them is invalid.
+Paddle's launcher describes the process in environment variables. This module is imported before Paddle, because the
+import of Paddle ends in a traceback if a variable is invalid.
 """
 
 import os
@@ -42,7 +42,8 @@ def _number(name, default, least=0, most=10**6):
 
 
 def _endpoints(name, count):
-    """Return [(host, port)]; [] if a job of one process does not need them, or the launcher put them into a file."""
+    """Parse a variable to [(host, port)]. Return [] if it is not set and not needed: the job has a single process, or
+    the launcher uses a file instead."""
     value = os.environ.get(name)
     if value is None and (count == 1 or "PADDLE_BACKUP_ENV_PATH" in os.environ):
         return []
@@ -60,27 +61,27 @@ def _error(name, value, problem):
 
 
 def rank():
-    """Number of this process in the job."""
+    """Return the rank of this process in the job."""
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
 def world_size():
-    """Number of processes of the job."""
+    """Return the number of processes in the job."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
 def is_one_host():
-    """Whether one launcher has started all processes of the job."""
+    """Return whether a single launcher has started all processes of the job."""
     return int(os.environ.get("PADDLE_LOCAL_SIZE", "1")) == world_size()
 
 
 def local_gpu():
-    """Index of this process's GPU within CUDA_VISIBLE_DEVICES, as set by the launcher."""
+    """Return the index of this process's GPU within CUDA_VISIBLE_DEVICES, as set by the launcher."""
     return int(os.environ.get("FLAGS_selected_gpus", "0").split(",")[0])  # noqa: SIM112  Paddle's name
 
 
 def check_resolved(device):
-    """Raise UsageError if --device auto is not resolved, which program.build does."""
+    """Raise UsageError if --device is still auto; program.build resolves it."""
     if device == "auto":
         raise UsageError("--device auto: not resolved yet; call program.build with these flags first")
 

@@ -1,4 +1,4 @@
-"""Log lines of single steps with the metrics of all processes."""
+"""Log lines for single steps, with the metrics of all processes."""
 
 import math
 
@@ -9,11 +9,11 @@ from utils.meters import mean
 class StepLog:
     """Logs single steps with the metrics of all processes.
 
-    Rank 0 logs a step some steps later, when it has the metrics of all ranks. No rank waits before the end of the
-    epoch.
+    Rank 0 logs a step some steps later, when it has received the metrics of all ranks. No rank waits for other ranks
+    before the end of the epoch.
 
     Args:
-        log: function of the step and its metrics.
+        log: function that is called with a step and its metrics.
     """
 
     def __init__(self, log):
@@ -27,8 +27,8 @@ class StepLog:
         Args:
             step: number of the step.
             images: number of images of this process.
-            metrics: {name: value} of this process; means over its images, except for ips and times.
-            common: {name: value} that is the same on all processes.
+            metrics: {name: value} of this process. The values are means over its images, except for ips and times.
+            common: {name: value} of metrics that are the same on all processes.
         """
         if self._stream is None:
             self._log(step, {**metrics, **common})

@@ -1,7 +1,7 @@
-"""The rank's side of its monitor (monitor.py): its position, how it leaves, and how it ends when the job fails.
+"""The rank's side of the monitor (monitor.py): how a rank stores its position, leaves the job, and ends when it fails.
 
-A rank blocked in a collective operation cannot detect that another rank died: it waits in C code, with NCCL
-indefinitely. So each rank has a process that monitors the job. The overhead per step is one integer store.
+A rank that is blocked in a collective operation cannot detect that another rank has died, because it waits in C code
+(with NCCL, indefinitely). So each rank has a process that monitors the job. The overhead per step is one integer store.
 """
 
 import contextlib
@@ -18,11 +18,12 @@ from paddle_resnet.job.position import Position
 from utils import logger, progress
 from utils.errors import RunError, UsageError
 
-# How long a rank waits for a report of the first cause. The launcher terminates it 3 s after another rank has exited.
+# How long a failed rank waits for the report of an earlier failure. The launcher terminates all ranks 3 s after one has
+# exited.
 PATIENCE_S = 2
-# How long a rank waits for its monitor to release it. The monitor informs others first.
+# How long a rank waits until its monitor allows it to leave. Before that, the monitor informs the other monitors.
 LEAVE_S = 10
-# How long a rank that has failed may take to exit. Partly initialized threads and processes of Paddle may block it.
+# How long a failed rank may take to exit. Partly initialized threads and processes of Paddle may block its exit.
 END_S = 30
 
 _position = Position()
@@ -30,26 +31,27 @@ _monitor = None
 
 
 def phase(name):
-    """Store the phase of this rank. All ranks must go through the same phases."""
+    """Store the current phase of this rank. All ranks must go through the same phases."""
     _position.phase(name)
     progress.phase(name)
 
 
 def step(number, waits=False):
-    """Store the step within the phase; `waits`: it is waiting for its images."""
+    """Store the current step of the phase, and whether it is waiting for its images (`waits`)."""
     _position.step(number, waits)
 
 
 def start(rank, world_size, timeout_s, master, gather, from_rank_0):
-    """Start the monitor, then connect it to the others.
+    """Start this rank's monitor, then connect it to the coordinator.
 
     Args:
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        gather, from_rank_0: of exchange.py. They may wait for other ranks without a limit: the monitor has started.
+        gather, from_rank_0: functions of exchange.py. They may wait for other ranks indefinitely, because they are
+            called when the monitor has started.
     Raises:
-        UsageError: rank 0's machine does not have the master's address.
+        UsageError: the address of the master is not an address of rank 0's machine.
     """
     global _monitor
     stop()
@@ -79,7 +81,7 @@ def _listen(host, master):
 
 
 def stop():
-    """Leave the job: from now on this rank may exit."""
+    """Leave the job, so that this rank may exit."""
     global _monitor
     if _monitor is not None:
         _monitor.leave({"bye": True})
@@ -87,8 +89,8 @@ def stop():
 
 
 def report_failure(error):
-    """Report the error that ends this rank to the other ranks. If another rank may be the cause, wait briefly for its
-    report; receiving one ends this process."""
+    """Report the error that ends this rank to the other ranks. If another rank may be the cause, first wait briefly for
+    its report, which would end this process."""
     if _monitor is None:
         return
     if not isinstance(error, (UsageError, RunError, KeyboardInterrupt)):
@@ -112,7 +114,7 @@ class _Monitor:
             self._connection.sendall(channel.encode(message))
 
     def leave(self, final_message):
-        """Leave the job. Does not return if the monitor is about to end this rank, so that it prints nothing more."""
+        """Leave the job. If the monitor is about to end this rank, do not return, so that the rank prints no more."""
         self.send(final_message)
         has_answered = self._may_leave.wait(LEAVE_S)
         self._may_leave.set()
@@ -125,7 +127,7 @@ class _Monitor:
     def _wait_for_monitor(self):
         try:
             code = self._connection.recv(1)
-        except OSError:  # the monitor has not read everything
+        except OSError:  # the monitor has exited before reading everything
             code = b""
         if code == b"\0" or self._may_leave.is_set():
             self._may_leave.set()
@@ -134,5 +136,5 @@ class _Monitor:
             if not code:
                 message = "monitor: the process that monitors this rank has exited: it was killed or crashed"
                 logger.write_line(f"train.py: error: {message}", sys.stderr)
-        finally:  # nothing else would end this process
+        finally:  # must run even if printing fails, because nothing else would end this process
             os._exit(code[0] if code else 1)

@@ -1,1 +1,1 @@
-"""Paddle's versions, GPUs, and CUDA libraries from packages."""
+"""Differences between Paddle versions, GPU checks, and CUDA libraries from Python packages."""

@@ -1,7 +1,7 @@
-"""Differences between Paddle 2.6 and Paddle 3. tests/machine/test_compat.py fails for each one that no longer exists.
+"""Differences between Paddle 2.6 and Paddle 3. If one no longer exists, tests/machine/test_compat.py fails.
 
-The project builds legacy Programs on both (`FLAGS_enable_pir_api=0`, set in paddle_resnet/__init__.py). Functions
-import Paddle's internal modules, since an unsupported version may lack them.
+The project builds legacy Programs with both versions (`FLAGS_enable_pir_api=0`, set in paddle_resnet/__init__.py).
+Paddle's internal modules are imported inside functions, since an unsupported version may lack them.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from paddle import static
 
 from utils.errors import UsageError
 
-# The test suite passes with these versions. Newer patch releases of the same minor versions are accepted.
+# The versions with which the test suite passes. Newer patch releases of the same minor versions are accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = paddle.version.major == "3"
 _PIR = "FLAGS_enable_pir_api"
@@ -45,8 +45,8 @@ def leave_pir():
         pir_utils._switch_to_old_ir_()
 
 
-# The operator that Fleet inserts for a gradient. Paddle 3's has no attribute use_calc_stream: it always runs on the
-# communication stream.
+# The operator that Fleet inserts for a gradient. In Paddle 3, it has no attribute use_calc_stream and always runs on
+# the communication stream.
 ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"
 HAS_CALC_STREAM = not IS_PADDLE_3
 
@@ -67,11 +67,11 @@ def append_all_reduce(block, variable):
 def start_gloo(prepare):
     """Connect the processes of a job on CPUs.
 
-    The operators of Paddle 3 need a communicator over the launcher's store; without it they fail with "NCCLCommContext
-    is nullptr". Those of Paddle 2.6 need the environment of init_parallel_env, which starts processes.
+    Paddle 3's operators need a communicator that uses the launcher's store; otherwise they fail with "NCCLCommContext
+    is nullptr". Paddle 2.6's operators need the environment of init_parallel_env, which starts processes.
 
     Args:
-        prepare: called before processes are started; its return value is kept alive until they have started.
+        prepare: function to call before the processes start. Its return value is kept alive until they have started.
     """
     if IS_PADDLE_3:
         from paddle.base import core
@@ -85,15 +85,15 @@ def start_gloo(prepare):
 
 
 def sqrt(x):
-    """Like paddle.sqrt, also for legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1) must be
+    """Like paddle.sqrt, but accept legacy variables, which Paddle 3.3 rejects: "sqrt(): argument (position 1) must be
     Value"."""
     return _append("sqrt", x)
 
 
 def accept_legacy_any():
-    """Make paddle.any accept legacy variables, which Paddle 3.3 rejects as in sqrt.
+    """Make paddle.any accept legacy variables, which Paddle 3.3 rejects with an error like that of sqrt.
 
-    Paddle's own mixed precision calls it at level O2, for the gradients of both precisions.
+    Paddle's own mixed precision calls paddle.any at level O2, for the gradients of both precisions.
     """
     if IS_PADDLE_3:
         paddle.any = _any

@@ -1,4 +1,4 @@
-"""Check whether the installed Paddle can use this machine's GPU. train.py and doctor.py print the same messages."""
+"""Checks whether the installed Paddle can use this machine's GPU. train.py and doctor.py print the same messages."""
 
 import mmap
 import struct
@@ -13,7 +13,7 @@ from utils import logger
 from utils.errors import UsageError, core
 
 INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
-_FATBIN = b"\x50\xed\x55\xba"  # start of each file of GPU code inside a library
+_FATBIN = b"\x50\xed\x55\xba"  # first bytes of each GPU code file inside a library
 _CUBIN, _PTX = 2, 1
 
 
@@ -27,7 +27,7 @@ def resolve(device, index, several):
     Returns:
         "gpu" or "cpu".
     Raises:
-        UsageError: device is "gpu", and Paddle cannot use the GPU.
+        UsageError: device is "gpu", but Paddle cannot use the GPU.
     """
     if device == "cpu":
         return "cpu"
@@ -42,13 +42,13 @@ def resolve(device, index, several):
 
 
 def problem(index, several=False):
-    """Check whether Paddle can use a GPU, by running one of Paddle's own kernels.
+    """Check whether Paddle can use a GPU, by running a kernel that is part of Paddle.
 
     Args:
         index: Paddle's index of the GPU.
         several: whether the job has several GPUs.
     Returns:
-        the problem with its remedy, or None.
+        the problem and its remedy as text, or None.
     """
     if not paddle.is_compiled_with_cuda():
         return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {INSTALL}"
@@ -84,8 +84,8 @@ def describe_build():
 
 
 def build_capabilities():
-    """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]; "9.0+" also
-    supports newer ones (PTX)."""
+    """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]. "9.0+" means
+    that newer capabilities are supported, too (by PTX)."""
     if hasattr(paddle.version, "cuda_archs"):  # since Paddle 3.0
         architectures = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
     else:
@@ -96,7 +96,7 @@ def build_capabilities():
 
 
 def _architectures(library, files=64):
-    """Return {(architecture, kind)} of the first files of GPU code in a library; they are the same in all files."""
+    """Return {(architecture, kind)} of the first GPU code files in a library; the other files have the same ones."""
     architectures, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         while files and (position := memory.find(_FATBIN, position)) >= 0:

@@ -1,14 +1,14 @@
-"""CUDA libraries from Python packages, which Paddle finds without LD_LIBRARY_PATH.
+"""Lets Paddle find CUDA libraries from Python packages without LD_LIBRARY_PATH.
 
 Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). The
-nvidia-*-cu11 packages contain libcudnn.so.8, in folders that are not on any search path. Paddle opens them from
-libphi.so, so the linker searches, in this order,
+nvidia-*-cu11 packages contain names with a version (libcudnn.so.8), in folders that are not on any search path. Paddle
+opens the libraries from libphi.so, so the linker searches, in this order,
 1. LD_LIBRARY_PATH,
 2. the folder that libphi.so was loaded from,
 3. the system's folders (ldconfig), then /usr/local/cuda/lib64.
-So libphi.so is loaded, before Paddle loads it, from a folder of links that also contains links to the packages'
-libraries. This happens only if cuDNN or cuBLAS is neither on LD_LIBRARY_PATH nor in the system's folders: the user's
-setup takes precedence. Paddle 3 and Paddle's builds for CUDA 12 find their packages themselves.
+So this module creates a folder of links to libphi.so and to the packages' libraries, and loads libphi.so from there
+before Paddle loads it. It does so only if cuDNN or cuBLAS is neither on LD_LIBRARY_PATH nor in the system's folders, so
+that the user's setup takes precedence. Paddle 3 and Paddle's builds for CUDA 12 find their packages without help.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from pathlib import Path
 from utils import cache, files
 from utils.errors import UsageError
 
-# Package folder: version in the names of its libraries that CUDA 11.8 and Paddle 2.6 need. A different package may have
+# {package folder: library version, as in file names, that CUDA 11.8 and Paddle 2.6 need}. A different package may have
 # installed a different version in the same folder. Paddle opens cuSOLVER when it begins to capture a CUDA graph.
 PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
 PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
-# Libraries that Paddle 2.6 opens in every training step: {name: (library, major version)}. cuDNN 8 opens its own parts,
-# and ends the process if one is missing.
+# Libraries that Paddle 2.6 opens in every training step: {name: (library, major version)}. cuDNN 8 opens its own parts
+# and ends the process if a part is missing.
 NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcublasLt.so": ("cuBLAS", 11)}
 NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_train", "cnn_infer", "cnn_train")}
 NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
@@ -40,7 +40,7 @@ _is_late = False  # whether Paddle was imported before this module
 
 
 class _BeforePaddle:
-    """An import hook that finds no modules and is called when Paddle is about to be imported."""
+    """An import hook that finds no modules. It exists to be called when Paddle is about to be imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "paddle":
@@ -61,12 +61,12 @@ def _load_phi():
     links = {} if _are_set_up() else _links()
     if links:
         _folder = _make_folder(links)
-        with contextlib.suppress(OSError):  # the import of Paddle reports the problem
+        with contextlib.suppress(OSError):  # importing Paddle reports the problem
             ctypes.CDLL(str(_folder / "libphi.so"))
 
 
 def _are_set_up():
-    """Whether LD_LIBRARY_PATH or the system contains the libraries that every step needs."""
+    """Return whether LD_LIBRARY_PATH or the system's folders contain the libraries that every step needs."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders.append("/usr/local/cuda/lib64")
     return all(
@@ -76,7 +76,7 @@ def _are_set_up():
 
 
 def _links():
-    """Return {name: target} for the folder; {} if this Paddle does not need it."""
+    """Return {name: target} of the links for the folder; {} if this Paddle does not need the folder."""
     spec = importlib.util.find_spec("paddle")
     packages = importlib.util.find_spec("nvidia")
     if spec is None or packages is None:
@@ -96,7 +96,8 @@ def _links():
 
 
 def is_served():
-    """Whether the imported Paddle needs this module. Other builds include or find their libraries themselves."""
+    """Return whether the imported Paddle needs this module. Other builds include their libraries or find them without
+    help."""
     import paddle
 
     return _is_served(paddle.version.full_version, str(paddle.version.cuda()))
@@ -132,12 +133,12 @@ def _fill(folder, links):
 
 
 def problem(several_gpus=False):
-    """Check that Paddle can open its CUDA libraries. Call this after the import of Paddle.
+    """Check that Paddle can open its CUDA libraries. Call this after importing Paddle.
 
     Args:
-        several_gpus: whether NCCL is needed, too.
+        several_gpus: whether to check NCCL, too.
     Returns:
-        the problem with its remedy, or None.
+        the problem and its remedy as text, or None.
     """
     import paddle
 
@@ -161,7 +162,7 @@ def problem(several_gpus=False):
 
 
 def find(name):
-    """Open a library like Paddle; returns the path of its file, or None if there is none."""
+    """Open a library as Paddle does. Return the path of its file, or None if it is not found."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []
     for candidate in (*[f"{folder}/{name}" for folder in folders], name, f"/usr/local/cuda/lib64/{name}"):

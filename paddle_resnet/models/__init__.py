@@ -1,6 +1,6 @@
-"""The model registry: constructors for --model-arch-name, and the interface of a network to the other modules.
+"""The model registry: the networks for --model-arch-name, and the functions through which other modules use a network.
 
-Importing this package does not import Paddle, so an unknown name is reported immediately.
+Importing this package does not import Paddle, so that an unknown name is reported immediately.
 """
 
 import importlib
@@ -17,11 +17,11 @@ class Network:
     """A network of this package. Calling it imports its module and Paddle, and constructs the network.
 
     Attributes:
-        module: module in this package.
-        constructor: name in the module.
-        paper: arXiv number.
+        module: name of a module in this package.
+        constructor: name of the constructor in the module.
+        paper: arXiv number of the paper.
         options: arguments of the constructor that define the variant.
-        image_size: side of its images, the default of --crop-size.
+        image_size: side of the input images, which is the default of --crop-size.
         resize_ratio: default ratio of --resize-short to --crop-size.
         preprocessing: {flag's attribute: default} of the other preprocessing flags that differ from the general
             defaults, such as normalize_mean.
@@ -42,10 +42,11 @@ class Network:
 
 RESNET = "1512.03385"
 LITE = "1905.11946"
-# Pixel values minus 127, divided by 128, and --resize-short = --crop-size + 32 at the published size.
+# Subtract 127 from pixel values and divide by 128. At the published size, --resize-short is --crop-size + 32.
 LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
 RESNET_D = {"stem": "deep", "average_shortcut": True}
-# By --model-arch-name. A new network is one line here; its constructor takes num_classes, in_channels and data_format.
+# {--model-arch-name: Network}. A new network needs one line here, and a constructor with the arguments num_classes,
+# in_channels and data_format.
 MODELS = {
     "ResNet18": Network("resnet", "ResNet18", RESNET),
     "ResNet34": Network("resnet", "ResNet34", RESNET),
@@ -75,11 +76,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Ends:
-    """Names of the parameters at the ends of a program's network.
+    """Names of the parameters of the first and last layer of a program's network.
 
     Attributes:
-        first: filters of the convolution that reads the images.
-        last: bias and weight of the classifier.
+        first: name of the filters of the convolution that reads the images.
+        last: names of the bias and the weight of the classifier.
         file_sha256: sha256 of the user's file that defines the network; None for a network of this package.
     """
 
@@ -91,8 +92,8 @@ class Ends:
 def build_model(arch, num_classes, channels, data_format):
     """Build a network in the current program and return it.
 
-    A network declares its first and last layer as attributes: `first`, a Conv2D, and `last`, a Linear. ends(program)
-    returns the names of their parameters.
+    A network has its first and last layer as attributes: `first`, a Conv2D, and `last`, a Linear. ends(program) returns
+    the names of their parameters.
 
     Args:
         arch: --model-arch-name.
@@ -100,7 +101,7 @@ def build_model(arch, num_classes, channels, data_format):
         channels: number of channels of the images.
         data_format: "NCHW" or "NHWC".
     Raises:
-        UsageError: --model-arch-name is not in the registry, the user's file fails, or its network lacks these
+        UsageError: --model-arch-name is not in the registry, the user's file fails, or the network in it lacks these
             attributes.
     """
     from paddle import static
@@ -160,18 +161,18 @@ def logits(model, images, arch, num_classes):
 
 
 def ends(program):
-    """Return the Ends of the network that build_model has built in a program."""
+    """Return the Ends of the network that build_model built in a program."""
     return program.network_ends
 
 
 def registered(arch):
-    """Return the Network of --model-arch-name, spelled as for registered_name; None if it is not in the registry."""
+    """Return the Network for --model-arch-name, in any spelling that registered_name accepts; None if there is none."""
     network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
     return network if isinstance(network, Network) else None
 
 
 def registered_name(arch):
-    """Return the registered name for --model-arch-name, where case, "-" and "_" do not matter; FILE.py:NAME unchanged.
+    """Return the registered name for --model-arch-name, ignoring case, "-" and "_". FILE.py:NAME is returned unchanged.
 
     Raises:
         UsageError: the network is unknown, or user_file.check fails.

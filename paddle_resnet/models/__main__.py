@@ -1,4 +1,4 @@
-"""Size and speed of the networks: `python -m paddle_resnet.models --help`."""
+"""Prints the size and speed of the networks; see `python -m paddle_resnet.models --help`."""
 
 import argparse
 import csv
@@ -10,7 +10,7 @@ from paddle_resnet.models import MODELS, registered, registered_name
 from utils import exit_codes, signals
 
 SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # missing in an installed package
-BYTES = 2  # of a float16 element
+BYTES = 2  # per float16 element
 SHAPE_ONLY = ("elementwise_add_grad", "reduce_mean_grad")  # operators that read only the shapes of their inputs
 CHANNELS, CLASSES = 3, 1000
 
@@ -25,8 +25,8 @@ def size(arch, side, num_classes=CLASSES):
     Returns:
         {"parameters": number of trainable parameters,
         "multiply_adds": multiply-adds of its convolutions and fully connected layers for one image,
-        "activation_bytes": bytes in float16 of the tensors, except the image, that the backward pass of Paddle's
-        operators reads for one image}.
+        "activation_bytes": bytes of the tensors, in float16 and except for the image, that the backward pass of
+        Paddle's operators reads for one image}.
     Raises:
         UsageError: as for build_model and logits.
     """
@@ -48,7 +48,7 @@ def size(arch, side, num_classes=CLASSES):
         if op.attr("op_role") & 1 and op.type not in SHAPE_ONLY:
             read.update(op.input_arg_names)
     made = {block.var(name) for op in forward for name in op.output_arg_names if name in read}
-    # cuDNN's space for a BN has no fixed size.
+    # Tensors without a fixed size are excluded, such as the space that cuDNN reserves for a BN.
     activations = [math.prod(v.shape) for v in made if not v.persistable and min(v.shape, default=1) >= 0]
     return {
         "parameters": sum(math.prod(p.shape) for p in main.all_parameters() if p.trainable),
@@ -76,7 +76,7 @@ def speeds():
 
 
 def rows(archs):
-    """Yield the header, then a row of texts for each network."""
+    """Yield the header of the table, then for each network its row, as texts."""
     measured = speeds()
     yield ["network", "image", "parameters", "multiply-adds", "activations", "paper", "training", "evaluation", "on"]
     for arch in archs:
@@ -112,7 +112,7 @@ def _main(argv):
 
 
 def main(argv=None):
-    """Run; exit codes as train.py."""
+    """Print the table. The exit codes are those of train.py."""
     with signals.watched():
         return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
 

@@ -2,8 +2,8 @@
 arXiv:1905.11946, without squeeze-and-excitation, with ReLU6 instead of swish, and with a stem and a head that are not
 scaled (Renjie Liu, "Higher accuracy on vision models with EfficientNet-Lite", TensorFlow blog, March 2020).
 
-Padding, initialization and batch normalization follow the authors' TensorFlow code. It trains with dropout and drop
-connect, which here are flags: --dropout 0.2 (Lite2: 0.3) and --drop-path 0.2.
+Padding, initialization and batch normalization follow the authors' TensorFlow code. The authors train with dropout and
+drop connect, which are flags here: --dropout 0.2 (Lite2: 0.3) and --drop-path 0.2.
 """
 
 import math
@@ -15,8 +15,8 @@ from paddle.nn.initializer import Uniform
 
 from paddle_resnet.models.layers import ConvBN, FanOutNormal, InvertedResidual, rounded
 
-# Per stage: expansion of the channels inside a block, kernel size, output channels, number of blocks, stride of the
-# first block.
+# Per stage: factor by which a block expands its channels inside, kernel size, output channels, number of blocks, stride
+# of the first block.
 STAGES = (
     *((1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 5, 40, 2, 2), (6, 3, 80, 3, 2)),
     *((6, 5, 112, 3, 1), (6, 5, 192, 4, 2), (6, 3, 320, 1, 1)),
@@ -28,8 +28,8 @@ class EfficientNetLite(nn.Layer):
     """Image classifier, with the arguments, input and output of resnet.ResNet.
 
     Args:
-        width: factor of the channels of all stages.
-        depth: factor of the number of blocks of all stages but the first and last.
+        width: factor for the number of channels in all stages.
+        depth: factor for the number of blocks in all stages except the first and the last.
     """
 
     def __init__(self, width, depth, num_classes=1000, in_channels=3, data_format="NCHW", stages=STAGES):

@@ -1,7 +1,7 @@
 """GhostNet: Han et al., "GhostNet: More Features from Cheap Operations", arXiv:1911.11907, at width 1.0.
 
-Initialization follows the authors' code, which has PyTorch's defaults, except that biases are initially 0. The authors
-train with dropout before the classifier, which here is a flag: --dropout 0.2.
+Initialization follows the authors' code, which uses PyTorch's defaults, except that biases are initially 0. The authors
+train with dropout before the classifier, which is a flag here: --dropout 0.2.
 """
 
 import paddle
@@ -24,11 +24,11 @@ INITIALIZER = KaimingUniform(negative_slope=5**0.5, nonlinearity="leaky_relu")  
 
 
 class Ghost(nn.Layer):
-    """A 1x1 convolution to half of the channels, and a depthwise 3x3 convolution of its output to the other half.
+    """A 1x1 convolution computes half of the output channels, and a depthwise 3x3 convolution of them the other half.
 
     Args:
-        in_channels, channels: channels of input and output; the latter are even.
-        activation: function after both convolutions; None for none.
+        in_channels, channels: number of input and output channels; the number of output channels is even.
+        activation: function to apply after each of the convolutions, or None.
         data_format: "NCHW" or "NHWC".
     """
 
@@ -47,8 +47,9 @@ class Ghost(nn.Layer):
 
 
 class Block(nn.Layer):
-    """Ghost to more channels, a depthwise convolution if the stride is 2, squeeze-and-excitation, and Ghost without
-    activation; the input is added, after a depthwise and a 1x1 convolution if the shape changes."""
+    """A Ghost module to more channels, a depthwise convolution if the stride is 2, squeeze-and-excitation, and a Ghost
+    module without activation. Then the input is added, after a depthwise and a 1x1 convolution of it if the shape
+    changes."""
 
     def __init__(self, in_channels, kernel_size, hidden, channels, has_se, stride, data_format):
         super().__init__()

@@ -15,8 +15,8 @@ def dropout(x, rate, seed):
 
     Args:
         x: variable of any shape.
-        rate: probability that an element becomes 0; the others are divided by 1 - rate.
-        seed: variable [1] int32, positive, that determines the mask.
+        rate: probability that an element becomes 0; the remaining elements are divided by 1 - rate.
+        seed: variable [1] in int32 with a positive value, which determines the mask.
     """
     block = static.default_main_program().global_block()
     name = unique_name.generate("dropout")
@@ -36,7 +36,7 @@ def sigmoid(x):
 
 
 def rounded(channels, divisor):
-    """Return a number of channels, rounded to a multiple of the divisor, but not down by more than 10 %."""
+    """Round a number of channels to a multiple of the divisor, but do not reduce it by more than 10 %."""
     result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return result + divisor if result < 0.9 * channels else result
 
@@ -49,8 +49,8 @@ def truncated_normal(std):
 
 
 class FanOutNormal(Initializer):
-    """Normal distribution of the filters with the variance 2 / fan-out, He et al., arXiv:1502.01852, equation 14. The
-    fan-out of a depthwise filter is its number of taps, as in TensorFlow's reference code for EfficientNet."""
+    """Draws filters from a normal distribution with the variance 2 / fan-out: He et al., arXiv:1502.01852, equation 14.
+    The fan-out of a depthwise filter is its number of taps, as in TensorFlow's reference code for EfficientNet."""
 
     def forward(self, var, block=None):
         outputs, inputs, *kernel = var.shape
@@ -60,21 +60,21 @@ class FanOutNormal(Initializer):
 
 
 class BatchNorm(nn.BatchNorm2D):
-    """Batch normalization with the parameter names of NVIDIA's RN50v1.5 example, batch_norm_N, from the class name."""
+    """Batch normalization. The class name results in the parameter names of NVIDIA's RN50v1.5 example, batch_norm_N."""
 
 
 class ConvBN(nn.Layer):
-    """Convolution without bias, then batch normalization; at stride 1, padding preserves the size.
+    """Convolution without bias, followed by batch normalization. At stride 1, padding preserves the size.
 
     Args:
-        in_channels, channels: channels of input and output.
+        in_channels, channels: number of input and output channels.
         kernel_size, stride: kernel size and stride of the convolution.
         data_format: "NCHW" or "NHWC".
         groups: groups of the convolution; depthwise if equal to in_channels.
         initializer: initializer of the filters.
-        epsilon, momentum: batch normalization; momentum is the weight of the previous running statistics.
-        padding: default kernel_size // 2 on all sides; "SAME" pads as TensorFlow does, at stride 2 and an even size
-            with one more row and column at the bottom and right than at the top and left.
+        epsilon, momentum: of the batch normalization; momentum is the weight of the previous running statistics.
+        padding: kernel_size // 2 on all sides by default. "SAME" pads as TensorFlow does: at stride 2 and an even size,
+            the bottom and right get one more row and column than the top and left.
         scale: initial scale of the batch normalization.
     """
 
@@ -112,11 +112,11 @@ class ConvBN(nn.Layer):
 
 
 class DropPath(nn.Layer):
-    """Stochastic depth: Huang et al., arXiv:1603.09382, per image. It is applied to the branch of a residual block and
-    returns its input, unless --drop-path sets the attributes rate and seed, which are those of dropout().
+    """Stochastic depth per image: Huang et al., arXiv:1603.09382. The input is the branch of a residual block [N, ...].
 
-    With --drop-path, it sets the branch of an image to 0 with the probability rate, and divides the others by
-    1 - rate. The input is [N, ...].
+    --drop-path sets the attributes rate and seed, which are used as in dropout(): the branch of an image becomes 0 with
+    probability rate; the branches of the other images are divided by 1 - rate. Without --drop-path, the layer returns
+    its input.
     """
 
     rate, seed = 0.0, None
@@ -136,9 +136,9 @@ class DropPath(nn.Layer):
 
 
 class BlurPool(nn.Layer):
-    """Halve height and width, rounded up, after a blur with the filter [1, 2, 1] / 4 in both directions: Zhang,
-    arXiv:1904.11486. The image is padded with its edges. Two average pools of 2x2, the first of which omits the
-    padding, are the same filter.
+    """Halve height and width, rounding up, after a blur with the filter [1, 2, 1] / 4 in both directions: Zhang,
+    arXiv:1904.11486. The image is padded with its edges. The filter is implemented as two 2x2 average pools, of which
+    the first omits the padding.
 
     Args:
         data_format: "NCHW" or "NHWC".
@@ -158,11 +158,11 @@ class SqueezeExcitation(nn.Layer):
     arXiv:1709.01507.
 
     Args:
-        channels: channels of input and output.
-        hidden: channels between the two fully connected layers, which are 1x1 convolutions.
+        channels: number of channels of the input and of the output.
+        hidden: number of channels between the two fully connected layers, which are 1x1 convolutions.
         data_format: "NCHW" or "NHWC".
-        activation: function between the layers.
-        gate: function that returns the factors.
+        activation: function between the fully connected layers.
+        gate: function that maps the output of the second layer to the factors.
         initializer: initializer of the weights; by default uniform up to fan-in^-0.5, as in PaddleClas.
     """
 
@@ -183,15 +183,15 @@ class SqueezeExcitation(nn.Layer):
 
 
 class InvertedResidual(nn.Layer):
-    """A 1x1 convolution to more channels, a depthwise convolution, and a 1x1 projection without activation; the input
+    """A 1x1 convolution to more channels, a depthwise convolution, and a 1x1 projection without activation. The input
     is added if the shape is unchanged: Sandler et al., arXiv:1801.04381.
 
     Args:
-        in_channels, hidden, channels: channels of the input, of the depthwise convolution and of the output. The first
-            convolution is omitted if hidden equals in_channels.
-        kernel_size, stride: of the depthwise convolution.
-        activation: function after the first two convolutions.
-        se: SqueezeExcitation before the projection, as a function that constructs it; None to omit it.
+        in_channels, hidden, channels: number of channels of the input, of the depthwise convolution and of the output.
+            The first convolution is omitted if hidden equals in_channels.
+        kernel_size, stride: kernel size and stride of the depthwise convolution.
+        activation: function after each of the first two convolutions.
+        se: function that constructs the SqueezeExcitation before the projection, or None to omit it.
         common: arguments of every ConvBN.
     """
 

@@ -13,18 +13,18 @@ import paddle.nn.functional as F
 from paddle_resnet.models import loss_head
 
 # At each pixel, the weight of the partner is the product of `rows` [H] and `columns` [W]. `fraction` is the mean weight
-# of the image itself and the weight of its label.
+# of the image itself, which is also the weight of its label.
 Mix = namedtuple("Mix", "rows columns fraction")
 
 
 def mixup(generator, ratio, height, width):
-    """Return the Mix with one weight for all pixels."""
+    """Return a Mix that has the same weight for all pixels."""
     return Mix(np.full(height, 1 - ratio), np.ones(width), ratio)
 
 
 def cutmix(generator, ratio, height, width):
-    """Return the Mix with a box of the partner's pixels: its sides are the root of 1 - ratio of those of the image, its
-    center is uniform, and the edges of the image cut it off."""
+    """Return a Mix with a box of the partner's pixels. The sides of the box are those of the image times the square
+    root of 1 - ratio. The center is drawn uniformly, and the part of the box outside the image is cut off."""
     sides = []
     for size in (height, width):
         center, half = generator.integers(size), int(size * np.sqrt(1 - ratio)) // 2
@@ -43,8 +43,8 @@ def draw(generator, alphas, height, width):
 
     Args:
         generator: np.random.Generator.
-        alphas: {kind: alpha of the distribution Beta(alpha, alpha) of the ratio}, above 0. With several kinds, each
-            batch uses one of them with equal probability.
+        alphas: {kind: alpha}; the ratio is drawn from Beta(alpha, alpha), and alpha is above 0. If there are several
+            kinds, each batch uses one of them, with equal probability.
         height, width: size of the images.
     Returns:
         Mix, in float64.
@@ -58,7 +58,7 @@ def mix_images(images, rows, columns):
 
     Args:
         images: variable of any floating-point type.
-        rows, columns: rows and columns of a Mix in float32, with shapes that broadcast against the images.
+        rows, columns: `rows` and `columns` of a Mix in float32, with shapes that broadcast against the images.
     """
     weight = rows * columns
     if images.dtype != weight.dtype:

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 24
 
 
 def split(arch):
-    """Return (path, NAME) for FILE.py:NAME, None for the name of a registered network."""
+    """Return (path, NAME) for FILE.py:NAME; None for the name of a registered network."""
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", arch, re.ASCII)
     return match and match.groups()
 
@@ -36,7 +36,7 @@ def check(arch):
     try:
         compile(source, path, "exec")
         table = symtable.symtable(source, path, "exec")
-    except (SyntaxError, ValueError) as e:  # ValueError: null bytes
+    except (SyntaxError, ValueError) as e:  # ValueError: the file contains null bytes
         line = f"line {e.lineno}: " if getattr(e, "lineno", None) else ""
         raise UsageError(f"{flag}: {line}{getattr(e, 'msg', e)}; correct {path}") from e
     symbols = table.get_symbols()
@@ -46,7 +46,7 @@ def check(arch):
 
 
 def sha256(arch):
-    """Return the hexadecimal sha256 of the file, None for the name of a registered network.
+    """Return the hexadecimal sha256 of the file; None for the name of a registered network.
 
     Raises:
         UsageError: the file cannot be read.
@@ -55,7 +55,8 @@ def sha256(arch):
 
 
 def load(arch):
-    """Return the object NAME of the file and the file's sha256. Each content of the file is executed once, as a module.
+    """Return the object NAME of the file and the file's sha256. The file is executed as a module; it is executed
+    again only if its content has changed.
 
     Raises:
         UsageError: check fails, or the file raises an exception.
@@ -81,7 +82,7 @@ def load(arch):
 
 @contextlib.contextmanager
 def errors(arch):
-    """Convert exceptions of the file's code to a UsageError with the line number. Exceptions of registered networks
+    """Convert exceptions from the file's code to a UsageError with the line number. Exceptions from registered networks
     propagate unchanged."""
     try:
         yield
@@ -100,6 +101,6 @@ def _read(arch):
     try:
         with files.open_regular(path, MAX_BYTES) as file:
             return file.read()
-    except (OSError, ValueError) as e:  # ValueError: a null byte in the path
+    except (OSError, ValueError) as e:  # ValueError: the path contains a null byte
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"--model-arch-name {arch}: {path} cannot be read ({reason}); use an existing file") from e

@@ -1,5 +1,6 @@
 // The activations that the kernels fuse with BN, and their gradients, in float32. passes/fusion.py uses the same names.
-// A::value(v) is the activation, and A::gradient(g, v) is g times its derivative at v. Values propagate NaN.
+// For an activation A, A::value(v) is its value at v, and A::gradient(g, v) is g times its derivative at v. The value
+// is NaN if v is NaN.
 
 #pragma once
 
@@ -43,5 +44,5 @@ struct silu {
 
 }  // namespace activation
 
-// The activations, whose names are suffixes of kernel names.
+// All activations. Their names are suffixes of kernel names.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu)

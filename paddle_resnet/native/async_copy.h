@@ -11,9 +11,9 @@
 
 namespace {
 
-// A ring buffer of the last kSlots copies. A copy contains the values of a step: they are copied to pinned memory on
-// the step's stream, followed by an event. The Executor's fetch would instead block the host until the GPU has finished
-// the step.
+// A ring buffer with the last kSlots copies. A copy contains the values of one step. They are copied to pinned memory
+// on the step's stream, and an event marks the end of the copy. The Executor's fetch would instead block the host until
+// the GPU has finished the step.
 class AsyncCopies {
  public:
   static constexpr int kSlots = 4;
@@ -22,7 +22,7 @@ class AsyncCopies {
     return copies;
   }
 
-  // Enqueues a new copy, which overwrites the oldest one.
+  // Enqueues a new copy, which overwrites the oldest copy.
   void add(const Tensors &values) {
     Slot &slot = slots_[count_ % kSlots];
     size_t size = 0;
@@ -45,11 +45,11 @@ class AsyncCopies {
     ++count_;
   }
 
-  // Number of copies so far; the latest one has number count() - 1.
+  // Returns the number of copies so far; the latest copy has the number count() - 1.
   uint64_t count() const { return count_; }
 
-  // Blocks until a copy is complete, then points `memory` at its value i. Returns 0, the driver's error code, or -1 if
-  // the copy is not one of the last kSlots.
+  // Blocks until a copy is complete, then points `memory` at value i of the copy. Returns 0 on success, the driver's
+  // error code, or -1 if the copy is not one of the last kSlots.
   int wait(uint64_t number, int i, const char **memory, size_t *bytes) {
     if (number >= count_ || count_ - number > kSlots) return -1;
     const Slot &slot = slots_[number % kSlots];
@@ -102,7 +102,7 @@ class AsyncCopies {
 
   Slot slots_[kSlots];
   uint64_t count_ = 0;
-  void *context_ = nullptr;  // of the copying thread; Python may wait in a different thread
+  void *context_ = nullptr;  // of the thread that copies; Python may wait in a different thread
 };
 
 std::vector<Tensor> AsyncCopy(const Tensors &values) {

@@ -1,19 +1,20 @@
-// Kernels of batch normalization of [rows, channels] = [N * H * W, C], fused with an activation, or with the residual
+// Kernels for batch normalization of [rows, channels] = [N * H * W, C], fused with an activation, or with the residual
 // addition and a ReLU.
 //
-// The forward pass reads the input twice: once for the sums over the rows, once to normalize. The backward pass
-// likewise reads input and gradient twice. The second read processes the rows in reverse order, because the rows read
+// The forward pass reads the input twice: once to sum over the rows, once to normalize. Likewise, the backward pass
+// reads input and gradient twice. The second read processes the rows in reverse order, because the rows that were read
 // last are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
 //
-// Block (lanes, height): a thread processes one vector of channels, threadIdx.x, and iterates over rows. Grid (channel
-// groups, row groups).
+// The block is (lanes, height): a thread processes the vector of channels given by threadIdx.x, and iterates over rows.
+// The grid is (channel groups, row groups).
 
 #include "activations.h"
 #include "vector.cuh"
 
-constexpr int kBranch = 16;  // number of blocks whose sums one block adds
+constexpr int kBranch = 16;  // in the first level of a reduction, one block adds the sums of this many blocks
 
-// The channels and rows of a thread. In a tile, each thread loads kUnroll rows at a time, limited by its registers.
+// The channels and rows that a thread processes. In a tile, each thread loads kUnroll rows at once, as many as its
+// registers allow.
 template <class T, int kUnroll = 1>
 struct Position {
   static constexpr int V = T::kLanes;
@@ -25,13 +26,13 @@ struct Position {
   __device__ int tiles(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
   __device__ int row(int tile, int step) const { return tile * tile_rows + step * blockDim.y + threadIdx.y; }
   __device__ size_t at(int row) const { return static_cast<size_t>(row) * vectors + vector; }
-  // Loads past the end read the last row, which avoids branches between the loads; callers discard these values.
+  // Past the end, this is the last row, which avoids branches between loads; callers discard the values.
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 
-// Adds `count` vectors of `sums` floats, `stride` vectors apart, and stores the result in shared memory. Each of n
-// groups of threads adds every n-th vector, with four sums per thread. Then one thread per sum adds the results of the
-// groups.
+// Adds `count` vectors of `sums` floats, which are `stride` vectors apart, and stores the result in shared memory. The
+// threads form n groups, each of which adds every n-th vector, with four sums per thread. Then one thread per sum adds
+// the results of all groups.
 __device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int fours = sums / 4, groups = max(1, threads / fours);
@@ -55,8 +56,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
   __syncthreads();
 }
 
-// Returns whether this block is the last of `count` to arrive. Writes of the other blocks before their arrival are then
-// visible, and the counter is 0 again.
+// Returns whether this block is the last of `count` blocks to arrive. If so, everything that the other blocks wrote
+// before they arrived is visible, and the counter is reset to 0.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();
@@ -67,9 +68,9 @@ __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   return is_last;
 }
 
-// Sums `values` over all threads of a channel in the grid. Returns true only in the last block of each channel group to
-// finish, where `total`, in shared memory, contains the sums [2 V, lanes]. The reduction is a tree of two levels,
-// because a single block would take microseconds to read the sums of hundreds of blocks.
+// Sums `values` over all threads in the grid that process the same channel. Returns true only in the block of each
+// channel group that finishes last; there `total`, in shared memory, contains the sums [2 V, lanes]. The reduction is a
+// tree of two levels, because a single block would take microseconds to read the sums of hundreds of blocks.
 template <class T>
 __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *partial, unsigned *arrivals, float *&total) {
   constexpr int kValues = 2 * T::kLanes;
@@ -99,9 +100,9 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
   return true;
 }
 
-// Computes the origin of a channel, which is subtracted before summation, so that channels far from zero do not lose
-// precision. It is the mean of kRows rows, because a single row may be an outlier. All threads of a channel compute the
-// same origin.
+// Computes the origin of a channel, which is subtracted before summation so that channels far from zero do not lose
+// precision. The origin is the mean of kRows rows, because a single row may be an outlier. All threads of a channel
+// compute the same origin.
 template <class T>
 __device__ void find_origin(const Vector<T> *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
   constexpr int V = T::kLanes, kRows = 8;
@@ -122,8 +123,8 @@ __device__ void find_origin(const Vector<T> *x, int rows, int vectors, int vecto
   }
 }
 
-// Computes the coefficients [4, C], which are a and b of y = a x + b, mean, 1 / standard deviation. Updates the running
-// mean and the running unbiased variance of channels whose statistics are finite.
+// Computes the coefficients [4, C]: a and b of y = a x + b, the mean, and 1 / standard deviation. Updates the running
+// mean and the running unbiased variance of the channels whose batch statistics are finite.
 template <class T>
 __device__ void statistics(const Vector<T> *x, int rows, const float *scale, const float *bias, float *running_mean,
                            float *running_variance, float momentum, float epsilon, float *coefficients, float *partial,
@@ -167,15 +168,16 @@ __device__ void statistics(const Vector<T> *x, int rows, const float *scale, con
     coefficients[2 * channels + channel] = mean;
     coefficients[3 * channels + channel] = inverse;
     const float unbiased = rows > 1 ? variance * (static_cast<float>(rows) / (rows - 1)) : variance;
-    // Non-finite values would remain in the running statistics. The comparison is false for NaN.
+    // Skip channels with non-finite values, which would remain in the running statistics. Comparisons with NaN are
+    // false.
     if (!(fabsf(mean) <= kLargestFloat && unbiased <= kLargestFloat)) continue;
     running_mean[channel] = momentum * running_mean[channel] + (1 - momentum) * mean;
     running_variance[channel] = momentum * running_variance[channel] + (1 - momentum) * unbiased;
   }
 }
 
-// Computes y = A(a x + b [+ z]) with the activation A. Unless `mask` is null, it receives one byte per vector; bit i is
-// set if element i is positive before the ReLU.
+// Computes y = A(a x + b [+ z]) with the activation A. If `mask` is not null, one byte per vector is written to it; bit
+// i is set if element i is positive before the ReLU.
 template <class T, bool kAdd, class A>
 __device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const float (&a)[T::kLanes],
                       const float (&b)[T::kLanes], Vector<T> *y, unsigned char *mask) {
@@ -238,9 +240,10 @@ __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows
   apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
-// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. g is
-// the gradient before the activation A. kSummands > 0 means that a residual addition follows BN: g is then the masked
-// sum of one or two gradients, and the kernel also writes it to dz, the gradient of the shortcut.
+// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. Here
+// g is the gradient with respect to the input of the activation A. kSummands > 0 means that a residual addition follows
+// BN: then g is the masked sum of one or two gradients, and the kernel also writes g to dz, the gradient of the
+// shortcut.
 template <class T, int kSummands, class A>
 __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,
                                  const unsigned char *mask, int rows, const float *coefficients, Vector<T> *dz,
@@ -307,7 +310,7 @@ __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const 
   }
 }
 
-// Computes dx = a g + c x + d, where g is the gradient before the activation A.
+// Computes dx = a g + c x + d, where g is the gradient with respect to the input of the activation A.
 template <class T, class A>
 __device__ void apply_gradients(const Vector<T> *x, const Vector<T> *dy, int rows, const float *coefficients,
                                 const float *applied, Vector<T> *dx) {

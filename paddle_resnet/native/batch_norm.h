@@ -1,6 +1,6 @@
-// Operators of batch normalization, fused with the next activation or the residual addition. They check arguments and
-// allocate results, then launch the kernels of batch_norm.cu, or call the reference on the CPU. For the method, see
-// batch_norm.cu; for the layouts of coefficients and mask, see reference/batch_norm.h.
+// Operators for batch normalization, fused with the next activation or the residual addition. They check arguments and
+// allocate results, then launch the kernels of batch_norm.cu, or call the reference on the CPU. batch_norm.cu describes
+// the method, and reference/batch_norm.h the layouts of the coefficients and the mask.
 
 #pragma once
 
@@ -15,14 +15,14 @@
 
 namespace {
 
-// The part of a kernel name for the fused operators: an activation, or the residual addition with a ReLU and, in the
-// backward pass, one or two gradients to add.
+// Returns the part of a kernel name that states what is fused with BN: an activation, or the residual addition with a
+// ReLU and, in the backward pass, one or two gradients to add.
 std::string fused(int summands, const std::string &activation) {
   if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
   return activation.empty() ? "" : "_" + activation;
 }
 
-// Calls a function with the activation of this name; "" means no activation.
+// Calls a function with the activation that has this name; "" means no activation.
 template <class Function>
 void with_activation(const std::string &name, Function call) {
   if (name.empty()) return call(activation::linear());
@@ -48,8 +48,8 @@ struct RowGrid {
   }
 };
 
-// Returns y = A(BN(x) [+ z]) of a training step, with the activation A, which is a ReLU if z is added. Updates the
-// running `mean` and `variance` in place. Allocates `coefficients` and, unless it is null, `mask`.
+// Returns y = A(BN(x) [+ z]) for a training step. The activation A is ReLU if z is added. Updates the running `mean`
+// and `variance` in place. Allocates `coefficients` and, if it is not null, `mask`.
 Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
                 Tensor &variance, float momentum, float epsilon, const std::string &activation, Tensor &coefficients,
                 Tensor *mask) {
@@ -98,8 +98,9 @@ std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &sc
   return {y, coefficients, mask};
 }
 
-// Returns dx. `gradients`: one gradient, or two to add. `mask` and `dz` are null without the residual addition.
-// Allocates `dz`. Writes the gradients of scale and bias to `dscale` and `dbias`, which the caller allocates.
+// Returns dx. `gradients` contains the gradient of the output, or two gradients to add. `mask` and `dz` are null if
+// there is no residual addition; otherwise dz is allocated. The gradients of scale and bias are written to `dscale` and
+// `dbias`, which the caller allocates.
 Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
                    const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);
@@ -136,7 +137,8 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   return dx;
 }
 
-// Sets the tensors for the gradients of scale and bias: to `into`, in the buffer of a fused all-reduce, or to new ones.
+// Sets the tensors for the gradients of scale and bias: to those in `into`, which are in the buffer of a fused
+// all-reduce, or to new tensors.
 void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coefficients, Tensor &dscale,
                       Tensor &dbias) {
   const int64_t channels = coefficients.shape().back();
@@ -160,7 +162,7 @@ std::vector<Tensor> BnAddReluBackward(const Tensor &x, const Tensors &dy, const 
   return {dx, dz, dscale, dbias};
 }
 
-// Returns y = A(BN(x) [+ z]) with the running statistics and the activation A, which is a ReLU if z is added.
+// Returns y = A(BN(x) [+ z]) with the running statistics. The activation A is ReLU if z is added.
 std::vector<Tensor> BnInference(const Tensor &x, const Tensor &scale, const Tensor &bias, const Tensor &mean,
                                 const Tensor &variance, const paddle::optional<Tensor> &z, float epsilon,
                                 const std::string &activation) {

@@ -1,4 +1,4 @@
-"""Build, cache and loading of the custom Paddle operators. They are compiled at the first start on a machine.
+"""Builds, caches and loads the custom Paddle operators. They are compiled at the first start on a machine.
 
 The machine's C++ compiler compiles `operators.cc` with Paddle's headers. NVRTC compiles the CUDA kernels for the
 machine's GPU, without nvcc and the CUDA headers.
@@ -27,7 +27,7 @@ from utils import cache, files
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-# Patterns, so that new files are part of the cache key. NVRTC compiles the kernel files as one string in this order.
+# Patterns make new files part of the cache key. NVRTC compiles the kernel files as one string, in this order.
 OPERATOR_FILES = ("operators.cc", "**/*.h")
 KERNEL_FILES = ("common.h", "activations.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
@@ -35,7 +35,7 @@ COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall")
 
 
 def cache_folder():
-    """Return the folder of the cache, a Path.
+    """Return the cache folder as a Path.
 
     Raises:
         Unavailable: there is no home folder.
@@ -54,11 +54,11 @@ def missing(capability=None):
     """Return what this machine lacks to build the operators.
 
     Args:
-        capability: (major, minor) compute capability of the GPU; None: CPU only.
+        capability: (major, minor) compute capability of the GPU; None without a GPU.
     Returns:
-        a short description; None if nothing is missing, or if everything is already built.
+        a short description of what is missing; None if nothing is missing or everything is already built.
     Raises:
-        Unavailable: CXX is not a command.
+        Unavailable: the variable CXX is not a command.
     """
     if not cache.is_trusted(_operators_file()) and shutil.which(_compiler()[0]) is None:
         return f"no C++ compiler ({_compiler()[0]})"
@@ -71,7 +71,7 @@ def load(capability=None):
     """Build the parts that are not cached, and register the operators with Paddle.
 
     Args:
-        capability: (major, minor) compute capability of the GPU of this process; None: CPU.
+        capability: (major, minor) compute capability of this process's GPU; None without a GPU.
     Raises:
         Unavailable: a compiler or library is missing, or a compiler reports an error.
     """
@@ -82,7 +82,7 @@ def load(capability=None):
         if capability is None:
             register()
             return
-        with ThreadPoolExecutor(1) as executor:  # each compiler takes 5 s
+        with ThreadPoolExecutor(1) as executor:  # each of the two compilers takes 5 s
             compile_to = functools.partial(_compile_kernels, capability)
             kernels = executor.submit(_build, _kernels_file(capability), compile_to)
             library = register()
@@ -125,8 +125,8 @@ def _key(patterns, *others):
 
 
 def _build(path, compile_to):
-    """Build a file unless the cache contains a trusted one, which only its owner can write. One process of a job builds
-    it while the others wait."""
+    """Build a file, unless the cache contains a trusted copy, which only its owner can write. One process of a job
+    builds the file while the other processes wait."""
     if cache.is_trusted(path):
         return path
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

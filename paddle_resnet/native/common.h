@@ -6,30 +6,31 @@
 #include <cmath>
 #endif
 
-constexpr int kVectorBytes = 16;                           // per load or store of a thread, or half of it
+constexpr int kVectorBytes = 16;                           // of a thread's load or store; the types x4 use half of it
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
 constexpr int kDropoutThreads = 256;
-// Depthwise convolutions: launch bounds, and bytes of a pixel that a block reads.
+// Depthwise convolutions: launch bounds, and maximum number of bytes that a block reads per pixel.
 constexpr int kDepthwiseThreads = 256, kDepthwiseBlocksPerProcessor = 2, kMaxDepthwiseBytes = 256;
 constexpr int kDepthwisePixels = 4;                       // per thread, adjacent in a row
 constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the kernel that adds partial sums
-// Filter gradient of 1x1 convolutions: channels per block of the wider and the narrower side; rows of a matrix product.
+// Filter gradient of 1x1 convolutions: threads per block, channels per block of the wider and of the narrower tensor,
+// and rows per matrix product.
 constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32, kChunkRows = 16;
 constexpr float kLargestFloat = 3.402823466e38f;
 
-// Geometry of a pooling or a depthwise convolution, in pixels. `vectors`: vectors of channels per pixel.
+// Geometry of a pooling or depthwise convolution in pixels. `vectors` is the number of channel vectors per pixel.
 struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };
 
-// The tensors that one launch updates, each with kStates tensors of optimizer state. kTensors is limited by the 4 KB of
-// kernel arguments. `size` is the number of elements.
+// The tensors that one launch updates, each with kStates tensors of optimizer state. `size` is the number of elements.
+// kTensors is limited because kernel arguments must not exceed 4 KB.
 template <int kStates>
 struct Updates {
   static constexpr int kTensors = 3840 / ((3 + kStates) * sizeof(void *) + sizeof(int) + sizeof(float));
-  void *gradient[kTensors], *parameter[kTensors];  // in the type of the kernel
+  void *gradient[kTensors], *parameter[kTensors];  // in the data type of the kernel
   float *master[kTensors], *state[kStates][kTensors];
   int size[kTensors];
   float decay[kTensors];
@@ -38,7 +39,7 @@ struct Updates {
 using MomentumUpdates = Updates<1>;  // state: velocity
 using AdamUpdates = Updates<4>;      // state: both moments, and the powers of beta1 and beta2, with one element
 
-// The tensors whose moving averages one launch updates.
+// The tensors for which one launch updates moving averages.
 struct Averages {
   static constexpr int kTensors = 3840 / (2 * sizeof(void *) + sizeof(int));
   float *average[kTensors], *value[kTensors];
@@ -52,7 +53,7 @@ struct Averages {
 #define ON_BOTH
 #endif
 
-// Returns word `at` of the stream `key` of Philox 4x32-10: Salmon et al., SC 2011.
+// Returns random word number `at` of stream `key` of the Philox 4x32-10 generator: Salmon et al., SC 2011.
 ON_BOTH inline unsigned philox(unsigned key, unsigned at) {
   unsigned words[4] = {at / 4, 0, 0, 0}, keys[2] = {key, 0};
   for (int round = 0; round < 10; ++round) {
@@ -67,8 +68,8 @@ ON_BOTH inline unsigned philox(unsigned key, unsigned at) {
   return words[at % 4];
 }
 
-// Dropout: Srivastava et al., JMLR 15 (2014). Elements whose random word is below `threshold` become 0, others
-// are multiplied by `factor`.
+// Dropout: Srivastava et al., JMLR 15 (2014). Elements whose random word is below `threshold` become 0; all other
+// elements are multiplied by `factor`.
 struct Dropout {
   unsigned threshold;
   float factor;
@@ -93,13 +94,14 @@ struct Adam {
 };
 
 // Returns the factor that unscales gradients and limits their norm to max_norm, given the unscaled norm: Pascanu et
-// al., arXiv:1211.5063, algorithm 1. It is 0 in a step to skip, otherwise NaN if the norm is not finite.
+// al., arXiv:1211.5063, algorithm 1. The factor is 0 if the step is to be skipped; otherwise it is NaN if the norm is
+// not finite.
 ON_BOTH inline float clipped(float norm, float unscale, float max_norm) {
   if (unscale == 0.f) return 0.f;
   return unscale * (norm <= max_norm ? 1.f : max_norm / norm + 0.f * norm);
 }
 
-// Dynamic loss scaling with the rule of Paddle's update_loss_scaling.
+// Dynamic loss scaling, following the rule of Paddle's operator update_loss_scaling.
 struct LossScaling {
   int raise_after_steps, lower_after_steps;
   float raise_by, lower_by;

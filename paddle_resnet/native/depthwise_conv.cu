@@ -1,13 +1,14 @@
-// Kernels of the depthwise convolution of [N, H, W, C] and its gradients. The filter is [C, 1, K, K]; sums are float32.
+// Kernels for the depthwise convolution of [N, H, W, C] and its gradients. The filter is [C, 1, K, K]; sums are
+// float32.
 //
-// Block (lanes, height): threadIdx.x is a vector of channels, so that a warp reads adjacent memory. A task is a group
-// of kDepthwisePixels adjacent pixels of a row, which one thread computes from columns that it loads once. Grid
-// (channel groups, slabs): each block has a slab of consecutive tasks, so that rows which several tasks read stay in
-// the L1 cache.
+// The block is (lanes, height): threadIdx.x selects a vector of channels, so that a warp reads adjacent memory. A task
+// is a group of kDepthwisePixels adjacent pixels of a row, which one thread computes from columns that it loads once.
+// The grid is (channel groups, slabs): each block processes a slab of consecutive tasks, so that rows that several
+// tasks read stay in the L1 cache.
 
 #include "vector.cuh"
 
-// Position of the pixels of a task. `group`: of columns, counted from the left.
+// The image, the row and the group of columns (counted from the left) that a task computes.
 struct Task {
   int group, row, image;
   __device__ Task(int task, int height, int width) {
@@ -18,7 +19,7 @@ struct Task {
   }
 };
 
-// The slab of tasks of this block.
+// The range of tasks that this block processes.
 struct Slab {
   int begin, end;
   explicit __device__ Slab(int tasks) {
@@ -28,7 +29,7 @@ struct Slab {
   }
 };
 
-// The filters of the block's channels, in shared memory as float32 [K * K, channels of the block].
+// Loads the filters of the block's channels into shared memory, as float32 [K * K, channels of the block].
 template <class T, int K>
 __device__ const float *load_filter(const void *filter) {
   __shared__ __align__(16) float taps[K * K * kMaxDepthwiseBytes / sizeof(Vector<T>) * T::kLanes];
@@ -40,7 +41,7 @@ __device__ const float *load_filter(const void *filter) {
   return taps;
 }
 
-// One row of this thread's channels of the filter.
+// Loads one row of the filters of this thread's channels.
 template <class T, int K>
 __device__ __forceinline__ void load_taps(const float *taps, int row, float (&values)[K][T::kLanes]) {
   const int channels = blockDim.x * T::kLanes;
@@ -48,7 +49,8 @@ __device__ __forceinline__ void load_taps(const float *taps, int row, float (&va
   for (int j = 0; j < K; ++j) load_floats<T>(taps + (row * K + j) * channels + threadIdx.x * T::kLanes, values[j]);
 }
 
-// kColumns vectors of row `row` (of all images) from column `first` on; 0 outside of the row.
+// Loads kColumns vectors of row `row`, counted over all images, starting at column `first`. Columns outside the row are
+// 0.
 template <class Vec, int kColumns>
 __device__ __forceinline__ void load_columns(const Vec *x, int row, int first, int width, int vectors,
                                              Vec (&columns)[kColumns]) {
@@ -99,8 +101,9 @@ __device__ void depthwise_conv(const Vector<T> *x, const void *filter, int tasks
   }
 }
 
-// Input pixel (h, w) sums dy (oh, ow) times tap (i, j) where h + padding = S oh + i, and the same for w. The groups of
-// pixels begin at a column with (w + padding) % S = 0, so that the compiler knows which taps meet a pixel of a group.
+// The gradient of input pixel (h, w) is the sum of dy (oh, ow) times tap (i, j) over all pairs with h + padding = S oh
+// + i and w + padding = S ow + j. Each group of pixels begins at a column with (w + padding) % S = 0, so that at
+// compile time it is known which taps j contribute to each pixel of the group.
 template <class T, int K, int S>
 __device__ void depthwise_input_gradient(const Vector<T> *dy, const void *filter, int tasks, Window w, Vector<T> *dx) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kBefore = (K - 1) / S, kColumns = kBefore + (P - 1) / S + 1;
@@ -144,8 +147,8 @@ __device__ void depthwise_input_gradient(const Vector<T> *dy, const void *filter
   }
 }
 
-// Writes the sums of each slab to `partial` [slabs, K * K, channels]. K threads share a task, one for each row of the
-// filter, because the sums of an entire filter do not fit into registers.
+// Writes each slab's sums for the filter gradient to `partial` [slabs, K * K, channels]. K threads share a task, one
+// for each row of the filter, because the sums of an entire filter do not fit into registers.
 template <class T, int K, int S>
 __device__ void depthwise_filter_gradient(const Vector<T> *x, const Vector<T> *dy, int tasks, Window w,
                                           float *partial) {
@@ -195,7 +198,7 @@ __device__ void depthwise_filter_gradient(const Vector<T> *x, const Vector<T> *d
   }
 }
 
-// dfilter [channels, taps] = the sum of partial [slabs, taps, channels] over the slabs.
+// Computes dfilter [channels, taps] as the sum of partial [slabs, taps, channels] over all slabs.
 template <class T>
 __device__ void depthwise_filter_sum(const float *partial, int slabs, int taps, int channels, void *dfilter) {
   __shared__ float shared[kFilterSumRows][kFilterSumLanes];

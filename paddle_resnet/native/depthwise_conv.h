@@ -1,5 +1,5 @@
-// Operators of the depthwise convolution and its gradients. They check and allocate, then launch the kernels of
-// depthwise_conv.cu, or call the reference on the CPU.
+// Operators for the depthwise convolution and its gradients. They check arguments and allocate results, then launch the
+// kernels of depthwise_conv.cu, or call the reference on the CPU.
 
 #pragma once
 
@@ -27,8 +27,8 @@ Window depthwise_window(const Tensor &x, const Shape &shape, const Tensor &filte
   return window_of(x.shape()[1], x.shape()[2], kernel, stride, padding, padding_end, shape.vectors);
 }
 
-// A grid that fills the GPU: each block has a group of channels and a slab of tasks. `sharing`: number of threads
-// that work on the same task and channels.
+// A grid that fills the GPU: each block processes a group of channels and a slab of tasks. `sharing` is the number of
+// threads that work on the same task and channels.
 struct SlabGrid {
   std::vector<unsigned> grid, block;
   SlabGrid(const Shape &shape, int tasks, int sharing) {
@@ -41,7 +41,7 @@ struct SlabGrid {
   }
 };
 
-// Rows of groups of adjacent pixels.
+// Returns the number of tasks, which are groups of adjacent pixels in a row.
 int depthwise_tasks(int batch, int height, int width) {
   return batch * height * ((width + kDepthwisePixels - 1) / kDepthwisePixels);
 }
@@ -50,7 +50,7 @@ std::string depthwise_kernel(const char *name, const Window &window, const Shape
   return name + ("_k" + std::to_string(window.kernel)) + "_s" + std::to_string(window.stride) + shape.suffix;
 }
 
-// Returns y [N, OH, OW, C]. `filter`: [C, 1, K, K].
+// Returns y [N, OH, OW, C]. `filter` is [C, 1, K, K].
 std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int stride, int padding, int padding_end) {
   const Shape shape(x);
   Window window = depthwise_window(x, shape, filter, stride, padding, padding_end);
@@ -69,7 +69,7 @@ std::vector<Tensor> DepthwiseConv(const Tensor &x, const Tensor &filter, int str
   return {y};
 }
 
-// Returns dx and dfilter. If `into` is set, dfilter is written there, in the buffer of a fused all-reduce.
+// Returns dx and dfilter. If `into` is set, dfilter is written to that tensor, in the buffer of a fused all-reduce.
 std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter, const Tensor &dy,
                                           const paddle::optional<Tensors> &into, int stride, int padding,
                                           int padding_end) {
@@ -83,7 +83,7 @@ std::vector<Tensor> DepthwiseConvBackward(const Tensor &x, const Tensor &filter,
   if (into) require_like(filter, dfilter, "memory for the gradient of the filter");
   if (x.is_gpu()) {
     void *in = raw(x), *taps = raw(filter), *gradient = raw(dy), *out = raw(dx), *sums = raw(dfilter);
-    // The groups of dx begin at the first input pixel that an output uses.
+    // The pixel groups of dx begin `padding % stride` pixels before the row; see depthwise_input_gradient.
     int tasks = depthwise_tasks(batch, window.height, window.width + padding % stride);
     const SlabGrid input_grid(shape, tasks, 1);
     Gpu::get().launch(depthwise_kernel("depthwise_input_gradient", window, shape), x, input_grid.grid, input_grid.block,

@@ -1,4 +1,4 @@
-// Kernel of dropout. Each thread processes one element.
+// The dropout kernel. Each thread processes one element.
 
 #include "vector.cuh"
 

@@ -1,4 +1,4 @@
-// The operator of dropout, which also computes the gradient: it launches the kernel of dropout.cu, or loops on the CPU.
+// The dropout operator, which is also its own gradient. It launches the kernel of dropout.cu, or loops on the CPU.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace {
 
-// Sets elements of x to 0 with the probability `rate`, and divides the others by 1 - rate. The int32 `seed` determines
-// the mask.
+// Sets each element of x to 0 with probability `rate`, and divides the remaining elements by 1 - rate. The int32 `seed`
+// determines the mask.
 std::vector<Tensor> DropOut(const Tensor &x, const Tensor &seed, float rate) {
   if (x.numel() > INT32_MAX) PD_THROW("custom dropout requires less than 2^31 elements");
   if (seed.dtype() != DataType::INT32 || seed.numel() != 1 || seed.is_gpu() != x.is_gpu())

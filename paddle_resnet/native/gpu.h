@@ -1,5 +1,5 @@
-// GPU access of the operators: the CUDA driver, the module of the kernels, and the scratch memory of reductions. The
-// driver is loaded with dlopen at the first launch, so the build needs neither the headers nor the compiler of CUDA.
+// GPU access for the operators: the CUDA driver, the module with the kernels, and the scratch memory for reductions.
+// The driver is loaded with dlopen at the first launch, so the build needs neither CUDA's headers nor its compiler.
 
 #pragma once
 
@@ -17,11 +17,11 @@ using paddle::Tensor;
 
 namespace {
 
-// Limits of a BN launch: vectors of channels per block, channel groups per grid.
+// Limits of a BN launch: channel vectors per block, and channel groups per grid.
 constexpr int kMaxLanes = 32, kMaxChannelGroups = 4096;
 
-// paddle::Tensor::stream() const, by its mangled name, because Paddle declares it only in builds with the headers of
-// CUDA. The symbol is weak, because the CPU build of Paddle lacks it.
+// paddle::Tensor::stream() const, declared by its mangled name, because Paddle's headers declare it only if CUDA's
+// headers are available. The symbol is weak, because the CPU build of Paddle lacks it.
 struct CUstream_st;
 extern "C" CUstream_st *tensor_stream(const Tensor *) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
 
@@ -56,12 +56,13 @@ class Gpu {
     return gpu;
   }
 
-  void *partial() { return partial_; }    // float sums, per block
+  void *partial() { return partial_; }    // float sums for each block
   void *arrivals() { return arrivals_; }  // counters of finished blocks (unsigned); 0 between launches
   void *overflow() { return overflow_; }  // int; 0 between optimizer steps
-  int blocks() const { return blocks_; }  // number that fills the GPU at kBlocksPerProcessor
+  int blocks() const { return blocks_; }  // fills the GPU at kBlocksPerProcessor
 
-  // Launches a kernel on the stream of tensor `on`. `grid` and `block`: {x, y}. `arguments`: the arguments' addresses.
+  // Launches a kernel on the stream of tensor `on`. `grid` and `block` are {x, y}, `arguments` the arguments'
+  // addresses.
   void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
               std::vector<void *> arguments) {
     using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
@@ -99,7 +100,7 @@ class Gpu {
   void allocate(void **memory, size_t bytes) {
     check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
     check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
-    // The stream of Paddle does not wait for the null stream.
+    // Wait here, because Paddle's stream does not wait for the null stream.
     check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");
   }
 

@@ -1,5 +1,5 @@
-// Kernels of the loss: softmax cross entropy with label smoothing, top-1 and top-k hits, the predicted class, and the
-// gradient. Logits are float32 [rows, classes], labels 64-bit integers. One block processes one row; the order of
+// Kernels for the loss: softmax cross entropy with label smoothing, top-1 and top-k hits, the predicted class, and the
+// gradient. Logits are float32 [rows, classes], labels are 64-bit integers. Each block processes one row. The order of
 // summation is fixed.
 
 #include "common.h"
@@ -9,7 +9,7 @@ struct Largest {
   int at;
 };
 
-// Returns the larger value, and the first of equal values. `a` is never NaN; a NaN in `b` is ignored.
+// Returns the larger value, or of two equal values the first. `a` is never NaN; a NaN in `b` is ignored.
 struct FirstLargest {
   __device__ Largest operator()(const Largest &a, const Largest &b) const {
     return b.value > a.value || (b.value == a.value && b.at < a.at) ? b : a;
@@ -39,8 +39,8 @@ struct AddBatchSums {
   }
 };
 
-// Reduces the values of all kLossThreads threads with `join` and returns the result in all threads. `shared`: memory
-// for kLossThreads values, used by one call only.
+// Reduces the values of all kLossThreads threads with `join`, and returns the result in all threads. `shared` is memory
+// for kLossThreads values that no other call uses.
 template <class Value, class Join>
 __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   const int thread = threadIdx.x;
@@ -53,13 +53,13 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   return shared[0];
 }
 
-// For each row, with logits x:
-// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), NaN if a logit is NaN or the label is
-// out of range. `weights` [rows, classes], unless null, replace the labels: sum(weights x) instead of x[label].
-// of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, hence softmax(x) = exp(x - largest - log(sum)).
-// hits[row]: bit 0 is set if the label ranks first, bit 1 if it ranks among the first k, bit 2 if it is out of
-// range. pairs[row] = {label, class that ranks first, or `classes` if there is none}. For the order of classes with
-// equal logits and NaN, see models/loss_head.py.
+// Computes for each row, with logits x:
+// losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), or NaN if a logit is NaN or the label
+// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label].
+// of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, so that softmax(x) = exp(x - largest - log(sum)).
+// hits[row]: bit 0 is set if the label ranks first, bit 1 if it ranks among the first k classes, bit 2 if it is out of
+// range. pairs[row] = {label, class that ranks first, or `classes` if no class does}. models/loss_head.py describes how
+// classes with equal logits or NaN are ranked.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_rows(const float *logits, const long long *labels, const float *weights, int classes, float smoothing, int k,
               float *losses, float *of_softmax, unsigned char *hits, long long *pairs) {
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
     sums.differences += difference;
     if (weights != nullptr) {
       const float weight = weights[static_cast<size_t>(row) * classes + i];
-      if (weight != 0) sums.weighted += weight * difference;  // avoids 0 times infinity
+      if (weight != 0) sums.weighted += weight * difference;  // without the condition, 0 times infinity would be NaN
     }
     sums.ahead += x[i] > own || (x[i] == own && i < label);
   }
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   const float log_sum = logf(sums.exponentials);
   const float target = weights != nullptr && is_class ? sums.weighted : own - largest.value;
   float loss = log_sum - (1 - smoothing) * target;
-  // Without smoothing, a logit of -inf would result in 0 times infinity.
+  // Without smoothing, this term is omitted, because a logit of -inf would make it 0 times infinity.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
   losses[row] = loss;
   of_softmax[2 * row] = largest.value;
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   pairs[2 * row + 1] = largest.at;
 }
 
-// One block reduces the batch to the mean loss, unless `loss` is null, and the fractions of top-1 and top-k hits. top1
+// One block reduces the batch to the fractions of top-1 and top-k hits and, if `loss` is not null, the mean loss. top1
 // is -1 if a label is out of range.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_means(const float *losses, const unsigned char *hits, int rows, float *loss, float *top1, float *topk) {
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   *topk = static_cast<float>(sums.among) / rows;
 }
 
-// Computes the gradient of the mean loss times *dloss. Rows whose label is out of range are NaN, like their loss.
+// Computes the gradient of the mean loss, times *dloss. Rows whose label is out of range are NaN, like their loss.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_gradient(const float *logits, const long long *labels, const float *weights, const float *of_softmax,
                   const float *dloss, int classes, float smoothing, float *dlogits) {

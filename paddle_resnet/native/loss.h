@@ -1,4 +1,4 @@
-// Operators of the loss: cross entropy and accuracies of a batch of logits, and the gradient of the mean loss. They
+// Operators for the loss: cross entropy and accuracies of a batch of logits, and the gradient of the mean loss. They
 // check arguments and allocate results, then launch the kernels of loss.cu, or call the reference on the CPU.
 
 #pragma once
@@ -24,7 +24,7 @@ struct LogitsShape {
     rows = static_cast<int>(logits.shape()[0]);
     classes = static_cast<int>(logits.shape()[1]);
   }
-  // Returns the address of optional weights [rows, classes], or null.
+  // Returns the address of the optional weights [rows, classes], or null if there are none.
   float *weights(const paddle::optional<Tensor> &weights) const {
     if (!weights) return nullptr;
     if (weights->dtype() != DataType::FLOAT32 || weights->numel() != static_cast<int64_t>(rows) * classes)
@@ -37,13 +37,13 @@ struct LogitsShape {
 const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 
 // Returns {
-//   loss: mean [], or with mean=false per image [N, 1];
-//   top1 []: fraction of the batch, -1 if a label is out of range;
-//   topk []: fraction of the batch;
-//   of_softmax [N, 2]: largest logit, log(sum(exp(logit - largest)));
-//   pairs [N, 2]: label, predicted class, C if all logits are NaN
+//   loss: the mean [], or the loss of each image [N, 1] if mean=false;
+//   top1 []: the fraction of correct images in the batch, or -1 if a label is out of range;
+//   topk []: the fraction of images in the batch whose label is among the first k classes;
+//   of_softmax [N, 2]: the largest logit, and log(sum(exp(logit - largest)));
+//   pairs [N, 2]: the label, and the predicted class, which is C if all logits are NaN
 // }.
-// Optional class weights [N, C] replace the labels in the loss.
+// If class weights [N, C] are passed, they replace the labels in the loss.
 std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddle::optional<Tensor> &given_weights,
                          float smoothing, int k, bool mean) {
   LogitsShape shape(logits, labels);

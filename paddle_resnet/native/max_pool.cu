@@ -1,10 +1,10 @@
-// Kernels of max pooling of [N, H, W, C]. The forward pass stores the position of each output in its window as one
-// byte; of equal values, the first is the maximum. The backward pass therefore reads neither input nor output. Each
-// thread processes one vector.
+// Kernels for max pooling of [N, H, W, C]. For each output, the forward pass stores the position of the maximum in its
+// window as one byte, so the backward pass reads neither input nor output. Of equal values, the first is the maximum.
+// Each thread processes one vector.
 
 #include "vector.cuh"
 
-// The coordinates of vector `index` in an array [N, H, W, vectors].
+// The coordinates of the vector with number `index` in an array [N, H, W, vectors].
 struct Pixel {
   int vector, column, row, image;
   __device__ Pixel(unsigned index, int vectors, int height, int width) {
@@ -33,7 +33,7 @@ __device__ void max_pool(const Vector<T> *x, unsigned outputs, Window w, Vector<
       unpack_vector<T>(x[((out.image * w.height + row) * w.width + column) * w.vectors + out.vector], values);
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        if (is_first || values[k] > best[k] || values[k] != values[k]) {  // NaN is the maximum
+        if (is_first || values[k] > best[k] || values[k] != values[k]) {  // NaN counts as the maximum
           best[k] = values[k];
           position[k] = i * w.kernel + j;
         }
@@ -49,7 +49,7 @@ __device__ void max_pool(const Vector<T> *x, unsigned outputs, Window w, Vector<
   }
 }
 
-// Sums, for each input vector, the gradients of the windows whose maximum it is. `dy2` may be null; otherwise it is
+// For each input element, sums the gradients of the windows in which it is the maximum. If `dy2` is not null, it is
 // added to dy.
 template <class T>
 __device__ void max_pool_gradient(const Vector<T> *dy, const Vector<T> *dy2, const unsigned *positions, unsigned inputs,

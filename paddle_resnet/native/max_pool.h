@@ -1,4 +1,4 @@
-// Operators of max pooling and its gradient. They check arguments and allocate results, then launch the kernels of
+// Operators for max pooling and its gradient. They check arguments and allocate results, then launch the kernels of
 // max_pool.cu, or call the reference on the CPU.
 
 #pragma once
@@ -12,13 +12,13 @@
 
 namespace {
 
-// `padding`: at the top and left; `padding_end`: at the bottom and right.
+// `padding` is the padding at the top and left, `padding_end` at the bottom and right.
 Window window_of(int height, int width, int kernel, int stride, int padding, int padding_end, int vectors) {
   const auto positions = [&](int size) { return (size + padding + padding_end - kernel) / stride + 1; };
   return {height, width, positions(height), positions(width), kernel, stride, padding, vectors};
 }
 
-// Returns the number of threads for a tensor: one per vector.
+// Returns the number of threads for a tensor: one thread per vector.
 unsigned pool_threads(const Tensor &x, const Shape &shape) {
   const int64_t vectors = x.numel() / shape.lanes;
   if (vectors > INT32_MAX) PD_THROW("custom max pooling requires less than 2^31 vectors of channels");
@@ -28,7 +28,7 @@ unsigned pool_threads(const Tensor &x, const Shape &shape) {
 std::vector<unsigned> pool_grid(unsigned threads) { return {(threads + kPoolThreads - 1) / kPoolThreads, 1}; }
 const std::vector<unsigned> kPoolBlock = {kPoolThreads, 1};
 
-// Returns y and positions [N, H, W, C], the position of each output in its window, as one byte.
+// Returns y and positions [N, H, W, C]: where in its window each output's maximum is, as one byte.
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const Shape rows(x);
   const int batch = x.shape()[0], channels = rows.channels;
@@ -50,7 +50,7 @@ std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding
   return {y, positions};
 }
 
-// Returns dx [N, height, width, C]. `dy`: one gradient, or two to add.
+// Returns dx [N, height, width, C]. `dy` contains one gradient, or two gradients to add.
 std::vector<Tensor> MaxPoolBackward(const Tensors &dy, const Tensor &positions, int kernel, int stride, int padding,
                                     int height, int width) {
   const Shape rows(dy[0]);

@@ -1,6 +1,6 @@
 // The library of Paddle operators: the functions that Python calls, and the inputs, outputs, attributes, shapes and
-// types of all operators. The headers implement the operators, one for each .cu file: they check arguments and allocate
-// results, then launch a kernel on Paddle's stream, or run a float32 loop of reference/ on the CPU.
+// types of all operators. For each .cu file, there is a header that implements the operators: they check arguments and
+// allocate results, then launch a kernel on Paddle's stream, or run a float32 loop of reference/ on the CPU.
 
 #include <cstdint>
 #include <vector>
@@ -17,9 +17,9 @@
 #include "tensors.h"
 #include "update.h"
 
-// Functions called through ctypes.
+// Functions that Python calls through ctypes.
 
-// Sets the kernels: the bytes of a cubin for the GPU of this process.
+// Sets the kernels, as the bytes of a cubin for the GPU of this process.
 extern "C" void paddle_resnet_set_image(const char *bytes, size_t size) { Gpu::image().assign(bytes, bytes + size); }
 
 extern "C" uint64_t paddle_resnet_async_copies() { return AsyncCopies::get().count(); }
@@ -27,7 +27,7 @@ extern "C" int paddle_resnet_wait(uint64_t number, int i, const char **memory, s
   return AsyncCopies::get().wait(number, i, memory, bytes);
 }
 
-// Operators, each preceded by the functions with which Paddle infers its shapes and types.
+// The operators. Each is preceded by functions that return the shapes and types of its outputs.
 
 using Dims = std::vector<int64_t>;
 using Shapes = std::vector<Dims>;
@@ -64,7 +64,8 @@ PD_BUILD_OP(native_bn_act_backward)
     .SetInferShapeFn(PD_INFER_SHAPE(BnActBackwardShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(BnActBackwardType));
 
-// The mask's width depends on the type, which Paddle does not pass to this function. Its static shape is unused.
+// The width of the mask depends on the data type, which Paddle does not pass to this function. Nothing uses the static
+// shape that this function returns for the mask.
 Shapes BnAddReluShape(const Dims &x, const Dims &, const Dims &, const Dims &, const Dims &, const Dims &, float,
                       float) {
   return {x, {4, x.back()}, x};
@@ -216,13 +217,13 @@ PD_BUILD_GRAD_OP(native_loss)
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(LossGradient));
 
-// Loss scale and optimizers, update.h. Operators with only in-place outputs need no shapes.
+// Loss scale and optimizers, update.h. Operators that have only in-place outputs need no shape functions.
 
 Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &, int, int, float, float) {
   return {{1}};
 }
 Types CheckFiniteType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
-// The name must not contain "_grad": Paddle 3 would treat the operator as a gradient and search its forward operator.
+// The name must not contain "_grad", because Paddle 3 would take it for a gradient and search for its forward operator.
 PD_BUILD_OP(native_check_finite)
     .Inputs({paddle::Vec("Gradients"), "Scale", "GoodSteps", "BadSteps"})
     .Outputs({"Unscale", "ScaleOut", "GoodStepsOut", "BadStepsOut"})

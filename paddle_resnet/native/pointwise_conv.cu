@@ -1,19 +1,20 @@
-// Kernel of the filter gradient of a 1x1 convolution of [rows, channels] = [N * H * W, C], in half precision, for few
-// channels on one side: cuDNN may compute this product of two tall matrices in two blocks, without splitting the rows.
+// Kernel for the filter gradient of a 1x1 convolution of [rows, channels] = [N * H * W, C] in half precision, if its
+// input or output has few channels. cuDNN may compute such a product of two tall matrices in only two blocks, because
+// it does not split the rows.
 //
-// Block (32, warps), grid (groups of kWideChannels channels of the wider tensor, slabs of rows). A warp multiplies
-// chunks of 16 rows on the tensor cores. The layout of the fragments (PTX, mma.m16n8k16) leaves open which row and
-// which channel a fragment's index means: thread (group, quad) of a warp loads rows 4 quad to 4 quad + 3, channels
-// 8 group to 8 group + 7 of the wider tensor and 4 group to 4 group + 3 of the narrower one, so no thread needs a value
-// that a different thread has loaded.
+// The block is (32, warps), the grid (groups of kWideChannels channels of the wider tensor, slabs of rows). A warp
+// multiplies chunks of 16 rows on the tensor cores. The layout of the fragments (PTX, mma.m16n8k16) does not prescribe
+// which row and channel a fragment's index refers to. Therefore thread (group, quad) of a warp loads rows 4 quad to
+// 4 quad + 3, channels 8 group to 8 group + 7 of the wider tensor and channels 4 group to 4 group + 3 of the narrower
+// tensor, so that no thread needs a value that a different thread has loaded.
 
 #include "vector.cuh"
 
-// The same half of two words: the elements of two rows, the first row in the lower half.
+// Combine the same half of two words, which are from two rows. The element of the first row goes to the lower half.
 __device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return (a & 0xffffu) | (b << 16); }
 __device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return (a >> 16) | (b & 0xffff0000u); }
 
-// The rows of a chunk that a thread loads. Rows past the end, and channels that do not exist, are 0.
+// The elements of a chunk that a thread loads. Rows past the end and channels that do not exist are 0.
 struct Chunk {
   unsigned wide[4][4], narrow[4][2];  // two channels per element
 
@@ -33,8 +34,8 @@ struct Chunk {
   }
 };
 
-// Adds the product of a chunk. sums[i][n]: fragment of wide channels 8 group + 2 i + {0, 1} and narrow channels
-// 4 column + n.
+// Adds the product of a chunk to `sums`. sums[i][n] is the fragment for channels 8 group + 2 i + {0, 1} of the wider
+// tensor and channels 4 column + n of the narrower tensor.
 template <class T>
 __device__ __forceinline__ void add_product(const Chunk &chunk, float (&sums)[4][4][4]) {
 #pragma unroll
@@ -54,8 +55,8 @@ __device__ __forceinline__ void add_product(const Chunk &chunk, float (&sums)[4]
   }
 }
 
-// Writes the sums of each slab to `partial` [slabs, wide * narrow] at wide channel * wide_stride + narrow channel *
-// narrow_stride. `wide` and `narrow` are the numbers of channels.
+// Writes the sums of each slab to `partial` [slabs, wide * narrow]. The sum for a pair of channels is at wide channel *
+// wide_stride + narrow channel * narrow_stride. `wide` and `narrow` are the numbers of channels.
 template <class T>
 __device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *narrow_from, int rows, int wide,
                                           int narrow, int wide_stride, int narrow_stride, float *partial) {
@@ -66,7 +67,7 @@ __device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *n
   const int chunks = (rows + kChunkRows - 1) / kChunkRows, size = (chunks + gridDim.y - 1) / gridDim.y;
   const int begin = min(static_cast<int>(blockIdx.y) * size, chunks), end = min(begin + size, chunks);
   float sums[4][4][4] = {};
-  for (int first = begin; first < end; first += kUnroll * warps) {  // the same number of times in each warp
+  for (int first = begin; first < end; first += kUnroll * warps) {  // the same number of iterations in each warp
     Chunk loaded[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
@@ -78,7 +79,7 @@ __device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *n
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) add_product<T>(loaded[step], sums);
   }
-  for (int turn = 0; turn < warps; ++turn) {  // in a fixed order
+  for (int turn = 0; turn < warps; ++turn) {  // the warps add their sums in a fixed order
     if (threadIdx.y == turn) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

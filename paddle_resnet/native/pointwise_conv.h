@@ -1,5 +1,5 @@
-// Operator of the filter gradient of a 1x1 convolution with few channels on one side. It checks and allocates, then
-// launches the kernels of pointwise_conv.cu, or calls the reference on the CPU.
+// Operator for the filter gradient of a 1x1 convolution whose input or output has few channels. It checks arguments and
+// allocates the result, then launches the kernels of pointwise_conv.cu, or calls the reference on the CPU.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace {
 
-// Returns the gradient [OC, C, 1, 1] of the filter. `x`: [N, H, W, C]; `dy`: [N, H, W, OC]. If `into` is given, the
-// gradient is written there, into the buffer of a fused all-reduce.
+// Returns the gradient [OC, C, 1, 1] of the filter. `x` is [N, H, W, C], `dy` is [N, H, W, OC]. If `into` is set, the
+// gradient is written to that tensor, in the buffer of a fused all-reduce.
 std::vector<Tensor> PointwiseFilterGradient(const Tensor &x, const Tensor &dy, const paddle::optional<Tensors> &into) {
   int in = static_cast<int>(x.shape().back()), out = static_cast<int>(dy.shape().back());
   const int64_t all_rows = x.numel() / in;

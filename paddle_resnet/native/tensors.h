@@ -1,4 +1,4 @@
-// Helpers of all operators: checks, allocation, and raw pointers of tensors.
+// Helpers for all operators: tensor checks, tensor allocation, and raw pointers.
 
 #pragma once
 
@@ -15,7 +15,7 @@ using Tensors = std::vector<Tensor>;
 
 namespace {
 
-// The suffix of a kernel name for the data type of a tensor.
+// Returns the suffix that kernel names have for the data type of a tensor.
 std::string suffix(const Tensor &x) {
   switch (x.dtype()) {
     case DataType::FLOAT32:
@@ -29,9 +29,9 @@ std::string suffix(const Tensor &x) {
   }
 }
 
-// A tensor [N, H, W, C] viewed as [rows, channels] = [N * H * W, C], channels contiguous. A row consists of `vectors`
-// vectors of `lanes` elements: 16 bytes, or 8 bytes if half-precision channels are a multiple of 4 but not of 8.
-// `suffix`: suffix of the kernel name for the data type and these vectors.
+// A tensor [N, H, W, C] viewed as [rows, channels] = [N * H * W, C], with contiguous channels. A row consists of
+// `vectors` vectors of `lanes` elements. A vector has 16 bytes, or 8 bytes if the type is half precision and the number
+// of channels is a multiple of 4, but not of 8. `suffix` is the kernel name's suffix for the data type and vector size.
 struct Shape {
   int rows, channels, lanes, vectors, vector_bytes;
   std::string suffix;
@@ -49,25 +49,25 @@ struct Shape {
   }
 };
 
-// Throws if a tensor has a different shape or type than `x`, because kernels use the shape of `x` for all tensors.
+// Throws if a tensor's shape or type differs from that of `x`, because kernels use the shape of `x` for all tensors.
 void require_like(const Tensor &x, const Tensor &other, const char *what) {
   if (other.dtype() != x.dtype() || other.shape() != x.shape())
     PD_THROW("custom operator: the type or shape of the ", what, " differs from that of the main tensor");
 }
 
-// The reference loops support only float32.
+// Throws if a tensor is not float32, because the reference loops support only float32.
 void require_float32(const Tensor &x) {
   if (x.dtype() != DataType::FLOAT32) PD_THROW("custom operators support only float32 on the CPU");
 }
 
-// Pointers to the elements of a tensor, on its device.
+// Return pointers to the elements of a tensor, on its device.
 template <class T>
 T *data(const Tensor &x) {
   return const_cast<T *>(x.data<T>());
 }
 void *raw(const Tensor &x) { return const_cast<void *>(x.data()); }
 
-// New tensors on the device of an existing tensor.
+// Return new tensors on the device of an existing tensor.
 Tensor empty_as(const Tensor &x) { return paddle::empty(x.shape(), x.dtype(), x.place()); }
 Tensor empty_floats(std::vector<int64_t> shape, const Tensor &on) {
   return paddle::empty(shape, DataType::FLOAT32, on.place());

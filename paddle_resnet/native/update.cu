@@ -1,11 +1,11 @@
-// Kernels after the backward pass, for many parameters per launch: the check of the gradients, the loss scale, gradient
-// clipping, the optimizers and moving averages.
+// Kernels that run after the backward pass and process many parameters per launch: the gradient check, the loss scale,
+// gradient clipping, the optimizers and moving averages.
 
 #include "vector.cuh"
 
-constexpr int kBlocksApart = 41;  // distance of the first blocks of consecutive tensors
+constexpr int kBlocksApart = 41;  // distance between the first blocks of consecutive tensors
 
-// Loads or stores `count` elements from element i on: a full vector, or the end of an array.
+// Load or store `count` elements starting at element i: a full vector, or fewer at the end of an array.
 template <class T>
 __device__ __forceinline__ void load(const void *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return unpack_vector<T>(static_cast<const uint4 *>(from)[i / T::kLanes], values);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store(const float (&values)[T::kLanes], void *to
   for (int k = 0; k < count; ++k) store_one(T(), values[k], to, i + k);
 }
 
-// The same for a float32 array that belongs to an array of T.
+// Like load and store, but for float32 data such as masters and state, in vectors of T::kLanes elements.
 template <class T>
 __device__ __forceinline__ void load_some(const float *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return load_floats<T>(from + i, values);
@@ -32,11 +32,11 @@ __device__ __forceinline__ void store_some(const float (&values)[T::kLanes], flo
   for (int k = 0; k < count; ++k) to[i + k] = values[k];
 }
 
-// Returns the index of this block among those that share tensor t. Most tensors are small and occupy few blocks; the
-// shift distributes the tensors over different blocks.
+// Returns the index of this block among the blocks that share tensor t. Most tensors are small and occupy few blocks,
+// so the first block is shifted for each tensor to distribute the tensors over all blocks.
 __device__ __forceinline__ int block_of(int t) { return (blockIdx.x + t * kBlocksApart) % gridDim.x; }
 
-// Calls each(i, count) for the vectors of tensor t that this thread processes: `count` elements from element i on.
+// Calls each(i, count) for each vector of tensor t that this thread processes: `count` elements starting at element i.
 template <class T, class Each>
 __device__ __forceinline__ void for_each_vector_of(int t, int size, const Each &each) {
   const int step = gridDim.x * kMaxThreads * T::kLanes;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void for_each_vector_of(int t, int size, const Each &
   }
 }
 
-// Calls each(t, i, count) for the vectors of all tensors that this thread processes.
+// Calls each(t, i, count) for each vector that this thread processes, in all tensors.
 template <class T, class Table, class Each>
 __device__ __forceinline__ void for_each_vector(const Table &updates, const Each &each) {
   for (int t = 0; t < updates.count; ++t) {
@@ -53,13 +53,13 @@ __device__ __forceinline__ void for_each_vector(const Table &updates, const Each
   }
 }
 
-// Returns the float32 parameter: the master, or the parameter itself.
+// Returns the float32 values of parameter t: its master if there are masters, otherwise the parameter itself.
 template <bool kHasMasters, class Table>
 __device__ __forceinline__ float *exact(const Table &updates, int t) {
   return kHasMasters ? updates.master[t] : static_cast<float *>(updates.parameter[t]);
 }
 
-// Sets *overflow to 1 if an element is not finite; otherwise leaves it unchanged.
+// Sets *overflow to 1 if an element is not finite; otherwise leaves *overflow unchanged.
 template <class T>
 __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
   constexpr unsigned kExponent = 0x7f800000u;
@@ -74,8 +74,8 @@ __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
 }
 
 // Momentum: v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. A
-// null `unscale` means 1; 0 skips the step. With masters, p is the float32 master, and the parameter is its rounded
-// copy.
+// null `unscale` means 1; if *unscale is 0, the step is skipped. With masters, p is the float32 master, and the
+// parameter is a rounded copy of the master.
 template <class T, bool kHasMasters>
 __device__ void momentum(const MomentumUpdates &updates, const float *rate, const float *unscale, float mu,
                          bool nesterov) {
@@ -99,7 +99,7 @@ __device__ void momentum(const MomentumUpdates &updates, const float *rate, cons
 }
 
 // AdamW: Loshchilov and Hutter, arXiv:1711.05101. p -= rate (u + decay p), where u is Adam's direction for unscale *
-// gradient. Launch advance_powers after it.
+// gradient. Launch advance_powers after this kernel.
 template <class T, bool kHasMasters>
 __device__ void adamw(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale) {
   const float factor = unscale != nullptr ? *unscale : 1.f, step = *rate;
@@ -130,7 +130,7 @@ __device__ __forceinline__ int blocks_of(int size) {
   return min(static_cast<int>(gridDim.x), (size + kElements - 1) / kElements);
 }
 
-// Sums two values over the threads of a block in a fixed order. All threads of the block must call it.
+// Sums two values over the threads of a block in a fixed order. All threads of the block must call this function.
 __device__ void sum_over_block(float &a, float &b) {
   constexpr int kGroups = 32;
   __shared__ float of_threads[2][kMaxThreads], of_groups[2][kGroups];
@@ -147,7 +147,7 @@ __device__ void sum_over_block(float &a, float &b) {
   for (int k = 0; k < kGroups; ++k) a += of_groups[0][k], b += of_groups[1][k];
 }
 
-// Sums the squares of all unscaled gradients per block: the first launch sets `partial`, later launches add to it.
+// Sums the squares of all unscaled gradients per block. The first launch sets `partial`; later launches add to it.
 template <class T>
 __device__ void sum_squares(const MomentumUpdates &updates, const float *unscale, float *partial, bool is_first) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
@@ -163,8 +163,8 @@ __device__ void sum_squares(const MomentumUpdates &updates, const float *unscale
 }
 
 // LAMB: You et al., arXiv:1904.00962, algorithm 2. p -= rate ratio (u + decay p), where u is Adam's direction and ratio
-// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments and sums
-// the squares of p and of u + decay p in `partial`, for each tensor and block that shares it.
+// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments. For each
+// tensor and each block that shares it, it also writes the sums of the squares of p and of u + decay p to `partial`.
 template <class T, bool kHasMasters>
 __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float *unscale, float *partial) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
@@ -197,7 +197,7 @@ __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float 
   }
 }
 
-// The second kernel, with the same grid, updates the parameters. Launch advance_powers after it.
+// The second kernel of LAMB, with the same grid, updates the parameters. Launch advance_powers after it.
 template <class T, bool kHasMasters>
 __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale,
                      const float *partial) {
@@ -232,7 +232,7 @@ __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, c
   }
 }
 
-// Updates the powers of the betas for the next step, unless the step is skipped, with one thread per tensor.
+// Updates the powers of the betas for the next step, with one thread per tensor. Does nothing if the step is skipped.
 extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const float *unscale) {
   if ((unscale != nullptr && *unscale == 0.f) || threadIdx.x >= updates.count) return;
   *updates.state[2][threadIdx.x] *= rule.beta1;
@@ -267,7 +267,7 @@ UPDATE_KERNELS(f32)
 UPDATE_KERNELS(f16)
 UPDATE_KERNELS(bf16)
 
-// Computes average += weight (value - average), unless the step is skipped.
+// Computes average += weight (value - average). Does nothing if the step is skipped.
 extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
     follow_averages(Averages averages, const float *weight, const float *unscale) {
   if (unscale != nullptr && *unscale == 0.f) return;
@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
   });
 }
 
-// Updates the loss scale and its counters, and clears *overflow. Launch one thread after the checks.
+// Updates the loss scale and its counters, and sets *overflow to 0. Launch a single thread, after the checks.
 extern "C" __global__ void follow_loss_scale(int *overflow, LossScaling rule, float *scale, int *good, int *bad,
                                              float *unscale) {
   *unscale = *overflow ? 0.f : 1.f / *scale;
@@ -290,7 +290,7 @@ extern "C" __global__ void follow_loss_scale(int *overflow, LossScaling rule, fl
   *overflow = 0;
 }
 
-// Adds the sums of all blocks of sum_squares and computes the clipping factor. Launch one block after sum_squares.
+// Adds the sums of all blocks and computes the clipping factor. Launch a single block, after sum_squares.
 extern "C" __global__ void clip_factor(const float *partial, int sums, const float *unscale, float max_norm,
                                        float *factor) {
   float squares = 0, none = 0;

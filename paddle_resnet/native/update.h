@@ -1,6 +1,6 @@
-// Operators after the backward pass: the check of all gradients with the loss scale, gradient clipping, the optimizers
-// and moving averages. They process the tensors of all parameters: they launch the kernels of update.cu once per table
-// of tensors, or call the reference on the CPU.
+// Operators that run after the backward pass: the check of all gradients and the update of the loss scale, gradient
+// clipping, the optimizers and moving averages. Each operator processes the tensors of all parameters: it launches the
+// kernels of update.cu once per table of tensors, or calls the reference on the CPU.
 
 #pragma once
 
@@ -31,11 +31,12 @@ float *floats(const Tensor &tensor, int64_t size) {
   return static_cast<float *>(address(tensor, size));
 }
 
-// The arguments of the launches of one kernel: tensors of one data type, divided into tables.
+// Tensors of one data type, divided into tables. Each table is the argument of one kernel launch.
 template <class Table>
 class Tables {
  public:
-  // `state`: the tensors of Table::state. The first two have the size of the parameter, the others one element.
+  // `state` contains the tensors for Table::state. The first two have the size of the parameter; the others have one
+  // element.
   void add(const Tensor &gradient, const Tensor *parameter, const Tensor *master, std::vector<const Tensor *> state,
            float decay) {
     if (tables_.empty() || tables_.back().count == Table::kTensors) tables_.emplace_back();
@@ -59,7 +60,7 @@ class Tables {
   std::vector<Table> tables_;
 };
 
-// Returns the tables of all parameters by the suffix of the kernel name, such as "_f16".
+// Returns the tables of all parameters, by kernel name suffix such as "_f16".
 template <class Table>
 std::map<std::string, Tables<Table>> tables_by_type(const Tensors &parameters, const Tensors &gradients,
                                                     const Tensors *masters, std::vector<const Tensors *> state,
@@ -89,8 +90,8 @@ void require_one_each(const Tensors &parameters, std::vector<const Tensors *> ot
 std::vector<unsigned> update_grid() { return {static_cast<unsigned>(Gpu::get().blocks()), 1}; }
 std::vector<unsigned> update_block() { return {kMaxThreads, 1}; }
 
-// Checks that all gradients are finite, then updates the loss scale and its counters in place. Returns [1]: 1 /
-// (scale of these gradients), or 0 if a gradient is not finite.
+// Checks that all gradients are finite, then updates the loss scale and its counters in place. Returns a tensor [1]:
+// 1 / (loss scale of these gradients), or 0 if a gradient is not finite.
 std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
                                 int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
   LossScaling rule = {raise_after_steps, lower_after_steps, raise_by, lower_by};
@@ -120,9 +121,9 @@ std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor 
   return {unscale};
 }
 
-// Returns [1]: the factor that unscales the gradients and limits their global norm, unscale * min(1, max_norm /
-// |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 in a step to skip, otherwise NaN if the
-// norm is not finite.
+// Returns a tensor [1]: the factor that unscales the gradients and limits their global norm, unscale * min(1, max_norm
+// / |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 if the step is to be skipped;
+// otherwise it is NaN if the norm is not finite.
 std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<Tensor> &unscale, float max_norm) {
   Tensor factor = paddle::empty({1}, DataType::FLOAT32, gradients.at(0).place());
   const float *u = unscale ? unscale->data<float>() : nullptr;
@@ -153,7 +154,7 @@ std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<
 }
 
 // Updates exponential moving averages in place: average += weight (value - average). `unscale` is the result of
-// CheckFinite or ClipFactor; 0 skips the step.
+// CheckFinite or ClipFactor; if it is 0, the step is skipped.
 void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const paddle::optional<Tensor> &unscale) {
   if (values.size() != averages.size()) PD_THROW("custom average requires a value for each average");
   const float *w = weight.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;
@@ -178,8 +179,8 @@ void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const p
   }
 }
 
-// Updates parameters with momentum in place. `masters`: float32 masters of parameters in half precision; null for
-// float32 parameters. `unscale` is the result of CheckFinite or ClipFactor.
+// Updates parameters in place with momentum. `masters` are the float32 masters of parameters in half precision; null
+// for float32 parameters. `unscale` is the result of CheckFinite or ClipFactor.
 void momentum(Tensors &parameters, const Tensors &gradients, Tensors &velocities, Tensors *masters, const Tensor &rate,
               const paddle::optional<Tensor> &unscale, float mu, bool nesterov, const std::vector<float> &decays) {
   require_one_each(parameters, {&gradients, &velocities}, masters, decays);
@@ -213,7 +214,7 @@ void MomentumMasters(Tensors &parameters, const Tensors &gradients, Tensors &vel
   momentum(parameters, gradients, velocities, &masters, rate, unscale, mu, nesterov, decays);
 }
 
-// Updates parameters with AdamW or LAMB in place. The powers of the betas have one element per parameter; for the other
+// Updates parameters in place with AdamW or LAMB. The powers of the betas have one element per parameter; for the other
 // arguments, see momentum.
 void adam(bool is_lamb, Tensors &parameters, const Tensors &gradients, Tensors &moments1, Tensors &moments2,
           Tensors &powers1, Tensors &powers2, Tensors *masters, const Tensor &rate,

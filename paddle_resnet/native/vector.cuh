@@ -1,10 +1,10 @@
-// Loads and stores of vectors of consecutive channels, with which all kernels access memory. Values in registers are
-// float32. The kernels include no CUDA headers, so NVRTC needs only the files of this folder.
+// All kernels access memory with these functions, which load and store vectors of consecutive channels. In registers,
+// values are float32. The kernels include no CUDA headers, so NVRTC needs only the files of this folder.
 
 #include "common.h"
 
-// Data types with the vector of a load or store; kLanes is its number of elements. The types x4 are for layers whose
-// channels fill vectors of 8 bytes but not of 16 (Shape in tensors.h).
+// Data types with the vectors to load and store, which have kLanes elements. The types x4 are for layers whose number
+// of channels is a multiple of 8 bytes, but not of 16 bytes (see Shape in tensors.h).
 struct f32 {
   using Vector = uint4;
   static constexpr int kLanes = 4;
@@ -28,7 +28,8 @@ struct bf16x4 : bf16 {
 template <class T>
 using Vector = typename T::Vector;
 
-// Conversion between a 32-bit word and its elements: one of 32 bits, or two of 16 bits, the first in the lower half.
+// Convert between a 32-bit word and its elements: one 32-bit element, or two 16-bit elements, the first in the lower
+// half.
 __device__ __forceinline__ void unpack(f32, unsigned bits, float *values) { values[0] = __uint_as_float(bits); }
 __device__ __forceinline__ unsigned pack(f32, const float *values) { return __float_as_uint(values[0]); }
 
@@ -58,7 +59,7 @@ __device__ __forceinline__ unsigned pack(bf16, const float *values) {
   return round_to_bf16(values[0]) | round_to_bf16(values[1]) << 16;
 }
 
-// Conversion between a vector and T::kLanes floats.
+// Convert between a vector and T::kLanes floats.
 template <class T>
 __device__ __forceinline__ void unpack_vector(Vector<T> raw, float (&values)[T::kLanes]) {
   constexpr int kWords = sizeof(raw) / 4, kWord = T::kLanes / kWords;
@@ -83,7 +84,7 @@ __device__ __forceinline__ Vector<T> pack_vector(const float (&values)[T::kLanes
   return raw;
 }
 
-// Loads or stores T::kLanes floats of a float32 array; the address must be a multiple of 16 bytes.
+// Load or store T::kLanes floats of a float32 array. The address must be a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ void load_floats(const float *source, float (&values)[T::kLanes]) {
 #pragma unroll
@@ -100,7 +101,7 @@ __device__ __forceinline__ void store_floats(const float (&values)[T::kLanes], f
   }
 }
 
-// Loads or stores only element i, for the end of an array that does not fill a vector.
+// Load or store only element i. This is for the last elements of an array if they do not fill a vector.
 __device__ __forceinline__ float load_one(f32, const void *from, int i) { return static_cast<const float *>(from)[i]; }
 __device__ __forceinline__ void store_one(f32, float value, void *to, int i) { static_cast<float *>(to)[i] = value; }
 template <class T>
@@ -115,7 +116,7 @@ __device__ __forceinline__ void store_one(T, float value, void *to, int i) {
   static_cast<unsigned short *>(to)[i] = static_cast<unsigned short>(pack(T(), pair));
 }
 
-// Adds the product of a 16x16 and a 16x8 matrix to `sums`: PTX's mma.m16n8k16, which all threads of a warp execute.
+// Adds the product of a 16x16 and a 16x8 matrix to `sums`, with PTX's mma.m16n8k16. All threads of a warp must call it.
 #ifdef __CUDACC_RTC__
 #define MULTIPLY_ADD(T, NAME) \
   __device__ __forceinline__ void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, \

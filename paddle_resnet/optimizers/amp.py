@@ -1,4 +1,4 @@
-"""Mixed precision (AMP): the decorated optimizer, and the evaluation program in the same precision."""
+"""Mixed precision (AMP): wraps the optimizer, and converts the evaluation program to the same precision."""
 
 import paddle
 from paddle import static
@@ -9,9 +9,9 @@ from paddle_resnet.models import loss_head
 
 
 def _amp_lists(program, dtype):
-    """Return Paddle's lists of the operators that run in `dtype`, with the loss head excluded.
+    """Return Paddle's lists of the operators that run in `dtype`, excluding the loss head.
 
-    The head is excluded by the names of its outputs, because level O2 ignores lists of operator types.
+    The loss head is excluded by the names of its outputs, because level O2 ignores lists of operator types.
     """
     head = [op for op in program.global_block().ops if loss_head.contains(op)]
     names = {name for op in head for name in op.output_arg_names}
@@ -22,11 +22,11 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic):
     """Wrap an optimizer for mixed precision of the current program.
 
     Args:
-        optimizer: optimizer of Paddle.
+        optimizer: one of Paddle's optimizers.
         dtype: "float16" or "bfloat16".
         level: "O1", or "O2" with float32 master weights.
         loss_scale: initial loss scale.
-        is_dynamic: adjust the loss scale during training.
+        is_dynamic: whether to adjust the loss scale during training.
     """
     compat.accept_legacy_any()
     return static.amp.decorate(
@@ -40,11 +40,11 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic):
 
 
 def cast_evaluation_program(program, place, dtype, level):
-    """Rewrite an evaluation program in place to the precision of training. Call it after the parameters are in the
+    """Convert an evaluation program in place to the precision of training. Call this when the parameters are in the
     scope.
 
     O1 casts the inputs of each operator and leaves the parameters in float32. O2 casts the parameters in the scope,
-    except those that are already cast for a training program.
+    except those that have already been cast for a training program.
     """
     dest_type, scope = getattr(paddle, dtype), static.global_scope()
     names = fp16_utils.cast_model_to_fp16(

@@ -1,6 +1,6 @@
-"""Learning-rate schedules of --lr-scheduler: functions of the step, after a linear warm-up.
+"""Learning-rate schedules for --lr-scheduler: functions of the step, which follow a linear warm-up.
 
-To add a schedule, write a function here, an entry of SCHEDULES, and a test with its formula in
+To add a schedule, write a function here, an entry in SCHEDULES, and a test with its formula in
 tests/optimizers/test_schedules.py.
 """
 
@@ -16,17 +16,17 @@ from paddle_resnet.settings import durations
 from utils import logger
 from utils.errors import UsageError
 
-ONE_CYCLE_START = 1 / 25  # fraction of the peak in the first step; fastai's default
+ONE_CYCLE_START = 1 / 25  # learning rate of the first step as a fraction of the peak; fastai's default
 
 
 @dataclass(frozen=True)
 class Span:
-    """The steps after the warm-up and the range of learning rates of a schedule.
+    """The steps after the warm-up, and the range of learning rates in these steps.
 
     Attributes:
-        steps: number of steps, at least 1.
+        steps: number of steps after the warm-up, at least 1.
         peak, low: highest and final learning rate.
-        first_step: number of steps before the span.
+        first_step: number of steps before the span, which are the warm-up.
         steps_of: function that converts a duration in the unit of --lr-decay-epochs to steps.
     """
 
@@ -37,30 +37,30 @@ class Span:
     steps_of: Callable
 
     def fall(self, step, begin=0):
-        """Return the rate on a cosine from the peak at step `begin` to the low rate after the last step."""
+        """Return the value of a cosine that falls from the peak at step `begin` to the low rate after the last step."""
         progress = min(1.0, (step - begin) / max(1, self.steps - begin))
         return self.low + (self.peak - self.low) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def cosine(span, step):
-    """Return a cosine from the peak to --min-lr: Loshchilov and Hutter, arXiv:1608.03983, without restarts."""
+    """Follow a cosine from the peak to --min-lr: Loshchilov and Hutter, arXiv:1608.03983, without restarts."""
     return span.fall(step)
 
 
 def piecewise(span, begins, factor, step):
-    """Return the peak, multiplied by --lr-decay-factor at each of --lr-decay-epochs."""
+    """Begin at the peak, and multiply the rate by --lr-decay-factor at each of --lr-decay-epochs."""
     return span.peak * factor ** sum(span.first_step + step >= span.steps_of(begin) for begin in begins)
 
 
 def polynomial(span, power, step):
-    """Return a polynomial of degree --lr-power from the peak to --min-lr."""
+    """Follow a polynomial of degree --lr-power from the peak to --min-lr."""
     left = max(0.0, 1 - step / span.steps)
     return span.low + (span.peak - span.low) * left**power
 
 
 def one_cycle(span, rise, step):
-    """Return a cosine up to the peak in the fraction --lr-rise of the steps, then a cosine down to --min-lr: Smith and
-    Topin, arXiv:1708.07120, with the cosines of fastai."""
+    """Rise to the peak on a cosine until the fraction of completed steps reaches --lr-rise, then fall to --min-lr on a
+    cosine: Smith and Topin, arXiv:1708.07120, with cosines as in fastai."""
     rise = round(rise * span.steps)
     if step >= rise:
         return span.fall(step, begin=rise)
@@ -69,11 +69,12 @@ def one_cycle(span, rise, step):
 
 
 def flat_cosine(span, flat, step):
-    """Return the peak in the fraction --lr-flat of the steps, then a cosine down to --min-lr: fastai's fit_flat_cos."""
+    """Stay at the peak until the fraction of completed steps reaches --lr-flat, then fall to --min-lr on a cosine, like
+    fastai's fit_flat_cos."""
     return span.fall(max(step, flat := round(flat * span.steps)), begin=flat)
 
 
-SCHEDULES = {  # the function, and the flags that are its arguments between span and step
+SCHEDULES = {  # {name: (function, flags whose values are its arguments between span and step)}
     "Cosine": (cosine, ()),
     "Piecewise": (piecewise, ("lr_decay_epochs", "lr_decay_factor")),
     "Poly": (polynomial, ("lr_power",)),
@@ -83,17 +84,17 @@ SCHEDULES = {  # the function, and the flags that are its arguments between span
 
 
 class Schedule(paddle.optimizer.lr.LRScheduler):
-    """A schedule after a linear warm-up, advanced once per step. The rate depends only on the step. It is multiplied by
-    the factor of the stage to which the step belongs.
+    """A linear warm-up followed by a schedule, advanced once per step. The learning rate depends only on the step, and
+    is multiplied by the factor of the stage to which the step belongs.
 
     Args:
         rate: function that returns the learning rate, given the number of steps since the warm-up.
         timeline: durations.Timeline.
-        warmup_steps: length of the warm-up, which ends at rate(0).
+        warmup_steps: number of steps of the warm-up, which ends at the learning rate rate(0).
         warmup_start: learning rate of step 0 if warmup_steps is positive.
 
     Attributes:
-        timeline: the argument.
+        timeline: the argument of that name.
         batch: index of the next batch within its step.
     """
 
@@ -105,7 +106,7 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
     @property
     def done(self):
         """The number of completed steps."""
-        return self.last_epoch  # Paddle's name of the step count
+        return self.last_epoch  # Paddle's name for the step count
 
     @property
     def batches(self):
@@ -123,12 +124,12 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
 
 
 def build_lr_scheduler(args, timeline):
-    """Build the schedule of --lr-scheduler with a linear warm-up.
+    """Build the schedule that --lr-scheduler selects, with a linear warm-up.
 
     --lr and --min-lr are multiplied by the number of processes and --accumulate-steps: Goyal et al., arXiv:1706.02677.
 
     Args:
-        args: settings with the flags of the schedule, the warm-up and the length of the run.
+        args: settings for the schedule, the warm-up and the length of the run.
         timeline: durations.Timeline.
     Returns:
         Schedule, to be advanced after each step.
@@ -142,7 +143,7 @@ def build_lr_scheduler(args, timeline):
     if warmup_steps > total:
         logger.warn(f"--warmup-epochs {args.warmup_epochs}: longer than the run, which consists of warm-up only")
         warmup_steps = total
-    # At least 1, for a run that consists of warm-up only and never reaches the schedule.
+    # The maximum is for a run that only has warm-up steps and never reaches the schedule.
     span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)
     function, flags = SCHEDULES[args.lr_scheduler]
     rate = functools.partial(function, span, *(getattr(args, flag) for flag in flags))

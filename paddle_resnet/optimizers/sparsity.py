@@ -7,37 +7,37 @@ from paddle.incubate import asp
 from paddle.incubate.asp.asp import ASPHelper, MaskAlgo
 
 MASK = ".asp_mask"  # suffix of the name of a pruned parameter's mask
-GROUP = 4  # consecutive input channels, of which two weights are zero
+GROUP = 4  # number of consecutive input channels among which two weights are zero
 
 
 def exclude_classifier(main_prog, model):
-    """Exclude the classifier from pruning, as NVIDIA's example does. Paddle itself excludes filters of 3 channels."""
+    """Exclude the classifier from pruning, as NVIDIA's example does. Paddle itself excludes filters with 3 channels."""
     asp.set_excluded_layers([model.last.weight.name], main_program=main_prog)
 
 
 def prune(main_prog, place, algorithm):
     """Set two of every four weights to zero, and keep them zero during training (--prune-model).
 
-    Without a GPU, Paddle's CUDA build crashes in `paddle.incubate.asp.prune_model` on a Fleet program. The helper
-    below takes the place as an argument and works.
+    Without a GPU, Paddle's CUDA build crashes if `paddle.incubate.asp.prune_model` is called for a Fleet program. The
+    internal function that is used instead takes the place as an argument and works.
 
     Args:
         main_prog: training Program.
-        place: device of its parameters.
+        place: device of the parameters.
         algorithm: --mask-algo.
     Returns:
         {parameter name: mask}.
     """
-    # It warns about each layer that stays dense; describe() has all in one line.
+    # Silence Paddle's warnings about each layer that remains dense; describe() lists all these layers in one line.
     logging.getLogger("paddle.incubate.asp.supported_layer_list").setLevel(logging.ERROR)
     return ASPHelper.prune_model_by_program(place, main_program=main_prog, mask_algo=MaskAlgo[algorithm.upper()])
 
 
 def layers(main_prog):
-    """Return the parameters of convolutions and fully connected layers as (sparse, narrow, excluded), each a list.
+    """Return the parameters of convolutions and fully connected layers as three lists: (sparse, narrow, excluded).
 
-    Narrow ones have fewer input channels per group than GROUP, such as those of depthwise convolutions and of the
-    images. Excluded ones are the classifier.
+    Narrow parameters have fewer than GROUP input channels per convolution group, as in depthwise convolutions and in
+    the convolution that reads the images. Excluded parameters are those of the classifier.
     """
     block = main_prog.global_block()
     sparse, narrow, excluded = [], [], []
@@ -54,13 +54,13 @@ def layers(main_prog):
 
 
 def counts(main_prog):
-    """Return {"asp.sparse_layers", "asp.dense_layers": number} of a program with --asp, for its summary."""
+    """Return {"asp.sparse_layers", "asp.dense_layers": number} for the summary of a run with --asp."""
     sparse, narrow, excluded = layers(main_prog)
     return {"asp.sparse_layers": len(sparse), "asp.dense_layers": len(narrow) + len(excluded)}
 
 
 def describe(main_prog):
-    """Return a line about the layers that are 2:4 sparse and those that stay dense."""
+    """Return a line of text that states which layers are 2:4 sparse and which remain dense."""
     sparse, narrow, excluded = layers(main_prog)
     total = [*sparse, *narrow, *excluded]
     weights, pruned = (sum(math.prod(p.shape) for p in parameters) for parameters in (total, sparse))

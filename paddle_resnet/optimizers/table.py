@@ -1,6 +1,6 @@
-"""The optimizers of --optimizer: constructors of Paddle's optimizers, and custom operators that replace their updates.
+"""The optimizers for --optimizer: functions that build Paddle's optimizers, and the custom operators for their updates.
 
-To add an optimizer, write an entry of OPTIMIZERS, its name and flags in settings/declarations.py, an operator in
+To add an optimizer, write an entry in OPTIMIZERS, its name and flags in settings/declarations.py, an operator in
 native/update.h, and a test with its formula in tests/native/test_native.py.
 """
 
@@ -18,14 +18,14 @@ class Rule:
     """An optimizer.
 
     Attributes:
-        build: function that returns Paddle's optimizer for the current program; its arguments are the settings, the
-            learning rate (Schedule), and the set of names of the parameters with weight decay.
-        decays_biases: apply weight decay to biases.
+        build: function that returns Paddle's optimizer for the current program. Its arguments are the settings, the
+            learning rate (Schedule), and the set of names of parameters with weight decay.
+        decays_biases: whether weight decay applies to biases.
         op: type of Paddle's operator that updates a parameter.
-        native: custom operator that updates all parameters. Its variant with the suffix "_masters" updates float32
-            masters and their copies in half precision.
-        state: {tensor list of the custom operator: tensor of Paddle's operator}, one tensor per parameter; Paddle's
-            operator also has the output "...Out".
+        native: name of the custom operator that updates all parameters. The operator with the suffix "_masters" updates
+            float32 masters and the copies of them in half precision.
+        state: {tensor list of the custom operator: tensor of Paddle's operator}, with one tensor per parameter. The
+            corresponding output of Paddle's operator is named "...Out".
         attrs: {attribute of the custom operator: attribute of Paddle's operator}, the same for all parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
     """
@@ -42,7 +42,7 @@ class Rule:
 def _momentum(args, rate, decayed, nesterov):
     for parameter in static.default_main_program().all_parameters():
         if parameter.name not in decayed:
-            parameter.regularizer = L2Decay(0.0)  # overrides the optimizer's
+            parameter.regularizer = L2Decay(0.0)  # overrides the optimizer's regularizer
     return paddle.optimizer.Momentum(
         rate, args.momentum, use_nesterov=nesterov, weight_decay=L2Decay(args.weight_decay)
     )
@@ -112,12 +112,12 @@ BY_OPERATOR = {rule.op: rule for rule in OPTIMIZERS.values()}
 
 
 def build_optimizer(args, lr_scheduler):
-    """Build the optimizer of --optimizer for the network in the current program.
+    """Build the optimizer that --optimizer selects, for the network in the current program.
 
-    Weight decay applies to scale and shift of batch normalization only with --bn-weight-decay.
+    Weight decay applies to the scale and shift of batch normalization only if --bn-weight-decay is set.
 
     Args:
-        args: settings with the flags of the optimizer and of weight decay.
+        args: settings for the optimizer and weight decay.
         lr_scheduler: schedules.Schedule.
     """
     rule, program = OPTIMIZERS[args.optimizer], static.default_main_program()
@@ -135,5 +135,5 @@ def build_optimizer(args, lr_scheduler):
 
 
 def updates(program):
-    """Return Paddle's operators that update the parameters of a training program."""
+    """Return the operators of Paddle that update the parameters of a training program."""
     return [op for op in program.global_block().ops if {"Param", "Grad"} <= set(op.input_names)]

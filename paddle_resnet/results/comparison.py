@@ -1,4 +1,4 @@
-"""`python -m paddle_resnet.report RUN...`: comparison of runs, from their reports."""
+"""`python -m paddle_resnet.report RUN...`: compare runs by their reports."""
 
 import argparse
 
@@ -13,7 +13,7 @@ from utils import exit_codes, files, outputs
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
-# Flags that determine the outputs of a run, not its computation.
+# Flags that affect only where and what a run writes, not its computation.
 PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
 
 
@@ -53,7 +53,7 @@ def _compare(runs, html):
 
 
 def _claim_page(html, runs):
-    """Check the path of the page, which must not replace one of its sources."""
+    """Check that the page would not replace one of the files or data sets that it is created from."""
     read = [("RUN", run.path) for run in runs]
     read += [("RUN's table", files.companion(run.path, kind)) for run in runs for kind in reading.COLUMNS]
     read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]
@@ -63,7 +63,7 @@ def _claim_page(html, runs):
 
 
 def _names(places):
-    """Return a name for each run: its path without the common prefix of all, numbered if it occurs more than once."""
+    """Return a name for each run: its path without the common prefix of all paths, numbered if a path is repeated."""
     parts = [place.rstrip("/").removesuffix("/report.json").split("/") for place in places]
     while len(places) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
         parts = [p[1:] for p in parts]
@@ -72,7 +72,7 @@ def _names(places):
 
 
 def metrics(runs):
-    """Return [(name, [text of each run])]."""
+    """Return the metrics to compare: [(name, [value of each run, as text])]."""
 
     def of(run):
         best = run.best()
@@ -93,7 +93,7 @@ def metrics(runs):
 
 
 def flags(runs):
-    """Return [(flag, [value of each run])] of the flags that differ; a different version's report may lack a flag."""
+    """Return [(flag, [value of each run])] for the flags that differ. Reports of other versions may lack some flags."""
     names = dict.fromkeys(name for run in runs.values() for name in run.parameters if name not in PLACES)
     rows = [(name, [str(run.parameters.get(name, "-")) for run in runs.values()]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

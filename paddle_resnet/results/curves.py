@@ -6,19 +6,19 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 460, 270
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 34
-TINY = 1e-30  # smaller differences and values would need ticks that float64 does not have
+TINY = 1e-30  # the ticks of smaller differences and values would exceed the precision of float64
 
 
 def chart(series, xlabel="epochs done", mark=None, from_zero=False):
-    """Draw lines over one axis.
+    """Draw lines with a common x axis.
 
     Args:
         series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
         xlabel: label of the x axis.
         mark: (x, y) of a point to mark, or None.
-        from_zero: begin the y axis at 0. Otherwise it is logarithmic if positive values span a factor of 30.
+        from_zero: begin the y axis at 0. Otherwise the axis is logarithmic if positive values span a factor of 30.
     Returns:
-        Markup of an <svg>, or "" without points.
+        Markup of an <svg>, or "" if there are no points.
     """
     series = [(name, css, [(x, y if abs(y) > TINY else 0) for x, y in points]) for name, css, points in series]
     points = [p for _, _, line in series for p in line]
@@ -63,7 +63,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False):
 
 
 def ticks(low, high):
-    """Return about five round numbers from at most low to at least high."""
+    """Return about five round numbers; the first is at most low and the last at least high."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     rough = (high - low) / 4
@@ -74,7 +74,8 @@ def ticks(low, high):
 
 
 def decades(low, high):
-    """Return 1, 2 and 5 times powers of ten, or the powers alone, from at most low to at least high."""
+    """Return 1, 2 and 5 times powers of ten, or only the powers; the first is at most low and the last at least
+    high."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
     first = max(i for i, y in enumerate(values) if y <= low)

@@ -25,8 +25,8 @@ def write(path, report_file, environment=None):
     """Write the page of a run.
 
     Args:
-        path: path of the page.
-        report_file: a report; the CSV files next to it are from its last evaluation.
+        path: path of the page to write.
+        report_file: path of a report. The CSV files next to it are from the last evaluation of the run.
         environment: {name: value} to show, or None.
     Raises:
         UsageError: report_file or a table next to it does not match the schema.
@@ -53,7 +53,7 @@ def write(path, report_file, environment=None):
 
 
 def save(path, template, **content):
-    """Fill a template of this folder and write it."""
+    """Fill in a template of this folder and write the page."""
     try:
         files.touch(path)
         text = _templates().get_template(template).render(content)
@@ -111,7 +111,7 @@ def _charts(run):
 
 
 def _times(run):
-    """Return [(description, seconds, fraction)] of the time from the starts of the run to its last entry."""
+    """Return how the run spent the time from its starts to its last entry: [(description, seconds, fraction)]."""
     waiting, training = run.spent_s["waiting"], run.spent_s["train"]
     parts = {"start": run.start_s, "waiting for images": waiting, "training steps": max(0.0, training - waiting)}
     parts["evaluation"] = run.spent_s["val"]
@@ -139,7 +139,7 @@ def _worst(run, classes, confusion, rows):
 
 
 def _images(run):
-    """Return {name: listing.Image} of the validation split; empty if it no longer exists."""
+    """Return {name: listing.Image} of the validation split; {} if the split no longer exists."""
     image_root, data_format = (run.parameters.get(name) for name in ("image_root", "data_format"))
     if image_root is None or data_format not in ("auto", *listing.STORAGE_FORMATS):
         return {}
@@ -148,13 +148,13 @@ def _images(run):
         _, _, images = listing.images(
             image_root, Mode.EVAL, None if data_format == "auto" else data_format, classes=own
         )
-    except (UsageError, OSError, ValueError):  # ValueError: a name with a NUL
+    except (UsageError, OSError, ValueError):  # ValueError: the path contains a NUL character
         return {}
     return {image.name: image for image in images}
 
 
 def _thumbnail(image):
-    """Return a data URL of a small JPEG, or None for an image that Pillow cannot read."""
+    """Return a data URL of a small JPEG, or None if Pillow cannot read the image."""
     if image is None:
         return None
     try:
@@ -169,8 +169,8 @@ def _thumbnail(image):
 
 
 def _matrix(classes, confusion):
-    """Return the matrix for the template: names, cells (column, row, row of confusion.csv, fraction), number of all
-    classes."""
+    """Return the confusion matrix for the template: class names, cells (column, row, row of confusion.csv, fraction),
+    and the total number of classes."""
     of_label = {row["label"]: row for row in classes if int(row["images"])}
     errors = {label: int(row["images"]) - int(row["correct"]) for label, row in of_label.items()}
     shown = sorted(sorted(errors, key=lambda label: -errors[label])[:MATRIX], key=int)

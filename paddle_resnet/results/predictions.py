@@ -1,9 +1,9 @@
-"""The CSV file of an evaluation's predictions (--predictions).
+"""Writes the predictions of an evaluation to a CSV file (--predictions).
 
-It contains a row per image, in the order of the data set: image (listing.Image.name), label, prediction, class and
-predicted_class (their names), then label_1, class_1, probability_1 and so on for the five most probable classes.
-`python -m paddle_resnet.predict --csv` writes the same columns without label and class.
-The fields of a class whose logit is NaN and of a non-finite probability are empty.
+The file contains a row per image, in the order of the data set: image (listing.Image.name), label, prediction, class
+and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so on for the five
+most probable classes. `python -m paddle_resnet.predict --csv` writes the same columns without label and class.
+The fields of a class whose logit is NaN are empty, and so is a probability that is not finite.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from utils.mode import Mode
 
 
 def write(path, args, predictions, names):
-    """Write the file atomically.
+    """Write the CSV file atomically.
 
     Args:
         path: path of the file.
@@ -38,7 +38,7 @@ def write(path, args, predictions, names):
     header = ["image", "label", "prediction", "class", "predicted_class"]
     header += top_columns(k)
     path = os.path.realpath(path)
-    is_special = os.path.exists(path) and not os.path.isfile(path)  # /dev/null, a pipe
+    is_special = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/null or a pipe
     place = contextlib.nullcontext(path) if is_special else files.written(path, f"{path}.partial")
     try:
         with place as partial:
@@ -55,12 +55,12 @@ def write(path, args, predictions, names):
 
 
 def top_columns(k):
-    """Return the names of the columns of the k most probable classes."""
+    """Return the column names for the k most probable classes."""
     return [f"{name}_{i}" for i in range(1, k + 1) for name in ("label", "class", "probability")]
 
 
 def top_cells(top):
-    """Return the cells of these columns for [(label, class name, probability)]."""
+    """Return the cells for top_columns, given [(label, class name, probability)] of an image."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 

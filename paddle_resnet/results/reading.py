@@ -1,6 +1,6 @@
-"""Reading of a run's report and the tables next to it, which must match the schema below.
+"""Reads a run's report and the tables next to it, which must match the schema below.
 
-See docs/reports.md for the files.
+docs/reports.md describes the files.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from utils import files
 from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
 
-LIMIT_BYTES = 1 << 30  # limit for a report of ten million steps
+LIMIT_BYTES = 1 << 30  # maximum size, enough for a report of ten million steps
 LINE_BYTES = 1 << 20
-LIMIT_S = 1e10  # limit for the duration of a run
+LIMIT_S = 1e10  # maximum duration of a run
 
 
 def _is_loss(value):
-    return is_number(value) and abs(value) < 1e39  # more than the range of float32
+    return is_number(value) and abs(value) < 1e39  # slightly above the range of float32
 
 
 def _is_size(value):
@@ -44,14 +44,14 @@ def _is_flag(value):
     return _is_scalar(value) or is_list_of(_is_scalar)(value)
 
 
-# Metrics of steps, epochs and the summary, without "train." and "val.". Others must be numbers.
+# Checks of metrics in steps, epochs and the summary, by name without "train." and "val."; others must be numbers.
 METRICS = {
     **dict.fromkeys(("top1", "top5"), is_ratio),
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
     **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),
     **dict.fromkeys(("epoch_time", "data_time", "compute_time", "batch_time"), _is_duration),
 }
-# Required columns: columns of numbers with their type, check, and whether a cell may be empty; columns of texts (None).
+# Required columns: for a column of numbers, its type, its check and whether a cell may be empty; for texts, None.
 COLUMNS = {
     "classes.csv": {
         **dict.fromkeys(("label", "images", "correct"), (int, is_count, False)),
@@ -66,7 +66,7 @@ COLUMNS = {
         **{"probability_1": (float, is_ratio, True), **dict.fromkeys(("image", "predicted_class"))},
     },
 }
-PATHS = ("image_root", "data_format", "predictions")  # parameters that are used as texts
+PATHS = ("image_root", "data_format", "predictions")  # parameters that must be text
 
 
 class _SchemaError(ValueError):
@@ -75,22 +75,22 @@ class _SchemaError(ValueError):
 
 @dataclass
 class Run:
-    """A report. If a step has several entries, the last counts.
+    """The content of a report. If a step has several entries, the last one counts.
 
     Attributes:
         path: path of the report.
         parameters: {flag: value} of the last start.
         steps: {(epoch, step): {"train.loss": ...}}; None for values that are not finite.
-        epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; likewise.
+        epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; None as in steps.
         summary: {name: value}; empty if the run has not finished.
-        start_s: seconds from each start to its first entry, added up.
-        total_s: seconds from each start to its last entry, added up.
+        start_s: seconds from a start of the run to the first entry after it, summed over all starts.
+        total_s: seconds from a start of the run to the last entry after it, summed over all starts.
         when: date and time of the first entry.
         before_s: total_s of all starts except the last.
-        spent_s: seconds in "train" and "val", including incomplete epochs, and the part of "train" spent "waiting" for
-            images.
-        open_s: the same for the epoch whose end has not been read yet.
-        epoch_s: total_s at the end of the last complete epoch, or at the start if that is later.
+        spent_s: seconds spent in "train" and "val", including incomplete epochs, and the part of "train" spent
+            "waiting" for images.
+        open_s: like spent_s, for the epoch whose end has not been read yet.
+        epoch_s: total_s at the end of the last complete epoch, or at the last start if that is later.
     """
 
     path: Path
@@ -107,12 +107,12 @@ class Run:
     epoch_s: float = 0.0
 
     def curve(self, name):
-        """Return [(epochs done, value)] of a metric of epochs."""
+        """Return [(epochs done, value)] of an epoch metric."""
         points = [(epoch + 1, data.get(name)) for epoch, data in sorted(self.epochs.items())]
         return [(x, y) for x, y in points if y is not None]
 
     def step_curve(self, name):
-        """Return [(epochs done, value)] of a metric of steps."""
+        """Return [(epochs done, value)] of a step metric."""
         per_epoch = max((step for _, step in self.steps), default=0) + 1
         per_epoch = max(per_epoch, *(data.get("train.steps") or 0 for data in self.epochs.values()), 0)
         points = [(epoch + step / per_epoch, data.get(name)) for (epoch, step), data in sorted(self.steps.items())]
@@ -124,16 +124,16 @@ class Run:
         return (-max(results)[1] - 1, max(results)[0]) if results else None
 
     def last(self, name):
-        """Return the last value of a metric of epochs, or that of the summary; None if there is no finite value."""
+        """Return the last value of an epoch metric, or its value in the summary; None if no value is finite."""
         values = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
         return values[-1] if values else self.summary.get(name)
 
     def rows(self, kind, path=None):
-        """Return the rows of a CSV file as dicts; [] if it is missing.
+        """Return the rows of a CSV file as dicts; [] if the file is missing.
 
         Args:
             kind: a key of COLUMNS.
-            path: path of the file; None for the one next to the report.
+            path: path of the file; None for the file next to the report.
         Raises:
             UsageError: the file cannot be read or does not match COLUMNS.
         """
@@ -180,7 +180,7 @@ def read(place):
     """Read a report.
 
     Args:
-        place: the file, or a folder with report.json.
+        place: path of the report, or of a folder that contains report.json.
     Returns:
         Run.
     Raises:
@@ -190,7 +190,7 @@ def read(place):
     run = Run(path)
     try:
         with files.open_regular(path, LIMIT_BYTES) as f:
-            lines = f.read().decode().split("\n")[:-1]  # a line without a line end is incomplete
+            lines = f.read().decode().split("\n")[:-1]  # a last line without a newline is incomplete
         for number, line in enumerate(lines, 1):
             _add_line(run, number, line)
     except OSError as e:
@@ -205,8 +205,8 @@ def read(place):
 
 
 def kind(path):
-    """Return the kind of a report: "training", "evaluation" or "benchmark"; "" if it contains only flags of starts;
-    None for a file that is not a report.
+    """Return the kind of a report: "training", "evaluation" or "benchmark"; "" if it contains nothing but the flags of
+    starts; None if the file is not a report.
 
     Raises:
         OSError: the file cannot be read.
@@ -227,7 +227,7 @@ def kind(path):
 
 
 def run_folders(path):
-    """Return the folders of the runs that started in a report, with the paths of their flags.
+    """Return the folders of the runs that a report contains, with the paths in their flags.
 
     Raises:
         OSError: the file cannot be read.
@@ -305,11 +305,11 @@ def _check_parameters(data):
 
 
 def _metric(name, value, is_summary):
-    """Return a value of an entry; None if it is not finite: reports of earlier versions contain Infinity and NaN."""
+    """Check a value of an entry and return it, or None if it is not finite: older reports contain Infinity and NaN."""
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:
-        return value  # includes texts, such as versions
+        return value  # possibly a text, such as a version
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if not METRICS.get(metric, _is_loss)(value):
@@ -318,7 +318,7 @@ def _metric(name, value, is_summary):
 
 
 def _spend(run, data):
-    """Add the time since the end of the last epoch, which may be the only information if the run is interrupted."""
+    """Add the time since the end of the last epoch. If the run is interrupted, no other entry may contain this time."""
     phase = "val" if any(name.startswith("val.") for name in data) else "train"
     batch_times = run.open_s["batch_times"] + (data.get("train.batch_time") or 0)
     data_times = run.open_s["data_times"] + (data.get("train.data_time") or 0)
@@ -328,7 +328,7 @@ def _spend(run, data):
 
 
 def _spend_epoch(run, data):
-    """Add the time of an epoch, which replaces the time of its steps."""
+    """Add the time of a complete epoch, in place of the time of its steps."""
     run.epoch_s, run.open_s = run.total_s, Counter()
     for phase in ("train", "val"):
         run.spent_s[phase] += data.get(f"{phase}.epoch_time") or 0

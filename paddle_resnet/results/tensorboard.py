@@ -1,7 +1,8 @@
 """TensorBoard events of a run (--tensorboard-dir): the report's scalars, the first augmented batch, the configuration.
 
-The metrics of a step are at the number of training steps before it, in "train/"; those of an epoch at its last step, in
-"train_epoch/" and "val/". A resumed run hides earlier events after the step at which it starts.
+The metrics of a step are in "train/", at the number of training steps before that step. The metrics of an epoch are in
+"train_epoch/" and "val/", at the last step of the epoch. When a run resumes, events that the previous run wrote after
+the step at which it starts are hidden.
 """
 
 import contextlib
@@ -24,15 +25,15 @@ PICTURES = 64
 
 
 def follow(args, loader, timeline, checkpoint):
-    """Start writing events, on rank 0; logger.close() ends it.
+    """Start writing events, on rank 0, until logger.close().
 
     Args:
-        args: --tensorboard-dir, --device and the settings of the preprocessing.
+        args: --tensorboard-dir, --device and the preprocessing settings.
         loader: training loader.
         timeline: durations.Timeline.
         checkpoint: restore.StartCheckpoint or None.
     Returns:
-        the loader to train with, which writes its first batch as an event.
+        the loader to use for training. It writes its first batch as an event.
     Raises:
         UsageError: the folder cannot be written.
     """
@@ -58,11 +59,11 @@ def follow(args, loader, timeline, checkpoint):
 
 
 class _Board:
-    """A follower of the log that writes TensorBoard events."""
+    """Receives log entries and writes them as TensorBoard events."""
 
     def __init__(self, folder, timeline, first_step):
         self._timeline, self._first_step = timeline, first_step
-        # tensorboardX's file names have a resolution of seconds: a run and its resumption must not share a file.
+        # tensorboardX's file names only differ if a second has passed; two starts of a run must not share a file.
         suffix = f".{time.time_ns()}"
         record_writer.register_writer_factory(_FILES, SimpleNamespace(open=_EventFile, directory_check=_make_folder))
         self._writer = SummaryWriter(f"{_FILES}:{folder}", purge_step=first_step, filename_suffix=suffix)
@@ -76,13 +77,13 @@ class _Board:
             before = self._timeline.batches_before(step[0])
             self._add(data, {"train": "train_epoch", "val": "val"}, before + done - 1)
             self._writer.flush()
-        elif len(step) == 2:  # steps of an evaluation do not correspond to training steps
+        elif len(step) == 2:  # an evaluation step is not at a training step
             self._add(data, {"train": "train"}, self._timeline.batches_before(step[0]) + step[1])
 
     def _add(self, data, tags, step):
         for name, value in data.items():
             phase, _, metric = name.partition(".")
-            if phase in tags and math.isfinite(value):  # null in the report
+            if phase in tags and math.isfinite(value):  # the report has null for other values
                 self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
     def show(self, args, batch):
@@ -97,7 +98,7 @@ class _Board:
         self._writer.close()
 
 
-_FILES = "paddle_resnet"  # prefix of paths for which tensorboardX calls _EventFile and _make_folder
+_FILES = "paddle_resnet"  # path prefix that makes tensorboardX call _EventFile and _make_folder
 
 
 def _make_folder(path):
@@ -105,8 +106,8 @@ def _make_folder(path):
 
 
 class _EventFile:
-    """A file that ends with a warning at its first error, such as a full disk. An error in tensorboardX's thread would
-    end the thread, and training would wait forever for space in its queue."""
+    """An event file that logs a warning at the first write error, such as a full disk, and ignores all later writes.
+    An exception would end tensorboardX's thread, and training would wait forever for space in the thread's queue."""
 
     def __init__(self, path):
         self._path = path.removeprefix(f"{_FILES}:")
@@ -128,13 +129,13 @@ class _EventFile:
             getattr(self._file, name)(*args)
         except OSError as e:
             failed, self._file = self._file, None
-            with contextlib.suppress(OSError):  # tries to write the same data again
+            with contextlib.suppress(OSError):  # closing writes the same data again
                 failed.close()
             logger.warn(f"{self._path}: can no longer be written ({e.strerror}), so the run continues without it")
 
 
 class _Shown:
-    """A loader that calls a function with its first batch."""
+    """Wraps a loader and calls a function with its first batch."""
 
     def __init__(self, loader, show):
         self._loader, self._show = loader, show

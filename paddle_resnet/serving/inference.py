@@ -1,6 +1,7 @@
 """Inference networks from checkpoints, exports and ONNX files, all with the same interface.
 
-Images and probabilities are NumPy arrays. `description`, the content of model.json, defines a network's input.
+Images and probabilities are NumPy arrays. The `description` of a network, which is the content of model.json, defines
+its input.
 """
 
 import json
@@ -30,7 +31,7 @@ from utils.errors import UsageError
 
 NAME = "model"  # file name without suffix: model.pdmodel, model.pdiparams, model.json, model.onnx
 SUFFIXES = ("pdmodel", "pdiparams")  # files of Paddle Inference
-MAX_ONNX_BYTES = 2**31  # limit of protobuf
+MAX_ONNX_BYTES = 2**31  # protobuf's limit
 
 
 @dataclass
@@ -40,8 +41,8 @@ class Model:
     Attributes:
         engine: "Executor", "paddle.inference" or "onnxruntime".
         description: content of model.json.
-        outputs: function from images (shape and type: description["input"]) to [probabilities] or, if opened with
-            logits, [probabilities, logits]; each is float32 [N, classes].
+        outputs: function that maps images (shape and type: description["input"]) to [probabilities] or, if opened with
+            logits, to [probabilities, logits]. Both are float32 [N, classes].
     """
 
     engine: str
@@ -57,11 +58,11 @@ class Network:
     """The inference network of a checkpoint: float32, NCHW, three channels, without masks or optimizer.
 
     Attributes:
-        args: flags of the training run, with this device and layout.
+        args: flags of the training run, but with the device and layout of this network.
         meta: content of meta.json.
-        program, images, probabilities, logits: static.Program, its input, its output and the input of its softmax.
+        program, images, probabilities, logits: a static.Program, its input, its output and the input of its softmax.
         description: content of model.json.
-        scope: contains the parameters.
+        scope: scope that contains the parameters.
     """
 
     args: object
@@ -81,7 +82,7 @@ class Network:
         return np.array(self.scope.find_var(name).get_tensor())
 
     def model(self, logits=False):
-        """Return a Model that runs in the Executor, compiled as for an evaluation."""
+        """Return a Model that runs in the Executor and is compiled like an evaluation program."""
         compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
         fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
 
@@ -97,17 +98,17 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None)
     Args:
         checkpoint: folder of a run, or of a checkpoint saved at the end of an epoch (folders.resolve). Its meta.json
             contains the architecture, the classes, the image shape, the file names and the preprocessing. NVIDIA's
-            example does not write one: the architecture is then inferred from the shapes of the parameters, and the
-            preprocessing is the example's.
+            example does not write a meta.json: then the architecture is inferred from the shapes of the parameters, and
+            the preprocessing is that of the example.
         device: "cpu" or "gpu".
-        uint8: the input is pixels, uint8 [N, H, W, 3], which the network normalizes. Otherwise it is normalized images,
-            float32 [N, 3, H, W].
+        uint8: whether the input consists of pixels, uint8 [N, H, W, 3], which the network normalizes. Otherwise it
+            consists of normalized images, float32 [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
     Returns:
         Network.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or was saved inside an epoch; or its network is defined in
-            a file that is missing or not specified.
+        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch, or the file that defines its
+            network is missing or not specified.
     """
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
@@ -125,7 +126,7 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None)
         network.exe.run(startup)
         variables.load(args, checkpoint, trained, processes.place(args.device), log=_log)
         if channels > 3:
-            # The loader's fourth channel is zero, so its filters do not contribute to the output.
+            # The loader's fourth channel is zero, so the filters for this channel do not contribute to the output.
             stem = ends(program).first
             network.scope.find_var(stem).get_tensor().set(
                 np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args.device)
@@ -139,7 +140,7 @@ def resolve(folder):
 
 
 def _log(line):
-    """Print a line on stderr, because stdout is for results."""
+    """Print a line on stderr, because stdout is reserved for results."""
     logger.write_line(line, sys.stderr)
 
 
@@ -166,7 +167,7 @@ def _read_meta(checkpoint):
 
 
 def _meta_of_example(checkpoint):
-    """Return the entries of meta.json that inference needs, for a checkpoint of NVIDIA's example, which lacks it."""
+    """For a checkpoint of NVIDIA's example, which has no meta.json, return the entries of it that inference needs."""
     args = parsing.from_dict({})
     prefix = folders.foreign_prefix(args, checkpoint)
     path = checkpoint / f"{prefix}.pdparams"
@@ -196,7 +197,7 @@ def _meta_of_example(checkpoint):
 
 
 def _parameter_shapes(args):
-    """Return {name: shape} of a network's parameters and BN statistics."""
+    """Return {name: shape} for a network's parameters and BN statistics."""
     paddle.enable_static()
     program, *_ = _build(args)
     parameters = (var for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter))
@@ -210,7 +211,7 @@ def _build(args, uint8=False):
         channels, *size = args.image_shape
         if uint8:
             images = static.data("images", [None, *size, channels], dtype="uint8")
-            # (level * scale - mean) / std, as one multiplication and one addition
+            # Compute (level * scale - mean) / std as one multiplication and one addition.
             factor = np.float64(args.normalize_scale) / args.normalize_std
             shift = -np.divide(args.normalize_mean, args.normalize_std)
             factor, shift = (paddle.to_tensor(x.astype("float32").reshape(1, 3, 1, 1)) for x in (factor, shift))
@@ -252,10 +253,10 @@ def _describe(args, meta, images, probabilities):
 
 
 def open_model(path, device, model_arch_name=None):
-    """Open a checkpoint's folder, an export's folder or an ONNX file. model_arch_name: as for load_checkpoint.
+    """Open the folder of a checkpoint or an export, or an ONNX file. For model_arch_name, see load_checkpoint.
 
     Raises:
-        UsageError: the path is none of these or is damaged, or its engine is not installed.
+        UsageError: the path is something else or is damaged, or the required engine is not installed.
     """
     path = Path(path)
     is_export = path.suffix == ".onnx" or os.path.lexists(path / f"{NAME}.json")
@@ -278,7 +279,7 @@ def open_paddle(folder, device, logits=False):
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
         raise UsageError(f"{folder}/{NAME}.json: files lacks the size and sha256 of {NAME}.*; export it again")
-    try:  # Paddle crashes when it reads a damaged file
+    try:  # check the files first, because Paddle crashes when it reads a damaged file
         for path in paths:
             folders.verify_file(path, description["files"][path.name], f"{NAME}.json")
     except folders.DamagedError as e:
@@ -308,7 +309,7 @@ def open_paddle(folder, device, logits=False):
 
 
 def _with_logits(serialized):
-    """Add the input of the softmax as a second output to a program of an export; takes and returns serialized bytes."""
+    """Add the softmax's input as a second output to the program of an export. Takes and returns serialized bytes."""
     program = static.deserialize_program(serialized)
     block = program.global_block()
     [logits] = [op.input("X")[0] for op in block.ops if op.type == "softmax"]
@@ -341,7 +342,7 @@ def open_onnx(path, device, logits=False):
 
 
 def _checked_model(model, path):
-    """Return a model after running it on an image of zeros.
+    """Run a model on an image of zeros to check it, then return it.
 
     Raises:
         UsageError: the network does not match its description.
@@ -382,18 +383,18 @@ def _is_file(value):
 
 
 def resolve_device(device):
-    """Resolve "auto" to "cpu" or "gpu"; raises UsageError for "gpu" if Paddle cannot use a GPU."""
+    """Resolve "auto" to "cpu" or "gpu". Raises UsageError if device is "gpu" and Paddle cannot use a GPU."""
     return gpus.resolve(device, processes.local_gpu(), processes.world_size() > 1)
 
 
 def loader_args(description, batch_size, device="cpu", threads=4):
-    """Return flags for dali.py to produce a network's input images. Their type is always float32, also for pixels.
+    """Return flags with which dali.py produces a network's input images. Even pixels have the type float32.
 
     Args:
         description: content of model.json.
         batch_size: images per batch.
         device: "cpu" or "gpu".
-        threads: CPU threads of DALI.
+        threads: number of CPU threads for DALI.
     """
     recorded, is_pixels = description["preprocessing"], description["input"]["dtype"] == "uint8"
     crop = preprocessing.sides(recorded)

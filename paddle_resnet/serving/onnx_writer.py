@@ -1,4 +1,4 @@
-"""Translate an inference network to ONNX, operator by operator. A network has one or two dozen types of operators."""
+"""Translates an inference network to ONNX, operator by operator. A network has one or two dozen types of operators."""
 
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
@@ -6,10 +6,10 @@ from paddle.base.data_feeder import convert_dtype
 from paddle_resnet.machine import compat
 from utils.errors import UsageError
 
-OPSET = 13  # from 2020; supported by onnxruntime 1.7, TensorRT 8 and later
-IR_VERSION = 7  # file format of the same release of ONNX
+OPSET = 13  # of 2020; supported since onnxruntime 1.7 and TensorRT 8
+IR_VERSION = 7  # version of the file format in the same ONNX release
 INSTALL = "pip install -r requirements-onnx.txt"
-METADATA = "paddle_resnet"  # metadata key of the content of model.json
+METADATA = "paddle_resnet"  # metadata key that stores the content of model.json
 
 
 def require(name):
@@ -20,7 +20,7 @@ def require(name):
     """
     try:
         return __import__(name)
-    except Exception as e:  # a broken package raises errors of all kinds
+    except Exception as e:  # a broken package can raise any kind of error
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); run {INSTALL}") from e
 
@@ -29,13 +29,13 @@ def to_onnx(program, inputs, outputs, read, metadata):
     """Translate an inference program to ONNX.
 
     Args:
-        program: static.Program of a network in models/, in NCHW, from inputs to outputs.
-        inputs: its input Variables [None, ...]. The batch size remains variable.
-        outputs: its output Variables [None, ...].
-        read: function from a parameter's name to its array.
+        program: static.Program of a network in models/, in NCHW, that computes outputs from inputs.
+        inputs: input Variables [None, ...] of the program. The batch size remains variable.
+        outputs: output Variables [None, ...] of the program.
+        read: function that returns the array of a parameter, given its name.
         metadata: text to store in the file.
     Returns:
-        onnx.ModelProto, checked.
+        onnx.ModelProto that has passed ONNX's checker.
     Raises:
         UsageError: an operator or one of its attributes is not supported.
     """
@@ -63,7 +63,7 @@ def to_onnx(program, inputs, outputs, read, metadata):
 
 
 def with_logits(serialized):
-    """Add the input of the softmax as a second output to a model of to_onnx; takes and returns serialized bytes."""
+    """Add the softmax's input as a second output to a model written by to_onnx. Takes and returns serialized bytes."""
     onnx = require("onnx")
     model = onnx.load_from_string(serialized)
     [logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
@@ -74,9 +74,9 @@ def with_logits(serialized):
 
 
 def _append(onnx, op, translation, output, nodes, constants):
-    """Append the node of a translation of `op` (ONNX operator, operands, attributes), which computes `output`.
+    """Append the ONNX node that computes `output`. `translation` describes it: (ONNX operator, operands, attributes).
 
-    An operand is an input slot of `op`, a constant, or the translation of a node, which is appended before.
+    An operand is an input slot of `op`, a constant, or the translation of another node, which is appended first.
     """
     kind, operands, attributes = translation
     names = []
@@ -114,14 +114,15 @@ def _untranslatable(op, attribute=None):
 
 
 def _pads(op):
-    """Convert Paddle's order (height, width, or top, bottom, left, right) to ONNX's (top, left, bottom, right)."""
+    """Convert paddings from Paddle's order (height, width, or top, bottom, left, right) to ONNX's (top, left, bottom,
+    right)."""
     pads = op.attr("paddings")
     return pads * 2 if len(pads) == 2 else [pads[0], pads[2], pads[1], pads[3]]
 
 
 def _conv(op):
     attributes = {"strides": op.attr("strides"), "group": op.attr("groups")}
-    if op.attr("padding_algorithm") == "SAME":  # Paddle ignores dilations then
+    if op.attr("padding_algorithm") == "SAME":  # in this case, Paddle ignores dilations
         return "Conv", ["Input", "Filter"], "Output", attributes | {"auto_pad": "SAME_UPPER"}
     attributes |= {"pads": _pads(op), "dilations": op.attr("dilations")}
     return "Conv", ["Input", "Filter"], "Output", attributes
@@ -155,7 +156,7 @@ def _flatten(op):
 _FLOAT = 5  # Paddle's VarType.FP32
 _WINDOW = {"data_format": ("NCHW", "AnyLayout"), "padding_algorithm": ("EXPLICIT",)}
 _CONV = _WINDOW | {"padding_algorithm": ("EXPLICIT", "SAME")}
-# Attributes that the translations below do not read, and the values for which the translations are correct.
+# Attributes that the translations below do not read, with the values for which the translations are correct.
 _SUPPORTED = {
     "conv2d": _CONV,
     "depthwise_conv2d": _CONV,
@@ -171,7 +172,7 @@ _SUPPORTED = {
     "dropout": {"dropout_implementation": ("upscale_in_train",), "is_test": (True,)},
 }
 _SILU = "Mul", ["X", ("Sigmoid", ["X"], {})], "Out", {}
-# Maps each Paddle operator to (ONNX operator, operands as in _append, output slot, attributes).
+# {Paddle operator: function that returns (ONNX operator, operands as in _append, output slot, attributes)}
 _TRANSLATIONS = {
     "conv2d": _conv,
     "depthwise_conv2d": _conv,
@@ -181,7 +182,7 @@ _TRANSLATIONS = {
     "relu6": lambda op: ("Clip", ["X", np.float32(0), np.float32(op.attr("threshold"))], "Out", {}),
     "sigmoid": lambda op: ("Sigmoid", ["X"], "Out", {}),
     "hard_sigmoid": lambda op: ("HardSigmoid", ["X"], "Out", {"alpha": op.attr("slope"), "beta": op.attr("offset")}),
-    # ONNX has HardSwish from opset 14 on.
+    # ONNX's HardSwish requires opset 14.
     "hard_swish": lambda op: ("Mul", ["X", ("HardSigmoid", ["X"], {"alpha": 1 / 6, "beta": 0.5})], "Out", {}),
     "silu": lambda op: _SILU,
     "swish": lambda op: _SILU,

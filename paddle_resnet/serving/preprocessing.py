@@ -1,8 +1,8 @@
-"""Image preprocessing for an exported network, with PIL and NumPy only. The pixels differ by at most one of 255 levels
-from those of an evaluation with DALI on a CPU.
+"""Image preprocessing for an exported network, using only PIL and NumPy. The pixels differ from those of an evaluation
+with DALI on a CPU by at most one of 255 levels.
 
-The export copies this file to its folder as preprocess.py. The file imports nothing from the project and runs
-standalone: `python preprocess.py IMAGE...`
+An export contains a copy of this file, preprocess.py. The file imports nothing from the project, so that it can run
+alone: `python preprocess.py IMAGE...`
 """
 
 import json
@@ -27,11 +27,11 @@ CONVENTIONS = {
 
 
 def _cubic(x):
-    """The cubic kernel with a = -0.5 of Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981."""
+    """Return the cubic kernel, a = -0.5: Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981."""
     return np.where(x < 1, (1.5 * x - 2.5) * x**2 + 1, np.where(x < 2, ((-0.5 * x + 2.5) * x - 4) * x + 2, 0))
 
 
-# Name: (weight at a distance x >= 0, radius, whether the filter widens when the image is downsampled).
+# {name: (function that returns the weight at a distance x >= 0, radius, whether downsampling widens the filter)}
 FILTERS = {
     "linear": (lambda x: np.maximum(1 - x, 0), 1, False),
     "triangular": (lambda x: np.maximum(1 - x, 0), 1, True),
@@ -41,9 +41,9 @@ FILTERS = {
 
 
 LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
-MAX_PIXELS = 2**28  # largest number of pixels to decode, as in training
+MAX_PIXELS = 2**28  # maximum number of pixels to decode, as in training
 MAX_JSON_BYTES = 2**24
-MAX_SIDE = 8192  # pixels; limit for resized images, as in training
+MAX_SIDE = 8192  # maximum side of resized images in pixels, as in training
 
 
 def _is_in(low, high, kinds):
@@ -61,7 +61,7 @@ def _is_text(value):
 _is_side = _is_in(1, MAX_SIDE, (int,))
 _is_sides = _is_list_of(_is_side, 2)
 _is_scale = _is_in(1e-12, 1e12, (int, float))
-# Required entries of model.json and their checks. The list of files is checked separately.
+# Required entries of model.json, and their checks. The list of files is checked separately.
 SCHEMA = {
     "preprocessing.resize_short": _is_side,
     "preprocessing.center_crop": lambda value: _is_side(value) or _is_sides(value),
@@ -79,7 +79,7 @@ SCHEMA = {
 
 
 def problem(model):
-    """Return a short description of the first error in the content of model.json; None if there is none."""
+    """Return a short description of the first error in the content of model.json, or None."""
     for path, is_valid in SCHEMA.items():
         value = model
         for name in path.split("."):
@@ -103,7 +103,7 @@ def problem(model):
 
 
 def sides(preprocessing):
-    """Return [H, W] of the crop. center_crop is a single number for a square."""
+    """Return [H, W] of the crop. For a square, center_crop is a single number."""
     crop = preprocessing["center_crop"]
     return crop if isinstance(crop, list) else [crop, crop]
 
@@ -127,14 +127,14 @@ def pixels(image, preprocessing):
     crop, interp = sides(preprocessing), preprocessing["interp"]
     covered = [int(preprocessing["resize_short"] * side / min(crop) + 0.5) for side in crop]
     scale = max(covered[0] / levels.shape[0], covered[1] / levels.shape[1])
-    for side in crop:  # height ([H, W, 3] to [W, side, 3]), then width
+    for side in crop:  # first the height ([H, W, 3] to [W, side, 3]), then the width
         weights = _weights(levels.shape[0], scale, side, interp)
         levels = np.moveaxis(np.tensordot(levels, weights, axes=(0, 1)), 2, 1)
     return np.rint(levels).clip(0, 255).astype(np.uint8)
 
 
 def _weights(size, scale, crop, interp):
-    """Return resize and crop along one axis as a matrix, float32 [crop, size]."""
+    """Return the matrix that resizes and crops one axis, float32 [crop, size]."""
     weight, radius, widens = FILTERS[interp]
     resized = int(size * scale + 0.5)
     margin = int((resized - crop + 1) / 2)
@@ -149,7 +149,7 @@ def _weights(size, scale, crop, interp):
 
 
 def preprocess(image, preprocessing):
-    """Like pixels, but normalized: float32 [3, H, W]."""
+    """Like pixels, but return normalized values: float32 [3, H, W]."""
     mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
     levels = pixels(image, preprocessing) * np.float32(preprocessing["scale"])
     return ((levels - mean) / std).transpose(2, 0, 1)
@@ -165,7 +165,7 @@ def read_model(path):
     """Read and check model.json.
 
     Raises:
-        ValueError: the file cannot be read, or is not a valid description of a network.
+        ValueError: the file cannot be read or is not a valid description of a network.
     """
     try:
         if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would block
@@ -183,7 +183,7 @@ def main(paths):
     classes.
 
     Returns:
-        exit code: 0 done, 1 some files are not images, 2 no images, or no usable model.json.
+        exit code: 0 for success, 1 if some files are not images, 2 without images or a usable model.json.
     """
     folder = Path(__file__).parent
     if not paths:
@@ -192,7 +192,7 @@ def main(paths):
         model = read_model(folder / "model.json")
     except ValueError as e:
         return _report(e, 2)
-    Image.MAX_IMAGE_PIXELS = None  # _checked_input applies the limit of training
+    Image.MAX_IMAGE_PIXELS = None  # _checked_input applies the limit that training uses
     session = None
     if (folder / "model.onnx").is_file():
         try:
@@ -208,7 +208,7 @@ def main(paths):
         try:
             images = _checked_input(path, model)
             (probabilities,) = session.run(None, {model["input"]["name"]: images})[0] if session else ((),)
-        except Exception as e:  # Pillow's plugins raise errors of all types for damaged files
+        except Exception as e:  # Pillow's plugins raise many types of errors for damaged files
             code = _report(f"{path}: cannot be used ({_reason(e)})", 1)
             continue
         print(f"{path}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")

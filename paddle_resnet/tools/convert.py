@@ -1,11 +1,11 @@
-"""`python -m paddle_resnet.dataset convert|index`: write record files, and indexes of existing ones.
+"""`python -m paddle_resnet.dataset convert|index`: write record files, and indexes of existing record files.
 
-Separate from dataset.py because worker processes import this module, which imports neither DALI nor Paddle.
+The code is separate from dataset.py because worker processes import it, and it imports neither DALI nor Paddle.
 
 The same command resumes an interrupted conversion. For TFRecord and WebDataset, each worker writes entire shards
-atomically; complete shards are kept. For RecordIO and LMDB, one file per split, workers prepare the images and one
-process writes them in order; images already written are kept. If the size or modification time of a source file has
-changed since the conversion began, all images are written again.
+atomically; complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare the images
+and one process writes them in order; images already written are kept. If the size or modification time of a source file
+has changed since the conversion began, all images are written again.
 """
 
 import contextlib
@@ -30,14 +30,15 @@ from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
-# Training images are written in a random order, the same in every conversion, so that a buffer suffices for shuffling.
+# Training images are written in a random order, the same in every conversion. Training then only needs a buffer to
+# shuffle them.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # First bytes of the formats other than JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # images per task of a worker and per sync of a RecordIO file or LMDB
+BLOCK = 64  # number of images in a worker's task, and between two syncs of a RecordIO file or LMDB
 _LOCK = ".lock"
-NAMED = 10  # number of undecodable images in a message
+NAMED = 10  # maximum number of undecodable images to list in a message
 
 
 def convert(
@@ -53,26 +54,26 @@ def convert(
     allow_outside=False,
     check=None,
 ):
-    """Write a data set in a record format, with all its splits.
+    """Write all splits of a data set in a record format.
 
-    The labels are those of training; the class names are written to output/classes.txt. Training images are written in
-    a random order, validation images in stored order.
+    The labels are those that training would use; the class names are written to output/classes.txt. Training images are
+    written in random order, validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
-        output: folder to create; usable as --image-root.
+        output: folder to create, which can then be used as --image-root.
         to: one of RECORD_FORMATS.
         shards: number of training shards; default: one per IMAGES_PER_SHARD images. Validation shards have the same
             size.
-        resize_short: shrink images to a shorter side of this many pixels, and store them upright as RGB JPEG. Smaller
-            images keep their bytes.
+        resize_short: shrink images so that their shorter side has this many pixels, and store them upright as RGB JPEG.
+            The files of smaller images are copied unchanged.
         quality: JPEG quality of the shrunk images, 1 to 100.
         workers: number of processes; default: the number of cores.
         progress: called with (images done, total images).
         skip_list: file with the images to omit (--skip-list).
         allow_outside: whether file lists and skip_list may contain files outside source.
-        check: called like progress while every image is decoded, before anything is written; None skips this check. A
-            resumed conversion is not checked again.
+        check: called like progress while every image is decoded, before anything is written; None skips this decoding.
+            A resumed conversion does not decode the images again.
     Returns:
         {split: number of images}.
     Raises:
@@ -138,10 +139,10 @@ def convert(
 
 @contextlib.contextmanager
 def locked(output):
-    """Create the output folder, and lock it against conversions of other processes while the block runs.
+    """Create the output folder, and lock it while the block runs, so that no other process converts to it.
 
     Raises:
-        UsageError: another process is converting to it, or the folder cannot be written.
+        UsageError: another process is converting to the folder, or the folder is not writable.
     """
     is_new = not os.path.lexists(output)
     with outputs.writing("--output", output):
@@ -151,17 +152,17 @@ def locked(output):
             yield
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # it has content
+            with contextlib.suppress(OSError):  # the folder is not empty
                 os.rmdir(output)
 
 
 def build_indexes(image_root):
-    """Create the missing index files of the TFRecord, RecordIO and WebDataset files in a folder, in the same folder.
+    """Create missing index files next to the TFRecord, RecordIO and WebDataset files of a folder.
 
     Returns:
-        (number of index files created, number of existing ones).
+        (number of index files created, number of index files that existed).
     Raises:
-        UsageError: there are no such files, one is damaged, or an index does not match its file.
+        UsageError: there are no such record files, a file is damaged, or an index does not match its record file.
         OSError: an index cannot be written.
     """
     if not os.path.isdir(image_root):
@@ -182,7 +183,7 @@ def build_indexes(image_root):
 
 
 def _list_source(source, skip_list, allow_outside):
-    """List the source: ({split: [listing.Image]}, class names or None), training images in random order."""
+    """Return ({split: [listing.Image]}, class names or None) of the source, with training images in random order."""
     skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
@@ -208,18 +209,18 @@ def _digest(images):
 
 
 def _digest_of_files(images):
-    """Digest of the size and modification time of each file that contains the images."""
+    """Return a digest of the sizes and modification times of the files that contain the images."""
     digest = hashlib.sha256()
     for path in dict.fromkeys(image.path for image in images):
         for file in (path, os.path.join(path, "data.mdb")):
-            with contextlib.suppress(OSError):  # reading the image reports it
+            with contextlib.suppress(OSError):  # the error is reported when the image is read
                 status = os.stat(file)
                 digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
 def _is_changed(output, manifest):
-    """Whether files of the same images have changed since their conversion to the output folder began."""
+    """Return whether any image file has changed since its conversion to the output folder began."""
     for split, recorded in listing.read_manifest(output)["splits"].items():
         if "files_sha256" not in recorded:
             logger.warn(
@@ -233,7 +234,7 @@ def _is_changed(output, manifest):
 
 
 def _remove_shards(output, to):
-    """Remove the output of a conversion except convert.json, which is marked as incomplete."""
+    """Mark a conversion as incomplete in its convert.json, and remove its record files and their indexes."""
     manifest = listing.read_manifest(output)
     indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     shards = [shard for mode in Mode for shard in listing.find_shards(output, to, mode)]
@@ -271,7 +272,7 @@ def _check_decodable(source, images, workers, progress):
 
 
 def _continued(output, manifest):
-    """Whether this conversion is complete in the output folder; None if it has not begun."""
+    """Return whether the output folder contains this conversion completely; None if it has not begun."""
     recorded = listing.read_manifest(output)
     if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
@@ -292,7 +293,7 @@ def _images_of(manifest):
 
 
 def _partial(output):
-    """Names of the incomplete files of a killed conversion."""
+    """Return the names of incomplete files that a killed conversion left in the output folder."""
     return [name for name in os.listdir(output) if name.endswith(".partial")]
 
 
@@ -333,7 +334,7 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read a listing.Image, and shrink it if requested: (bytes to store, extension without dot, label)."""
+    """Read a listing.Image and shrink it if requested. Return (bytes to store, extension without dot, label)."""
     from PIL import Image, ImageOps
 
     if _stop.is_set():
@@ -353,17 +354,17 @@ def _prepare(image):
             if short <= _resize_short:
                 return data, _extension(image, data), label
             size = [max(1, round(side * _resize_short / short)) for side in picture.size]
-            # Rotate the pixels: the new file has no EXIF orientation.
+            # Rotate the pixels, because the new file has no EXIF orientation.
             picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
-    except Exception as e:  # Pillow's plugins raise exceptions of all kinds for damaged files
+    except Exception as e:  # Pillow's plugins raise many kinds of exceptions for damaged files
         raise UsageError(f"{image.full_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
     return out.getvalue(), "jpg", label
 
 
 def _in_rgb(picture):
-    """Convert to RGB like DALI: scale 16 bits to 8, which Pillow would clip at 255."""
+    """Convert to RGB like DALI: scale 16-bit values to 8 bits, whereas Pillow would clip them at 255."""
     from PIL import Image
 
     if picture.mode.startswith("I") or picture.mode == "F":
@@ -377,9 +378,9 @@ def _in_rgb(picture):
 
 
 def _extension(image, data):
-    """Extension of an image in a tar shard: that of its file if it is an image extension, otherwise from its bytes."""
+    """Return an image's extension in a tar shard: its file's if that is an image extension, otherwise by its bytes."""
     own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few readers of tar shards support it
+    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few tar readers know .jfif
         return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 
@@ -403,7 +404,7 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index. The shard gets its final name last."""
+    """Write one shard and its index. The last step renames the shard to its final name."""
     with files.written(path, f"{path}.partial") as partial:
         with SHARDED[to](str(partial)) as write:
             for number, image in enumerate(images, first):
@@ -425,7 +426,7 @@ def _write_single_file(to, output, split, images, pool, report):
             for _, i in zip(range(count), starts, strict=False):
                 blocks.append(pool.submit(_prepare_block, images[i : i + BLOCK]))
 
-        # Two blocks per worker keep the workers busy and limit the memory.
+        # Two queued blocks per worker keep all workers busy with limited memory.
         submit(2 * pool.count)
         while blocks:
             writer.write(blocks.popleft().result())

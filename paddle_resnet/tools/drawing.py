@@ -1,4 +1,4 @@
-"""Drawings of the data-set tools, written to files without a display."""
+"""Draws the figures of the data-set tools to files, without a display."""
 
 from pathlib import Path
 
@@ -11,19 +11,19 @@ from utils.errors import UsageError, printable
 matplotlib.use("Agg")
 FORMATS = (".png", ".pdf", ".svg")
 FONT = "DejaVu Sans"  # comes with matplotlib
-MOST_BARS = 60  # classes; beyond, only the largest and smallest have bars, and a curve shows all
+MOST_BARS = 60  # for more classes, only the largest and smallest get bars, and a curve shows all classes
 EXTREMES = 15
 NAME_LENGTH = 40
 
 
 def check_name(output):
-    """Raise UsageError for a file name without an ending of FORMATS."""
+    """Raise UsageError if the file name does not end with one of FORMATS."""
     if Path(output).suffix.lower() not in FORMATS:
         raise UsageError(f"--output {output}: unknown file format; use a name that ends in {', '.join(FORMATS)}")
 
 
 def save(figure, output):
-    """Write a drawing in the format of its file name.
+    """Write a figure in the format given by the suffix of its file name.
 
     Raises:
         UsageError: the file cannot be written.
@@ -38,21 +38,21 @@ def save(figure, output):
 
 
 def pictures(images, names, columns):
-    """Draw images, uint8 arrays [H, W, 3] in RGB, with their names."""
+    """Draw images (uint8 arrays [H, W, 3] in RGB) with their names."""
     names = drawable(names)
     rows = -(-len(images) // columns)
     size = (1.6 * columns, 1.6 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
-    for axis, image, name in zip(axes.flat, images, names, strict=False):  # the last axes may stay empty
+    for axis, image, name in zip(axes.flat, images, names, strict=False):  # the last axes may remain unused
         axis.imshow(image)
         axis.set_title(name, fontsize=8, parse_math=False)  # a class name may contain "$"
     return figure
 
 
 def balance(splits):
-    """Draw the number of images per class, with the classes in the same order in all splits, and the image sizes.
+    """Draw the number of images per class, with the same class order in all splits, and the image sizes.
 
     Args:
         splits: {split: {"classes": {class: images}, "sizes": int array [images, 2]}}, the result of inspection.info.
@@ -99,15 +99,15 @@ def _shortened(name):
 
 
 def drawable(names):
-    """Return names as they can be drawn, and set the fonts for them: the system's fonts supply characters that
-    matplotlib's own font lacks. A character that no font has becomes an escape such as \\u4e2d."""
+    """Return names in a form that can be drawn, and select fonts for them: system fonts supply the characters that
+    matplotlib's own font lacks. A character that no font contains becomes an escape such as \\u4e2d."""
     names = [printable(name) for name in names]
     lacking = set("".join(names))
     lacking -= _characters(FONT, lacking)
     families = [FONT]
     if lacking:
         fonts = [font for font in font_manager.fontManager.ttflist if (font.style, font.weight) == ("normal", 400)]
-        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # it draws boxes
+        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # draws only boxes
         served = {name: _characters(name, lacking) for name in sorted(others)}
         while any(served.values()):
             families.append(max(served, key=lambda name: len(served[name])))
@@ -118,7 +118,7 @@ def drawable(names):
 
 
 def _characters(family, wanted):
-    """Return the wanted characters that the regular font of a family has."""
+    """Return the wanted characters that the regular font of a family contains."""
     try:
         properties = font_manager.FontProperties(family=[family])
         font = font_manager.get_font(font_manager.findfont(properties, fallback_to_default=False))

@@ -27,9 +27,9 @@ def preview(root, output, images, arguments):
         root: folder of the data set.
         output: file to write, in one of drawing.FORMATS.
         images: number of images.
-        arguments: flags of train.py. The images are those of the first batches of one process with these flags.
+        arguments: flags of train.py. The images are those that a single process with these flags reads first.
     Raises:
-        UsageError: train.py would reject the flags or data; output cannot be written.
+        UsageError: train.py would reject the flags or data, or output cannot be written.
     """
     drawing.check_name(output)
     pictures, classes = first_images(root, images, arguments)
@@ -37,7 +37,7 @@ def preview(root, output, images, arguments):
 
 
 def first_images(root, images, arguments):
-    """Return the first training images of a run, from several epochs if the data set has fewer.
+    """Return the first training images of a run, from several epochs if the data set has too few images.
 
     Returns:
         (list of uint8 arrays [H, W, 3] in RGB without normalization, list of class names)
@@ -63,20 +63,20 @@ def info(root, output=None, allow_outside=False):
     """Count images and classes, measure the images, and print and draw the result.
 
     Args:
-        root: folder of a data set in any format, with train, val or both.
+        root: folder of a data set in any format, with a train split, a val split or both.
         output: file for the drawing, in one of drawing.FORMATS, or None.
         allow_outside: whether file lists may contain files outside root.
     Returns:
-        {split: {"classes": {class: images}, "sizes": int array [images, 2], width and height in pixels as stored}}.
-        Images whose header cannot be read are counted but not measured.
+        {split: {"classes": {class: images}, "sizes": int array [images, 2]}}. Sizes are width and height in pixels as
+        stored. Images whose header cannot be read are counted, but have no size.
     Raises:
-        UsageError: there is no split, or a split cannot be used; output cannot be written.
+        UsageError: there is no split, a split cannot be used, or output cannot be written.
     """
     if output is not None:
         drawing.check_name(output)
     root = str(root)
     result = {}
-    with ThreadPoolExecutor(16) as pool:  # the disk limits this, not the processor
+    with ThreadPoolExecutor(16) as pool:  # disk access is the bottleneck, not the CPU
         for mode in listing.splits(root):
             data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
             names = listing.report_names(root, data_format, classes)
@@ -84,7 +84,7 @@ def info(root, output=None, allow_outside=False):
             counts = Counter(label for label, _ in measured if label is not None)
             name_of = dict(enumerate(names or []))
             name_of |= {label: str(label) for label in sorted(counts) if label not in name_of}
-            repeated = {name for name, count in Counter(name_of.values()).items() if count > 1}  # ImageNet has some
+            repeated = {name for name, count in Counter(name_of.values()).items() if count > 1}  # as in ImageNet
             result[mode.value] = {
                 "classes": {
                     f"{name} ({label})" if name in repeated else name: counts[label] for label, name in name_of.items()
@@ -104,7 +104,7 @@ def info(root, output=None, allow_outside=False):
 
 
 def _statistics():
-    """Rows of the table of info: {title: function of classes and sizes that returns the text}."""
+    """Return the rows of the table that info prints: {title: function(classes, sizes) that returns the text}."""
 
     def quantiles(values):
         return " / ".join(f"{q:.0f}" for q in np.quantile(values, [0, 0.5, 1])) if len(values) else "-"
@@ -132,17 +132,17 @@ def _statistics():
 
 
 def _measure(image):
-    """Return (label, (width, height)) of a listing.Image; None for a part that cannot be read."""
+    """Return (label, (width, height)) of a listing.Image. If one of the two cannot be read, it is None."""
     label = image.label
     try:
         if image.kind is None:
-            source = image.path  # Pillow reads the header only
+            source = image.path  # Pillow reads only the header
         else:
             data, label = records.read(image)
             source = BytesIO(data)
         with Image.open(source) as picture:
             return label, picture.size
-    except Exception:  # Pillow's plugins raise exceptions of all kinds for damaged files
+    except Exception:  # Pillow's plugins raise many kinds of exceptions for damaged files
         return label, None
 
 
@@ -152,8 +152,8 @@ def speed(root, threads, loads, batches, repeats, arguments):
     Args:
         root: folder of the data set.
         threads: list of values for --dali-num-threads.
-        loads: list of values for --hw-decoder-load, for the decoders of a GPU.
-        batches: batches per measurement, after as many for warm-up.
+        loads: list of values for --hw-decoder-load, which applies to decoding on a GPU.
+        batches: batches per measurement, which follow the same number of warm-up batches.
         repeats: measurements per setting.
         arguments: flags of train.py.
     Returns:
@@ -201,7 +201,7 @@ def _take(loader, batches):
 
 
 def _parse(root, arguments):
-    """Parse flags of train.py and resolve the devices."""
+    """Parse flags of train.py, and resolve the devices in them."""
     args = config.parse_args([*arguments, "--image-root", str(root)])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)

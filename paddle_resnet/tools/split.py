@@ -12,20 +12,20 @@ from utils.errors import UsageError
 
 
 def split(source, output, fraction, seed=0):
-    """Split each class into train/ and val/, with links if the file system supports them.
+    """Split each class into train/ and val/, with links instead of copies if the file system supports them.
 
-    Which images go to val/ depends only on the names of classes and files, the fraction and the seed. An image that is
-    added later moves few others.
+    Which images go to val/ depends only on the names of classes and files, the fraction and the seed. If images are
+    added and the split is repeated, few of the other images move between train/ and val/.
 
     Args:
         source: folder of class folders, which is not changed.
-        output: folder to create, usable as --image-root. It is written atomically.
+        output: folder to create, which can then be used as --image-root. It is written atomically.
         fraction: fraction of each class that goes to val/, between 0 and 1; each split gets at least one image.
         seed: seed of the random selection, a whole number.
     Returns:
         ({"train": images, "val": images}, number of classes)
     Raises:
-        UsageError: source has no class folders, or a class with fewer than two images; output exists.
+        UsageError: source has no class folders, a class has fewer than two images, or output exists.
         OSError: output cannot be written.
     """
     source, output = Path(source), Path(output)
@@ -79,7 +79,7 @@ def divide(label, names, fraction, seed):
 
 
 def _link(path, place):
-    """Create a hard link, a symbolic link if that fails, as between disks, or otherwise a copy."""
+    """Create a hard link; if that fails, for example between disks, a symbolic link; if that fails, too, a copy."""
     for create in (os.link, os.symlink):
         with contextlib.suppress(OSError):
             return create(path, place)

@@ -1,9 +1,9 @@
-"""`python -m paddle_resnet.dataset verify`: find the images on which training would fail, before a run.
+"""`python -m paddle_resnet.dataset verify`: before a run, find the images on which training would fail.
 
-Separate from dataset.py because the worker processes import this module, which does not import Paddle.
+The code is separate from dataset.py because worker processes import it, and it does not import Paddle.
 
 docs/data.md lists the kinds of files that training uses or rejects. The list was tested with DALI 2.4 on the CPU and
-850 files: test images of Pillow, libjpeg-turbo and DALI, and EXIF examples of recurser/exif-orientation-examples.
+850 files: test images of Pillow, libjpeg-turbo and DALI, and EXIF examples from recurser/exif-orientation-examples.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from utils import files, signals
 from utils.errors import UsageError, printable
 from utils.mode import Mode, RunScope
 
-# File suffix: nvImageCodec's name of the expected codec.
+# {file suffix: nvImageCodec's name for the expected codec}
 CODEC_OF_SUFFIX = {
     **{".jpg": "jpeg", ".jpeg": "jpeg", ".jfif": "jpeg", ".png": "png", ".bmp": "bmp"},
     **{".tif": "tiff", ".tiff": "tiff", ".webp": "webp"},
 }
 EXIF_ORIENTATION = 0x0112
 DALI_BATCH = 64
-SHOWN = 50  # maximum number of failing images to print, and of copies of each kind
+SHOWN = 50  # maximum number of failing images to print, and of duplicates of each kind
 IN_BOTH_SPLITS, IN_TWO_CLASSES = "the same file in train and val", "the same file in two classes"
 # Processes are spawned, because DALI's threads do not survive a fork.
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -51,10 +51,10 @@ class Report:
 
     Attributes:
         images: number of images checked.
-        errors: [message], each a reason why training cannot use the data set.
-        failing: {name of an image (listing.Image.name): why training would fail on it}.
-        unusual: {kind: [name or text]}, properties that do not stop training but may be unintended.
-        ignored: [path below root] of files and folders in class folders that training ignores.
+        errors: [message]; each message states why training cannot use the data set.
+        failing: {name of an image (listing.Image.name): why training would fail on the image}.
+        unusual: {kind: [name or text]}: properties that do not stop training, but may be unintended.
+        ignored: [path below root] of the files and folders in class folders that training ignores.
     """
 
     images: int = 0
@@ -69,13 +69,13 @@ class Report:
 
 
 def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
-    """Decode every image of both splits with training's CPU decoders, on all cores.
+    """Decode every image of both splits on all cores, with the CPU decoders that training uses.
 
-    Record files are read twice: record by record, to find damaged records, and by DALI in its own process, which must
-    return the same images with the same labels in the same order.
+    Record files are read twice: record by record, to find damaged records, and by DALI in a separate process. Both must
+    yield the same images with the same labels in the same order.
 
     Args:
-        root: folder of a data set in any format, with train, val or both.
+        root: folder of a data set in any format, with a train split, a val split or both.
         num_of_class: number of outputs of the network, or None for any.
         allow_outside: whether file lists may contain files outside root.
         run_scope: scope of the training run, which determines the required splits.
@@ -100,7 +100,7 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         try:
             data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
         except UsageError as e:
-            # For example a class that is only in val, or a broken link. The other images can still be checked.
+            # The error may be a broken link or a class that is only in val, so the other images are still checked.
             report.errors += [str(e)] if str(e) not in report.errors else []
             data_format, classes, images = "folder", None, _images_of_folders(root, mode)
             limit = None
@@ -143,8 +143,8 @@ def check_all(tasks, workers=None):
 
 
 def _images_of_folders(root, mode):
-    """List the images of class folders that list_folder rejects, without those that cannot be listed. The labels count
-    the folders of both splits together."""
+    """List the images in class folders that list_folder rejects, except folders that cannot be listed. The labels are
+    numbers of the class folders of both splits together."""
     folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
     names = sorted({name for listed in folders.values() for name, _ in listed})
     return [
@@ -157,7 +157,7 @@ def _images_of_folders(root, mode):
 def _listed_folders(folder):
     """Return [(name of a class folder, result of listing.image_files)] of the folders that can be listed."""
     listed = []
-    with contextlib.suppress(UsageError):  # already in report.errors
+    with contextlib.suppress(UsageError):  # report.errors already contains this error
         for label in listing.class_folders(folder):
             with contextlib.suppress(UsageError):
                 listed.append((label, listing.image_files(folder / label)))
@@ -165,7 +165,7 @@ def _listed_folders(folder):
 
 
 def _compare_lists(lists, report):
-    """Report folders whose images have different labels in the lists of train and val."""
+    """Report folders whose images have different labels in train.txt and val.txt."""
     labels_of = []
     for images in lists:
         labels = defaultdict(set)
@@ -181,9 +181,9 @@ def _compare_lists(lists, report):
 
 
 def _compare_with_dali(root, mode, data_format, images, checked, report):
-    """Read record files with DALI, and compare images and labels with those of `check`, except for failing ones."""
+    """Read record files with DALI, and compare all images and labels with those of `check`, except failing images."""
     if data_format == "lmdb" and any(failure for failure, *_ in checked):
-        return  # its reader cannot skip records
+        return  # this format's reader cannot skip records
     pairs = zip(images, checked, strict=True)
     kept = [(image.name, digest, label) for image, (failure, _, digest, label) in pairs if failure is None]
     skip = frozenset(image.name for image, (failure, *_) in zip(images, checked, strict=True) if failure is not None)
@@ -198,7 +198,7 @@ def _compare_with_dali(root, mode, data_format, images, checked, report):
 
 
 def _in_a_process(function, *arguments):
-    """Call a function in a new process; returns its result, or ([], why the process ended)."""
+    """Call a function in a new process. Return its result, or ([], reason) if the process ended without a result."""
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_send_result, args=(sender, function, arguments), daemon=True)
     with signals.deferred():
@@ -240,7 +240,7 @@ def _read_with_dali(root, data_format, mode, skip, expected):
         pipeline = read()
         while place < len(expected):
             encoded, labels = pipeline.run()
-            # The last batch is filled with copies.
+            # The copies that fill the last batch are ignored.
             for data, label in itertools.islice(zip(encoded, labels, strict=True), len(expected) - place):
                 if (_digest(np.asarray(data).tobytes()), np.asarray(label).item()) != expected[place]:
                     differing.append(place)
@@ -260,7 +260,7 @@ def _start_worker(parent):
 
 
 def _keep_quiet():
-    """Silence the decoders, which print a line for each damaged file. The report contains these files."""
+    """Silence the decoders, which print a line for each damaged file; the report contains these files anyway."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -270,13 +270,13 @@ def check(task):
     Args:
         task: (listing.Image, number of classes or None)
     Returns:
-        (None or why training fails on it, [unusual properties], digest of its bytes or None, label or None)
+        (None or why training fails on the image, [unusual properties], digest of its bytes or None, label or None)
     """
     image, num_of_class = task
     try:
         data, label = records.read(image)
     except OSError as e:
-        if e.errno == errno.EMFILE:  # a limit of the process, not a problem of the image
+        if e.errno == errno.EMFILE:  # the process has too many open files; the image is fine
             raise
         return f"cannot be read ({e.strerror})", [], None, None
     except UsageError as e:
@@ -302,12 +302,12 @@ def _unusual(image, data):
     if precision > 8:
         kinds.append(f"{precision} bits per channel")
     if codec == "jpeg" and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
-        kinds.append("truncated")  # no end-of-image marker after the last scan
+        kinds.append("truncated")  # the last scan has no end-of-image marker
     try:
         with Image.open(io.BytesIO(data)) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
             orientation = picture.getexif().get(EXIF_ORIENTATION, 1)
-    except Exception:  # Pillow's plugins raise exceptions of all kinds for damaged files
+    except Exception:  # Pillow's plugins raise many kinds of exceptions for damaged files
         return [*kinds, "unknown to Pillow"]
     if mode == "CMYK":
         kinds.append("CMYK")

@@ -1,6 +1,6 @@
 """Writers of the record formats, for convert.py.
 
-Libraries write TFRecord, LMDB and WebDataset. RecordIO has no maintained library, so this module writes it.
+Libraries write TFRecord, LMDB and WebDataset. There is no maintained library for RecordIO, so this module writes it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def _webdataset_writer(path):
 
 
 class _RecordIOWriter:
-    """Appends to SPLIT.rec.partial and SPLIT.idx.partial, unless SPLIT.rec is complete.
+    """Appends to SPLIT.rec.partial and SPLIT.idx.partial. If SPLIT.rec is already complete, it does nothing.
 
     Records are synced to disk before their index lines are written, so every indexed record exists.
     """
@@ -75,7 +75,7 @@ class _RecordIOWriter:
         lines = []
         for image, label in images:
             lines.append(f"{self._count}\t{self._end}\n")
-            # No extra labels, the label, the image number, an unused number.
+            # The header contains: number of extra labels (0), the label, the image number, an unused number.
             record = recordio_record(records.RECORDIO_HEAD.pack(0, label, self._count, 0) + image)
             self._records.write(record)
             self._count += 1
@@ -114,7 +114,7 @@ def recordio_record(payload):
 
 
 class _LMDBWriter:
-    """Appends to SPLIT_lmdb.partial, one transaction per block, unless SPLIT_lmdb is complete."""
+    """Appends to SPLIT_lmdb.partial, one transaction per block. If SPLIT_lmdb is already complete, it does nothing."""
 
     def __init__(self, output, split):
         self._path = os.path.join(output, f"{split}_lmdb")
@@ -124,7 +124,7 @@ class _LMDBWriter:
 
         self._complete = os.path.exists(self._path)
         path = self._path if self._complete else f"{self._path}.partial"
-        # 64 MB of address space at first; write() doubles it when it is full.
+        # The map begins with 64 MB of address space; write() doubles it when it is full.
         with _lmdb_errors(path):
             self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
         self._count = self._environment.stat()["entries"]
@@ -161,7 +161,7 @@ class _LMDBWriter:
 
 @contextlib.contextmanager
 def _lmdb_errors(path):
-    """Convert LMDB's own errors, such as a full disk, to OSError; the caller enlarges a full map."""
+    """Convert LMDB's own errors, such as a full disk, to OSError, except for a full map, which the caller enlarges."""
     import lmdb
 
     try:

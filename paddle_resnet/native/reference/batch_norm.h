@@ -1,9 +1,9 @@
-// Reference of batch normalization with an activation and residual addition: loops over float32 that sum in float64.
-// The operators call them on the CPU.
+// Reference implementation of batch normalization with an activation and residual addition: float32 loops that sum in
+// float64. The operators call it on the CPU.
 //
-// Tensors are [rows, channels] = [N * H * W, C], channels contiguous. The coefficients of a training step are [4, C]: a
-// and b of y = a x + b, mean, 1 / standard deviation. A mask has one byte per 16-byte vector of 4 channels; bit i is
-// set if channel i is positive before the ReLU.
+// Tensors are [rows, channels] = [N * H * W, C], with contiguous channels. The coefficients of a training step are
+// [4, C]: a and b of y = a x + b, the mean, and 1 / standard deviation. A mask has one byte per 16-byte vector of 4
+// channels; bit i is set if channel i is positive before the ReLU.
 
 #pragma once
 
@@ -19,8 +19,8 @@ namespace reference {
 
 constexpr int kMaskLanes = kVectorBytes / sizeof(float);  // channels per byte of a mask
 
-// Computes the coefficients of a batch. Updates the running statistics, with the unbiased variance, of channels whose
-// batch statistics are finite in float32.
+// Computes the coefficients of a batch. Updates the running mean and the running unbiased variance of the channels
+// whose batch statistics are finite in float32.
 inline void bn_statistics(const float *x, int rows, int channels, const float *scale, const float *bias,
                           float *running_mean, float *running_variance, float momentum, float epsilon,
                           float *coefficients) {
@@ -73,9 +73,10 @@ void bn_infer(A activation, const float *x, const float *z, int rows, int channe
   bn_apply(activation, x, z, rows, channels, a.data(), b.data(), y, nullptr);
 }
 
-// Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2]. With a `mask`, the gradient
-// of the ReLU uses it; otherwise the input of the activation A is recomputed as a x + b. `dy2`, `mask` and `dz` may be
-// null; dz receives the gradient before the ReLU.
+// The backward pass: Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2]. If
+// `mask` is not null, the gradient of the ReLU is computed from it; otherwise the input of the activation A is
+// recomputed as a x + b. The gradient with respect to the input of the ReLU is written to `dz`. `dy2`, `mask` and `dz`
+// may be null.
 template <class A>
 void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, int rows, int channels,
                  const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {

@@ -1,5 +1,5 @@
-// Depthwise convolution of [N, H, W, C] and its gradients in plain loops over float32, which the operators call on the
-// CPU. The filter is [C, 1, kernel, kernel].
+// Reference implementation of the depthwise convolution of [N, H, W, C] and its gradients: float32 loops for the CPU.
+// The filter is [C, 1, kernel, kernel].
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace reference {
 
-// Calls each(x, y, tap) for every pair of an input and an output pixel that a tap of the filter connects: the index of
-// their first channels, and the tap's place in the filter.
+// Calls each(x, y, tap) for every input pixel, output pixel and filter tap that connects them. x and y are the indices
+// of the pixels' first channels, and tap is the position in the filter.
 template <class Each>
 void for_each_tap(int batch, int channels, const Window &window, const Each &each) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width;
@@ -27,7 +27,7 @@ void for_each_tap(int batch, int channels, const Window &window, const Each &eac
   }
 }
 
-// y: [batch, out_height, out_width, channels].
+// Computes y [batch, out_height, out_width, channels].
 inline void depthwise_conv(const float *x, const float *filter, int batch, int channels, const Window &window,
                            float *y) {
   const int taps = window.kernel * window.kernel;
@@ -37,7 +37,7 @@ inline void depthwise_conv(const float *x, const float *filter, int batch, int c
   });
 }
 
-// dx: as x; dfilter: as the filter.
+// Computes dx, in the layout of x, and dfilter, in the layout of the filter.
 inline void depthwise_conv_gradient(const float *x, const float *filter, const float *dy, int batch, int channels,
                                     const Window &window, float *dx, float *dfilter) {
   const int taps = window.kernel * window.kernel;

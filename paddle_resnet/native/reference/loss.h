@@ -1,5 +1,5 @@
-// Reference of softmax cross entropy, accuracies and gradient: loops over float32 that sum in float64. The operators
-// call them on the CPU. Logits are [rows, classes], classes contiguous.
+// Reference implementation of softmax cross entropy, accuracies and gradient: float32 loops that sum in float64. The
+// operators call it on the CPU. Logits are [rows, classes], with contiguous classes.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace reference {
 
-// Computes losses, of_softmax [rows, 2] and pairs [rows, 2] of each row as defined by loss_rows in loss.cu. Over the
-// batch, computes the mean loss, unless `loss` is null, and the accuracies; top1 is -1 if a label is out of range.
-// `weights` [rows, classes], unless null, replace the labels in the loss.
+// For each row, computes losses, of_softmax [rows, 2] and pairs [rows, 2] as defined by loss_rows in loss.cu. For the
+// batch, computes the accuracies and, if `loss` is not null, the mean loss; top1 is -1 if a label is out of range. If
+// `weights` [rows, classes] is not null, the weights replace the labels in the loss.
 inline void loss(const float *logits, const int64_t *labels, const float *weights, int rows, int classes,
                  float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs, float *loss, float *top1,
                  float *topk) {
@@ -57,7 +57,7 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
   *topk = static_cast<float>(hits_k) / rows;
 }
 
-// Computes the gradient of the mean loss times `dloss`; rows whose label is out of range are NaN.
+// Computes the gradient of the mean loss, times `dloss`. Rows whose label is out of range are NaN.
 inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights, const float *of_softmax,
                           float dloss, int rows, int classes, float smoothing, float *dlogits) {
   for (int64_t i = 0; i < static_cast<int64_t>(rows) * classes; ++i) {

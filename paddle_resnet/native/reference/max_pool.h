@@ -1,6 +1,7 @@
-// Reference of max pooling of [N, H, W, C] and its gradient: loops over float32 that the operators call on the CPU.
+// Reference implementation of max pooling of [N, H, W, C] and its gradient: float32 loops for the CPU.
 //
-// Position p of a window is the pixel (p / kernel, p % kernel) from its upper left corner, including padding.
+// Position p in a window is the pixel (p / kernel, p % kernel), counted from the window's upper left corner, including
+// padding.
 
 #pragma once
 
@@ -12,8 +13,8 @@
 
 namespace reference {
 
-// Computes y and positions [batch, out_height, out_width, channels]. The first of equal values is the maximum; NaN is
-// larger than all numbers.
+// Computes y and positions [batch, out_height, out_width, channels]. Of equal values, the first is the maximum; NaN
+// counts as larger than all numbers.
 inline void max_pool(const float *x, int batch, int channels, const Window &window, float *y, uint8_t *positions) {
   const int64_t outputs = static_cast<int64_t>(batch) * window.out_height * window.out_width * channels;
   for (int64_t i = 0; i < outputs; ++i) {
@@ -34,7 +35,7 @@ inline void max_pool(const float *x, int batch, int channels, const Window &wind
   }
 }
 
-// Computes dx [batch, height, width, channels] for the gradient dy [+ dy2] of the output; `dy2` may be null.
+// Computes dx [batch, height, width, channels] from the gradient dy [+ dy2] of the output; `dy2` may be null.
 inline void max_pool_gradient(const float *dy, const float *dy2, const uint8_t *positions, int batch, int channels,
                               const Window &window, float *dx) {
   std::fill_n(dx, static_cast<int64_t>(batch) * window.height * window.width * channels, 0.f);

@@ -1,4 +1,4 @@
-// Filter gradient of a 1x1 convolution in plain loops over float32, which the operator calls on the CPU.
+// Reference implementation of the filter gradient of a 1x1 convolution: float32 loops for the CPU.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace reference {
 
-// dfilter [out, in] = the sum of dy [rows, out] times x [rows, in] over the rows.
+// Computes dfilter [out, in] as the sum of dy [rows, out] times x [rows, in] over all rows.
 inline void pointwise_filter_gradient(const float *x, const float *dy, int rows, int in, int out, float *dfilter) {
   std::fill_n(dfilter, static_cast<int64_t>(in) * out, 0.f);
   for (int64_t row = 0; row < rows; ++row) {

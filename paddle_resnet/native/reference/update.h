@@ -1,4 +1,4 @@
-// Reference of the updates: loops over one float32 tensor, which the operators call on the CPU.
+// Reference implementation of the updates: loops over one float32 tensor, which the operators call on the CPU.
 
 #pragma once
 
@@ -24,7 +24,7 @@ inline double sum_squares(const float *values, int64_t size, float unscale) {
 }
 
 // Momentum: v = mu v + h, p -= rate v, or Nesterov's p -= rate (h + mu v), where h = unscale * gradient + decay p. The
-// step is skipped if `unscale` is 0. Unless `master` is null, it receives a copy of the parameter.
+// step is skipped if `unscale` is 0. If `master` is not null, the new parameter is copied to it.
 inline void momentum(const float *gradient, int64_t size, float rate, float unscale, float mu, bool nesterov,
                      float decay, float *velocity, float *parameter, float *master) {
   if (unscale == 0) return;
@@ -38,8 +38,8 @@ inline void momentum(const float *gradient, int64_t size, float rate, float unsc
 
 // AdamW and LAMB: p -= rate ratio (u + decay p), where u is Adam's direction. For AdamW, ratio is 1; for LAMB, it is
 // |p| / |u + decay p|, or 1 without weight decay or if a norm is 0: You et al., arXiv:1904.00962, algorithm 2. `power1`
-// and `power2`, the powers of the betas, are updated for the next step. The step is skipped if `unscale` is 0. Unless
-// `master` is null, it receives a copy of the parameter.
+// and `power2`, the powers of the betas, are updated for the next step. The step is skipped if `unscale` is 0. If
+// `master` is not null, the new parameter is copied to it.
 inline void adam(const float *gradient, int64_t size, float rate, float unscale, const Adam &rule, bool is_lamb,
                  float decay, float *m, float *v, float *power1, float *power2, float *parameter, float *master) {
   if (unscale == 0) return;
