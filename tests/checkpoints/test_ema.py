@@ -19,7 +19,7 @@ EPOCH = "Tiny/2"
 
 @pytest.fixture
 def averaged(once, run_train, tmp_path):
-    """A copy of the output folder of a run with --ema, and its report entries. The run is shared by all tests."""
+    """Return a copy of the output folder of a run with --ema, and its report entries. All tests share the run."""
 
     def make(folder):
         code, report = run_train(*EMA, "--output-dir", folder / "output")
