@@ -433,7 +433,7 @@ def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkey
         message = [f"{root}: contains checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
         stderr = capsys.readouterr().err
         assert_one_error(stderr, message)
-        assert ("--overwrite" in stderr) == ("--from-checkpoint" not in flags)  # it would delete the start
+        assert ("--overwrite" in stderr) == ("--from-checkpoint" not in flags)  # it would delete its own start
     assert run_train("--overwrite", "--dry-run")[0] == 0
     (root / "1/notes.txt").write_text("mine")
     assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files

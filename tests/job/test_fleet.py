@@ -20,7 +20,7 @@ from utils.errors import RunError
 @pytest.mark.parametrize(
     ("flags", "is_fused", "is_serial"),
     [
-        ({}, False, True),  # oneDNN's gradients are not in the buffer of a fused all-reduce
+        ({}, False, True),  # oneDNN does not write gradients to the buffer of a fused all-reduce
         ({"data_layout": "NHWC"}, True, True),
         ({"device": "gpu", "cuda_graph": False}, True, False),
         ({"device": "gpu", "cuda_graph": True}, True, True),

@@ -99,7 +99,7 @@ def test_processes_evaluate_and_predict_like_single_process(launch, two_processe
 
 
 def states(folder, processes, epochs):
-    """The trained state at the end of each epoch. It must be bit-identical on all ranks."""
+    """Return the trained state at the end of each epoch, after checking that it is bit-identical on all ranks."""
     epoch_states = []
     for epoch in range(epochs):
         first, *others = (np.load(folder / f"epoch{epoch}_rank{rank}.npz") for rank in range(processes))
@@ -132,7 +132,7 @@ def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path,
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_gradient_norm_is_global(launch, tmp_path, kernels):
-    """Two processes clip like one with twice the batch size. A norm per process would differ."""
+    """Two processes clip gradients like a single process with twice the batch size. Norms per process would differ."""
     flags = [
         *SHARES,
         *NHWC,
@@ -165,7 +165,7 @@ def test_processes_accumulate_like_single_process_with_larger_batch(launch, tmp_
         np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
 
 
-# test_amp_and_sparsity.py tests the algorithms.
+# test_amp_and_sparsity.py tests every algorithm.
 @pytest.mark.parametrize(
     "algorithm", [MASK_ALGORITHMS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in MASK_ALGORITHMS[1:])]
 )
@@ -241,7 +241,7 @@ STALL = "--comm-timeout-s 8: no progress for 8 s; rank {} is in"
 STOPPED = "--comm-timeout-s 8: no progress for 8 s; rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
 FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
-    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a copy to a GPU that stalls. None of its threads can
+    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a stalled copy to a GPU. None of rank 0's threads can
     # report a position.
     "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
@@ -265,7 +265,7 @@ MORE_FAULTS = {
     ],
 )
 def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message):
-    """The fault happens in the second epoch. The checkpoint of the first one remains valid."""
+    """The fault happens in the second epoch. The checkpoint of the first epoch remains valid."""
     rank, _, kind = fault.partition(",")[0].split()
     start = monotonic()
     code, logs = launch(
@@ -328,7 +328,7 @@ def test_differences_between_ranks_are_errors_before_first_step(launch, photos, 
 
 
 def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
-    """They stop like after SIGTERM and write a checkpoint."""
+    """The processes stop as after SIGTERM and write a checkpoint."""
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
     flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]

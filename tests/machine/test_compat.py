@@ -202,7 +202,7 @@ def test_sqrt_accepts_legacy_variables():
 
 
 def test_assigned_returns_array_of_operator():
-    """The two versions use different attributes."""
+    """The two versions of Paddle store the array in different attributes."""
     array, main = np.float32([[1.5, 0.1], [3e-9, -7]]), static.Program()
     with static.program_guard(main):
         paddle.assign(array)

@@ -45,7 +45,7 @@ def cudnn(origin):
 
 @pytest.fixture
 def site(tmp_path):
-    """A site-packages folder with a Paddle and two versions of a cuDNN package."""
+    """Create a site-packages folder with a fake Paddle and two versions of a cuDNN package."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     root = tmp_path / "site"
@@ -70,7 +70,7 @@ def opened(site, **environment):
 
 def test_library_of_package_is_opened(site):
     assert opened(site) == "package 8"
-    assert opened(site) == "package 8"  # with existing links
+    assert opened(site) == "package 8"  # the links already exist
     (folder,) = (site.parent / "cache/paddle_resnet").iterdir()
     assert {"libcudnn.so", "libcudnn.so.8", "libphi.so"} <= {path.name for path in folder.iterdir()}
 

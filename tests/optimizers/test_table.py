@@ -41,7 +41,7 @@ class Run:
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
-            if scale:  # in float32
+            if scale:  # dynamic loss scaling, but all operators run in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
