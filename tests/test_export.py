@@ -126,7 +126,7 @@ def test_onnx_file_matches_paddle_inference(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
 def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
-    """The second score comes from Paddle Inference."""
+    """The second computed score is that of Paddle Inference."""
     scores = []
     real = export._score
 
@@ -137,7 +137,7 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
         if len(scores) == 2 and name == "loss":
             scores[-1]["loss"] += 1.5e-4
         if name.startswith("images"):
-            # Every score changes, so that only the recorded one differs.
+            # All computed scores change, so that only the recorded score differs.
             scores[-1]["correct"] -= 1 + scores[-1]["ties"]
         return scores[-1]
 
@@ -180,7 +180,7 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
 
 
 def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch):
-    """The logits of the engine are correct."""
+    """Only the engine's softmax is wrong; its logits are correct."""
     real = inference.open_paddle
 
     def open_paddle(*args, **options):
@@ -449,7 +449,7 @@ def test_full_disk_exits_with_code_2_and_leaves_no_output(checkpoint, tmp_path, 
     export.export(checkpoint, tmp_path / "whole")
     sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
     assert sizes[0] < sizes[1]
-    (tmp_path / "exported.partial").mkdir()  # unrelated folder of the user
+    (tmp_path / "exported.partial").mkdir()  # an unrelated folder of the user
     for limit in (sizes[0] - 1, sizes[1] - 1):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

@@ -497,7 +497,7 @@ def test_lamb(device, where, dtype, unscale):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_lamb_updates_zero_parameters(device, where):
-    """The trust ratio of such parameters is 1, even if the gradient is 0 and the ratio would be 0 / 0."""
+    """The trust ratio of parameters that are 0 is 1, even if the gradient is 0 and the ratio would be 0 / 0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
         state = [[paddle.zeros([8])], [paddle.zeros([8])], [paddle.to_tensor([0.9])], [paddle.to_tensor([0.999])]]

@@ -107,7 +107,7 @@ def test_training_and_evaluation_apply_exif_rotation(parse, tmp_path):
 
 @pytest.fixture
 def unusual(photos, tmp_path):
-    """The photos, with each unusual file in train/class0, and unusual folders."""
+    """Copy the photos, then add unusual folders, and all unusual files to train/class0."""
     root = tmp_path / "unusual"
     shutil.copytree(photos, root)
     for name, (data, _, _) in FILES.items():
