@@ -52,8 +52,8 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])  # file and line
 
-# Ports that the launcher may use. Its default range overlaps with the ephemeral ports of the system, some of which are
-# in use before the processes of a job listen.
+# Ports that the launcher may use. The launcher's default range overlaps with the ephemeral ports of the system, some of
+# which are in use before the processes of a job listen.
 os.environ["PORT_RANGE"] = "12000:32000"
 
 
@@ -111,9 +111,9 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Exit without the destructors of Paddle's and DALI's libraries. They crashed in one of two complete runs, after
-    all tests had passed, in a process that had created hundreds of programs and pipelines. The exit code of train.py is
-    tested in separate processes."""
+    """Exit without running the destructors of Paddle's and DALI's libraries. In one of two complete runs, they crashed
+    after all tests had passed, in a process that had created hundreds of programs and pipelines. The exit code of
+    train.py is tested in separate processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     if hasattr(config, "exit_status"):  # set once a session has started

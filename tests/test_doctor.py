@@ -44,7 +44,7 @@ def facts(once, monkeypatch):
 
 @pytest.fixture
 def examine(monkeypatch, tmp_path):
-    """Return {what: Row} without the slow tests."""
+    """Return a function that runs the doctor without its slow tests and returns {what: Row}."""
     monkeypatch.setattr(doctor, "_tests", lambda device, lack: iter([doctor.Row("tests", f"{device}, {lack}")]))
 
     def examine(output_dir=tmp_path):

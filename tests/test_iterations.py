@@ -1,4 +1,5 @@
-"""--iter-unit batch: a run has an exact number of steps, and evaluates and saves at steps. Epochs have three steps."""
+"""--iter-unit batch: a run has an exact number of steps, and evaluates and saves after given steps. Epochs have three
+steps."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def trained_steps(report):
 
 
 def evaluations(report):
-    """Return [(epoch, steps in it or None at its end, top1)]."""
+    """Return [(epoch, steps since its start or None at its end, top1)]."""
     actual = [(e["step"], e["data"]) for e in report if len(e["step"]) == 1 and "val.top1" in e["data"]]
     return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in actual]
 

@@ -92,7 +92,7 @@ def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
     """Each file has one line on stderr. capfd also captures output of C libraries, which must not write anything."""
     real = predict.find_images
-    folder = tmp_path / ".cache/mixed"  # its parents may be hidden, because it is an argument
+    folder = tmp_path / ".cache/mixed"  # folders above an argument may be hidden
     folder.mkdir(parents=True)
     for i, path in enumerate(sorted((photos / "val").glob("*/*.jpg"))[:9]):
         (folder / f"{i}.jpg").write_bytes(path.read_bytes())

@@ -472,7 +472,7 @@ def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch
     (root / "99/notes").write_text("of the user")
     real = os.open
 
-    def deny(path, *arguments, **options):  # instead of permissions, which do not restrict a superuser
+    def deny(path, *arguments, **options):  # simulates permissions, which do not restrict a superuser
         if "/99" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
@@ -494,7 +494,7 @@ def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys
 
 
 def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
-    """Regression: bn_rank0.npz, which no run writes, could set any variable."""
+    """Regression: a file bn_rank0.npz, which no run writes, could set any variable."""
     stop_before(train_step=1)
     assert run_train("--print-interval", "1")[0] == 75
     stop_before()

@@ -291,7 +291,7 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
-    assert code == signal.SIGTERM, output  # the exit code of the launcher; that of the workers is 75
+    assert code == signal.SIGTERM, output  # the launcher exits with this code; its workers exit with 75
     assert all_have_exited(runs)
     assert "stopped by SIGTERM; the same command with --resume continues" in runs.logs()
     assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint is inside an epoch

@@ -38,7 +38,7 @@ def save(program, folder):
 
 
 def load(args, folder, *, is_train=True, seed=7):
-    """Load into a new program; returns {variable: value}."""
+    """Load a checkpoint into a new program; returns {variable: value}."""
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=is_train, seed=seed)
         assert variables.load(args, folder, main, PLACE) is False

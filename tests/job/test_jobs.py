@@ -44,7 +44,7 @@ def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
     flags += ["--shares", "--stages", "4"]
     single, (reference, _) = launch(2, *flags, "--unfused")
     report, (first, second) = launch(2, *flags, "--kernels", kernels)
-    assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()  # of 53
+    assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()  # for 53 gradients
     assert losses(report) == pytest.approx(losses(single), rel=1e-3)
     for name in reference.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
@@ -245,7 +245,7 @@ FAULTS = {
     # report a position.
     "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
-# The same faults on the other rank, and faults that other tests cover (SIGSTOP: test_monitor.py).
+# These are the same faults on the other rank, and faults that other tests cover (SIGSTOP: test_monitor.py).
 MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
     "0 4 killed": "rank 0 failed first: its process exited",
@@ -361,7 +361,7 @@ def test_two_nodes_train_like_one_node_with_two_processes(two_processes, launch_
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_lost_node_stops_other_node(launch_nodes, lost):
-    """The launcher and the process of a node are killed at once, so neither can report a failure."""
+    """The launcher and the process of a node are killed at the same time, so neither can report a failure."""
     flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
     nodes, folder = launch_nodes(*flags, "--slow-step", "0.1")
     wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
@@ -374,7 +374,7 @@ def test_lost_node_stops_other_node(launch_nodes, lost):
 
 
 def processes_with(folder):
-    """PIDs of other processes that have a folder in their command line or environment."""
+    """Return the PIDs of other processes that have a folder in their command line or environment."""
     pids = set()
     for path in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):
@@ -386,7 +386,8 @@ def processes_with(folder):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
-    """The other ranks were never started, or PADDLE_MASTER is wrong. Paddle alone would wait for minutes."""
+    """The other ranks were never started, or PADDLE_MASTER is wrong. Without this timeout, Paddle would wait for
+    minutes."""
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
     environment = {

@@ -1,4 +1,4 @@
-"""Monitors of a job, in one event loop and as processes. test_jobs.py tests whole jobs."""
+"""Monitors of a job, tested in one event loop and as processes. test_jobs.py tests whole jobs."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Selection of CUDA libraries. Small libraries replace those of Paddle and of the packages; the real linker loads
+"""Selection of CUDA libraries. Small stand-ins replace the libraries of Paddle and the packages; the real linker loads
 them."""
 
 import os
@@ -136,7 +136,7 @@ def test_other_builds_get_no_links(site, version, cuda):
 
 @pytest.fixture
 def cuda_11(monkeypatch, tmp_path):
-    """Simulate a Paddle for CUDA 11 with all its libraries; returns their folder."""
+    """Simulate a build of Paddle for CUDA 11 with all CUDA libraries; returns the folder of the libraries."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(paddle.version, "full_version", "2.6.2")

@@ -34,7 +34,7 @@ def test_activations_of_a_small_network(tmp_path):
     path.write_text(NETWORK_EXAMPLE)
     size = __main__.size(f"{path}:Net", 32, 10)
     convolutions, pooled = 16 * 16 * 16 + 8 * 8 * 32, 2 * 32  # before and after the reshape
-    statistics = 2 * (16 + 32)  # mean and inverse deviation of each BN
+    statistics = 2 * (16 + 32)  # mean and inverse standard deviation of each BN
     assert size["activation_bytes"] == 2 * (2 * convolutions + statistics + pooled)
     assert size["parameters"] == 9 * 3 * 16 + 9 * 16 * 32 + statistics + 32 * 10 + 10
     assert size["multiply_adds"] == 16 * 16 * 16 * 9 * 3 + 8 * 8 * 32 * 9 * 16 + 32 * 10

@@ -776,7 +776,7 @@ FAULTS = [
 @pytest.mark.parametrize("kernels", ["auto", "native"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels, fault):
-    """auto uses Paddle's kernels and logs the reason; native stops the run with an error message."""
+    """With auto, Paddle's kernels run and the reason is logged; native stops the run with an error message."""
     capability, problem = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)

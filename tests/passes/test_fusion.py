@@ -167,7 +167,7 @@ def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
         if op.type in ("batch_norm", "native_bn_act", "native_bn_add_relu"):
             (scale,) = op.input("Scale")
             widths[op.type == "batch_norm"].add(main.global_block().var(scale).shape[0])
-    assert widths == {True: {6}, False: {12, 24, 48}}  # 6 channels are not a multiple of a vector of four
+    assert widths == {True: {6}, False: {12, 24, 48}}  # vectors have four elements, and 6 is not a multiple of 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -13,7 +13,7 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def colors(tmp_path):
-    """Ten training images, each of one color and in its own class."""
+    """Create ten training images, each of a single color and in its own class."""
     for i in range(10):
         folder = tmp_path / "colors" / "train" / f"c{i}"
         folder.mkdir(parents=True)
