@@ -1,4 +1,4 @@
-"""Tiny networks and tiny images, so that the whole suite runs in minutes on two cores."""
+"""Fixtures with tiny networks and tiny images, so that the whole suite runs in minutes on two cores."""
 # ruff: noqa: I001
 
 import contextlib

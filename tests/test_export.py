@@ -287,7 +287,7 @@ def test_preprocess_script_predicts_with_onnx_file(checkpoint, photos, tmp_path,
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module prints the same as its copy. Without onnxruntime it prints only the shape of the image.
+    # The module prints the same as its copy. Without onnxruntime, it prints only the shape of the image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
     capsys.readouterr()
     preprocessing.main([str(image)])

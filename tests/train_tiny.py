@@ -225,7 +225,7 @@ if __name__ == "__main__":
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
-    if "gpu" in sys.argv:  # test_gpu.py also tests the exit
+    if "gpu" in sys.argv:  # test_gpu.py also tests normal exits
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

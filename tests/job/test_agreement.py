@@ -1,4 +1,4 @@
-"""Settings that are compared between processes. test_jobs.py tests whole jobs that disagree."""
+"""Settings that are compared between processes. test_jobs.py tests whole jobs whose processes disagree."""
 
 import pytest
 

@@ -64,7 +64,7 @@ def test_pir_is_rejected(train_process, monkeypatch):
 
 @only_paddle_3
 def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
-    """The job starts without the variable, which importing conftest has set in this process."""
+    """The job starts without the environment variable that importing conftest has set in this process."""
     monkeypatch.delenv("FLAGS_enable_pir_api")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
@@ -229,7 +229,8 @@ GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
 
 @pytest.mark.parametrize("folder", GOLDENS, ids=lambda folder: folder.name)
 def test_files_of_each_version_are_readable(folder):
-    """The tolerance allows for a different processor; .ci/run compares the versions on one machine to 1e-5."""
+    """The tolerance allows for a different processor; .ci/run compares the versions on a single machine with a
+    tolerance of 1e-5."""
     other_paddle.check(folder, rtol=2e-4)
 
 

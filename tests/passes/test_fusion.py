@@ -56,7 +56,7 @@ def train(args, batches, fuse):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fused_training_has_same_results(parse, monkeypatch, block):
     """Losses, parameters, velocities and running means agree. Paddle's running variance is biased on the CPU and
-    unbiased on a GPU; the custom operators use the unbiased one, n / (n - 1) times that of the CPU."""
+    unbiased on a GPU; the custom operators use the unbiased variance, which is n / (n - 1) times that of the CPU."""
     monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
     args = parse(*NHWC, "--image-shape", "4,48,32")
     batches = random_batches(2, (48, 32, 4))

@@ -112,7 +112,7 @@ def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys
     assert run_train(*flags)[0] == 75
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert len(list(parts.iterdir())) == 4  # names are unique within a second
+    assert len(list(parts.iterdir())) == 4  # file names are unique even within a second
     assert "--tensorboard-dir" not in capsys.readouterr().err
     expected, result = scalars(uninterrupted), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):

@@ -110,7 +110,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
             name = program.all_parameters()[0].name
             tensor = static.global_scope().find_var(name).get_tensor()
             copy = paddle.base.core.LoDTensor()
-            copy.set(np.array(tensor), paddle.CPUPlace())  # in new memory, because the tensor still has its own
+            copy.set(np.array(tensor), paddle.CPUPlace())  # new memory, because the tensor still has the old one
             tensor._share_data_with(copy)
 
         return move
@@ -166,7 +166,7 @@ def test_failed_capture_reports_reason_and_remedy(run_train, capsys, fake, monke
 
 
 def test_capture_ends_if_step_fails(run_train, capsys, fake, monkeypatch):
-    """The flags that Paddle needs for a capture are still set."""
+    """The capture ends while its settings, such as the disabled garbage collection, are still in effect."""
 
     def fail(self, *args, **kwargs):
         if fake.recording is not None:
