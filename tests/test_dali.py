@@ -557,7 +557,7 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
 
 
 def rotated(pixels, degrees):
-    """Rotate an image around its center with bilinear interpolation, black outside."""
+    """Rotate an image around its center with bilinear interpolation; pixels from outside the image are black."""
     side = len(pixels)
     angle, center = np.deg2rad(degrees), (side - 1) / 2
     y, x = np.mgrid[:side, :side] - center

@@ -330,7 +330,7 @@ def test_interrupt_exits_with_code_130_and_leaves_no_output(checkpoint, tmp_path
 
 
 def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_path):
-    """The folder name is not UTF-8."""
+    """The name of the folder is not valid UTF-8."""
     folder = tmp_path / os.fsdecode(b"\xff")
     left = folder / ".exported.partial"
     (left / "exported/model.json").mkdir(parents=True)

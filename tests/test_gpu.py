@@ -256,7 +256,7 @@ def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
     ],
 )
 def test_sparse_training_keeps_masks(run_train, tmp_path, algorithm, flags):
-    """The masks hold after training and after resuming for one more epoch."""
+    """Weights are masked after training, and after a resume for one more epoch."""
     for e in range(2):
         pruning = ["--asp", "--prune-model", "--mask-algo", algorithm, "--resume", "--epochs", e + 1]
         assert run_train(*flags, *pruning)[0] == 0
@@ -497,7 +497,7 @@ def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
 
 @pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
 def test_native_and_paddle_kernels_have_similar_losses(run_train, deterministic, flags, tolerance):
-    """The first losses are of the same parameters; later losses diverge because of rounding."""
+    """The first losses are computed with the same parameters; later losses diverge because of rounding."""
     results = {}
     for kernels in ("native", "paddle"):
         choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]

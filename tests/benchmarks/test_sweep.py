@@ -1,4 +1,4 @@
-"""benchmarks/sweep.py on the CPU."""
+"""Tests of benchmarks/sweep.py on the CPU."""
 
 import importlib.util
 import json

@@ -72,7 +72,7 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    assert len((saved / "meta.json").read_text().splitlines()) < 200  # the file is formatted for people
+    assert len((saved / "meta.json").read_text().splitlines()) < 200  # the file is formatted for human readers
 
 
 def test_restore_inside_epoch(args, run):

@@ -561,7 +561,7 @@ SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images: 3, 
 
 @pytest.mark.parametrize(("step", "newest"), [(1, "0_1"), (3, "0"), (4, "1_1"), (10, "1"), (12, "2_2")])
 def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_before, tmp_path, step, newest):
-    """The run stops inside an epoch of each stage, and between stages."""
+    """The cases stop the run inside an epoch of each stage, and between stages."""
     expected = uninterrupted(*SIZES)
     assert expected != uninterrupted()
     stop_before(train_step=step)

@@ -175,7 +175,7 @@ def test_tfrecord_checksums_are_verified_by_indexing_and_reading(copy, offset):
 
 
 def truncate(root):
-    """Truncate the files that contain images to a quarter."""
+    """Truncate the files that contain images to a quarter of their size."""
     for path in root.rglob("*"):
         if path.is_file() and path.suffix not in (".idx", ".json", ".txt"):
             os.truncate(path, path.stat().st_size // 4)

@@ -11,7 +11,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def facts(monkeypatch):
-    """The values that a function of agreement.py compares in this process."""
+    """Return a function that calls a function of agreement.py and returns the values to compare."""
     compared = []
     monkeypatch.setattr(agreement, "_compare", compared.append)
 

@@ -162,7 +162,7 @@ def test_only_store_connection_disables_nagle():
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
 def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
-    """Rank 1 is `lead` steps ahead; a lead of more than two is impossible. asked: {rank: delay of its signal in
+    """Rank 1 is `lead` steps ahead; a lead of more than two is impossible. `asked` is {rank: delay of its signal in
     steps}."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)

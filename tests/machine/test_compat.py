@@ -120,7 +120,8 @@ fails("clone(for_test)", TypeError, lambda: static.Program().clone(for_test=True
 
 @only_paddle_3
 def test_pir_programs_do_not_support_training(monkeypatch):
-    """This is the reason for FLAGS_enable_pir_api=0. If one of these features works, docs/paddle3.md is outdated."""
+    """The project sets FLAGS_enable_pir_api=0 for this reason. If one of the tested features works, docs/paddle3.md is
+    outdated."""
     monkeypatch.setenv("FLAGS_enable_pir_api", "1")
     done = subprocess.run([sys.executable, "-c", PIR], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-1000:]

@@ -122,7 +122,7 @@ def run(name, *args):
 
 
 def normalize(x, scale, bias):
-    """Return output, mean, biased variance, normalized input."""
+    """Return the output, the mean, the biased variance and the normalized input."""
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
     normalized = (x - mean) / np.sqrt(variance + EPSILON)
     return normalized * scale + bias, mean, variance, normalized
@@ -479,7 +479,7 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
-    """The reference in float64 is the third step from a random state. A factor of 0 skips the update."""
+    """The reference is the third step from a random state, in float64. A factor of 0 skips the update."""
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
@@ -670,8 +670,8 @@ def test_loss_with_class_weights(device, where):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_loss_of_non_finite_logits(device, where):
-    """The loss of such an image is NaN, NaN ranks last, and other images are unaffected. A label that is out of range
-    makes top1 -1."""
+    """An image with non-finite logits has a loss of NaN, NaN ranks last, and other images are unaffected. A label that
+    is out of range makes top1 -1."""
     x = np.random.RandomState(0).randn(6, 9).astype("float32")
     x[1, 8], x[2, 3], x[4, 0], x[5] = np.nan, -np.inf, np.nan, np.nan
     labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth label is out of range
@@ -912,7 +912,7 @@ def test_selection_of_kernels(monkeypatch):
 LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
 
 
-# The oldest GPU whose tensor cores Paddle 2.6 supports, and newer ones.
+# The cases are the oldest GPU whose tensor cores Paddle 2.6 supports, and newer GPUs.
 @pytest.mark.parametrize(
     "capability",
     [(7, 5), pytest.param((8, 0), marks=pytest.mark.soak), pytest.param((9, 0), marks=pytest.mark.soak)],

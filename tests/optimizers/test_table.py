@@ -183,7 +183,7 @@ def test_resume_is_bit_identical(name, fuse):
 
 @pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.op != "momentum"])
 def test_sparse_weights_remain_sparse(parse, name):
-    """This trains a complete network; for Momentum, see test_amp_and_sparsity.py."""
+    """This test trains a complete network; for Momentum, see test_amp_and_sparsity.py."""
     args = parse("--optimizer", name, "--lr", "0.01", "--asp", "--prune-model", *NHWC)
     args.kernels = "native"
     compiled, exe, _, _, main = build(args)
