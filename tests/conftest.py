@@ -412,7 +412,7 @@ def fake(monkeypatch):
     def resolve_kernels(args):
         requested, origin = args.cuda_graph, args.origin("cuda_graph")
         resolve(args)
-        assert not args.cuda_graph  # on a CPU
+        assert not args.cuda_graph  # steps are not captured on a CPU
         args.set(origin, cuda_graph=requested)
 
     resolve = resolution.resolve_kernels

@@ -76,7 +76,7 @@ def build(args, is_train=True, steps=10, seed=0):
 
 
 def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
-    """Random batches: [(images, labels)]."""
+    """Return random batches: [(images, labels)]."""
     generator = np.random.RandomState(0)
     return [
         (generator.randn(batch, *shape).astype("float32"), generator.randint(0, classes, (batch, 1)).astype("int64"))

@@ -31,7 +31,7 @@ def shard(monkeypatch):
 
 @pytest.fixture
 def numbered(tmp_path):
-    """One image per class, 10 for training and 10 for validation, so that the label identifies the image."""
+    """Create one image per class, 10 for training and 10 for validation, so that the label identifies the image."""
     for split in ("train", "val"):
         for i in range(10):
             (tmp_path / split / f"{i:02d}").mkdir(parents=True)
@@ -41,7 +41,7 @@ def numbered(tmp_path):
 
 @pytest.fixture(scope="session")
 def distinct(tmp_path_factory):
-    """37 images per split, identified by label, in every format: {--data-format: --image-root}."""
+    """Create 37 images per split, identified by label, in every format: {--data-format: --image-root}."""
     root = tmp_path_factory.mktemp("distinct")
     roots = {
         "folder": root / "folder",

@@ -470,7 +470,7 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
 
 
 def on_two_ranks(monkeypatch, function, *arguments):
-    """Run a function in two threads that exchange numbers like two ranks, each with its arguments."""
+    """Run a function in two threads that exchange numbers like two ranks, each with its own arguments."""
     barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
 
     def all_gather(values):

@@ -1,4 +1,4 @@
-"""Changes between a checkpoint and the run that resumes from it, and changes to its folder during a run."""
+"""Changes between a checkpoint and the run that resumes from it, and changes to the output folder during a run."""
 
 import os
 import shutil

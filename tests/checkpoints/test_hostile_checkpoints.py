@@ -332,7 +332,7 @@ def craft(folder, meta):
 
 @pytest.fixture
 def valid(tmp_path):
-    """The content of a valid meta.json."""
+    """Return the content of a valid meta.json."""
     return folders.read_meta(write_checkpoint(tmp_path, "3"))
 
 

@@ -116,7 +116,7 @@ def test_suggested_split_command_runs_as_printed(photos, tmp_path, names):
 
 @pytest.fixture
 def root(photos, tmp_path):
-    """A writable copy of the photos."""
+    """Create a writable copy of the photos."""
     return shutil.copytree(photos, tmp_path / "root")
 
 

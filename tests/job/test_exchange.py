@@ -82,7 +82,7 @@ def as_rank(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch, as_rank):
-    """The streams of three ranks, and a function that adds an item to the stream of a rank."""
+    """Return the streams of three ranks, and a function that adds an item to the stream of a rank."""
     made = []
     for rank in range(3):
         as_rank(rank)
@@ -149,7 +149,7 @@ def test_wait_for_store_releases_gil():
 
 
 def test_only_store_connection_disables_nagle():
-    """The job may have other sockets too, such as an unnamed UNIX socket as its stdin."""
+    """The process may have other sockets too, such as an unnamed UNIX socket as its stdin."""
     with contextlib.ExitStack() as stack:
         for end in socket.socketpair():
             stack.enter_context(end)

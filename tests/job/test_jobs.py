@@ -32,7 +32,7 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.native import build as native
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
-# Jobs are slow, so by default only one kernel set runs if both do the same work.
+# Jobs are slow, so tests in which both kernel sets do the same work run only one of them by default.
 ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KERNELS[:-1]), KERNELS[-1]]
 
 

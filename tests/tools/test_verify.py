@@ -164,7 +164,7 @@ def test_training_accepts_fix_list_as_skip_list(unusual, run_train, tmp_path, ca
 
 @pytest.fixture
 def unusual_data_sets(unusual, tmp_path, request):
-    """The unusual folder as file lists and in the requested record formats: {format: root}."""
+    """Convert the unusual folder to file lists and the requested record formats; returns {format: root}."""
     roots = {"filelist": tmp_path / "filelist"}
     roots["filelist"].mkdir()
     for mode in Mode:

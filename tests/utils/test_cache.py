@@ -12,7 +12,7 @@ OTHER_USER = 54321
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """The path of the cache. The fixture clears the memoized private folder."""
+    """Return the path of the cache. The fixture also clears the memoized private folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache._private_folder.cache_clear()
     return tmp_path / "paddle_resnet"
