@@ -479,7 +479,7 @@ FUSED = {
         "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
         "1 native_max_pool_backward, 1 native_momentum"
     ),
-    # The last BN, addition and ReLU of a residual unit; other BN followed by ReLU.
+    # Fused are the last BN, addition and ReLU of each residual unit, and other BN followed by ReLU.
     "paddle": (
         "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad, 4 fused_bn_add_activation, 4 fused_bn_add_activation_grad"
     ),

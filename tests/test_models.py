@@ -203,7 +203,7 @@ TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut of
 
 
 @pytest.mark.parametrize(
-    ("arch", "norm", "filters"),  # filters: the standard deviation of the last filter with a shape
+    ("arch", "norm", "filters"),  # filters: {shape: standard deviation of the last filter with this shape}
     [
         (
             "EfficientNet_Lite0",

@@ -34,8 +34,7 @@ constexpr int kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
 
 class Block {
  public:
-  // Runs `kernel` in all threads of blockIdx. Returns false if some threads wait at a barrier and other threads have
-  // ended.
+  // Runs `kernel` in all threads of blockIdx. Returns false if some threads wait at a barrier and others have ended.
   template <class Kernel>
   bool run(const Kernel &kernel) {
     const size_t count = blockDim.x * blockDim.y;

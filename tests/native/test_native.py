@@ -721,7 +721,8 @@ def test_non_finite_values_propagate(device, where, dtype, value):
 
 
 def assert_only_first_channel_is_kept(mean, variance):
-    """Check running statistics that started from 0 and 1."""
+    """Check that running statistics, which start from 0 and 1, are finite and have changed in all channels but the
+    first."""
     assert (wide(mean)[0], wide(variance)[0]) == (0, 1)
     assert (wide(mean)[1:] != 0).all() and (wide(variance)[1:] != 1).all()
     assert np.isfinite(wide(mean)).all() and np.isfinite(wide(variance)).all()
