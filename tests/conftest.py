@@ -1,4 +1,4 @@
-"""Tiny networks and tiny images, so that the whole suite runs in minutes on two cores."""
+"""Fixtures with tiny networks and tiny images, so that the whole suite runs in minutes on two cores."""
 # ruff: noqa: I001
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
+import paddle_resnet  # noqa: F401  sets Paddle's environment; must precede Paddle
 import numpy as np
 import paddle
 import pytest
@@ -46,14 +46,14 @@ MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
-# Paddle stores the Python call stack in each operator that it appends, and reads it for a warning about each sum. Below
-# pytest it has about 50 frames, and reading them takes half of the time of the tests in this process. The innermost
-# frames are sufficient.
+# Paddle stores the Python call stack in each operator that it appends, and reads it for a warning about each sum. Under
+# pytest, the stack has about 50 frames, and reading them takes half of the time of the tests in this process. The
+# innermost frames are sufficient.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])  # file and line
 
-# Ports that the launcher may use. Its default range overlaps with the ephemeral ports of the system, some of which are
-# in use before the processes of a job listen.
+# Ports that the launcher may use. The launcher's default range overlaps with the ephemeral ports of the system, some of
+# which are in use before the processes of a job listen.
 os.environ["PORT_RANGE"] = "12000:32000"
 
 
@@ -61,7 +61,7 @@ run_executor = static.Executor.run
 
 
 class FakeGraph:
-    """Stores the calls of the Executor during a capture for replay()."""
+    """Stores the Executor's calls during a capture; replay() repeats them."""
 
     recording, made = None, []
 
@@ -95,7 +95,7 @@ class FakeGraph:
 
 
 def pytest_collection_modifyitems(config, items):
-    if "soak" not in config.option.markexpr:  # -m gpu runs no soak test either
+    if "soak" not in config.option.markexpr:  # -m gpu does not run soak tests either
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
@@ -111,9 +111,9 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Exit without the destructors of Paddle's and DALI's libraries. They crashed in one of two complete runs, after
-    all tests had passed, in a process that had created hundreds of programs and pipelines. The exit code of train.py is
-    tested in separate processes."""
+    """Exit without running the destructors of Paddle's and DALI's libraries. In one of two complete runs, they crashed
+    after all tests had passed, in a process that had created hundreds of programs and pipelines. The exit code of
+    train.py is tested in separate processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     if hasattr(config, "exit_status"):  # set once a session has started
@@ -128,14 +128,14 @@ def fresh_paddle(monkeypatch):
     monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 0)
     monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 0)
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1), width=8))
-    # Its 12 and 36 channels use the kernels for vectors of 8 bytes in half precision.
+    # In half precision, its 12 and 36 channels use the kernels for 8-byte vectors.
     monkeypatch.setitem(models.MODELS, "TinyMobile", partial(MobileNetV2, stages=((1, 12, 1, 1), (3, 24, 2, 2))))
     with static.scope_guard(static.Scope()):
         yield
 
 
 def frozen(args):
-    """A frozen copy of settings, like those of train.py after Fleet has started."""
+    """Return a copy of settings that is frozen, like the settings of train.py after Fleet has started."""
     args = args.copy()
     args.freeze()
     return args
@@ -192,7 +192,8 @@ def photos(once):
 
 @pytest.fixture(scope="session")
 def converted(photos, once):
-    """The photos in each storage format: {--data-format: --image-root}. Record files have three training shards."""
+    """Convert the photos to each storage format: {--data-format: --image-root}. Record files have three training
+    shards."""
 
     def make(root):
         (root / "filelist").mkdir()
@@ -210,8 +211,8 @@ def converted(photos, once):
 
 @pytest.fixture
 def verify_here(monkeypatch):
-    """verify decodes in this process, because new processes take a second to start. tests/tools/test_verify.py tests
-    them."""
+    """Make verify decode in this process, because starting processes takes a second. tests/tools/test_verify.py tests
+    the processes."""
     monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *arguments: ThreadPoolExecutor(1))
 
 
@@ -263,7 +264,7 @@ def run_bare(photos, tmp_path):
 
 @pytest.fixture
 def checkpoint(once, run_train, tmp_path):
-    """A copy of a checkpoint of one epoch. The run is shared by all tests."""
+    """Return a copy of a checkpoint of one epoch. All tests share the run."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0
@@ -284,7 +285,8 @@ def train_process():
 
 @pytest.fixture
 def stop_before(monkeypatch):
-    """Simulate a stop signal before the n-th training step or the n-th poll of evaluations; None: no signal."""
+    """Simulate a stop signal before the n-th training step or before the n-th poll during evaluations; None: no
+    signal."""
 
     def stop_before(train_step=None, eval_step=None):
         def counter(target):
@@ -317,7 +319,7 @@ def losses_with_a_stop(run_train, stop_before, tmp_path):
 
 
 def read_report(path):
-    """The entries of a report file: dicts with step and data."""
+    """Return the entries of a report file: dicts with step and data."""
     if not path.exists():
         return []
     return [strict_json(line.removeprefix("DLLL ")) for line in path.read_text().splitlines()]
@@ -329,8 +331,8 @@ def strict_json(text):
 
 
 def phase(report, step, prefix):
-    """The values whose names start with a prefix, in the last entry of a step that has any: {name without prefix:
-    value}."""
+    """Return the values whose names start with a prefix, from the last entry of a step that has such values: {name
+    without prefix: value}."""
     entries = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
     return {k.removeprefix(prefix): v for k, v in entries[-1].items() if k.startswith(prefix)}
 
@@ -344,7 +346,7 @@ def assert_one_error(stderr, parts):
 
 
 def losses(report):
-    """{(epoch, step): training loss, (epoch, "train" or "val"): loss of the epoch}."""
+    """Return {(epoch, step): training loss, (epoch, "train" or "val"): loss of the epoch}."""
     result = {}
     for entry in report:
         if len(entry["step"]) == 2 and "train.loss" in entry["data"]:
@@ -357,8 +359,8 @@ def losses(report):
 
 
 def assert_two_of_four(weight, algorithm="mask_1d"):
-    """Check that at most two of four consecutive input channels of a filter [out, in, height, width] are not zero, and
-    with two-dimensional algorithms also at most two of four consecutive filters."""
+    """Check that at most two of four consecutive input channels of a filter [out, in, height, width] are nonzero. With
+    two-dimensional algorithms, the same must hold for four consecutive filters."""
     rows = weight.transpose(2, 3, 0, 1).reshape(-1, weight.shape[1])
     assert (np.count_nonzero(rows.reshape(-1, 4), axis=1) <= 2).all()
     if algorithm != "mask_1d":
@@ -366,7 +368,8 @@ def assert_two_of_four(weight, algorithm="mask_1d"):
 
 
 def assert_sparse(params, algorithm="mask_1d"):
-    """Check that parameters {name: array} contain a mask for each layer that can be pruned, and are masked."""
+    """Check that parameters {name: array} contain a mask for each layer that can be pruned, and that the masks are
+    applied."""
     pruned = [name for name in params if f"{name}.asp_mask" in params]
     filters = {name for name in params if name.startswith("conv2d_") and name.endswith(".w_0")}
     assert set(pruned) == filters  # without the classifier, as in NVIDIA's example
@@ -381,7 +384,8 @@ def assert_sparse(params, algorithm="mask_1d"):
 
 
 def gpu_labels(count):
-    """The launcher's names of the first visible GPUs; with $SHARE_GPU, the first one COUNT times."""
+    """Return the launcher's names of the first COUNT visible GPUs; with $SHARE_GPU, the name of the first GPU COUNT
+    times."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     labels = visible.split(",") if visible else [str(i) for i in range(count)]
     return labels[:1] * count if "SHARE_GPU" in os.environ else labels[:count]
@@ -394,21 +398,21 @@ def need_two_gpus():
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Emulate the capture of steps on the CPU. Returns FakeGraph; its list `made` contains the graphs."""
+    """Emulate the capture of steps on the CPU; returns FakeGraph, whose list `made` contains the captured graphs."""
     if native.missing() is not None:
         pytest.skip(native.missing())
 
     def capture_or_run(self, *args, **kwargs):
         if FakeGraph.recording is None:
             return run_executor(self, *args, **kwargs)
-        assert kwargs == {"fetch_list": []}  # CUDA captures neither feeds nor fetches
+        assert kwargs == {"fetch_list": []}  # a CUDA graph cannot contain feeds or fetches
         FakeGraph.recording.executor, FakeGraph.recording.step = self, args
         return []
 
     def resolve_kernels(args):
         requested, origin = args.cuda_graph, args.origin("cuda_graph")
         resolve(args)
-        assert not args.cuda_graph  # on a CPU
+        assert not args.cuda_graph  # steps are not captured on a CPU
         args.set(origin, cuda_graph=requested)
 
     resolve = resolution.resolve_kernels
@@ -455,8 +459,8 @@ def launch(photos, tmp_path):
 
 @pytest.fixture
 def two_processes(once, launch, tmp_path):
-    """The job of TWO_EPOCHS with two processes: (report entries, [parameters of each rank], checkpoints). The run is
-    shared by all tests."""
+    """Run TWO_EPOCHS as a job of two processes that all tests share; returns (report entries, [parameters of each
+    rank], checkpoints)."""
 
     def make(folder):
         launch(2, *TWO_EPOCHS, "--output-dir", folder / "output")

@@ -1,4 +1,4 @@
-"""The networks of the registry with few blocks, which have all kinds of layers."""
+"""The networks of the registry, reduced to few blocks that still have all kinds of layers."""
 
 import importlib
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import partial
 
 from paddle_resnet import models
 
-# For each module, the constructor with few blocks, given the full one.
+# For each module, a function that turns the constructor of the full network into one with few blocks.
 CONSTRUCTORS = {
     "resnet": lambda full: partial(full.func, full.args[0], (1, 1), width=32),
     "mobilenet_v2": lambda full: partial(full, stages=((1, 16, 1, 1), (6, 24, 2, 2))),
@@ -25,5 +25,5 @@ def with_few_blocks(network):
 
 
 def shrink():
-    """Replace all networks of the registry by those with few blocks."""
+    """Replace each network in the registry with its version with few blocks."""
     models.MODELS.update({arch: with_few_blocks(network) for arch, network in models.MODELS.items()})

@@ -1,4 +1,4 @@
-"""Functions for several test modules: programs, loaders, checkpoints, exported models. Fixtures are in conftest.py."""
+"""Functions that test modules share: programs, loaders, checkpoints, exported models. Fixtures are in conftest.py."""
 
 import json
 import os
@@ -34,11 +34,11 @@ META = {
     },
     "ranks": [{"loader": {"step": 0, "conditions": {}}, "meters": {}}],
 }
-# The files of docs/networks.md: one with options of a ResNet, one with a network.
+# The example files in docs/networks.md: the first sets options of a ResNet, the second defines a network.
 OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs/networks.md").read_text(), re.MULTILINE | re.DOTALL
 )
-# A program that locks the folder of its argument.
+# A program that locks the folder given as its argument.
 HOLDER = """
     import sys, time
     from paddle_resnet.checkpoints import folders
@@ -76,7 +76,7 @@ def build(args, is_train=True, steps=10, seed=0):
 
 
 def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
-    """Random batches: [(images, labels)]."""
+    """Return random batches: [(images, labels)]."""
     generator = np.random.RandomState(0)
     return [
         (generator.randn(batch, *shape).astype("float32"), generator.randint(0, classes, (batch, 1)).astype("int64"))
@@ -114,8 +114,8 @@ def write_checkpoint(root, name, text="abc", sequence=0, **meta):
 
 
 def predict(folder, images, output=""):
-    """Compute probabilities with Paddle Inference in a separate process, like in a deployment: without this project and
-    its settings of Paddle."""
+    """Compute probabilities with Paddle Inference in a separate process, as in a deployment: without this project and
+    its settings for Paddle."""
     np.save(folder / "images.npy", images)
     environment = {name: value for name, value in os.environ.items() if name != "FLAGS_enable_pir_api"}
     done = subprocess.run(

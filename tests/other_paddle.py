@@ -1,7 +1,7 @@
 """Compatibility between versions of Paddle: a checkpoint, the losses after it, and an exported model.
 
-`python tests/other_paddle.py write FOLDER` writes them with the installed Paddle; `... check FOLDER` compares. .ci/run
-does this in both directions. The folders tests/goldens/paddle_* were written this way.
+`python tests/other_paddle.py write FOLDER` writes these files with the installed Paddle; `... check FOLDER` compares.
+.ci/run does this in both directions. The folders tests/goldens/paddle_* were written this way.
 """
 # ruff: noqa: I001
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
+import paddle_resnet  # noqa: F401  sets Paddle's environment; must precede Paddle
 import numpy as np
 import paddle
 from paddle import static

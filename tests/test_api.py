@@ -75,7 +75,7 @@ def test_public_functions_resolve_flags_and_start_fleet(flags):
 
 
 def test_run_accepts_any_iterable_of_batches(flags):
-    """Copies of the batches of the package's loader give the same losses as the loader."""
+    """NumPy copies of a loader's batches give the same losses as the loader itself."""
     args = config.parse_args(flags)
     expected = [epoch["loss"] for epoch in train(args, dali.build_dataloader(args, Mode.TRAIN))]
     for kind in (Unsized, Sized):

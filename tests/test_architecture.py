@@ -115,7 +115,7 @@ def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
     assert not [(path.name, f) for path in paths for f, name in parameters(path) if name in ("args", "settings")]
-    # The check detects such parameters.
+    # This shows that the check above can find such parameters.
     assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
 
 

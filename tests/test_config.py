@@ -85,7 +85,7 @@ def parse(text=""):
 
 
 def error_of(text):
-    """Return the error message of a command line, which must be one line."""
+    """Parse an invalid command line; returns the error message, which must be a single line."""
     with pytest.raises(UsageError) as error:
         parse(text)
     message = str(error.value)
@@ -329,7 +329,7 @@ def test_value_of_wrong_type_is_an_error(config_file, flag, value):
 
 @pytest.mark.parametrize("flag", ["--crop-size", "--output-dir", "--run-scope"])
 def test_two_dashes_are_not_a_value(flag):
-    """argparse parses them as an empty list."""
+    """argparse would parse two dashes as an empty list."""
     assert error_of(f"{flag}=--") == f"{flag} --: not a value; set one"
 
 
@@ -516,7 +516,7 @@ def test_ambiguous_yaml_is_an_error(tmp_path, content, expected):
 
 
 def test_numbers_in_yaml_are_not_converted(config_file):
-    """YAML 1.1 reads them as 7680, 620, 20240131, a date and 83."""
+    """YAML 1.1 would convert the values of this test to 7680, 620, 20240131, a date and 83."""
     lines = "sizes: 128:0", "profile_steps: 10:20", "output_dir: 2024_01_31", "image_root: 2024-01-31"
     args = config.parse_args(["--config", str(config_file("\n".join([*lines, "tensorboard_dir: 0123"])))])
     assert (args.sizes, args.profile_steps) == (["128:0"], [10, 20])

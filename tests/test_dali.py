@@ -31,7 +31,7 @@ def shard(monkeypatch):
 
 @pytest.fixture
 def numbered(tmp_path):
-    """One image per class, 10 for training and 10 for validation, so that the label identifies the image."""
+    """Create one image per class, 10 for training and 10 for validation, so that the label identifies the image."""
     for split in ("train", "val"):
         for i in range(10):
             (tmp_path / split / f"{i:02d}").mkdir(parents=True)
@@ -41,7 +41,7 @@ def numbered(tmp_path):
 
 @pytest.fixture(scope="session")
 def distinct(tmp_path_factory):
-    """37 images per split, identified by label, in every format: {--data-format: --image-root}."""
+    """Create 37 images per split, identified by label, in every format: {--data-format: --image-root}."""
     root = tmp_path_factory.mktemp("distinct")
     roots = {
         "folder": root / "folder",
@@ -220,7 +220,8 @@ def test_batch_follows_layout_channels_and_dtype_flags(parse, photos, flags, sha
     ("flags", "size", "rows", "columns"),
     [
         ([], (36, 50), slice(2, 34), slice(9, 41)),
-        # 36 / 32 of each side is 36 x 54 and 54 x 36, which both images cover without a resize.
+        # 36 / 32 times the sides of these crops is 36 x 54 and 54 x 36. Each image covers that area and has one side of
+        # the same length, so it is not resized.
         (["--image-shape", "3,32,48"], (50, 54), slice(9, 41), slice(3, 51)),
         (["--image-shape", "3,48,32"], (54, 70), slice(3, 51), slice(19, 51)),
     ],
@@ -288,7 +289,7 @@ def test_training_shards_have_equal_length_and_no_common_image(parse, numbered, 
         assert len(set(seen)) == len(seen)
 
 
-# Each number of processes and each batch size; the other combinations run with -m soak.
+# These combinations contain each number of processes and each batch size; the rest run with -m soak.
 SHARDS_AND_BATCHES = [(1, 1), (1, 3), (1, 7), (1, 32), (2, 3), (3, 7), (4, 1), (10, 32), (11, 3), (23, 7)]
 
 
@@ -380,7 +381,7 @@ LARGE_BATCHES = [
 @pytest.mark.parametrize(("scope", "damage"), LARGE_BATCHES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path, damage, scope, device):
-    """In a separate process, because DALI's decoders have crashed in such batches."""
+    """Training runs in a separate process, because DALI's decoders have crashed in such batches."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -421,7 +422,7 @@ LUMA = np.array([0.299, 0.587, 0.114])
 
 @pytest.fixture
 def copies(tmp_path):
-    """Write COUNT copies of an image to train/ and one to val/."""
+    """Return a function that writes COUNT copies of an image to train/ and one to val/."""
 
     def copies(pixels, count=64):
         for split, n in (("train", count), ("val", 1)):
@@ -439,9 +440,9 @@ def random_image(side, low=0, high=255):
 
 @pytest.fixture
 def without_flips(parse, copies):
-    """Return one epoch of copies of an image, [N, 32, 32, 3] in 0 to 255, with flips undone.
+    """Return a function that reads an epoch of copies of an image, as [N, 32, 32, 3] from 0 to 255, with flips undone.
 
-    A run without the flags shows which images are flipped; augmentation must not change that.
+    An epoch without the flags shows which images are flipped; augmentation must not change the flips.
     """
 
     def without_flips(pixels, *flags, count=64):
@@ -457,7 +458,7 @@ def without_flips(parse, copies):
 
 def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
     ramp = np.tile(np.arange(200), (200, 1))
-    root = copies(np.stack([ramp, ramp.T, ramp], axis=-1), 128)  # red and green encode the position of a pixel
+    root = copies(np.stack([ramp, ramp.T, ramp], axis=-1), 128)  # red encodes the column of a pixel, green its row
     ranges = ["--rand-crop-scale", "0.2,0.6", "--rand-crop-ratio", "0.5,2"]
     windows = []
     for image in np.concatenate(epoch(load(parse, root, Mode.TRAIN, *RAW, *ranges))[0]):
@@ -513,7 +514,7 @@ def test_augmentation_depends_on_seed_and_spares_evaluation(parse, photos):
     "flags", [[], ["--color-jitter", "0.4"], ["--lighting", "0.1"]], ids=["crop", "jitter", "lighting"]
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
-    """Jitter and lighting use a uniform image, so that crops and flips make no difference."""
+    """For jitter and lighting, the image is uniform, so that crops and flips make no difference."""
     root = copies(np.full((40, 40, 3), 100) if flags else random_image(40), 16)
     images = []
     for rank in (0, 1):
@@ -545,7 +546,7 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
         contrast = slope / brightness
         saturation = (chroma * (image - (image @ LUMA)[..., None])).sum() / (chroma**2).sum() / slope
         jittered = brightness * (128 + contrast * (luma[..., None] + saturation * chroma - 128))
-        assert np.abs(image - jittered).max() < 1  # rounding, and the rounded coefficients of YIQ
+        assert np.abs(image - jittered).max() < 1  # for rounding of pixels and of the YIQ coefficients
         factors.append((brightness, contrast, saturation))
     factors = np.array(factors)
     assert factors.min() > 0.69
@@ -556,7 +557,7 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
 
 
 def rotated(pixels, degrees):
-    """Rotate an image around its center with bilinear interpolation, black outside."""
+    """Rotate an image around its center with bilinear interpolation; pixels from outside the image are black."""
     side = len(pixels)
     angle, center = np.deg2rad(degrees), (side - 1) / 2
     y, x = np.mgrid[:side, :side] - center
@@ -579,13 +580,13 @@ def test_rotation_is_around_center_by_uniform_angle(without_flips):
     inside = x**2 + y**2 < 14**2
     angles = []
     for image in without_flips(pixels, "--rotate-degrees", "25"):
-        # Inside, red and green encode the position of a pixel: (cos x - sin y, sin x + cos y).
+        # Inside the circle, red and green encode where a pixel (x, y) comes from: (x cos - y sin, x sin + y cos).
         red, green = (image[..., i][inside] / 7 - (16 / 7 + 15.5) for i in (0, 1))
         sine, cosine = (green * x[inside] - red * y[inside]).sum(), (red * x[inside] + green * y[inside]).sum()
         angle = np.rad2deg(np.arctan2(sine, cosine))
         difference = np.abs(image - rotated(pixels, angle))
         assert difference[inside].max() < 1
-        assert np.quantile(difference, 0.98) < 4  # at the border, a hundredth of a degree is visible
+        assert np.quantile(difference, 0.98) < 4  # at the border, an error of 0.01 degrees is visible
         angles.append(angle)
     assert np.abs(angles).max() < 25.1
     assert np.abs(np.mean(angles)) < 4 * 25 / np.sqrt(3 * len(angles))
@@ -605,7 +606,8 @@ FILTERS = {
 
 
 def resize_weights(size, new_size, interp):
-    """Return filter weights [new_size, size]; averaging filters are as wide as a new pixel, borders are replicated."""
+    """Return filter weights [new_size, size]. All filters but linear widen to new pixels that are larger than old
+    pixels; borders are replicated."""
     scale = size / new_size
     width = max(1, scale) if interp != "linear" else 1
     center = (np.arange(new_size) + 0.5) * scale - 0.5
@@ -626,7 +628,7 @@ def test_interp_selects_filter_in_training_and_evaluation(parse, copies, interp,
         loader = load(parse, root, mode, *RAW, "--resize-short", "32", "--interp", interp)
         for image in np.concatenate(epoch(loader)[0]):
             error = min(np.abs(actual - expected).max() for actual in (image, image[:, ::-1]))
-            assert error < 0.6  # rounding to integers
+            assert error < 0.6  # for rounding to integers
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)

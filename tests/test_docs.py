@@ -1,4 +1,4 @@
-"""Files, tests, flags, modules and figures referenced in README, docs and benchmarks exist."""
+"""Files, tests, flags, modules and figures to which README, docs and benchmarks refer exist."""
 
 import ast
 import re

@@ -33,7 +33,7 @@ def test_doctor_passes_on_healthy_machine(tmp_path):
 
 @pytest.fixture
 def facts(once, monkeypatch):
-    """Query the library facts once for tests of other rows, because importing the libraries takes seconds."""
+    """Query versions of libraries once for tests of other rows, because importing the libraries takes seconds."""
 
     def make(folder):
         (folder / "facts.json").write_text(json.dumps(doctor._in_child(doctor._library_facts)))
@@ -44,7 +44,7 @@ def facts(once, monkeypatch):
 
 @pytest.fixture
 def examine(monkeypatch, tmp_path):
-    """Return {what: Row} without the slow tests."""
+    """Return a function that runs the doctor without its slow tests and returns {what: Row}."""
     monkeypatch.setattr(doctor, "_tests", lambda device, lack: iter([doctor.Row("tests", f"{device}, {lack}")]))
 
     def examine(output_dir=tmp_path):
@@ -95,7 +95,7 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
         return real(path)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # one process needs no shared memory
+    assert examine()["/dev/shm"] == ("/dev/shm", "0.0 GiB", "ok", "")  # a single process needs no shared memory
 
 
 def in_children(monkeypatch, tmp_path, code):

@@ -126,7 +126,7 @@ def test_onnx_file_matches_paddle_inference(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
 def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
-    """The second score comes from Paddle Inference."""
+    """The second computed score is that of Paddle Inference."""
     scores = []
     real = export._score
 
@@ -137,7 +137,7 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
         if len(scores) == 2 and name == "loss":
             scores[-1]["loss"] += 1.5e-4
         if name.startswith("images"):
-            # Every score changes, so that only the recorded one differs.
+            # All computed scores change, so that only the recorded score differs.
             scores[-1]["correct"] -= 1 + scores[-1]["ties"]
         return scores[-1]
 
@@ -180,7 +180,7 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
 
 
 def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch):
-    """The logits of the engine are correct."""
+    """Only the engine's softmax is wrong; its logits are correct."""
     real = inference.open_paddle
 
     def open_paddle(*args, **options):
@@ -287,7 +287,7 @@ def test_preprocess_script_predicts_with_onnx_file(checkpoint, photos, tmp_path,
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module prints the same as its copy. Without onnxruntime it prints only the shape of the image.
+    # The module prints the same as its copy. Without onnxruntime, it prints only the shape of the image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
     capsys.readouterr()
     preprocessing.main([str(image)])
@@ -330,7 +330,7 @@ def test_interrupt_exits_with_code_130_and_leaves_no_output(checkpoint, tmp_path
 
 
 def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_path):
-    """The folder name is not UTF-8."""
+    """The name of the folder is not valid UTF-8."""
     folder = tmp_path / os.fsdecode(b"\xff")
     left = folder / ".exported.partial"
     (left / "exported/model.json").mkdir(parents=True)
@@ -449,7 +449,7 @@ def test_full_disk_exits_with_code_2_and_leaves_no_output(checkpoint, tmp_path, 
     export.export(checkpoint, tmp_path / "whole")
     sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
     assert sizes[0] < sizes[1]
-    (tmp_path / "exported.partial").mkdir()  # unrelated folder of the user
+    (tmp_path / "exported.partial").mkdir()  # an unrelated folder of the user
     for limit in (sizes[0] - 1, sizes[1] - 1):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

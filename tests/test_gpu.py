@@ -37,8 +37,8 @@ from utils.mode import Mode
 # Four stages have more kinds of convolutions than two and use more of cuDNN's algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
-# The hardware JPEG decoder is disabled. With eight test processes on a GPU, some loaders could not open it. GPU kernels
-# then decode instead, with slightly different values, and runs that should be equal differ.
+# The hardware JPEG decoder is disabled. With eight test processes on a GPU, some loaders could not open it. In that
+# case, GPU kernels decode, with slightly different values, so runs that should be equal would differ.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
 FP32_NHWC = [*FP32, *NHWC]
 O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]
@@ -64,7 +64,7 @@ def test_gpu_loader_images_match_cpu_loader(parse, photos, hardware_load):
         images.append(np.concatenate(batches[0]))
         labels.append(np.concatenate(batches[1]))
     np.testing.assert_array_equal(labels[0], labels[1])
-    # The decoders differ by about 2 of 255 grey levels (of 0.017 each) where noise meets halved chroma.
+    # In noisy images with halved chroma, the decoders differ by about 2 of 255 levels, which are 0.017 each.
     assert np.abs(images[0] - images[1]).mean() < 0.06
 
 
@@ -91,7 +91,8 @@ def test_gpu_loader_augmentation_matches_cpu_loader(parse, photos):
 
 
 def test_cpu_decodes_its_fraction_of_each_training_batch(parse, tmp_path):
-    """Uncropped images of unchanged size reveal their decoder: the CPU smooths halved chroma, the GPU does not."""
+    """Images that are neither cropped nor resized reveal their decoder: the CPU smooths halved chroma, the GPU does
+    not."""
     folder = tmp_path / "train" / "class0"
     folder.mkdir(parents=True)
     random = np.random.RandomState(0)
@@ -193,7 +194,7 @@ def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": False})
 
 
-# test_resume.py stops in all epochs, on the CPU. The sparse runs include the code paths of those in O2.
+# On the CPU, test_resume.py covers stops in all epochs. The sparse runs include the code paths of the O2 runs.
 IN_SOAK = ("fp32 NHWC inside an epoch", "O2 inside an epoch", "O2 ASP in the last epoch")
 
 
@@ -226,7 +227,7 @@ def test_overflows_are_skipped_until_loss_scale_is_low_enough(run_train):
     assert code == 0
     scales = [phase(report, [epoch], "train.")["loss_scale"] for epoch in range(12)]
     assert scales[0] < 4194304
-    assert 1 <= scales[-1] == scales[-2]  # low enough now
+    assert 1 <= scales[-1] == scales[-2]  # the scale is low enough now
     assert np.isfinite(phase(report, [11], "val.")["loss"])
 
 
@@ -255,7 +256,7 @@ def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
     ],
 )
 def test_sparse_training_keeps_masks(run_train, tmp_path, algorithm, flags):
-    """The masks hold after training and after resuming for one more epoch."""
+    """Weights are masked after training, and after a resume for one more epoch."""
     for e in range(2):
         pruning = ["--asp", "--prune-model", "--mask-algo", algorithm, "--resume", "--epochs", e + 1]
         assert run_train(*flags, *pruning)[0] == 0
@@ -270,7 +271,7 @@ CLOSE_TO_CPU |= {"bf16 O1": (0.02, 0.15), "bf16 O2": (0.02, 0.15)}
 
 def test_first_losses_match_cpu(run_train, tmp_path):
     """Runs in every precision and with both kinds of kernels start from the same parameters and images."""
-    channels = ["--image-shape", "4,32,32"]  # like all kinds in NHWC
+    channels = ["--image-shape", "4,32,32"]  # all kinds in NHWC use this shape
     assert run_train("--run-scope", "train_only", *channels)[0] == 0
     start = [*channels, "--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next"]
     start += ["--overwrite"]
@@ -362,7 +363,7 @@ def test_each_stage_has_its_own_captured_step(run_train, deterministic):
 
 
 def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
-    """Memory that is free after capture keeps its bytes. Graphs once wrote there, in workspaces of cuDNN."""
+    """Replays do not change memory that is free after capture. Regression: graphs wrote to freed cuDNN workspaces."""
 
     class Watched(cuda_graph.CUDAGraph):
         def replay(self):
@@ -478,7 +479,7 @@ FUSED = {
         "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
         "1 native_max_pool_backward, 1 native_momentum"
     ),
-    # The last BN, addition and ReLU of a residual unit; other BN followed by ReLU.
+    # Fused are the last BN, addition and ReLU of each residual unit, and other BN followed by ReLU.
     "paddle": (
         "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad, 4 fused_bn_add_activation, 4 fused_bn_add_activation_grad"
     ),
@@ -496,7 +497,7 @@ def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
 
 @pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
 def test_native_and_paddle_kernels_have_similar_losses(run_train, deterministic, flags, tolerance):
-    """The first loss has the same parameters; later losses diverge by rounding."""
+    """The first losses are computed with the same parameters; later losses diverge because of rounding."""
     results = {}
     for kernels in ("native", "paddle"):
         choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]
@@ -609,7 +610,7 @@ def test_two_gpus_match_one_with_twice_the_batch_without_bn(two_gpus, tmp_path):
 
 @pytest.mark.parametrize("kernels", ["native", "paddle"])
 def test_two_gpus_track_one_with_twice_the_batch_with_bn(two_gpus, kernels):
-    """The network has batch normalization over 24 or 12 images and runs in half precision."""
+    """Batch normalization uses 24 or 12 images, and the network runs in half precision."""
     results = []
     for gpus, batch_size, rate in ((1, 24, 0.02), (2, 12, 0.01)):
         flags = [*O2, *TWO_GPU_FLAGS, "--kernels", kernels, "--batch-size", batch_size, "--lr", rate, "--epochs", "8"]

@@ -1,4 +1,4 @@
-"""Which files `pip install .` installs."""
+"""The files that `pip install .` installs."""
 
 import subprocess
 

@@ -1,4 +1,5 @@
-"""--iter-unit batch: a run has an exact number of steps, and evaluates and saves at steps. Epochs have three steps."""
+"""--iter-unit batch: a run has an exact number of steps, and evaluates and saves after given steps. Epochs have three
+steps."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def trained_steps(report):
 
 
 def evaluations(report):
-    """Return [(epoch, steps in it or None at its end, top1)]."""
+    """Return [(epoch, steps since its start or None at its end, top1)]."""
     actual = [(e["step"], e["data"]) for e in report if len(e["step"]) == 1 and "val.top1" in e["data"]]
     return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in actual]
 
@@ -96,7 +97,7 @@ def test_profile_steps_after_first_stop_is_an_error(run_train, capsys):
 
 
 def test_two_processes_average_bn_statistics_before_evaluation(launch):
-    """Both ranks then evaluate the same network, also inside an epoch."""
+    """After averaging, both ranks evaluate the same network, even inside an epoch."""
     flags = [*STEPS, "--num-iter", "2", "--batch-size", "4", "--eval-interval", "1"]
     report, (first, second) = launch(2, *flags)
     assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 1), (0, 2)]
@@ -152,7 +153,7 @@ def test_schedule_counts_steps_of_each_stage(run_train, caplog):
     cosine = [0.05 * (1 + np.cos(np.pi * step / 10)) for step in range(10)]
     expected = [0, 0.1 / 3, 0.2 / 3, *(rate / 2 for rate in cosine[:7]), *cosine[7:]]
     np.testing.assert_allclose(rates, expected, rtol=1e-6, atol=1e-9)
-    assert not caplog.messages  # DALI's warning about unexpected results
+    assert not caplog.messages  # DALI may warn about unexpected results
 
 
 def test_num_iter_may_end_inside_a_stage(run_train):

@@ -46,7 +46,7 @@ def set_parameters(program, arrays):
 
 
 def randomized(program):
-    """Return parameters with BN statistics and scales other than 0 and 1, so that exchanged ones are detected."""
+    """Return parameters with BN statistics and scales other than 0 and 1, so that swapped values are detected."""
     random = np.random.RandomState(0)
     return [a + random.uniform(0.1, 0.3, a.shape).astype("float32") if a.ndim == 1 else a for a in parameters(program)]
 
@@ -80,7 +80,8 @@ def test_resnet_logits_match_paddle_vision(arch, depths, convolutions):
 
 
 def vision_network(name):
-    """Return the network of paddle.vision, without dropout and with the authors' batch normalization."""
+    """Return the network of paddle.vision without dropout, and with the BN epsilon and momentum of the network's
+    authors."""
     model = getattr(paddle.vision.models, name)()
     for layer in model.sublayers():
         if isinstance(layer, paddle.nn.Dropout):
@@ -92,7 +93,7 @@ def vision_network(name):
 
 @pytest.fixture
 def float64():
-    """In float32, a different order of summation changes decisions of ReLU6, which 52 layers amplify."""
+    """Use float64: in float32, a different summation order flips decisions of ReLU6, which 52 layers amplify."""
     paddle.set_default_dtype("float64")
     yield
     paddle.set_default_dtype("float32")
@@ -100,7 +101,7 @@ def float64():
 
 @pytest.mark.parametrize("layout", [pytest.param("NCHW", marks=pytest.mark.soak), "NHWC"])
 @pytest.mark.parametrize(
-    ("arch", "vision_name", "parameters"),  # 3 of a ConvBN, 4 of squeeze-and-excitation, 2 of a Linear
+    ("arch", "vision_name", "parameters"),  # a ConvBN has 3, squeeze-and-excitation 4, a Linear 2
     [
         ("MobileNetV2", "mobilenet_v2", 52 * 3 + 2),
         ("MobileNetV3_Small", "mobilenet_v3_small", 34 * 3 + 9 * 4 + 2 * 2),
@@ -163,7 +164,7 @@ def test_stride_is_in_3x3_convolution():
     block = program.global_block()
     strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
     kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]
-    # The stem, and the branch and projection of three stages.
+    # These are the filters of the stem, and of the branch and projection of three stages.
     assert sorted(kernels) == [1, 1, 1, 3, 3, 3, 7]
 
 
@@ -202,7 +203,7 @@ TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut of
 
 
 @pytest.mark.parametrize(
-    ("arch", "norm", "filters"),  # filters: the standard deviation of the last filter with a shape
+    ("arch", "norm", "filters"),  # filters: {shape: standard deviation of the last filter with this shape}
     [
         (
             "EfficientNet_Lite0",

@@ -27,7 +27,7 @@ def val_images(photos):
 
 @pytest.fixture
 def model_of(tmp_path):
-    """Create a model of some kind from a checkpoint; returns its path."""
+    """Return a function that creates a model of a given kind from a checkpoint and returns its path."""
 
     def model_of(kind, checkpoint):
         if kind == "checkpoint":
@@ -90,9 +90,9 @@ def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
 
 
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
-    """Each file has one line on stderr. capfd also captures output of C libraries, which must write none."""
+    """Each file has one line on stderr. capfd also captures output of C libraries, which must not write anything."""
     real = predict.find_images
-    folder = tmp_path / ".cache/mixed"  # its parents may be hidden, because it is an argument
+    folder = tmp_path / ".cache/mixed"  # folders above an argument may be hidden
     folder.mkdir(parents=True)
     for i, path in enumerate(sorted((photos / "val").glob("*/*.jpg"))[:9]):
         (folder / f"{i}.jpg").write_bytes(path.read_bytes())

@@ -419,7 +419,7 @@ def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches)
 
     assert exe.steps == 12
     assert loader.restarts == 11 // batches
-    # Steps 2 to 11 take 3 to 12 ms and wait for their batch, some also for a restart.
+    # Steps 2 to 11 take 3 to 12 ms. Each waits for its batch, and some also wait for a restart of the loader.
     compute = np.arange(3, 13)
     data = 20 + 5 * np.array([step % batches == 0 for step in range(2, 12)])
     batch = compute + data
@@ -470,7 +470,7 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
 
 
 def on_two_ranks(monkeypatch, function, *arguments):
-    """Run a function in two threads that exchange numbers like two ranks, each with its arguments."""
+    """Run a function in two threads that exchange numbers like two ranks, each with its own arguments."""
     barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
 
     def all_gather(values):
@@ -490,7 +490,7 @@ def on_two_ranks(monkeypatch, function, *arguments):
 
 
 def test_metrics_are_combined_over_ranks(monkeypatch):
-    """Losses are summed over images, and the time is that of the slower rank; rank 1 has one step fewer."""
+    """Losses are summed over images, and times are those of the slower rank. Rank 1 has one step fewer."""
     ranks = []
     for losses, times in (([2.0, 4.0], [1.0, 3.0]), ([9.0], [8.0])):
         meter = AverageMeter("loss")
@@ -633,7 +633,7 @@ def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, 
 
 
 def test_fused_operators_are_counted(parse, monkeypatch):
-    """Paddle's CPU build has only one fusion."""
+    """Paddle's CPU build supports only one kind of fusion."""
     strategy = program.create_strategy
 
     def fusing(args, is_train=True):

@@ -96,7 +96,7 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
         message = f"--report-file {kept}: the report of a training run; choose a different file"
         assert_one_error(capsys.readouterr().err, [message, "or replace it with --overwrite"])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
-    assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append
+    assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append to a report
     message = f"--report-file {kept}: the report of a different training run; choose a different file"
     assert_one_error(capsys.readouterr().err, [message])
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 0
@@ -202,7 +202,7 @@ def test_benchmark_report_ends_with_metrics_versions_and_command(run_train, caps
     assert 0 < last["data"]["train.first_step_s"] < float(last["elapsedtime"])
     assert last["data"]["versions"]["paddle"] == paddle.__version__
     assert last["data"]["command"].endswith("--benchmark --benchmark-steps 2 --benchmark-warmup-steps 1")
-    assert not any("memory" in name for name in last["data"])  # a CPU has no such metric
+    assert not any("memory" in name for name in last["data"])  # memory is a metric of GPUs only
     table = capsys.readouterr().out
     for part in ("latency_p99_ms", "ips", f"paddle {paddle.__version__}", "--benchmark-steps 2"):
         assert part in table
@@ -242,7 +242,7 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     args = parse().copy(**{"device": "gpu", "dali_device": "gpu", "dali_num_threads": 8} | flags)
     trained = {"data_time": 0.03, "batch_time": 0.1, "steps": 40}
-    assert not report.advise_on_loader(args, 0, trained)  # a short first epoch
+    assert not report.advise_on_loader(args, 0, trained)  # the first epoch is short
     assert not report.advise_on_loader(args, 1, trained | {"data_time": 0.01})
     assert capsys.readouterr().err == ""
     assert report.advise_on_loader(args, 1, trained)

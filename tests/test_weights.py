@@ -1,5 +1,5 @@
-"""python -m paddle_resnet.weights: from a file or an installed package to a checkpoint that trains, evaluates, exports
-and predicts."""
+"""python -m paddle_resnet.weights: converts a file or an installed package to a checkpoint for training, evaluation,
+export and prediction."""
 
 import json
 import pickle
@@ -25,13 +25,13 @@ PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
 
 @pytest.fixture
 def small(monkeypatch):
-    """The tiny network, registered like a network of the package, with its own preprocessing."""
+    """Register the tiny network like a network of the package, with its own preprocessing."""
     network = models.Network("resnet", "ResNet", "1512.03385", OPTIONS, 32, 1.25, PREPROCESSING)
     monkeypatch.setitem(models.MODELS, "Small", network)
 
 
 def tensors(classes=1000, arch="Small"):
-    """A state_dict as of torchvision with random values."""
+    """Return a state_dict with torchvision's names and random values."""
     random, state = np.random.default_rng(0), {}
     for name, parameter in weights._parameters(arch, classes).items():
         name = name.replace("stem.0.conv", "conv1").replace("stem.0.bn", "bn1").replace("classifier", "fc")
@@ -49,7 +49,7 @@ def torch_file(state):
 
 @pytest.fixture
 def file(small, tmp_path):
-    """A .pdparams with weights for 1,000 classes."""
+    """Write a .pdparams file with weights for 1,000 classes."""
     path = tmp_path / "small.pdparams"
     path.write_bytes(pickle.dumps(tensors(), 4))
     return path
@@ -112,7 +112,7 @@ def test_training_from_the_checkpoint_itself_is_rejected(file, run_train, tmp_pa
 
 @pytest.fixture
 def some_classes(tmp_path):
-    """Six images of two of ImageNet's classes."""
+    """Create three images for each of two ImageNet classes."""
     random = np.random.default_rng(1)
     for wnid in ("n03888257", "n01440764"):
         (tmp_path / "some/val" / wnid).mkdir(parents=True)
@@ -123,7 +123,7 @@ def some_classes(tmp_path):
 
 
 def test_verify_matches_some_of_the_classes_by_name(small, some_classes, run_bare, tmp_path, capsys):
-    """A network that always answers with the class of label 701, parachute."""
+    """The network always predicts label 701, parachute."""
     state = tensors()
     state["fc.weight"][:], state["fc.bias"] = 0, np.arange(1000, dtype=np.float32)[::-1] / 1000
     state["fc.bias"][701] = 2
@@ -193,7 +193,7 @@ def test_unreadable_and_unsuitable_files(small, tmp_path, capsys):
 
 
 def package(root, name, file, content):
-    """An installed package with a file, whose import would fail."""
+    """Create an installed package that contains a file and raises an error if it is imported."""
     module = name.replace("-", "_")
     (root / module).mkdir(parents=True)
     (root / module / "__init__.py").write_text("raise AssertionError('imported')")

@@ -1,7 +1,7 @@
 """train.py with the tiny network, as a separate process or as a worker of a job.
 
-`train_tiny.py OPTIONS FLAGS`: the options of `parse_options`, the flags of train.py. The network "Plain" has no batch
-normalization. With $SHARE_GPU in the environment, the ranks of a job share a GPU.
+Usage: `train_tiny.py OPTIONS FLAGS`. OPTIONS are those of `parse_options`, and FLAGS are those of train.py. The network
+"Plain" has no batch normalization. With $SHARE_GPU in the environment, the ranks of a job share a GPU.
 """
 # ruff: noqa: E402, I001
 
@@ -15,8 +15,8 @@ import threading
 import time
 from functools import partial
 
-gc.disable()  # garbage collection takes a fifth of the time of the imports
-import paddle_resnet  # noqa: F401  sets Paddle's environment, so before Paddle
+gc.disable()  # garbage collection would take a fifth of the import time
+import paddle_resnet  # noqa: F401  sets Paddle's environment; must precede Paddle
 import numpy as np
 import paddle
 from paddle import static
@@ -131,7 +131,7 @@ def slow(function, seconds):
 
 
 class Shares(dali.SyntheticIterator):
-    """Generates the images of this process in each step: its part of a global batch."""
+    """Generates this process's part of the global batch in each step."""
 
     def __next__(self):
         if self._left == 0:
@@ -151,7 +151,7 @@ class Shares(dali.SyntheticIterator):
 
 
 def scale_losses(dist_optimizer):
-    """Like --amp, but without float16 operators, which CPUs do not support."""
+    """Scale the loss as with --amp, but without float16 operators, which CPUs do not support."""
 
     def wrapped(args, optimizer):
         vars(args)["use_dynamic_loss_scaling"] = True  # otherwise set by --amp; the settings are frozen
@@ -225,7 +225,7 @@ if __name__ == "__main__":
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
-    if "gpu" in sys.argv:  # test_gpu.py also tests the exit
+    if "gpu" in sys.argv:  # test_gpu.py also tests normal exits
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/peers.py that require neither PyTorch nor a GPU."""
+"""Tests of those parts of benchmarks/peers.py that require neither PyTorch nor a GPU."""
 
 import importlib.util
 import sys
@@ -38,7 +38,7 @@ def test_benchmark_command_has_known_flags(monkeypatch, tmp_path, task):
 
 
 def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
-    """The report comes from a real benchmark, and the error from a run that fails."""
+    """The test reads the report of a real benchmark and the error of a run that fails."""
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1", "--run-scope", "train_only"]
     code, entries = run_train(*flags)
     assert code == 0

@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/scaling_model.py."""
+"""Tests of the arithmetic in benchmarks/scaling_model.py."""
 
 import importlib.util
 import math

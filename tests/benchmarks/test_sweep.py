@@ -1,4 +1,4 @@
-"""benchmarks/sweep.py on the CPU."""
+"""Tests of benchmarks/sweep.py on the CPU."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def test_row_sets_flags_and_environment():
     assert row == ("two", {"GPUS": "0,1", "NCCL_ALGO": "Ring"}, ["--lr", "0.1", "--row-like", "a=b"])
     arguments, environment = sweep.command(row, ["--seed", "3"], "python", "/tmp")
     assert arguments[:5] == ["python", "-m", "paddle.distributed.launch", "--gpus", "0,1"]
-    # The flags of a row override common ones.
+    # The flags of a row override the common flags.
     assert arguments.index("train.py") < arguments.index("--seed") < arguments.index("--lr")
     assert environment["NCCL_ALGO"] == "Ring" and environment["PATH"] == os.environ["PATH"]
     arguments, environment = sweep.command(sweep.parse_row("second: GPUS=1"), [], "python", "/tmp")

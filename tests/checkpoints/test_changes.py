@@ -1,4 +1,4 @@
-"""Changes between a checkpoint and the run that resumes from it, and changes to its folder during a run."""
+"""Changes between a checkpoint and the run that resumes from it, and changes to the output folder during a run."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def test_different_paddle_version_triggers_warning(capsys):
     meta = {"paddle_version": "2.5.1", "arguments": {}, "world_size": 1}
     restore._log_environment_changes(meta)
     assert "the checkpoint is from Paddle 2.5.1, but this is " in capsys.readouterr().err
-    del meta["paddle_version"]  # checkpoints of older versions lack it
+    del meta["paddle_version"]  # older versions do not write this field
     restore._log_environment_changes(meta)
     assert capsys.readouterr().err == ""
 
@@ -131,7 +131,7 @@ def test_run_stops_writing_if_other_run_has_lock(run_train, tmp_path, monkeypatc
 
 
 def test_closed_stdout_does_not_prevent_checkpoint(photos, tmp_path):
-    """This happens in `train.py | head -1`."""
+    """In `train.py | head -1`, head closes stdout while the run continues."""
     places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
     reader, writer = os.pipe()
     os.close(reader)

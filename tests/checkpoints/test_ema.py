@@ -19,7 +19,7 @@ EPOCH = "Tiny/2"
 
 @pytest.fixture
 def averaged(once, run_train, tmp_path):
-    """A copy of the output folder of a run with --ema, and its report entries. The run is shared by all tests."""
+    """Return a copy of the output folder of a run with --ema, and its report entries. All tests share the run."""
 
     def make(folder):
         code, report = run_train(*EMA, "--output-dir", folder / "output")
@@ -76,7 +76,7 @@ def test_prediction_and_export_use_averages(averaged, photos, tmp_path, capsys):
     assert "the averages of --ema" in capsys.readouterr().err
     for name in ("conv2d_3.w_0", "batch_norm_3.w_1", "linear_0.b_0"):
         np.testing.assert_array_equal(network.parameter(name), expected[name])
-    export.export(folder, tmp_path / "export", verify=photos)  # compares with the recorded evaluation
+    export.export(folder, tmp_path / "export", verify=photos)  # verify compares with the recorded evaluation
 
 
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
@@ -105,7 +105,7 @@ def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp
 
 
 def test_resume_adds_or_removes_averages(run_train, tmp_path, capsys):
-    """Averages missing from a checkpoint are initialized with its weights; --ema None ignores existing averages."""
+    """If a checkpoint has no averages, they start with its weights; --ema None ignores existing averages."""
     assert run_train(*FLAGS, "--epochs", "1")[0] == 0
     output = tmp_path / "output/Tiny"
     assert not list(output.glob("*/*.pdema"))

@@ -1,4 +1,4 @@
-"""Checkpoint folders without any network: validity, state after a kill, listing and deletion."""
+"""Checkpoint folders, tested without a network: validity, state after a kill, listing and deletion."""
 
 import errno
 import json
@@ -89,7 +89,7 @@ def test_flipped_bit_in_meta_json_is_detected_or_harmless(tmp_path):
             harmless += 1
         except folders.DamagedError:
             pass
-    assert harmless < len(bits) / 8  # some flips turn white space into other white space
+    assert harmless < len(bits) / 8  # some flips turn one white-space character into another
 
 
 def test_meta_json_with_unknown_format_is_rejected(tmp_path):
@@ -197,17 +197,17 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
     assert folders.newest_first(tmp_path)[0] == []
     monkeypatch.undo()
     folder = write_checkpoint(tmp_path, "4")
-    monkeypatch.setattr(folders, "_remove", lambda path: None)  # like a kill after the first step of a deletion
+    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulates a kill after the first step
     folders.delete(folder)
     assert folders.newest_first(tmp_path)[0] == []
 
 
 def commit_in_a_child(root, form, fatal):
-    """Replace an older checkpoint 2 and delete checkpoint 1 in a process that is killed before its n-th change of a
-    file.
+    """In a child process, replace an older checkpoint 2 and delete checkpoint 1; kill the process before file change
+    number `fatal`, counted from 0.
 
     Returns:
-        its exit code, the number of changes unless it was killed.
+        the exit code, which is the number of changes if the process was not killed.
     """
     changes = 0
 
@@ -253,9 +253,9 @@ def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
         results.add((newest, content[newest], "1" in content))
         assert content[newest] == {"1": "one", "2": "new"}[newest]
         if form == "rename" or newest == "2":
-            assert content["2"] == ("new" if newest == "2" else "old")  # clean restores the older one
+            assert content["2"] == ("new" if newest == "2" else "old")  # clean() restores the older checkpoint
         else:
-            assert content.get("2", "old") == "old"  # the older one is replaced in place, so it can be lost
+            assert content.get("2", "old") == "old"  # the older checkpoint is replaced in place, so it can be lost
         assert damaged == []
         assert not [name for name in names(root) if name.startswith(".")]
         if code != -signal.SIGKILL:

@@ -1,5 +1,5 @@
 """Weights of other projects: each format is read exactly, and damaged or hostile files are rejected without running
-anything."""
+code from them."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def safetensors(entries, data, extra=b""):
 
 
 def whole(state):
-    """{file name: bytes} of a state in each format."""
+    """Serialize a state in each format; returns {file name: bytes}."""
     raw = {str(i): array.tobytes() for i, array in enumerate(state.values())}
     entries, start = {"__metadata__": {"format": "pt"}}, 0
     for name, array in state.items():
@@ -81,7 +81,7 @@ def test_tensors_in_any_order_of_dimensions_and_several_in_a_storage(tmp_path):
     channels_last = np.arange(24, dtype=np.float32).reshape(2, 2, 2, 3).transpose(0, 3, 1, 2)
     value = {
         "a": tensor("0", (2, 3, 2, 2), (12, 1, 6, 3), 0, 27),
-        "b": tensor("0", (2, 1), (1, 99), 25, 27),  # strides of dimensions of size 1 do not matter
+        "b": tensor("0", (2, 1), (1, 99), 25, 27),  # the stride of a dimension of size 1 does not matter
     }
     data = np.arange(27, dtype=np.float32).tobytes()
     found = read(tmp_path, "a.pth", zipped(value, {"0": data}))
@@ -109,12 +109,12 @@ def test_files_that_torch_writes(tmp_path):
 
 
 def one(**changes):
-    """A tensor of four values in a zip archive."""
+    """Return a zip archive that contains a tensor of four values."""
     return zipped({"w": tensor("0", **({"shape": (4,)} | changes))}, {"0": bytes(16)})
 
 
 def entry(**changes):
-    """A tensor of four values in a .safetensors."""
+    """Return a .safetensors file that contains a tensor of four values."""
     return safetensors({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes}, bytes(16))
 
 
@@ -226,7 +226,7 @@ def test_other_byte_order(tmp_path):
 
 
 def test_entries_of_an_archive_that_share_bytes(tmp_path):
-    """A central directory may list the same bytes under many names."""
+    """The central directory of a zip archive may list the same bytes under many names."""
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("m/data.pkl", pickled({f"w{i}": tensor(str(i), (1000,)) for i in range(20)}))
         archive.writestr("m/data/0", bytes(4000))
@@ -242,7 +242,7 @@ def test_entries_of_an_archive_that_share_bytes(tmp_path):
 
 @pytest.mark.parametrize("name", whole(STATE))
 def test_changed_bytes_are_an_error_or_other_numbers(tmp_path, name):
-    """Damage never causes any other exception, nor memory beyond the size of the file."""
+    """Damage causes neither other exceptions nor large memory allocations."""
     data, random = whole(STATE)[name], np.random.default_rng(0)
     tracemalloc.start()
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Names of other projects: every tensor reaches its parameter, or the file is rejected with a list."""
+"""Parameter names of other projects: every tensor is assigned to its parameter, or an error lists the mismatches."""
 
 import contextlib
 import re
@@ -28,7 +28,7 @@ def dynamic():
 
 
 def of_vision(name, classes=5):
-    """(state of a network of paddle.vision with random BN, images, logits)."""
+    """Run a network of paddle.vision with random BN values; returns (state, images, logits)."""
     random = np.random.default_rng(0)
     with dynamic():
         network = getattr(paddle.vision.models, name)(num_classes=classes)
@@ -42,7 +42,7 @@ def of_vision(name, classes=5):
 
 
 def as_torch(state, classifier):
-    """The names and layout of PyTorch: torchvision has the layers' names of paddle.vision."""
+    """Convert a state to PyTorch's names and layout; torchvision and paddle.vision use the same layer names."""
     names = {"_mean": "running_mean", "_variance": "running_var"}
     found = {re.sub(r"_mean$|_variance$", lambda match: names[match[0]], key): value for key, value in state.items()}
     found[f"{classifier}.weight"] = found[f"{classifier}.weight"].T
@@ -68,7 +68,7 @@ def logits(arch, params, images):
     [("ResNet18", "resnet18", "fc"), ("ResNet50", "resnet50", "fc"), ("MobileNetV2", "mobilenet_v2", "classifier.1")],
 )
 def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
-    """MobileNetV2 has a different epsilon here, which the scales compensate."""
+    """This project's MobileNetV2 has a different epsilon, for which the converted scales compensate."""
     family = MODELS[arch].module
     state, images, expected = of_vision(vision)
     assert foreign_names.number_of_classes(family, state) == 5
@@ -127,7 +127,8 @@ NAMES = {
 
 @pytest.mark.parametrize("case", NAMES)
 def test_names_of_other_projects(case):
-    """Only these tensors and one of each block: the others are missing, and nothing is left over."""
+    """The state has only these tensors and one per block, so the error lists missing tensors but none that are left
+    over."""
     parameters = own(case.split(", ")[0])
     family = registered(case.split(", ")[0]).module
     state = {
@@ -142,7 +143,7 @@ def test_names_of_other_projects(case):
 
 
 def blocks_of(case):
-    """One tensor of each block, with a name of its project."""
+    """Return one tensor per block, named as in the project of the case."""
     depths = {"ResN": (3, 4, 6, 3), "Mobi": (1, 2, 3, 4, 3, 3, 1), "Effi": (1, 2, 2, 3, 3, 4, 1)}[case[:4]]
     each = [(stage, i) for stage, depth in enumerate(depths) for i in range(depth)]
     if case.endswith("PaddleClas"):
@@ -156,7 +157,7 @@ def blocks_of(case):
 
 @pytest.fixture(scope="module")
 def tiny():
-    """(state, parameters) of paddle.vision's ResNet18."""
+    """Return the state of paddle.vision's ResNet18 and the parameters of this project's ResNet18."""
     paddle.enable_static()
     return of_vision("resnet18")[0], own("ResNet18")
 
@@ -199,7 +200,7 @@ def test_long_lists_are_complete_in_the_lines(tiny):
 
 
 def test_shortcuts_that_a_network_here_lacks_are_left_over(tiny):
-    """PaddleClas projects the first shortcut of ResNet18."""
+    """PaddleClas has a projection in the first shortcut of ResNet18; this project does not."""
     _, parameters = tiny
     state = {"blocks.0.short.conv.weight": np.zeros((64, 64, 1, 1), np.float32)}
     state |= {f"blocks.{n}.conv0.bn.bias": np.zeros(64, np.float32) for n in range(8)}

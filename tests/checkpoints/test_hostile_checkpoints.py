@@ -47,7 +47,7 @@ def test_read_arrays_equal_unpickled_arrays(tmp_path, protocol):
 
 
 class Payload:
-    """Calls a function, by default one that creates a folder, when a reader without protection unpickles it."""
+    """Calls a function (by default, one that creates a folder) when an unsafe reader unpickles it."""
 
     def __init__(self, path, function=None):
         self._call = (function or os.mkdir, (str(path),))
@@ -57,7 +57,7 @@ class Payload:
 
 
 def payloads(path):
-    """{kind: pickle that creates a folder}."""
+    """Return {kind: pickle that creates a folder}."""
     made = Payload(path)
     objects = np.empty(1, object)
     objects[0] = made
@@ -85,7 +85,7 @@ def test_code_in_pickle_is_rejected_and_not_run(tmp_path, kind):
 
 
 def test_payloads_run_in_pickle_module(tmp_path):
-    """This proves that the test above can fail."""
+    """The pickle module runs the payloads, so the test above can fail."""
     for i, kind in enumerate(payloads("")):
         path = tmp_path / str(i)
         with contextlib.suppress(Exception):  # pickle may fail after the payload has run
@@ -125,7 +125,7 @@ def test_commands_do_not_run_code_in_checkpoint(run_train, tmp_path, capsys, com
 
 
 def hostile_pickles():
-    """Pickles with which the pickle module needs much time or memory, or reads memory out of bounds."""
+    """Return pickles that make the pickle module use excessive time or memory, or read memory out of bounds."""
     key = b"\x80\x04})\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"K\x01s."
     one = pickle.dumps({"a": STATE["steps"]}, 4)
     text = b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93\x94\x8c\x06latin1\x94X" + struct.pack("<I", 10**6)
@@ -175,8 +175,8 @@ def test_memory_is_bounded_by_file_size(tmp_path):
 
 
 def mutated(data, generator):
-    """Data with one to four mutations: a flipped bit, a random byte, an extreme integer, or a piece that is removed,
-    duplicated or copied over a different position. One in ten is also truncated."""
+    """Return data with one to four mutations: a flipped bit, a random byte, an extreme integer, or a piece that is
+    removed, duplicated or copied over other data. One in ten is also truncated."""
     data = bytearray(data)
     for _ in range(generator.randint(1, 4)):
         at = generator.randrange(len(data))
@@ -214,7 +214,7 @@ def test_mutated_pickles_are_numeric_arrays_or_rejected(tmp_path, protocol, coun
         for name, array in result.items():
             assert isinstance(name, str) and array.dtype.kind in "biuf"
             assert array.nbytes <= len(damaged)
-    assert count / 3 < rejected < count  # no reader can detect a changed value of an array
+    assert count / 3 < rejected < count  # no reader can detect that the value of an array element has changed
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
@@ -332,7 +332,7 @@ def craft(folder, meta):
 
 @pytest.fixture
 def valid(tmp_path):
-    """The content of a valid meta.json."""
+    """Return the content of a valid meta.json."""
     return folders.read_meta(write_checkpoint(tmp_path, "3"))
 
 
@@ -344,16 +344,16 @@ def test_valid_meta_json_is_accepted(tmp_path, valid):
 DAMAGED_STATES = {
     "text": {"pipeline": base64.b64encode(b"garbage").decode()},
     "empty pipeline": {"pipeline": ""},
-    "no pipeline": {},  # removed below
+    "no pipeline": {},  # the test removes the field
     "earlier step": {"step": 1},
     "step after the end": {"step": 4},
 }
-# Names in the state of DALI's plugin, in which the test flips a bit.
+# Names in the state of DALI's plugin. The test flips a bit in each of them.
 NAMES_IN_STATES = (b"_size", b"_counter_per_gpu", b"epoch_idx", b"iter")
 
 
 def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, capsys):
-    """The checksum of meta.json is correct."""
+    """The checksum of meta.json is correct, so only the loader state reveals the damage."""
     stop_before(train_step=2)
     assert run_train()[0] == 75
     stop_before()
@@ -387,7 +387,7 @@ def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
         with pytest.raises(folders.DamagedError, match=rf"^meta.json is damaged: {field} is [^\n]{{1,200}}$"):
             folders.read_meta(tmp_path / "4")
     craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
-    if field == "class_names":  # optional, because older checkpoints lack it
+    if field == "class_names":  # older checkpoints lack this optional field
         assert field not in folders.read_meta(tmp_path / "4")
         return
     with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
@@ -427,7 +427,7 @@ def stray(root, valid):
     """Create invalid folders with checkpoint names, newer than all checkpoints: crafted meta.json files, pipes, links.
 
     Returns:
-        their number.
+        the number of folders.
     """
     name = iter(range(1000, 2000))
     for field, values in IMPOSSIBLE.items():
@@ -445,7 +445,7 @@ def stray(root, valid):
     (root / str(next(name))).write_text("a file")
     folder = root / str(next(name))
     folder.mkdir()
-    for end in ("pdparams", "pdopt"):  # like NVIDIA's example, without meta.json; a resume must ignore it
+    for end in ("pdparams", "pdopt"):  # as written by NVIDIA's example, without meta.json; a resume must ignore it
         (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
     return next(name) - 1002  # without the dangling link and the file, which are not folders
 
@@ -472,7 +472,7 @@ def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch
     (root / "99/notes").write_text("of the user")
     real = os.open
 
-    def deny(path, *arguments, **options):  # instead of permissions, which do not restrict a superuser
+    def deny(path, *arguments, **options):  # simulates permissions, which do not restrict a superuser
         if "/99" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
@@ -494,7 +494,7 @@ def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys
 
 
 def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
-    """Regression: bn_rank0.npz, which no run writes, could set any variable."""
+    """Regression: a file bn_rank0.npz, which no run writes, could set any variable."""
     stop_before(train_step=1)
     assert run_train("--print-interval", "1")[0] == 75
     stop_before()

@@ -99,7 +99,7 @@ def test_rectangular_images_are_inherited(run_train, run_bare, tmp_path):
 
 @pytest.mark.parametrize("scope", ["eval_only", "train_eval"])
 def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
-    """The default on a GPU with NHWC would be four channels."""
+    """By default, a GPU with NHWC would use four channels."""
     flags = ["--run-scope", scope, "--from-pretrained-params", checkpoint, "--crop-size", "64", "--device", "gpu"]
     args = config.parse_args([*map(str, flags), "--data-layout", "NHWC"])
     restore.inherit_flags(args, None)
@@ -155,7 +155,7 @@ def test_default_model_prefix_contains_network(run_bare, tmp_path):
 
 @pytest.mark.parametrize("start", ["resume", "checkpoint", "without meta.json"])
 def test_checkpoint_with_old_default_prefix_is_continued(run_train, run_bare, tmp_path, start):
-    """Folders of NVIDIA's example have no meta.json, and this file name for every network."""
+    """NVIDIA's example writes no meta.json and uses this file name for every network."""
     assert run_train("--model-prefix", "resnet_50_paddle", "--output-dir", tmp_path / "bare")[0] == 0
     folder = tmp_path / "bare/Tiny"
     flags = [*without("--model-prefix"), "--epochs", "2"]
@@ -179,7 +179,7 @@ def test_resume_inherits_preprocessing(run_train, run_bare, tmp_path):
 
 @pytest.mark.parametrize("start", ["--from-pretrained-params", "--from-checkpoint"])
 def test_resume_finds_run_that_inherited_its_network(run_bare, checkpoint, tmp_path, start):
-    """Its folder has the name of the network, which the command does not contain."""
+    """The folder of the run is named after the network, which the command does not specify."""
     flags = [start, checkpoint, "--crop-size", "32", "--resize-short", "36", "--resume"]
     assert run_bare(*flags)[0] == 0
     meta = folders.verify(tmp_path / "bare/Tiny/0")
@@ -252,7 +252,7 @@ def test_number_of_classes_comes_from_data(parse, converted, tmp_path, data_form
 
 
 def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, monkeypatch):
-    """Fleet's startup program then broadcasts parameters of this shape."""
+    """Fleet's startup program broadcasts parameters, so their shapes must be equal on all ranks."""
     args = parse("--image-root", photos)
     args.num_of_class = None
     monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda function: function() + 4)
@@ -272,7 +272,7 @@ def test_training_counts_classes_and_warns_about_more_outputs(run_bare, four_cla
 
 
 def test_printed_flags(run_bare, capsys):
-    """They are printed after the checks: those that differ from the defaults, or all with --show-config."""
+    """Flags are printed after the checks: only those that differ from the defaults, or all with --show-config."""
     flags = [*without("--show-config"), "--dry-run"]
     assert run_bare(*flags, "--from-checkpoint", "nowhere")[0] == 2
     assert "model_arch_name" not in capsys.readouterr().out

@@ -59,7 +59,7 @@ class Runs:
             time.sleep(0.005)
 
     def logs(self):
-        """The logs of all ranks of a job."""
+        """Return the logs of all ranks of a job."""
         return "".join(path.read_text() for path in sorted((self.folder / "log").glob("workerlog.*")))
 
     def check(self):
@@ -77,7 +77,7 @@ def runs(photos, tmp_path):
 
 @pytest.fixture(scope="session")
 def expected(photos, once):
-    """Losses of an uninterrupted run in a separate process."""
+    """Return the losses of an uninterrupted run in a separate process."""
 
     def make(folder):
         code, output = Runs(photos, folder).run(*FLAGS)
@@ -87,7 +87,7 @@ def expected(photos, once):
 
 
 def all_have_exited(runs):
-    """Whether no process has the folder of these runs on its command line."""
+    """Return whether no process has the folder of these runs on its command line."""
     pids = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -100,10 +100,10 @@ def all_have_exited(runs):
 
 
 def kill_and_resume(runs, fatal):
-    """Run a command that is killed before its n-th change to the output folder, and repeat it.
+    """Run a command, kill it before its n-th change to the output folder, and run it again.
 
     Returns:
-        False if the run has fewer changes.
+        False if the run makes fewer changes.
     """
     code, output = runs.run(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root)
     if code == 0:
@@ -116,7 +116,7 @@ def kill_and_resume(runs, fatal):
     return True
 
 
-# A run makes about 60 changes. These are in the first checkpoint, in the second one and in a deletion.
+# A run makes about 60 changes. The three tested here belong to the first checkpoint, the second one and a deletion.
 @pytest.mark.parametrize("fatal", [*(pytest.param(change, marks=pytest.mark.soak) for change in (4, 13)), 31])
 def test_kill_during_commit(runs, expected, fatal):
     assert kill_and_resume(runs, fatal)
@@ -167,12 +167,12 @@ def stop(runs, process, *, times=3, number=signal.SIGTERM):
 WHEN = {
     "training": ('"step": [1, 0]', ["--slow-step", "1"]),
     "evaluation": ('"step": [1], "data": {"train.loss"', ["--slow-evaluation", "1"]),
-    "compilation": ("", []),  # once the report file exists
+    "compilation": ("", []),  # SIGTERM is sent once the report file exists
 }
 OTHERS = ("training", "compilation")
 
 
-# test_train_py_stops_on_sigterm sends one signal in compilation and in training.
+# test_train_py_stops_on_sigterm sends a single signal during compilation and during training.
 @pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.soak) for when in OTHERS), "evaluation"])
 def test_three_sigterms_stop_run(runs, expected, when):
     text, options = WHEN[when]
@@ -194,7 +194,7 @@ def test_three_sigterms_stop_run(runs, expected, when):
 
 
 def handles_sigterm(process):
-    """Whether a process has a handler for SIGTERM."""
+    """Return whether a process has a handler for SIGTERM."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (signal.SIGTERM - 1) & 1
 
@@ -235,8 +235,8 @@ def start_blocked(runs, step):
 
 
 def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
-    """With or without --resume, it would delete or replace checkpoints and the report of the first run, which
-    continues."""
+    """The second run, with or without --resume, would delete or replace checkpoints and the report of the first run,
+    which continues."""
     process, unblock = start_blocked(runs, 2)
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
@@ -261,7 +261,7 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
     assert runs.check()[0][0] == "2"
 
 
-# test_restore.py tests the file in the way without a process.
+# test_restore.py tests the fault "file in the way" without starting a process.
 @pytest.mark.parametrize("fault", ["full disk", pytest.param("file in the way", marks=pytest.mark.soak)])
 def test_failed_checkpoint_write_stops_run(runs, expected, fault):
     """RLIMIT_FSIZE makes writes beyond a size fail, as on a full disk. A file in place of a folder stands for a folder
@@ -291,12 +291,12 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
-    assert code == signal.SIGTERM, output  # the exit code of the launcher; that of the workers is 75
+    assert code == signal.SIGTERM, output  # the launcher exits with this code; its workers exit with 75
     assert all_have_exited(runs)
     assert "stopped by SIGTERM; the same command with --resume continues" in runs.logs()
-    assert folders.position(runs.check()[0][0])[1]  # inside an epoch
+    assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint is inside an epoch
 
-    if is_killed:  # in the second epoch, once the checkpoint of the first one has been written
+    if is_killed:  # rank 0 is killed in the second epoch, once the checkpoint of the first epoch exists
         fault = ["--fault", "0 2 killed", "--fault-after", runs.root / "0"]
         start = time.monotonic()
         code, output = runs.run(*flags, *fault, processes=2)

@@ -1,4 +1,4 @@
-"""Saving and restoring of a run: position, schedule, statistics, and selection of the checkpoint to start from."""
+"""Saving and restoring a run: position, schedule, statistics, and selection of the start checkpoint."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def args(parse, tmp_path):
 
 @pytest.fixture
 def run(args):
-    """A run after two steps: (saver, lr_scheduler, fetchs)."""
+    """Run two steps; returns (saver, lr_scheduler, fetchs)."""
     compiled, exe, fetchs, lr_scheduler, main = build(args)
     for images, labels in random_batches(2):
         loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
@@ -72,7 +72,7 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    assert len((saved / "meta.json").read_text().splitlines()) < 200  # the file is formatted for people
+    assert len((saved / "meta.json").read_text().splitlines()) < 200  # the file is formatted for human readers
 
 
 def test_restore_inside_epoch(args, run):
@@ -191,7 +191,7 @@ def test_newest_best_and_other_runs_checkpoints_are_kept(args, run, tmp_path):
     saver.save(0)
     saver.finish()
     saver._run = own
-    for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):  # of equal epochs, the first is the best
+    for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):  # among equal epochs, the first is the best
         saver.save(epoch, evaluated={"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0})
     saver.finish()
     assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
@@ -267,7 +267,8 @@ def test_prefix_comes_from_meta_json_or_flag(args, saved):
 
 
 def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsys):
-    """Both the folder of the run and the --output-dir are accepted, even if it has a folder of a different network."""
+    """Both the run folder and the --output-dir are accepted, even if the latter also contains a different network's
+    run."""
     saver, _, _ = run
     root = tmp_path / "Tiny"
     for number, top1 in ((4, 0.5), (7, 0.2)):
@@ -282,7 +283,7 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
     assert find(args, tmp_path, "auto").folder == str(root / "8_2")
     assert find(args, tmp_path, 7).folder == str(root / "7")
     (root / "best").unlink()
-    assert find(args, tmp_path).folder == str(root / "7")  # 8_2 is inside an epoch
+    assert find(args, tmp_path).folder == str(root / "7")  # 8_2 was saved inside an epoch
     args.from_checkpoint, args.last_epoch_of_checkpoint = None, None
     args.from_pretrained_params = str(tmp_path)
     assert restore.find(args) is None

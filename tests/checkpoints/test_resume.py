@@ -19,7 +19,7 @@ FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
 
 @pytest.fixture
 def uninterrupted(once, run_train):
-    """A function that returns the losses of an uninterrupted run. All tests share the run of the same flags."""
+    """Return a function that returns the losses of an uninterrupted run. Tests with the same flags share one run."""
 
     def uninterrupted(*flags):
         def make(folder):
@@ -37,7 +37,7 @@ STOPS = [
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     ({"train_step": 4}, "1_1"),
     ({"train_step": 6}, "1"),  # between two epochs, where the checkpoint already exists
-    ({"eval_step": 1}, "1_3"),  # in the second epoch, since an evaluation of three batches polls once
+    ({"eval_step": 1}, "1_3"),  # in the second epoch, since each evaluation of three batches polls only once
     ({"train_step": 8}, "2_2"),
 ]
 
@@ -206,7 +206,7 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
     file_in_the_way.parent.mkdir(parents=True)
     file_in_the_way.write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "clean", lambda root: None)  # it would remove the file at the start
+        patch.setattr(folders, "clean", lambda root: None)  # clean() would remove the file at the start
         assert run_train(*FLAGS, image_root=root)[0] == 2
     output = capsys.readouterr()
     assert f"{image}: cannot be decoded" in output.err
@@ -230,7 +230,7 @@ def test_finished_command_can_be_repeated(run_train, capsys):
 
 
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path):
-    """The run is stopped, resumed, and started again after its end. All three write to one report."""
+    """A run is stopped, resumed, and started again after it has finished. All three runs write to one report."""
     expected = uninterrupted()
     report = tmp_path / "uninterrupted.json"
     for stop, code in ((4, 75), (None, 0), (None, 0)):
@@ -281,7 +281,7 @@ def test_resume_with_only_damaged_checkpoints_is_rejected(run_train, tmp_path, c
 
 
 def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, capsys):
-    """Its folders are named after the epoch and contain the two files of paddle.static.save."""
+    """The example's folders are named after the epoch and contain the two files that paddle.static.save writes."""
     assert run_train(*FLAGS)[0] == 0
     old = tmp_path / "old" / "1"
     shutil.copytree(tmp_path / "output/Tiny/1", old)
@@ -298,7 +298,7 @@ def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, ca
     resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
     _, report = run_train(*FLAGS, "--overwrite")
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
-    # If it is in the output folder, the error messages contain the flags that continue it.
+    # If the checkpoint is in the output folder, the error messages contain the flags that continue from it.
     own = tmp_path / "own/Tiny"
     shutil.copytree(old, own / "1")
     start = ["--from-checkpoint", str(own), "--last-epoch-of-checkpoint", "auto"]
@@ -337,7 +337,8 @@ def test_best_and_latest_are_links_and_best_is_kept(run_train, tmp_path, monkeyp
 
 
 def test_best_epoch_is_saved_and_in_current_history(run_train, tmp_path, monkeypatch, capsys):
-    """Epochs 0 and 2 have higher accuracy, but are not saved. The damaged epoch 3 is trained again."""
+    """Epochs 0 and 2 have higher accuracy, but are not saved. The checkpoint of epoch 3 is damaged, so this epoch is
+    trained again."""
     from paddle_resnet import program
 
     scores = iter([0.9, 0.1, 0.9, 0.8, 0.9, 0.3])
@@ -359,7 +360,7 @@ def test_best_epoch_is_saved_and_in_current_history(run_train, tmp_path, monkeyp
 
 
 def test_sparse_checkpoint_of_older_version_keeps_dense_first_layer(run_train, tmp_path, capsys):
-    """Older versions wrote no mask for the first layer; NVIDIA's example and this version do."""
+    """Unlike NVIDIA's example and this version, older versions wrote no mask for the first layer."""
     flags = ["--asp", "--prune-model", *NHWC]
     assert run_train(*flags)[0] == 0
     mask, root = "conv2d_0.w_0.asp_mask", tmp_path / "output/Tiny"
@@ -386,7 +387,8 @@ def test_resume_rejects_different_number_of_classes(run_train, capsys):
 
 @pytest.mark.parametrize("link", ["missing", "wrong target", "folder"])
 def test_best_is_kept_if_links_are_invalid(run_train, tmp_path, monkeypatch, capsys, link):
-    """This happens after a kill between a checkpoint and its links, or if a copy of the folder follows links."""
+    """Links are invalid after a kill between writing a checkpoint and its links, or if the folder was copied with links
+    followed."""
     from paddle_resnet import program
 
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
@@ -414,7 +416,7 @@ def entries(root):
 
 
 def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkeypatch, capsys):
-    """The best result is replaced too: that of the new run is lower."""
+    """The best result is replaced too, although the new run's best result is lower."""
     from paddle_resnet import program
 
     scores, run = iter([0.9, 0.2, 0.3, 0.1]), program.run
@@ -431,7 +433,7 @@ def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkey
         message = [f"{root}: contains checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
         stderr = capsys.readouterr().err
         assert_one_error(stderr, message)
-        assert ("--overwrite" in stderr) == ("--from-checkpoint" not in flags)  # it would delete the start
+        assert ("--overwrite" in stderr) == ("--from-checkpoint" not in flags)  # it would delete its own start
     assert run_train("--overwrite", "--dry-run")[0] == 0
     (root / "1/notes.txt").write_text("mine")
     assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files
@@ -451,7 +453,7 @@ def test_overwrite_keeps_other_files_and_link_targets(run_train, tmp_path):
     files = {path: path.read_bytes() for path in elsewhere.iterdir()}
     (root / "2024").mkdir(parents=True)
     (root / "2024/notes.txt").write_text("mine")
-    assert run_train("--epochs", "1", "--run-scope", "train_only")[0] == 0  # 2024 is not a checkpoint
+    assert run_train("--epochs", "1", "--run-scope", "train_only")[0] == 0  # a folder named 2024 is not a checkpoint
     (root / "7").symlink_to(elsewhere)
     assert run_train("--epochs", "1", "--run-scope", "train_only", "--overwrite")[0] == 0
     assert not (root / "7").is_symlink()
@@ -485,7 +487,7 @@ def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
     )
     with pytest.raises(UsageError, match=message):
         saver.check_folder(args, None)
-    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))  # resumes from it
+    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))  # allowed: the run resumes from it
     with pytest.raises(UsageError, match="different program"):
         saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 0))
 
@@ -559,7 +561,7 @@ SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images: 3, 
 
 @pytest.mark.parametrize(("step", "newest"), [(1, "0_1"), (3, "0"), (4, "1_1"), (10, "1"), (12, "2_2")])
 def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_before, tmp_path, step, newest):
-    """The run stops inside an epoch of each stage, and between stages."""
+    """The cases stop the run inside an epoch of each stage, and between stages."""
     expected = uninterrupted(*SIZES)
     assert expected != uninterrupted()
     stop_before(train_step=step)
@@ -568,14 +570,14 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
     assert (tmp_path / "output/Tiny/latest").resolve().name == newest
     first = losses(report)
     stop_before()
-    code, report = run_train(*FLAGS, "--resume")  # --sizes is part of the recipe
+    code, report = run_train(*FLAGS, "--resume")  # the checkpoint's recipe contains --sizes
     assert code == 0
     assert first | losses(report) == expected
 
 
 @pytest.mark.parametrize("kernels", [[], [*NHWC, "--kernels", "native"]], ids=["paddle", "native"])
 def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
-    """Synthetic images are the same in each step, so stages of one size train like a run without stages."""
+    """Synthetic images are the same in each step, so stages with the same size train like a run without stages."""
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

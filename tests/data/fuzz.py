@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-if __name__ == "__main__":  # worker processes of convert import this file but need none of these
+if __name__ == "__main__":  # worker processes of convert import this file but do not need these modules
     import config
     import paddle_resnet  # noqa: F401  sets the environment
     from paddle_resnet import dali, resolution
@@ -57,7 +57,7 @@ def make(root):
 
 
 def mutate(folder, random):
-    """Damage one file but no links; returns (description, mode of the split)."""
+    """Damage one file that is not a link; returns (description, mode of the split)."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     images = [path for path in files if path.suffix in (".jpg", ".png")]
     others = [path for path in files if path not in images]
@@ -158,7 +158,7 @@ TEXT["number_replaced"] = number_replaced
 
 
 def train(folder, mode, data_format):
-    """Return [(label, digest of the pixels)] of an epoch, or the error message."""
+    """Read one epoch of a split; returns [(label, digest of the pixels)], or the error message."""
     args = config.parse_args([*FLAGS.split(), "--image-root", str(folder), "--data-format", data_format])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)
@@ -173,10 +173,11 @@ def train(folder, mode, data_format):
 
 
 def classify(intact, result, report, lists_images):
-    """Return OUTCOME of a mutation from images of the intact data set and the result of train on the damaged one."""
+    """Return the OUTCOME of a mutation. `intact` and `result` are the results of train() on the original and damaged
+    data."""
     if isinstance(result, str):
         return "rejected" if report.training_would_fail else f"BAD verify passes but training fails: {result}"
-    if lists_images:  # a different list is a different data set
+    if lists_images:  # a damaged list may be a valid list of different images
         return "trained"
     if len(result) != len(intact):
         return f"BAD {len(result)} of {len(intact)} images"

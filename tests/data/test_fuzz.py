@@ -15,7 +15,8 @@ BATCH = 60  # mutations per process
 
 
 def fuzz(folder, mutations):
-    """Return outcomes {"FORMAT:N": text}. If a mutation stops a process, a new one continues after it."""
+    """Return outcomes {"FORMAT:N": text}. If a mutation stops a process, a new process continues with the next
+    mutation."""
     outcomes = {}
     while mutations:
         command = [sys.executable, str(SCRIPT), str(folder), *mutations[:BATCH]]
@@ -31,7 +32,7 @@ def check(outcomes):
     bad = {mutation: text for mutation, text in outcomes.items() if text.startswith("BAD")}
     assert not bad, "\n".join(f"{mutation}: {text}" for mutation, text in bad.items())
     counts = collections.Counter(text.partition(" (")[0] for text in outcomes.values())
-    assert counts["rejected"] > len(outcomes) // 3, counts  # enough mutations cause damage
+    assert counts["rejected"] > len(outcomes) // 3, counts  # enough mutations cause errors
     print(counts)
 
 

@@ -175,7 +175,7 @@ def test_tfrecord_checksums_are_verified_by_indexing_and_reading(copy, offset):
 
 
 def truncate(root):
-    """Truncate the files that contain images to a quarter."""
+    """Truncate the files that contain images to a quarter of their size."""
     for path in root.rglob("*"):
         if path.is_file() and path.suffix not in (".idx", ".json", ".txt"):
             os.truncate(path, path.stat().st_size // 4)
@@ -183,7 +183,7 @@ def truncate(root):
 
 @pytest.mark.parametrize("data_format", ["folder", "filelist", *INDEXED])
 def test_file_truncated_during_a_run_raises_data_error(parse, photos, copy, tmp_path, data_format):
-    """Memory-mapped reading of such a file would crash the process with SIGBUS."""
+    """Reading such a file through a memory map would crash the process with SIGBUS."""
     root = copy(data_format) if data_format in INDEXED else tmp_path / "photos"
     if data_format not in INDEXED:
         shutil.copytree(photos, root)
@@ -211,7 +211,7 @@ def test_truncated_lmdb_is_rejected(copy, keep):
 
 
 def increase_record_count(data):
-    """Increment the record count, 64 bits in one of the first two pages."""
+    """Increment the record count, a 64-bit number in one of the first two pages."""
     place = data.index(struct.pack("<Q", 23), 0, 2 * 4096)
     data[place] += 1
 
@@ -267,7 +267,7 @@ def test_invalid_label_texts_are_rejected_and_never_become_a_class(parse, tmp_pa
     assert list(verify.verify(tmp_path).failing) == names[1:-1]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
-    # If the check before step 1 misses them, they become -1, which the loss rejects.
+    # Invalid labels that the check before step 1 misses become -1, which the loss rejects.
     monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
     assert labels_of(loader) == [1, *[-1] * len(LABELS), 2]
@@ -326,7 +326,7 @@ def png_of(side):
 
 
 def test_png_bomb_is_rejected_without_allocating_its_pixels(parse, tmp_path):
-    """The file has 109 kB and would decode to 7 GB."""
+    """The 109-kB file would decode to 7 GB."""
     assert os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] == str(bad_images.MAX_PIXELS)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
@@ -389,7 +389,7 @@ REPLACED = {
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, loop])
 @pytest.mark.parametrize(("data_format", "name"), [(kind, name) for kind, names in REPLACED.items() for name in names])
 def test_unreadable_file_of_data_set_is_reported(copy, data_format, name, make):
-    """This covers files without read permission, which does not stop root."""
+    """These cases stand for files without read permission, which root could read nevertheless."""
     root = copy(data_format)
     for path in root.glob("train*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -522,7 +522,7 @@ def test_error_message_of_tool_is_escaped(tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["swapped", "twice"])
 def test_verify_detects_records_that_dali_reads_differently(copy, monkeypatch, damage):
-    """The index is wrong in a way that its checks miss."""
+    """The index contains an error that the checks of indexes miss."""
     root = copy("tfrecord")
     original = indexes.check_index
 

@@ -48,8 +48,8 @@ def test_index_is_written_next_to_shard_and_lists_every_record(tmp_path, kind):
 
 
 def block_index(shard):
-    """Make the next attempt to write an index fail as in a read-only folder, which does not stop root: put a folder in
-    place of the temporary file."""
+    """Make the next attempt to write an index fail: put a folder in place of the temporary file. A read-only folder
+    would not stop root."""
     files.partial_path(indexes.index_path(str(shard))).mkdir()
 
 
@@ -118,7 +118,7 @@ def test_truncated_shard_is_rejected(tmp_path, kind, keep):
     shard = write(tmp_path, kind)
     data = shard.read_bytes()
     if kind == "webdataset":
-        data = data[: data.rindex(b"4") + 1]  # without the zeros at the end
+        data = data[: data.rindex(b"4") + 1]  # without the trailing zeros
     shard.write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(UsageError, match=f"{shard}: damaged"):
         indexes.open_index(str(shard), kind)

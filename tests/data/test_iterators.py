@@ -8,7 +8,7 @@ from utils.mode import Mode
 
 
 def batches_of_epochs(loader, count):
-    """Yield the next `count` batches, across ends of epochs."""
+    """Yield the next `count` batches, across epoch boundaries."""
     while count:
         batch = next(loader, None)
         if batch is None:

@@ -91,7 +91,7 @@ def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
 
 @pytest.mark.parametrize("label", [2, 10_000_000])
 def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
-    """A typing error would create a network with millions of outputs."""
+    """Otherwise, a typo in a label could create a network with millions of outputs."""
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
@@ -116,7 +116,7 @@ def test_suggested_split_command_runs_as_printed(photos, tmp_path, names):
 
 @pytest.fixture
 def root(photos, tmp_path):
-    """A writable copy of the photos."""
+    """Create a writable copy of the photos."""
     return shutil.copytree(photos, tmp_path / "root")
 
 
@@ -131,7 +131,7 @@ def test_trained_network_defines_labels_of_class_folders(root, with_train):
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
     assert data_set.classes == TRAINED
     names = listing.own_classes(root, Mode.EVAL)
-    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size  # like --predictions
+    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size  # as --predictions lists images
     if not with_train:
         assert set(listing.list_folder(root, Mode.EVAL)[1]) == {0, 1}
 
@@ -174,7 +174,7 @@ def test_classes_txt_defines_names_of_class_folders(root):
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
     with pytest.raises(UsageError, match=r"has the names of the class folders in a different order; write them in the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
-    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # byte order mark and line ends of Windows
+    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # byte order mark and Windows line endings
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val/class1")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]

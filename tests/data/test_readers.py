@@ -34,7 +34,7 @@ def open_folder(image_root, *arguments):
 
 
 def raw_contents(data_set, batch_size=None, **shard):
-    """Return one batch of the DALI operator, by default the whole split: [(bytes of the file, label)]."""
+    """Read one batch with the DALI operator, by default the whole split; returns [(bytes of the file, label)]."""
 
     @pipeline_def(batch_size=batch_size or data_set.size, num_threads=1, device_id=None)
     def pipeline():
@@ -50,7 +50,7 @@ def raw_contents(data_set, batch_size=None, **shard):
 
 
 def contents(data_set, batch_size=None, **shard):
-    """Return one batch of the DALI operator for files of `make`: [(path, label)]."""
+    """Read one batch of files of `make` with the DALI operator; returns [(path, label)]."""
     return [(content.decode(), label) for content, label in raw_contents(data_set, batch_size, **shard)]
 
 
@@ -165,7 +165,7 @@ def test_split_without_images_is_rejected(make, tmp_path, names):
 
 @pytest.mark.parametrize("name", ["train", "train/b"])
 def test_unlistable_folder_is_rejected(make, tmp_path, monkeypatch, name):
-    """Permissions do not stop root, so the error is simulated."""
+    """Permissions do not stop root, so the test simulates the error."""
     root, scandir = make("train/a/0.jpg", "train/b/0.jpg"), listing.os.scandir
 
     def denied(path):
@@ -247,7 +247,7 @@ def test_every_format_contains_the_files_of_the_folder(photos, converted, data_f
         assert (actual if mode is Mode.EVAL else sorted(actual)) == (
             expected if mode is Mode.EVAL else sorted(expected)
         )
-        # Records are stored in random order, so that a buffer suffices for shuffling.
+        # Records are stored in random order, so that the loader can shuffle them within a buffer.
         assert mode is Mode.EVAL or actual != expected
 
 
@@ -366,7 +366,7 @@ def test_skipped_records_are_omitted(converted, tmp_path, monkeypatch, data_form
     root = converted[data_format]
     for mode in Mode:
         _, _, images = listing.images(str(root), mode)
-        skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]  # all but the first of val/
+        skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]  # all validation images except the first
         data_set = readers.open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
         expected = [records.read(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected

@@ -70,7 +70,7 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
 
 
 def test_parts_of_recordio_record_are_joined(tmp_path):
-    """An image that contains the magic number is stored in parts without it."""
+    """An image that contains the magic number is split at that number, and the parts are stored without it."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     image = b"abcd" + magic + b"efgh" + magic + b"ij"
     path = tmp_path / "val.rec"

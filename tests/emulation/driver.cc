@@ -1,8 +1,8 @@
-// A CUDA driver that runs kernels on the CPU. It has the functions that native/gpu.h and native/async_copy.h call; the
-// host compiler compiles the project's kernels. The threads of a block are fibers that switch at barriers; blocks run
-// one after another, in a different order in each launch. The emulation detects wrong sums, indices and launches, and
-// barriers that not all threads reach. It does not detect errors that depend on the order of memory accesses, and does
-// not support float16, whose conversions are GPU assembly.
+// A CUDA driver that runs kernels on the CPU. It provides the functions that native/gpu.h and native/async_copy.h call;
+// the host compiler compiles the project's kernels. The threads of a block are fibers that switch at barriers; blocks
+// run one after another, in a different order in each launch. The emulation detects wrong sums, indices and launches,
+// and barriers that not all threads reach. It does not detect errors that depend on the order of memory accesses, and
+// does not support float16, whose conversions are GPU assembly.
 
 #include <ucontext.h>
 
@@ -130,7 +130,7 @@ unsigned min(int a, unsigned b) { return std::min(static_cast<unsigned>(a), b); 
 int max(int a, int b) { return std::max(a, b); }
 void __syncthreads() { block.wait(); }
 
-// PTX's mma.m16n8k16 for bfloat16. All warps of a block must execute it equally often.
+// PTX's mma.m16n8k16 for bfloat16. All warps of a block must execute the instruction equally often.
 void emulated_multiply_add(const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
   struct Registers {
     unsigned a[4], b[2];

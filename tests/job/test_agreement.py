@@ -1,4 +1,4 @@
-"""Settings that are compared between processes. test_jobs.py tests whole jobs that disagree."""
+"""Settings that are compared between processes. test_jobs.py tests whole jobs whose processes disagree."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def facts(monkeypatch):
-    """The values that a function of agreement.py compares in this process."""
+    """Return a function that calls a function of agreement.py and returns the values to compare."""
     compared = []
     monkeypatch.setattr(agreement, "_compare", compared.append)
 

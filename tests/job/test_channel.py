@@ -14,7 +14,7 @@ KEYS = [(0, "key 0"), (1, "key 1")]
 
 
 def run(scenario):
-    """Run a coroutine function of (address, [(rank, received message)]) while a server runs."""
+    """Start a server and run the coroutine function `scenario` with (address, [(rank, received message)])."""
 
     async def run():
         received = []
@@ -58,7 +58,7 @@ def test_prime_is_safe():
     for number in (channel._PRIME, channel._PRIME // 2):
         assert number.bit_length() in (2048, 2047)
         assert pow(3, number - 1, number) == 1
-    # The generator has order q, so a public key reveals no bit of its exponent.
+    # The generator has order q, so a public key does not reveal any bit of its secret exponent.
     assert pow(2, channel._PRIME // 2, channel._PRIME) == 1
 
 

@@ -67,7 +67,8 @@ def test_gather_does_not_overwrite_unread_value(monkeypatch):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Function that makes this process one of three ranks with a common in-memory store, which it returns."""
+    """Return a function that makes this process one of three ranks with a common in-memory store and returns the
+    store."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 3)
@@ -81,7 +82,7 @@ def as_rank(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch, as_rank):
-    """The streams of three ranks, and a function that adds an item to the stream of a rank."""
+    """Return the streams of three ranks, and a function that adds an item to the stream of a rank."""
     made = []
     for rank in range(3):
         as_rank(rank)
@@ -135,7 +136,7 @@ def test_stream_stores_one_batch_per_rank(streams, as_rank):
 
 
 def test_wait_for_store_releases_gil():
-    """Paddle's client would wait in C code that holds the GIL."""
+    """Paddle's client, by contrast, would wait in C code that holds the GIL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     thread = threading.Thread(target=exchange._wait_for_server, args=address, daemon=True)
@@ -148,7 +149,7 @@ def test_wait_for_store_releases_gil():
 
 
 def test_only_store_connection_disables_nagle():
-    """The job may have other sockets too, such as an unnamed UNIX socket as its stdin."""
+    """The process may have other sockets too, such as an unnamed UNIX socket as its stdin."""
     with contextlib.ExitStack() as stack:
         for end in socket.socketpair():
             stack.enter_context(end)
@@ -161,7 +162,8 @@ def test_only_store_connection_disables_nagle():
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
 def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
-    """Rank 1 is `lead` steps ahead; more than two is impossible. asked: {rank: delay of its signal in steps}."""
+    """Rank 1 is `lead` steps ahead; a lead of more than two is impossible. `asked` is {rank: delay of its signal in
+    steps}."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 2)

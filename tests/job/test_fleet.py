@@ -20,7 +20,7 @@ from utils.errors import RunError
 @pytest.mark.parametrize(
     ("flags", "is_fused", "is_serial"),
     [
-        ({}, False, True),  # oneDNN's gradients are not in the buffer of a fused all-reduce
+        ({}, False, True),  # oneDNN does not write gradients to the buffer of a fused all-reduce
         ({"data_layout": "NHWC"}, True, True),
         ({"device": "gpu", "cuda_graph": False}, True, False),
         ({"device": "gpu", "cuda_graph": True}, True, True),
@@ -64,7 +64,7 @@ def test_launcher_port_is_reserved_for_paddle_server(monkeypatch):
 
 @pytest.mark.parametrize("delay_s", [0, 1], ids=["running", "just forked"])
 def test_forked_processes_exit_with_parent(delay_s):
-    """The parent is killed at once, after or before the child has called prctl(PR_SET_PDEATHSIG)."""
+    """The parent is killed after or before the child has called prctl(PR_SET_PDEATHSIG)."""
     program = (
         f"import os, multiprocessing, time; os.register_at_fork(after_in_child=lambda: time.sleep({delay_s})); "
         "from paddle_resnet.job import fleet; fleet._prepare_for_gloo(); "

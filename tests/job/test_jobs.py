@@ -32,7 +32,7 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.native import build as native
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
-# Jobs are slow, so by default only one kernel set runs if both do the same work.
+# Jobs are slow, so tests in which both kernel sets do the same work run only one of them by default.
 ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KERNELS[:-1]), KERNELS[-1]]
 
 
@@ -44,7 +44,7 @@ def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
     flags += ["--shares", "--stages", "4"]
     single, (reference, _) = launch(2, *flags, "--unfused")
     report, (first, second) = launch(2, *flags, "--kernels", kernels)
-    assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()  # of 53
+    assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()  # for 53 gradients
     assert losses(report) == pytest.approx(losses(single), rel=1e-3)
     for name in reference.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
@@ -99,7 +99,7 @@ def test_processes_evaluate_and_predict_like_single_process(launch, two_processe
 
 
 def states(folder, processes, epochs):
-    """The trained state at the end of each epoch. It must be bit-identical on all ranks."""
+    """Return the trained state at the end of each epoch, after checking that it is bit-identical on all ranks."""
     epoch_states = []
     for epoch in range(epochs):
         first, *others = (np.load(folder / f"epoch{epoch}_rank{rank}.npz") for rank in range(processes))
@@ -132,7 +132,7 @@ def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path,
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_gradient_norm_is_global(launch, tmp_path, kernels):
-    """Two processes clip like one with twice the batch size. A norm per process would differ."""
+    """Two processes clip gradients like a single process with twice the batch size. Norms per process would differ."""
     flags = [
         *SHARES,
         *NHWC,
@@ -165,7 +165,7 @@ def test_processes_accumulate_like_single_process_with_larger_batch(launch, tmp_
         np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
 
 
-# test_amp_and_sparsity.py tests the algorithms.
+# test_amp_and_sparsity.py tests every algorithm.
 @pytest.mark.parametrize(
     "algorithm", [MASK_ALGORITHMS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in MASK_ALGORITHMS[1:])]
 )
@@ -241,11 +241,11 @@ STALL = "--comm-timeout-s 8: no progress for 8 s; rank {} is in"
 STOPPED = "--comm-timeout-s 8: no progress for 8 s; rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
 FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
-    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a copy to a GPU that stalls. None of its threads can
+    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a stalled copy to a GPU. None of rank 0's threads can
     # report a position.
     "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
-# The same faults on the other rank, and faults that other tests cover (SIGSTOP: test_monitor.py).
+# These are the same faults on the other rank, and faults that other tests cover (SIGSTOP: test_monitor.py).
 MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
     "0 4 killed": "rank 0 failed first: its process exited",
@@ -265,7 +265,7 @@ MORE_FAULTS = {
     ],
 )
 def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message):
-    """The fault happens in the second epoch. The checkpoint of the first one remains valid."""
+    """The fault happens in the second epoch. The checkpoint of the first epoch remains valid."""
     rank, _, kind = fault.partition(",")[0].split()
     start = monotonic()
     code, logs = launch(
@@ -328,7 +328,7 @@ def test_differences_between_ranks_are_errors_before_first_step(launch, photos, 
 
 
 def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
-    """They stop like after SIGTERM and write a checkpoint."""
+    """The processes stop as after SIGTERM and write a checkpoint."""
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
     flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]
@@ -361,7 +361,7 @@ def test_two_nodes_train_like_one_node_with_two_processes(two_processes, launch_
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_lost_node_stops_other_node(launch_nodes, lost):
-    """The launcher and the process of a node are killed at once, so neither can report a failure."""
+    """The launcher and the process of a node are killed at the same time, so neither can report a failure."""
     flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
     nodes, folder = launch_nodes(*flags, "--slow-step", "0.1")
     wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
@@ -374,7 +374,7 @@ def test_lost_node_stops_other_node(launch_nodes, lost):
 
 
 def processes_with(folder):
-    """PIDs of other processes that have a folder in their command line or environment."""
+    """Return the PIDs of other processes that have a folder in their command line or environment."""
     pids = set()
     for path in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):
@@ -386,7 +386,8 @@ def processes_with(folder):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
-    """The other ranks were never started, or PADDLE_MASTER is wrong. Paddle alone would wait for minutes."""
+    """The other ranks were never started, or PADDLE_MASTER is wrong. Without this timeout, Paddle would wait for
+    minutes."""
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
     environment = {

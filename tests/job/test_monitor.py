@@ -1,4 +1,4 @@
-"""Monitors of a job, in one event loop and as processes. test_jobs.py tests whole jobs."""
+"""Monitors of a job, tested in one event loop and as processes. test_jobs.py tests whole jobs."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,8 @@ NO_ROOM = {"failed": "no room", "code": 2}
 
 @pytest.fixture(autouse=True)
 def killed(monkeypatch):
-    """Signals that monitors in this process would send. Their ranks have the process ID of this process's parent."""
+    """Record the signals that monitors in this process would send. Their ranks have the process ID of this process's
+    parent."""
     killed = []
     monkeypatch.setattr(monitor, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
     return killed
@@ -65,7 +66,7 @@ class Job:
 
 
 def run(scenario, *args, **kwargs):
-    """Run a coroutine function of a Job(**kwargs) and args."""
+    """Run the coroutine function `scenario` with a Job(**kwargs) and args."""
 
     async def run():
         job = Job(**kwargs)
@@ -83,7 +84,7 @@ def send(rank, message):
 
 
 async def exit_code(rank, has_ended=True):
-    """The exit code that the monitor sends to a rank, which then exits. 0 means a normal exit."""
+    """Return the exit code that the monitor sends to a rank, which then exits. 0 means a normal exit."""
     code = await rank.reader.read(1)
     if has_ended:
         rank.writer.close()
@@ -204,7 +205,7 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
 
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
-    # The process that is stopped is not the rank, whose connection is in this process.
+    # The stopped process only stands for the rank, which is connected from this process.
     monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 
     async def scenario(job, pid):
@@ -235,7 +236,7 @@ def test_unconnected_ranks_exit_after_timeout(capsys):
 
 
 def test_rank_exits_if_rank_0_is_silent(capsys):
-    """This happens if the machine of rank 0 stalls."""
+    """Rank 0 and its monitor are silent if their machine stalls."""
 
     async def scenario(job):
         async def welcome(rank, reader, writer):
@@ -276,7 +277,7 @@ def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
 
 @pytest.mark.parametrize("is_pid_reused", [False, True])
 def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_reused):
-    """This happens if C code holds the GIL. A different process that reuses the process ID is not killed."""
+    """A rank cannot exit while C code holds the GIL. A different process that reuses its process ID is not killed."""
     monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
     async def scenario(job):
@@ -367,7 +368,7 @@ def test_invalid_messages_of_rank_are_ignored(capsys):
 def test_coordinator_accepts_only_authenticated_ranks_and_each_once(key):
     async def scenario(job):
         ranks = await job.start_all()
-        with contextlib.suppress(ConnectionError):  # a second rank 2 gets no reply; other keys fail for rank 2
+        with contextlib.suppress(ConnectionError):  # a second rank 2 gets no reply, and rank 2 cannot use other keys
             reader, writer = await channel._prove(**job.address, key=key, rank=2)
             writer.write(channel.encode(NO_ROOM))
             assert await channel.receive(reader) is None
@@ -388,7 +389,7 @@ def start(listener):
 
 @pytest.mark.parametrize("sends_bye", [False, True])
 def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
-    """It ignores signals and modules in the working directory."""
+    """The monitor ignores signals, and modules in the working directory."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:

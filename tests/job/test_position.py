@@ -28,7 +28,7 @@ def change(writer, numbers):
 
 
 def test_concurrent_reads_are_consistent():
-    """Another process writes as fast as it can."""
+    """A second process writes as fast as it can during the reads."""
     writer = Position()
     reader = Position(os.dup(writer.descriptor))
     rank = multiprocessing.get_context("fork").Process(target=change, args=(writer, 100_000))

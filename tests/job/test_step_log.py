@@ -1,4 +1,4 @@
-"""Step metrics over several processes."""
+"""Step metrics that are combined over several processes."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_single_process_logs_immediately():
 
 @pytest.fixture
 def stream(monkeypatch):
-    """A stand-in for the stream of rank 0 of two. Tests set the batches of rank 1."""
+    """A stand-in for the stream of rank 0 in a job of two processes. Tests set the batches of rank 1."""
 
     class Stream:
         batches = []  # noqa: RUF012

@@ -21,14 +21,14 @@ class Ended(BaseException):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Reset the state of the module."""
+    """Reset the state of watchdog.py."""
     monkeypatch.setattr(watchdog, "_position", Position())
     monkeypatch.setattr(watchdog, "_monitor", None)
 
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Codes passed to os._exit, which is replaced."""
+    """Replace os._exit; returns the list of exit codes passed to it."""
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     return codes
@@ -36,7 +36,7 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """A rank's handle of its monitor, whose process has exited, and the monitor's end of their connection."""
+    """Return a rank's handle of its monitor, whose process has exited, and the monitor's end of their connection."""
     near, far = socket.socketpair()
     process = type("Process", (), {"wait": lambda self, timeout: 0})()
     with near, far:
@@ -144,8 +144,8 @@ def test_master_on_different_machine_is_rejected():
 
 
 def test_monitors_connect_without_revealing_keys():
-    """The monitors are processes and this process is both ranks. The keys are neither in the store nor on a command
-    line."""
+    """The monitors are separate processes, and this process acts as both ranks. Keys are neither in the store nor on a
+    command line."""
     stored, ready = {}, threading.Barrier(2)
 
     def exchange_of(rank):

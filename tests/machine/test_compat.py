@@ -64,7 +64,7 @@ def test_pir_is_rejected(train_process, monkeypatch):
 
 @only_paddle_3
 def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
-    """The job starts without the variable, which importing conftest has set in this process."""
+    """The job starts without the environment variable that importing conftest has set in this process."""
     monkeypatch.delenv("FLAGS_enable_pir_api")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
@@ -120,7 +120,8 @@ fails("clone(for_test)", TypeError, lambda: static.Program().clone(for_test=True
 
 @only_paddle_3
 def test_pir_programs_do_not_support_training(monkeypatch):
-    """This is the reason for FLAGS_enable_pir_api=0. If one of these features works, docs/paddle3.md is outdated."""
+    """The project sets FLAGS_enable_pir_api=0 for this reason. If one of the tested features works, docs/paddle3.md is
+    outdated."""
     monkeypatch.setenv("FLAGS_enable_pir_api", "1")
     done = subprocess.run([sys.executable, "-c", PIR], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-1000:]
@@ -202,7 +203,7 @@ def test_sqrt_accepts_legacy_variables():
 
 
 def test_assigned_returns_array_of_operator():
-    """The two versions use different attributes."""
+    """The two versions of Paddle store the array in different attributes."""
     array, main = np.float32([[1.5, 0.1], [3e-9, -7]]), static.Program()
     with static.program_guard(main):
         paddle.assign(array)
@@ -229,7 +230,8 @@ GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
 
 @pytest.mark.parametrize("folder", GOLDENS, ids=lambda folder: folder.name)
 def test_files_of_each_version_are_readable(folder):
-    """The tolerance allows for a different processor; .ci/run compares the versions on one machine to 1e-5."""
+    """The tolerance allows for a different processor; .ci/run compares the versions on a single machine with a
+    tolerance of 1e-5."""
     other_paddle.check(folder, rtol=2e-4)
 
 

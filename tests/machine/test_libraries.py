@@ -1,4 +1,4 @@
-"""Selection of CUDA libraries. Small libraries replace those of Paddle and of the packages; the real linker loads
+"""Selection of CUDA libraries. Small stand-ins replace the libraries of Paddle and the packages; the real linker loads
 them."""
 
 import os
@@ -45,7 +45,7 @@ def cudnn(origin):
 
 @pytest.fixture
 def site(tmp_path):
-    """A site-packages folder with a Paddle and two versions of a cuDNN package."""
+    """Create a site-packages folder with a fake Paddle and two versions of a cuDNN package."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     root = tmp_path / "site"
@@ -70,7 +70,7 @@ def opened(site, **environment):
 
 def test_library_of_package_is_opened(site):
     assert opened(site) == "package 8"
-    assert opened(site) == "package 8"  # with existing links
+    assert opened(site) == "package 8"  # the links already exist
     (folder,) = (site.parent / "cache/paddle_resnet").iterdir()
     assert {"libcudnn.so", "libcudnn.so.8", "libphi.so"} <= {path.name for path in folder.iterdir()}
 
@@ -136,7 +136,7 @@ def test_other_builds_get_no_links(site, version, cuda):
 
 @pytest.fixture
 def cuda_11(monkeypatch, tmp_path):
-    """Simulate a Paddle for CUDA 11 with all its libraries; returns their folder."""
+    """Simulate a build of Paddle for CUDA 11 with all CUDA libraries; returns the folder of the libraries."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(paddle.version, "full_version", "2.6.2")

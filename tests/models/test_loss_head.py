@@ -16,7 +16,8 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
     """Run a loss head on random logits.
 
     Returns:
-        {metric: value}, with the gradient of the squared loss with respect to the logits if is_train, and the program.
+        ({metric: value}, program). If is_train, "gradient" is the gradient of the squared loss with respect to the
+        logits.
     """
     main = static.Program()
     random = np.random.RandomState(0)
@@ -51,8 +52,8 @@ def test_native_head_equals_paddle_head(classes, smoothing, is_train):
 @pytest.mark.parametrize("smoothing", [0, 0.1])
 @pytest.mark.parametrize("name", ["paddle", "native"])
 def test_class_weights_replace_label_in_loss(name, smoothing):
-    """Reference in float64: loss and gradient of Szegedy et al., arXiv:1512.00567, section 7. Accuracies use the
-    label."""
+    """The reference is the loss and gradient of Szegedy et al., arXiv:1512.00567, section 7, in float64. Accuracies use
+    the label."""
     if name == "native":
         if native.missing() is not None:
             pytest.skip(native.missing())

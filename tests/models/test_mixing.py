@@ -36,18 +36,19 @@ def test_mixup_draws_one_ratio_for_all_pixels():
 
 
 def test_cutmix_draws_box_and_counts_pixels():
-    """The box has the area of the ratio and a random center, and is clipped at the edges: arXiv:1905.04899, appendix
-    A."""
+    """Before it is clipped at the edges, the box has a random center and the area that the ratio requires:
+    arXiv:1905.04899, appendix A."""
     ratios = []
     for step in range(2000):
         rows, columns, ratio = mixing.draw(generator(step), {"cutmix": 1}, 200, 300)
         box = np.outer(rows, columns)
         assert set(np.unique(box)) <= {0, 1}
         assert ratio == pytest.approx(1 - box.mean())
-        for side in (rows, columns):  # one interval
+        for side in (rows, columns):  # ones form a single interval
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
         ratios.append(ratio)
-    # The mean area of a box of the sides r h and r w at a uniform center is (r - r^2 / 4)^2 with r^2 = 1 - ratio.
+    # With a uniform center, a clipped box with sides r h and r w has the mean area (r - r^2 / 4)^2, where r^2 = 1 -
+    # ratio.
     areas = [(r - r**2 / 4) ** 2 for r in np.sqrt(np.linspace(0, 1, 10001))]
     assert 1 - np.mean(ratios) == pytest.approx(np.mean(areas), abs=0.03)
 
@@ -78,8 +79,8 @@ def losses_of(args, feeds):
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 @pytest.mark.parametrize("flag", ["--mixup", "--cutmix"])
 def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
-    """The learning rate is 0. The reference is the loss of the mixed images with their own labels and with those of
-    their partners."""
+    """The learning rate is 0. The reference combines the losses of the mixed images with their own labels and with
+    those of their partners."""
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())
@@ -133,7 +134,7 @@ def test_drop_path_differs_in_each_step_and_is_deterministic(parse, kernels):
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 def test_drop_path_omits_or_scales_the_branch_of_each_image(parse, kernels):
-    """Also in the gradient; the rate rises linearly with the depth of the block."""
+    """The gradient has the same factors as the output. The rate rises linearly with the depth of the block."""
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())

@@ -1,4 +1,4 @@
-"""Logits and gradients of networks compared with those of timm and torchvision with the same weights."""
+"""Logits and gradients of networks, compared with those of timm and torchvision networks with the same weights."""
 
 import importlib.util
 import subprocess
@@ -15,7 +15,7 @@ from paddle_resnet.models import MODELS
 
 @pytest.fixture
 def float64():
-    """In float32, sums in a different order change decisions of ReLU6, which dozens of layers amplify."""
+    """Use float64: in float32, a different summation order flips decisions of ReLU6, which dozens of layers amplify."""
     paddle.set_default_dtype("float64")
     yield
     paddle.set_default_dtype("float32")
@@ -23,7 +23,7 @@ def float64():
 
 @pytest.fixture
 def reference(once):
-    """Return a function from a network's name to the arrays of reference_networks.py."""
+    """Return a function that takes a network's name and returns the arrays of reference_networks.py."""
     for package in ("timm", "torchvision"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

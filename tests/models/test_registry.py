@@ -10,7 +10,7 @@ from conftest import NHWC, assert_two_of_four, losses, phase
 from few_blocks import with_few_blocks
 from paddle_resnet import export, models, predict
 
-# These differ from others only in the number of blocks, or of channels.
+# These networks differ from tested ones only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
@@ -27,10 +27,10 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
     checkpoint = tmp_path / "output" / arch / "1"
     assert_pruned(pickle.loads((checkpoint / "tiny.pdparams").read_bytes()), capsys.readouterr().out)
 
-    # Stopped inside an epoch and resumed, without captured steps.
+    # A run without captured steps that is stopped inside an epoch and resumed has the same losses.
     assert losses_with_a_stop(4, *flags, "--resume", "--cuda-graph", "false") == expected
 
-    # In NCHW, with Paddle's kernels.
+    # An evaluation in NCHW with Paddle's kernels has the same loss.
     evaluation = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--image-shape", "4,32,32"]
     code, report = run_train("--model-arch-name", arch, *evaluation)
     assert code == 0
@@ -43,7 +43,8 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
 
 
 def assert_pruned(parameters, output):
-    """The filters with at least 4 input channels are 2:4 sparse, and a line of the output lists the others."""
+    """Check that filters with at least 4 input channels are 2:4 sparse, and that an output line lists all other
+    filters."""
     filters = {name: array for name, array in parameters.items() if np.ndim(array) == 4 and name.endswith(".w_0")}
     sparse = {name for name, array in filters.items() if array.shape[1] >= 4}
     assert sparse

@@ -30,7 +30,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def references(once):
-    """{"CASE/name": array}, see timm_resnets.py."""
+    """Return {"CASE/name": array}; see timm_resnets.py."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
 
@@ -96,7 +96,7 @@ def test_parameter_counts(arch, parameters):
 
 
 def initial(arch):
-    """The network and {parameter: array} after initialization."""
+    """Return the network and {parameter: array} after initialization."""
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup), paddle.utils.unique_name.guard():
         model = models.MODELS[arch](num_classes=10)

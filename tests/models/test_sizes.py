@@ -10,8 +10,8 @@ from helpers import NETWORK_EXAMPLE, OPTIONS_EXAMPLE
 from paddle_resnet.models import MODELS, Network, __main__
 
 
-# Multiply-adds of the convolutions and the classifier of timm's networks, counted with hooks; torchvision documents
-# 1.814, 4.089, 4.230 and 0.301 billion.
+# Multiply-adds of convolutions and classifiers, counted with hooks in timm's networks. For those that torchvision has,
+# it documents 1.814, 4.089, 4.230 and 0.301 billion.
 @pytest.mark.parametrize(
     ("arch", "parameters", "multiply_adds"),
     [
@@ -28,13 +28,13 @@ def test_parameters_and_multiply_adds(arch, parameters, multiply_adds):
 
 
 def test_activations_of_a_small_network(tmp_path):
-    """The backward pass reads the output of each convolution, each activation once, although both its own gradient and
-    the next layer's use it, and the pooled channels; not the logits and the image."""
+    """The backward pass reads convolution outputs, activations and pooled channels, but not the logits or the image.
+    Activations count once, although both their own gradient and the next layer's use them."""
     path = tmp_path / "net.py"
     path.write_text(NETWORK_EXAMPLE)
     size = __main__.size(f"{path}:Net", 32, 10)
     convolutions, pooled = 16 * 16 * 16 + 8 * 8 * 32, 2 * 32  # before and after the reshape
-    statistics = 2 * (16 + 32)  # mean and inverse deviation of each BN
+    statistics = 2 * (16 + 32)  # mean and inverse standard deviation of each BN
     assert size["activation_bytes"] == 2 * (2 * convolutions + statistics + pooled)
     assert size["parameters"] == 9 * 3 * 16 + 9 * 16 * 32 + statistics + 32 * 10 + 10
     assert size["multiply_adds"] == 16 * 16 * 16 * 9 * 3 + 8 * 8 * 32 * 9 * 16 + 32 * 10

@@ -14,13 +14,13 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
 
-# A file that creates another one when it is executed.
+# A network file that creates a second file, with the suffix .executed, when Python executes it.
 MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """Write the file of docs/networks.md to the current directory."""
+    """Write the example network of docs/networks.md to the current directory."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "net.py"
     path.write_text(MARKED)
@@ -29,13 +29,13 @@ def file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def own_run(run_train):
-    """Return run_train with the network of the file."""
+    """Return a version of run_train that trains the network in the file."""
     return lambda *flags: run_train("--model-arch-name", "net.py:Net", *flags)
 
 
 @pytest.fixture
 def trained(own_run, file, tmp_path):
-    """Return the folder of a run of one epoch with the network of the file."""
+    """Train the network in the file for one epoch; returns the folder of the run."""
     code, _ = own_run()
     assert code == 0
     return tmp_path / "output/Net"

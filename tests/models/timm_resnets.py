@@ -1,9 +1,9 @@
-"""Computes logits and gradients of timm's networks, in a process of its own: PyTorch crashes if it is imported after
+"""Computes logits and gradients of timm's networks, in a separate process: PyTorch crashes if it is imported after
 Paddle. Arguments: a .npz file to write, then names of CASES.
 
-The arrays of a case are "CASE/images" and "CASE/slopes", "CASE/weight.N", the parameters and BN statistics in the order
-of paddle_resnet.models.resnet, "CASE/evaluation" and "CASE/training", the logits, and "CASE/gradient.N", the gradients
-of the mean of slopes * logits in training, in the order of the parameters.
+The arrays of a case are "CASE/images" and "CASE/slopes"; "CASE/weight.N": parameters and BN statistics in the order of
+paddle_resnet.models.resnet; "CASE/evaluation" and "CASE/training": the logits in each mode; "CASE/gradient.N":
+gradients of the mean of slopes * logits in training mode, in the order of the parameters.
 """
 
 import sys
@@ -24,7 +24,7 @@ class EdgeBlur(BlurPool2d):
 
 
 def blur_pool():
-    """timm blurs the branches only; Zhang's code blurs the shortcuts, too."""
+    """Blur the shortcuts too, as in Zhang's code; timm blurs only the branches."""
     net = ResNet(Bottleneck, (1, 2, 1, 1), aa_layer=EdgeBlur)
     for stage in (net.layer2, net.layer3, net.layer4):
         conv = stage[0].downsample[0]
@@ -57,7 +57,7 @@ CASES = {
 
 
 def layers(net):
-    """The convolutions, batch normalizations and the classifier in the order of paddle_resnet.models.resnet."""
+    """Return convolutions, batch normalizations and the classifier in the order of paddle_resnet.models.resnet."""
 
     def leaves(*modules):
         kinds = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)

@@ -26,15 +26,15 @@ from utils import cache
 from utils.errors import UsageError
 
 EMULATION = ROOT / "tests/emulation"
-PREFIX = ""  # of the operators' names
+PREFIX = ""  # prefix of the operators' names
 EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
 # The rows need more blocks than the kernels reduce in one step.
 EMULATED_SHAPE = (2, 25, 25, 96)
-# Channels that fill vectors of 8 bytes but not of 16 in half precision.
+# In half precision, these channel counts fill 8-byte vectors but not 16-byte vectors.
 NARROW_SHAPES = [(4, 7, 7, 12), (2, 5, 3, 36)]
 GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 28, 28, 128)]
-# Half a unit in the last place of a result between 1 and 16, and a margin for the sums.
+# Half a unit in the last place of results between 1 and 16, plus a margin for rounding errors of the sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place of 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
@@ -52,7 +52,7 @@ NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
 
 @pytest.fixture(scope="module")
 def emulated_library(once):
-    """The library of the operators with the emulated GPU."""
+    """Build the operators for the emulated GPU; returns their library."""
     if paddle.is_compiled_with_cuda():
         pytest.skip("the emulated driver would replace that of CUDA")
 
@@ -107,7 +107,7 @@ def wide(tensor):
 
 
 def close(actual, expected, dtype, size=1.0):
-    """`size`: magnitude of the values whose difference is the result, if they are larger."""
+    """Compare results. `size`: magnitude of the operands if the result is a difference of much larger values."""
     tolerance = TOLERANCE[dtype] * max(size, np.abs(expected).max())
     np.testing.assert_allclose(wide(actual), expected, rtol=0, atol=tolerance)
 
@@ -122,21 +122,22 @@ def run(name, *args):
 
 
 def normalize(x, scale, bias):
-    """Return output, mean, biased variance, normalized input."""
+    """Return the output, the mean, the biased variance and the normalized input."""
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
     normalized = (x - mean) / np.sqrt(variance + EPSILON)
     return normalized * scale + bias, mean, variance, normalized
 
 
 def gradients(dy, normalized, variance, scale):
-    """Ioffe and Szegedy, arXiv:1502.03167, section 3. Return the gradients of input, scale and bias."""
+    """Return the gradients of input, scale and bias: Ioffe and Szegedy, arXiv:1502.03167, section 3."""
     dscale, dbias, rows = (dy * normalized).sum((0, 1, 2)), dy.sum((0, 1, 2)), dy[..., 0].size
     dx = scale / np.sqrt(variance + EPSILON) * (dy - dbias / rows - normalized * dscale / rows)
     return dx, dscale, dbias
 
 
 def check_gradients(results, g, normalized, variance, scale, dtype):
-    """`g`: the gradient before the ReLU, rounded as in the kernels, so that the sums agree in all types."""
+    """`g` is the gradient with respect to the ReLU's input, rounded as in the kernels so that the sums agree in all
+    types."""
     dx, dscale, dbias = gradients(g, normalized, variance, scale)
     close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
     rows = g[..., 0].size
@@ -159,8 +160,8 @@ ACTIVATIONS = {
 
 
 def with_activations(*others):
-    """Return all CASES without an activation, with the ReLU and with `others`. The other activations differ only in one
-    function, so they run only in the first case of each device and type."""
+    """Combine each of CASES with no activation, with ReLU and with each of `others`. The remaining activations differ
+    only in one function, so they are combined only with the first case of each device and type."""
     seen = set()
     for case in CASES:
         values, marks = getattr(case, "values", case), getattr(case, "marks", ())
@@ -181,7 +182,7 @@ def test_bn_act(device, where, dtype, shape, activation):
     y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
     expected, batch_mean, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
     rows = x.size // channels
-    # A single row has variance 0: its two large summands cancel.
+    # A single row has variance 0, so two large summands cancel.
     close(y, function(expected), dtype, size=4 / EPSILON**0.5 if rows == 1 else 1)
     close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
     close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
@@ -223,7 +224,7 @@ def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, sha
 @pytest.mark.parametrize("far", [30, 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_outlier_pixel_does_not_reduce_precision(device, where, dtype, shape, far):
-    """The outlier is the last pixel. The variance of the others is computed relative to the origin."""
+    """The last pixel is the outlier. The variance of the other pixels is computed relative to the origin."""
     x = Random(dtype).images(shape).numpy()
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
@@ -285,8 +286,8 @@ def test_bn_inference(device, where, dtype, shape, activation):
     + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40)],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
-    """The reference is Paddle's pooling in float32. All values are distinct except zeros, of which the first is
-    selected."""
+    """The reference is Paddle's pooling in float32. All values are distinct except zeros; among several zeros, the
+    first is selected."""
     random = Random(dtype)
     plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
     x = plain.astype(dtype)
@@ -432,7 +433,7 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
 
 
 ALL_PLACES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# Sizes that do not fill vectors, single elements, more tensors than one launch supports, and one tensor of many blocks.
+# Tensor sizes: some do not fill vectors, one is 1, one needs many blocks, and there are more than one launch supports.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
@@ -468,8 +469,8 @@ BETA1, BETA2 = np.float64(np.float32(0.9)), np.float64(np.float32(0.999))
 
 
 def adam(p, g, m, v, step, decay):
-    """Kingma and Ba, arXiv:1412.6980, algorithm 1, with decoupled weight decay: Loshchilov and Hutter,
-    arXiv:1711.05101. Return the change of the parameter at learning rate 1, and the moments."""
+    """Return the change of the parameter at learning rate 1, and the moments: Kingma and Ba, arXiv:1412.6980, algorithm
+    1, with the decoupled weight decay of Loshchilov and Hutter, arXiv:1711.05101."""
     m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
     direction = (m / (1 - BETA1**step)) / (np.sqrt(v / (1 - BETA2**step)) + EPSILON)
     return direction + decay * p, m, v
@@ -478,15 +479,15 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
-    """The reference in float64 is the third step from a random state. A factor of 0 skips the update."""
+    """The reference is the third step from a random state, in float64. A factor of 0 skips the update."""
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
 @pytest.mark.parametrize("unscale", [1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_lamb(device, where, dtype, unscale):
-    """You et al., arXiv:1904.00962, algorithm 2. A step has the norm of the parameter, unless it has no weight
-    decay."""
+    """The reference is algorithm 2 of You et al., arXiv:1904.00962. A step has the norm of its parameter if the
+    parameter has weight decay."""
 
     def adapt(p, change, decay):
         return change * np.linalg.norm(p) / np.linalg.norm(change) if decay else change
@@ -496,7 +497,7 @@ def test_lamb(device, where, dtype, unscale):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_lamb_updates_zero_parameters(device, where):
-    """Their trust ratio is 1, even if the gradient is 0 and the ratio would be 0 / 0."""
+    """The trust ratio of parameters that are 0 is 1, even if the gradient is 0 and the ratio would be 0 / 0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
         state = [[paddle.zeros([8])], [paddle.zeros([8])], [paddle.to_tensor([0.9])], [paddle.to_tensor([0.999])]]
@@ -554,7 +555,7 @@ def test_check_finite_updates_loss_scale(device, where, dtype, bad):
 @pytest.mark.parametrize("unscale", [None, 1 / 128])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_clip_factor(device, where, dtype, unscale):
-    """The reference is in float64. Gradients have several types, and norms above and below the limit."""
+    """The reference is in float64. Gradients have several types; their norms are above or below the limit."""
     random = np.random.RandomState(0)
     gradients = [paddle.to_tensor((random.randn(size) / (unscale or 1)).astype("float32")) for size in SIZES]
     gradients = [g if i % 5 == 4 else g.astype(dtype) for i, g in enumerate(gradients)]
@@ -592,14 +593,14 @@ def test_clip_factor_of_non_finite_norm(device, where, bad, unscale, expected):
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_loss_scale_matches_paddle(device, where):
-    """Steps overflow at random, starting with scales near both limits."""
+    """Steps overflow at random. The initial scales are near both limits."""
     random = np.random.RandomState(1)
     for start in (1.0, 1.5, 1024.0, 3e38):
         custom, reference = (
             [paddle.to_tensor(v) for v in (np.float32([start]), np.int32([0]), np.int32([0]))] for _ in "ab"
         )
         for step in range(40):
-            overflows = step >= 3 and random.rand() < 0.4  # the first three raise the scale
+            overflows = step >= 3 and random.rand() < 0.4  # the first three steps raise the scale
             gradient = paddle.full([8], np.inf if overflows else 1.0)
             run("native_check_finite", [gradient], *custom, 3, 2, 2.0, 0.5)
             paddle._C_ops.update_loss_scaling_(
@@ -609,7 +610,7 @@ def test_loss_scale_matches_paddle(device, where):
 
 
 def cross_entropy(x, labels, smoothing):
-    """Szegedy et al., arXiv:1512.00567, section 7. Return the loss of each row and the gradient of their mean."""
+    """Return the loss of each row and the gradient of the mean loss: Szegedy et al., arXiv:1512.00567, section 7."""
     shifted = x - x.max(1, keepdims=True)
     log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     target = np.full(x.shape, smoothing / x.shape[1])
@@ -640,7 +641,7 @@ def test_loss(device, where, rows, classes, k, smoothing):
     x[all_equal], labels[all_equal] = 300, all_equal % min(classes, 8)
     logits, targets = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
     losses, gradient = cross_entropy(x, labels, smoothing)
-    order = np.argsort(-x, axis=1, kind="stable")  # of equal logits, the lower class ranks first
+    order = np.argsort(-x, axis=1, kind="stable")  # among equal logits, the lower class ranks first
     for mean in (True, False):
         loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
@@ -669,11 +670,11 @@ def test_loss_with_class_weights(device, where):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_loss_of_non_finite_logits(device, where):
-    """The loss of such an image is NaN, NaN ranks last, and other images are unaffected. A label that is out of range
-    makes top1 -1."""
+    """An image with non-finite logits has a loss of NaN, NaN ranks last, and other images are unaffected. A label that
+    is out of range makes top1 -1."""
     x = np.random.RandomState(0).randn(6, 9).astype("float32")
     x[1, 8], x[2, 3], x[4, 0], x[5] = np.nan, -np.inf, np.nan, np.nan
-    labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth one is out of range
+    labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth label is out of range
     in_range = labels < 9
     top1 = run(
         "native_loss", paddle.to_tensor(x[in_range]), paddle.to_tensor(labels[in_range, None]), None, 0.0, 9, False
@@ -713,14 +714,15 @@ def test_non_finite_values_propagate(device, where, dtype, value):
     for name, addend, activation in (*fused, ("native_bn_add_relu", [x], [])):
         scale, bias, mean, variance = channels()
         y = run(name, x, *addend, scale, bias, mean, variance, 0.9, EPSILON, *activation)[0]
-        # A channel whose mean is not finite has no finite output.
+        # If the mean of a channel is not finite, all its outputs are NaN.
         assert np.isnan(wide(y)[..., 0]).all()
         assert np.isfinite(wide(y)[..., 1:]).all()
         assert_only_first_channel_is_kept(mean, variance)
 
 
 def assert_only_first_channel_is_kept(mean, variance):
-    """Check running statistics that started from 0 and 1."""
+    """Check that running statistics, which start from 0 and 1, are finite and have changed in all channels but the
+    first."""
     assert (wide(mean)[0], wide(variance)[0]) == (0, 1)
     assert (wide(mean)[1:] != 0).all() and (wide(variance)[1:] != 1).all()
     assert np.isfinite(wide(mean)).all() and np.isfinite(wide(variance)).all()
@@ -775,11 +777,11 @@ FAULTS = [
 @pytest.mark.parametrize("kernels", ["auto", "native"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels, fault):
-    """auto uses Paddle's kernels and logs the reason; native stops the run with an error message."""
+    """With auto, Paddle's kernels run and the reason is logged; native stops the run with an error message."""
     capability, problem = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
-    if fault in ("compiler", "library"):  # these fail for the operators; the kernels are built concurrently
+    if fault in ("compiler", "library"):  # these faults concern the operators; kernels are built concurrently
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")
@@ -893,7 +895,7 @@ def test_selection_of_kernels(monkeypatch):
         args = flags(**changes)
         resolution.resolve_kernels(args)
         assert (args.kernels, args.cuda_graph) == ("paddle", False)
-    # The GPUs have everything that the custom kernels need.
+    # The simulated GPUs meet the requirements of the custom kernels.
     monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(native, "missing", lambda capability: None)
     monkeypatch.setattr(native, "load", lambda capability: None)
@@ -911,7 +913,7 @@ def test_selection_of_kernels(monkeypatch):
 LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
 
 
-# The oldest GPU whose tensor cores Paddle 2.6 supports, and newer ones.
+# The cases are the oldest GPU whose tensor cores Paddle 2.6 supports, and newer GPUs.
 @pytest.mark.parametrize(
     "capability",
     [(7, 5), pytest.param((8, 0), marks=pytest.mark.soak), pytest.param((9, 0), marks=pytest.mark.soak)],

@@ -77,7 +77,7 @@ def gpu_lists(monkeypatch):
 def test_amp_casts_network_and_keeps_loss_head_in_float32(
     parse, monkeypatch, gpu_lists, level, dtype, is_train, kernels
 ):
-    """This checks the rewritten program; test_gpu.py runs it."""
+    """This test checks the rewritten program; test_gpu.py runs such programs."""
     half = getattr(paddle, dtype)
     args = parse(
         "--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html"
@@ -92,7 +92,7 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
     fetchs, _, _, _ = program.build(frozen(args), main, static.Program(), 1, is_train=is_train)
     if not is_train:
         cast = []
-        for p in main.all_parameters():  # stands for loading
+        for p in main.all_parameters():  # instead of loading a checkpoint
             static.global_scope().var(p.name).get_tensor().set(np.zeros(p.shape, "float32"), paddle.CPUPlace())
         monkeypatch.setattr(amp.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
         amp.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
@@ -119,7 +119,7 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
     assert {p.dtype for p in main.all_parameters() if "batch_norm" in p.name} == {paddle.float32}
     if level == "O2" and not is_train:
         assert cast == [weights]
-    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # types that Paddle's kernels support
+    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # Paddle's kernels support only these types
         allowed = {paddle.float32} if dtype == "bfloat16" else {paddle.float32, paddle.float16}
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
 
@@ -149,8 +149,8 @@ def use_native():
     ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
 def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
-    """Each parameter has its own gradient, state, decay and, in half precision, master; Paddle's operators are
-    removed."""
+    """The operator receives each parameter's own gradient, state, decay and, in half precision, float32 master;
+    Paddle's operators are removed."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
     use_native(args)
     args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # parse rejects --amp on a CPU
@@ -220,8 +220,8 @@ START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
 def pairs_first(*parameters):
-    """Return the product of three lists of two values. Four combinations cover each pair of values once; the others run
-    with -m soak."""
+    """Return the product of three lists of two values. By default, four combinations run, which contain each pair of
+    values once; the rest run with -m soak."""
     for indices in itertools.product((0, 1), repeat=3):
         values = [values[i] for values, i in zip(parameters, indices, strict=True)]
         yield pytest.param(*values, marks=[pytest.mark.soak] if sum(indices) % 2 else [])
@@ -231,7 +231,7 @@ def pairs_first(*parameters):
     ("kernels", "level", "is_sparse"), pairs_first(["paddle", "native"], ["O1", "O2"], [False, True])
 )
 def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_sparse):
-    """AMP on the CPU: all values are float32, and the loss is scaled."""
+    """This emulates AMP on the CPU: all values are float32, but the loss is scaled."""
     flags = ["--asp", "--prune-model"] if is_sparse else []
     is_native = kernels == "native"
     args = parse("--lr", "0.1", "--weight-decay", "0.01", *(NHWC if is_native else []), *flags)
@@ -275,7 +275,7 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
     before, after = step()
     assert all(np.any(before[name] != after[name]) for name in velocities)
     assert np.isfinite(np.concatenate([after[name].ravel() for name in velocities])).all()
-    # Images whose variance in the first layer exceeds float32.
+    # The variance of these images in the first layer overflows float32.
     stem = {name: variable(name) for name in ("batch_norm_0.w_1", "batch_norm_0.w_2")}
     images, labels = next(batches)
     exe.run(compiled, {"data": images * np.float32(1e30), "label": labels}, [])

@@ -41,7 +41,7 @@ class Run:
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
-            if scale:  # in float32
+            if scale:  # dynamic loss scaling, but all operators run in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
@@ -112,7 +112,7 @@ def test_custom_operator_equals_paddle_operators(name, scale):
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(table.OPTIMIZERS[name].native) == 1
-    assert runs[1].devices == {""}  # the device of the program
+    assert runs[1].devices == {""}  # updates run on the program's device
     assert types.count("native_check_finite") == scale
     assert not {"memcpy", "check_finite_and_unscale", "update_loss_scaling", runs[0].paddle_updates[0].type} & set(
         types
@@ -183,7 +183,7 @@ def test_resume_is_bit_identical(name, fuse):
 
 @pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.op != "momentum"])
 def test_sparse_weights_remain_sparse(parse, name):
-    """This trains a complete network; for Momentum, see test_amp_and_sparsity.py."""
+    """This test trains a complete network; for Momentum, see test_amp_and_sparsity.py."""
     args = parse("--optimizer", name, "--lr", "0.01", "--asp", "--prune-model", *NHWC)
     args.kernels = "native"
     compiled, exe, _, _, main = build(args)

@@ -1,4 +1,4 @@
-"""--accumulate-steps K compared with a batch K times as large, and after a resume."""
+"""--accumulate-steps K: comparison with a batch that is K times as large, and resumed runs."""
 
 import numpy as np
 import paddle
@@ -19,7 +19,7 @@ FLAGS = ["--batch-size", "4", "--epochs", "2", "--print-interval", "1", "--accum
 
 @pytest.fixture
 def without_bn(monkeypatch):
-    """BN computes its statistics per batch, not per step."""
+    """Remove BN, because it computes its statistics per batch, not per step."""
     monkeypatch.setattr(layers, "BatchNorm", lambda *arguments, **options: paddle.nn.Identity())
 
 

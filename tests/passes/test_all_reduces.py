@@ -12,7 +12,7 @@ def append_all_reduce(block, name, role=1):
     compat.append_all_reduce(block, block.var(name))
     block.ops[-1]._set_attr("op_role", role)
     if compat.HAS_CALC_STREAM:
-        block.ops[-1]._set_attr("use_calc_stream", False)  # like Fleet
+        block.ops[-1]._set_attr("use_calc_stream", False)  # as Fleet sets it
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
@@ -55,6 +55,6 @@ def test_count_gradient_all_reduces():
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
-        for role in (backward, backward, 0):  # the last all-reduce is not of a gradient
+        for role in (backward, backward, 0):  # the last all-reduce does not reduce a gradient
             append_all_reduce(main.global_block(), "g", role)
     assert all_reduces.count_gradient_all_reduces(main) == 2

@@ -65,7 +65,7 @@ def state(names):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_averages_match_formula(train, kernels):
-    """Reference in float64 for all trained parameters and running statistics, starting with the initial weights."""
+    """The float64 reference covers all trained parameters and running statistics, starting with the initial weights."""
     step, main = train(kernels)
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}

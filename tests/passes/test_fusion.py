@@ -1,5 +1,5 @@
-"""Programs with custom operators have the same results as with Paddle's operators, on the CPU in float32. For the types
-of GPUs, see test_gpu.py; for single operators, see native/test_native.py."""
+"""Programs have the same results with custom operators and with Paddle's operators, on the CPU in float32. For the
+types of GPUs, see test_gpu.py; for single operators, see native/test_native.py."""
 
 from collections import Counter
 from functools import partial
@@ -56,7 +56,7 @@ def train(args, batches, fuse):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fused_training_has_same_results(parse, monkeypatch, block):
     """Losses, parameters, velocities and running means agree. Paddle's running variance is biased on the CPU and
-    unbiased on a GPU; the custom operators use the unbiased one, n / (n - 1) times that of the CPU."""
+    unbiased on a GPU; the custom operators use the unbiased variance, which is n / (n - 1) times that of the CPU."""
     monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
     args = parse(*NHWC, "--image-shape", "4,48,32")
     batches = random_batches(2, (48, 32, 4))
@@ -70,8 +70,8 @@ def test_fused_training_has_same_results(parse, monkeypatch, block):
 
 
 def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
-    """With Paddle's BN, because rounding would otherwise decide for some pixels whether ReLU6 propagates the
-    gradient."""
+    """Both runs use Paddle's BN. With different BN kernels, rounding would decide for some pixels whether ReLU6
+    propagates the gradient."""
     monkeypatch.setattr(fusion, "_fuse_training", lambda graph, bn: None)
     args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
     (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
@@ -82,7 +82,7 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monk
 
 @pytest.fixture
 def pointwise_kernels(monkeypatch):
-    """Replace filter gradients in float32 too, for which the CPU has the operator."""
+    """Also replace filter gradients in float32, the type that the operator supports on the CPU."""
     monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
     monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
     monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
@@ -123,7 +123,7 @@ def test_all_operators_of_residual_network_are_replaced(parse):
     assert not any(after[name] for name in removed)
     assert after["native_bn_act"] + after["native_bn_add_relu"] == before["batch_norm"]
     assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
-    assert after["native_momentum"] == 1  # for all parameters
+    assert after["native_momentum"] == 1  # one operator updates all parameters
     assert len(all_reduces.bn_statistics(main)) == 2 * before["batch_norm"]
     assert fusion.fuse(main) == 0
 
@@ -167,7 +167,7 @@ def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
         if op.type in ("batch_norm", "native_bn_act", "native_bn_add_relu"):
             (scale,) = op.input("Scale")
             widths[op.type == "batch_norm"].add(main.global_block().var(scale).shape[0])
-    assert widths == {True: {6}, False: {12, 24, 48}}  # 6 channels are not a multiple of a vector of four
+    assert widths == {True: {6}, False: {12, 24, 48}}  # vectors have four elements, and 6 is not a multiple of 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -49,7 +49,7 @@ class Reader(html.parser.HTMLParser):
 
 @pytest.fixture
 def trained(once, run_train, tmp_path):
-    """The folder of a two-epoch run with its page, created once for all tests."""
+    """Return the folder of a two-epoch run and its page, created once for all tests."""
 
     def make(folder):
         flags = ["--epochs", "2", "--lr", "0.01"]  # too low to classify all images correctly
@@ -85,7 +85,7 @@ def test_page_is_complete_and_self_contained(trained):
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):
     rows = list(csv.DictReader((trained / "report.predictions.csv").read_text().splitlines()))
     wrong = [row for row in rows if row["label"] != row["prediction"]]
-    assert wrong  # otherwise there are no thumbnails to check
+    assert wrong  # without wrong predictions, there are no thumbnails to check
     text = (trained / "page.html").read_text()
     shown = dict(re.findall(r'<figure title="([^"]+)"><img src="data:image/jpeg;base64,([^"]+)"', text))
     assert set(shown) <= {row["image"] for row in wrong}
@@ -138,7 +138,7 @@ def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted,
 
 
 def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
-    """The page shows the classes with most errors out of 1,000, and escapes markup in names."""
+    """Of 1,000 classes, the page shows those with the most errors. It escapes markup in names."""
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     names = [f"<b>class</b> & '{i}' 猫" for i in range(1000)]
@@ -272,7 +272,7 @@ def centers(svg, css):
 
 
 def test_chart_places_points_at_their_values():
-    """The y axis is logarithmic if the values span more than a factor of 30; the mark is on its point."""
+    """The y axis is logarithmic if the values span more than a factor of 30; the mark is on the marked point."""
     for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
         svg = curves.chart([("a", "train", points)], mark=points[1], **kind)
@@ -364,7 +364,8 @@ def mutated_table(rows, generator):
 
 @pytest.mark.timeout(120)
 def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch):
-    """The command neither raises nor hangs; it exits with code 2 and the path, or writes a page."""
+    """The command neither raises nor hangs; it writes a page, or exits with code 2 and an error that contains the
+    path."""
     monkeypatch.setattr(page, "_images", lambda run: {})  # other tests cover thumbnails
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
@@ -433,7 +434,8 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
 
 
 def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_path):
-    """Like null in reports of this version, they make the last loss None instead of the one of an earlier epoch."""
+    """A non-finite last loss is read as None, like null in reports of this version; no earlier epoch's loss replaces
+    it."""
     for text in ("Infinity", "NaN", "null"):
         lines = (trained / "report.json").read_text().splitlines()
         i = max(i for i, line in enumerate(lines) if '"step": [1]' in line and "val.loss" in line)
@@ -447,8 +449,8 @@ def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_
 
 
 def test_time_of_interrupted_epoch_is_sum_of_its_steps(tmp_path):
-    """Each of two starts takes 3 s, and an epoch 20 s of training (10% waiting) and 5 s of evaluation. The first start
-    stops in steps of the second epoch, the second one in an evaluation."""
+    """The run is started twice. Each start takes 3 s; an epoch takes 20 s of training (10% waiting) and 5 s of
+    evaluation. The first process stops in a training step of the second epoch, the second process in an evaluation."""
     start = entry("PARAMETER", 3).replace('"data": {}', '"data": {"lr": 1}')
     times = {"train_data_time": 0.1, "train_batch_time": 1.0}
     steps = [entry([0, i], 4 + i, train_loss=1.0, **times) for i in range(20)]

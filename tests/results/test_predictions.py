@@ -61,7 +61,7 @@ def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, p
         assert list(top.values()) == sorted(top.values(), reverse=True) and row["prediction"] == next(iter(top))
         assert sum(top.values()) == pytest.approx(1, abs=1e-6)
         losses.append(-np.log(top[row["label"]]))
-    assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)  # each probability belongs to its image
+    assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)  # each probability is assigned to its own image
     confusion = read(tmp_path / "report.confusion.csv")
     for pair in confusion:
         matches = [row for row in rows if (row["label"], row["prediction"]) == (pair["label"], pair["predicted"])]

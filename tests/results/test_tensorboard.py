@@ -16,7 +16,7 @@ tensorboard = pytest.importorskip("tensorboardX")
 
 
 def events(folder):
-    """Return all events in the order of writing, without those hidden by a later start."""
+    """Return all events in the order in which they were written, except those that a later start hides."""
     from tensorboardX.proto.event_pb2 import Event
 
     result = []
@@ -58,7 +58,8 @@ def test_scalars_match_report(run_train, tmp_path):
 
 
 def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
-    """The report and the resumable checkpoint contain null, and TensorBoard has no such point."""
+    """The report contains null, and so does the checkpoint, which remains resumable. TensorBoard's events omit the
+    point."""
     from paddle_resnet import program
 
     run = program.run_and_save
@@ -111,7 +112,7 @@ def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys
     assert run_train(*flags)[0] == 75
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert len(list(parts.iterdir())) == 4  # names are unique within a second
+    assert len(list(parts.iterdir())) == 4  # file names are unique even within a second
     assert "--tensorboard-dir" not in capsys.readouterr().err
     expected, result = scalars(uninterrupted), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):
@@ -139,7 +140,7 @@ def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, cap
         lambda path, *args, **more: real("/dev/full" if "tfevents" in str(path) else path, *args, **more),
     )
     flags = ["--epochs", "6", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board"]
-    code, report = run_train(*flags)  # more events than tensorboardX's queue has space for
+    code, report = run_train(*flags)  # more events than fit in tensorboardX's queue
     assert code == 0
     assert len(losses(report)) == 6 * 5
     err = capfd.readouterr().err

@@ -15,7 +15,7 @@ PHOTO = (101, 142)  # height and width that leave odd margins on both axes after
 
 
 def photo(height, width):
-    """Create blocks of color with noise: sharp edges reveal the filter, and no area is uniform."""
+    """Create an image of noisy color blocks: sharp edges reveal the resize filter, and no area is uniform."""
     random = np.random.RandomState(0)
     blocks = random.randint(0, 200, (height // 7 + 1, width // 9 + 1, 3)).repeat(7, axis=0).repeat(9, axis=1)
     return Image.fromarray((blocks[:height, :width] + random.randint(0, 56, (height, width, 3))).astype(np.uint8))
@@ -60,7 +60,7 @@ VARIANTS = {
 
 @pytest.fixture
 def evaluated(parse, tmp_path):
-    """Decode image files with the evaluation pipeline: uint8 [N, H, W, 3]."""
+    """Return a function that decodes image files with the evaluation pipeline to uint8 [N, H, W, 3]."""
 
     def evaluated(resize_short, crop, interp):
         identity = ["--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1"]

@@ -30,7 +30,7 @@ def results(run_train, folder, *flags):
 
 
 def test_captured_run_has_same_results(run_train, tmp_path, fake):
-    """This includes changing learning rates and evaluations whose last batch is smaller."""
+    """The run includes changes of the learning rate, and evaluations whose last batch is smaller."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     assert not fake.made
     result = results(run_train, tmp_path / "recorded")
@@ -50,7 +50,7 @@ def test_captured_step_draws_same_random_numbers(run_train, tmp_path, fake):
 
 
 def test_captured_steps_update_averages_for_evaluation(run_train, tmp_path, fake):
-    """With --ema, one graph serves all training epochs and one all evaluations."""
+    """With --ema, one graph is replayed in all training epochs and a second graph in all evaluations."""
     ema = ["--ema", "0.8"]
     expected = results(run_train, tmp_path / "plain", *ema, "--cuda-graph", "false")
     result = results(run_train, tmp_path / "recorded", *ema)
@@ -110,7 +110,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
             name = program.all_parameters()[0].name
             tensor = static.global_scope().find_var(name).get_tensor()
             copy = paddle.base.core.LoDTensor()
-            copy.set(np.array(tensor), paddle.CPUPlace())  # in new memory, because the tensor still has its own
+            copy.set(np.array(tensor), paddle.CPUPlace())  # new memory, because the tensor still has the old one
             tensor._share_data_with(copy)
 
         return move
@@ -122,7 +122,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
 
 
 def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch):
-    """NCCL requires that all processes of a job capture an all-reduce, or none."""
+    """NCCL requires that either all processes of a job capture an all-reduce or none does."""
 
     def gather(values):
         return np.array([values, [True]]) if values in ([False], [True]) else np.array([values], np.float64)
@@ -166,7 +166,7 @@ def test_failed_capture_reports_reason_and_remedy(run_train, capsys, fake, monke
 
 
 def test_capture_ends_if_step_fails(run_train, capsys, fake, monkeypatch):
-    """The flags that Paddle needs for a capture are still set."""
+    """The capture ends while its settings, such as the disabled garbage collection, are still in effect."""
 
     def fail(self, *args, **kwargs):
         if fake.recording is not None:
@@ -208,7 +208,8 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
 def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys, fake, monkeypatch, is_deterministic):
-    """The variables have the values of the uncaptured step. Deterministic kernels have no tolerance."""
+    """Afterwards, variables have the values of the uncaptured step. With deterministic kernels, results must be
+    equal."""
 
     def replay(self):
         fake_replay(self)
@@ -279,5 +280,5 @@ def test_free_memory_of_pool_is_reserved(monkeypatch):
     monkeypatch.setattr(paddle.device.cuda, "memory_reserved", lambda place: reserved[0])
     taken = cuda_graph._take_free_memory(paddle.CPUPlace())
     assert not free
-    assert sum(tensor.size for tensor in taken) == total  # without memory by which the pool grew
+    assert sum(tensor.size for tensor in taken) == total  # excludes memory by which the pool grew
     assert reserved[0] < 10**7 + 2 * 2**20

@@ -1,4 +1,4 @@
-"""Async copies of metrics have the same values as the Executor's fetch."""
+"""Metrics that are copied asynchronously have the same values as metrics that the Executor fetches."""
 
 import numpy as np
 import paddle
@@ -97,7 +97,7 @@ def test_step_error_is_data_error_only_if_label_is_out_of_range():
 
 
 def test_logged_metrics_are_those_of_each_step(run_train):
-    """The reference is the same run with Paddle's operators and fetch."""
+    """The reference is the same run with Paddle's operators and with fetched metrics."""
     reports = {}
     for kernels in ("native", "paddle"):
         code, reports[kernels] = run_train(*NHWC, "--kernels", kernels, "--print-interval", "1", "--overwrite")

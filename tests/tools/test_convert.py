@@ -120,7 +120,7 @@ def test_skipped_images_are_omitted(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
-# LMDB is a database and RecordIO has two files; other formats write their files in sequence.
+# LMDB is a database, and RecordIO has two files; the other formats write several files one after another.
 SHARDED = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
 
 
@@ -280,7 +280,7 @@ sys.stdin.read()
 
 
 def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, capsys):
-    """It would write every record twice. Rejected conversions leave no files behind."""
+    """A second conversion would write every record twice. Rejected conversions leave no files behind."""
     (tmp_path / "x").mkdir()
     command = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -323,7 +323,7 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
 
 
 def test_recordio_payload_may_contain_magic_number(tmp_path):
-    """Images that contain the magic number are split into parts there, and joined when read."""
+    """Images that contain the magic number are split at that number and joined again when they are read."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     images = [magic, b"abcd" + magic + b"efgh" + magic, b"ab" + magic, 3 * magic + b"x", b"", b"1234567"]
     (tmp_path / "source" / "val" / "a").mkdir(parents=True)
@@ -381,7 +381,7 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
     assert f"{photos}: no val images to convert; add some, or shorten --skip-list" in capsys.readouterr().err
 
 
-# Converts in blocks of four images, and prints the process ids of its workers and is killed after some are written.
+# Converts in blocks of four images. After some images, it prints the process IDs of its workers and kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
 from paddle_resnet.tools import convert, writers

@@ -51,7 +51,7 @@ def test_balance_of_one_split(tmp_path):
     drawing.save(drawing.balance({"val": splits(3)["val"]}), tmp_path / "x.png")
 
 
-NAME = "猫 \u2312 a\x1b"  # the first is in no font of matplotlib, the second only in STIX
+NAME = "猫 \u2312 a\x1b"  # no matplotlib font has the first character, only STIX the second
 
 
 def test_character_without_font_is_escaped(tmp_path, monkeypatch):

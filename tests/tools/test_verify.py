@@ -107,7 +107,7 @@ def test_training_and_evaluation_apply_exif_rotation(parse, tmp_path):
 
 @pytest.fixture
 def unusual(photos, tmp_path):
-    """The photos, with each unusual file in train/class0, and unusual folders."""
+    """Copy the photos, then add unusual folders, and all unusual files to train/class0."""
     root = tmp_path / "unusual"
     shutil.copytree(photos, root)
     for name, (data, _, _) in FILES.items():
@@ -164,7 +164,7 @@ def test_training_accepts_fix_list_as_skip_list(unusual, run_train, tmp_path, ca
 
 @pytest.fixture
 def unusual_data_sets(unusual, tmp_path, request):
-    """The unusual folder as file lists and in the requested record formats: {format: root}."""
+    """Convert the unusual folder to file lists and the requested record formats; returns {format: root}."""
     roots = {"filelist": tmp_path / "filelist"}
     roots["filelist"].mkdir()
     for mode in Mode:

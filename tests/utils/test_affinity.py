@@ -17,7 +17,8 @@ UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """Simulate a container with 8 cores that may use 0, 1, 3, 4, 70 and 127; returns the list of bindings."""
+    """Simulate a container with 8 cores whose processes may use 0, 1, 3, 4, 70 and 127; returns the list of
+    bindings."""
     bound = []
     monkeypatch.setattr(logger, "_quiet", False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -12,7 +12,7 @@ OTHER_USER = 54321
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """The path of the cache. The fixture clears the memoized private folder."""
+    """Return the path of the cache. The fixture also clears the memoized private folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache._private_folder.cache_clear()
     return tmp_path / "paddle_resnet"
@@ -53,7 +53,7 @@ def test_cache_writable_by_others_is_not_used(home, monkeypatch, tmp_path, capsy
     stderr = capsys.readouterr().err
     assert f"cache {home}: belongs to another user or is writable by others" in stderr
     assert "set XDG_CACHE_HOME" in stderr
-    assert cache.folder() == private  # warned about and created once
+    assert cache.folder() == private  # the warning and the private folder appear only once
     assert capsys.readouterr().err == ""
 
 
@@ -67,7 +67,7 @@ def test_private_folder_is_deleted_at_exit(home):
 
 
 def test_cache_owned_by_root_is_used(home, monkeypatch):
-    """Container images are filled by root and run by a user."""
+    """Root may have filled the cache of a container image that a different user runs."""
     home.mkdir()
     home.chmod(0o555)
     if os.geteuid() == 0:

@@ -90,7 +90,8 @@ def control_c(process):
 
 
 def start(*arguments):
-    """Start a command as from a terminal: tests in the background of a shell inherit that SIGINT is ignored."""
+    """Start a command as from a terminal. Otherwise, tests in the background of a shell would inherit an ignored
+    SIGINT."""
     command = [sys.executable, "-m", *map(str, arguments)]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
     as_default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -153,7 +154,7 @@ def test_out_of_memory_exits_with_code_1_and_an_error(capsys, error, message):
 
 
 def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, verify_here, capsys):
-    """The test simulates ulimit -n 16, where an image that cannot be opened is not damaged."""
+    """The test simulates ulimit -n 16. An image that cannot be opened for this reason is not damaged."""
 
     def read(image):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), image.path)

@@ -1,4 +1,4 @@
-"""Opening and writing of files. Tests of the commands cover their errors for unusable files."""
+"""Opening and writing files. The tests of each command cover its errors for unusable files."""
 
 import os
 

@@ -82,7 +82,7 @@ def test_existing_report_is_kept_until_begin(report, capsys):
     logger.log((0, 1), {"train.loss": 2.0})
     assert "loss 2" in capsys.readouterr().out
     logger.close()
-    logger.begin({"lr": 0.2})  # the report is not set up
+    logger.begin({"lr": 0.2})  # no report has been set up
     assert report.read_bytes() == before
 
 
@@ -102,7 +102,7 @@ def test_info_and_warnings_are_not_in_the_report(report, capsys):
 
 
 def test_each_line_is_one_write():
-    """A datagram socket preserves the boundaries of writes, which matter for log files shared by processes."""
+    """A datagram socket preserves the boundaries of writes. They matter if several processes share a log file."""
     receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     program = "from utils import logger; logger.info('a'); logger.warn('b'); logger.log((0,), {'train.loss': 1.0})"
     with receiver, sender:
@@ -200,7 +200,7 @@ sys.stdin.read()
 
 
 def test_second_run_with_same_report_is_rejected(tmp_path):
-    """The error comes at setup if the first run has begun, and otherwise at begin, also through links."""
+    """The error is raised at setup if the first run has begun, otherwise at begin, even if the path is a link."""
     report, link = tmp_path / "report.json", tmp_path / "link.json"
     link.symlink_to(report)
     logger.setup(report)

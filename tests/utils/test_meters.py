@@ -132,7 +132,7 @@ def test_non_finite_values_are_counted_and_not_averaged():
 
 
 def test_confusion_omits_images_without_prediction():
-    """Paddle's top_k returns such predictions for NaN logits."""
+    """For NaN logits, Paddle's top_k returns invalid class numbers, which do not count as predictions."""
     meter = ConfusionMeter(10)
     meter.update(np.array([[3, -(2**32) + 7], [0, 2**32 + 9], [3, -1], [4, 10], [3, 4]]), 5)
     codes, counts = meter.counts()
@@ -178,7 +178,7 @@ def test_step_clock_measures_steps_without_pauses(monkeypatch):
     assert clock.recent() == pytest.approx((4 / 3, 14 / 3))
     now[0] += 1
     clock.close_step()  # the metrics of the last step have arrived
-    now[0] += 100  # a checkpoint
+    now[0] += 100  # time for a checkpoint
     clock.resume()
     step(1, 1, 8)
     assert clock.batch_times == [3, 7, 5, 2]

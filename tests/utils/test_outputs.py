@@ -10,7 +10,7 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def root(tmp_path):
-    """A folder with a checkpoint in a run folder, a data set and links to them."""
+    """Create a folder that contains a run folder with a checkpoint, a data set, and links to them."""
     (tmp_path / "run/3").mkdir(parents=True)
     (tmp_path / "run/.lock").touch()
     for name in ("tiny.pdparams", "tiny.pdopt"):

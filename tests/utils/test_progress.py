@@ -1,4 +1,4 @@
-"""The live line, in a pseudo-terminal."""
+"""The live progress line, tested in a pseudo-terminal."""
 
 import os
 import pty
@@ -61,7 +61,7 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, tmp_pat
     pattern = r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  waiting for data \d+%  lr [\d.e-]+"
     assert re.fullmatch(pattern, trained), trained
     assert "GPU memory" not in text
-    # Lines of epochs are printed once above the live line; lines of steps are only in the report.
+    # The line of each epoch is printed once, above the live line; lines of steps appear only in the report.
     lines = re.split(r"[\r\n]+", text)
     assert len([line for line in lines if line.startswith("epoch 0 train  loss ")]) == 1
     assert not any(line.startswith("epoch 0 step ") for line in lines)
