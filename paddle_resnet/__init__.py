@@ -26,7 +26,7 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 
 # Paddle issues this warning for each training program; it describes the expected behavior of batch normalization.
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
-# Paddle 3 issues this warning at import; it is about a tool that this project does not use.
+# Paddle 3 issues this warning at import; it concerns a tool that this project does not use.
 warnings.filterwarnings("ignore", message="No ccache found")
 
 # DALI issues this warning if a loader continues only the order of the images, for example after the batch size has

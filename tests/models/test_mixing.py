@@ -103,33 +103,20 @@ def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
     assert result != pytest.approx(losses_of(parse(*flags), batches), rel=3e-5)
 
 
+@pytest.mark.parametrize(("flag", "rate"), [("--dropout", "0.5"), ("--drop-path", "0.9")])
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
-def test_dropout_differs_in_each_step_and_is_deterministic(parse, kernels):
+def test_dropped_values_differ_in_each_step_and_are_deterministic(parse, kernels, flag, rate):
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())
         native.load()
     [batch] = random_batches(1, (32, 32, 4) if "native" in kernels else (3, 32, 32))
     flags = [*kernels, "--lr", "0"]
-    result = losses_of(parse(*flags, "--dropout", "0.5"), [batch] * 3)
-    assert len(set(result)) == 3
-    assert losses_of(parse(*flags, "--dropout", "0.5"), [batch] * 3) == result
-    assert losses_of(parse(*flags, "--dropout", "0.5", "--seed", "9"), [batch] * 3) != result
-    assert len(set(losses_of(parse(*flags), [batch] * 2))) == 1
-
-
-@pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
-def test_drop_path_differs_in_each_step_and_is_deterministic(parse, kernels):
-    if "native" in kernels:
-        if native.missing() is not None:
-            pytest.skip(native.missing())
-        native.load()
-    [batch] = random_batches(1, (32, 32, 4) if "native" in kernels else (3, 32, 32))
-    flags = [*kernels, "--lr", "0"]
-    losses = losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3)
+    losses = losses_of(parse(*flags, flag, rate), [batch] * 3)
     assert len(set(losses)) == 3
-    assert losses_of(parse(*flags, "--drop-path", "0.9"), [batch] * 3) == losses
-    assert losses_of(parse(*flags, "--drop-path", "0.9", "--seed", "9"), [batch] * 3) != losses
+    assert losses_of(parse(*flags, flag, rate), [batch] * 3) == losses
+    assert losses_of(parse(*flags, flag, rate, "--seed", "9"), [batch] * 3) != losses
+    assert len(set(losses_of(parse(*flags), [batch] * 2))) == 1
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])

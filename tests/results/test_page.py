@@ -138,7 +138,7 @@ def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted,
 
 
 def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
-    """Of 1,000 classes, the page shows those with the most errors. It escapes markup in names."""
+    """With 1,000 classes, the page shows those with the most errors. It escapes markup in names."""
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     names = [f"<b>class</b> & '{i}' 猫" for i in range(1000)]
