@@ -329,7 +329,7 @@ def _is_broadcast_addition(program, op):
     if op.type != "elementwise_add":
         return False
     x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
-    return len(y.shape) == len(x.shape) and y.shape != x.shape
+    return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
 
 
 @functools.cache  # training and evaluation programs contain the same layers

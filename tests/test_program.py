@@ -654,9 +654,17 @@ def test_fused_operators_are_counted(parse, monkeypatch):
     assert np.isfinite(loss)
 
 
-def test_fused_addition_does_not_change_results_of_convolutions_with_bias(parse, monkeypatch):
+class Shifted(ResNet):
+    """Adds [1, 32], with fewer dimensions than the images."""
+
+    def forward(self, images):
+        return super().forward(paddle.nn.functional.relu(images + paddle.linspace(-1, 1, 32).unsqueeze(0)))
+
+
+@pytest.mark.parametrize("network", [partial(ResNet, se=True), Shifted], ids=["bias", "fewer dimensions"])
+def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, monkeypatch, network):
     """Paddle's fused addition and activation computes only the first image of a batch if the bias is [1, C, 1, 1]."""
-    monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1), width=8, se=True))
+    monkeypatch.setitem(models.MODELS, "Tiny", partial(network, BottleneckBlock, (1, 1), width=8))
     args, batches, strategy = parse(), random_batches(2), program.create_strategy
 
     def fusing(args, is_train=True):
