@@ -7,12 +7,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
 from paddle_resnet.models import registered_name
-from utils import exit_codes, files, locks, logger, outputs, signals
+from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
@@ -23,9 +24,37 @@ TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
 PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits to the maximum minus 64, so recorded losses can be lower
 TRITON_MAX_BATCH = 64
+# Tolerances for quantized networks. Different rounding of a sum can change an activation by one level.
+INT8_TOP1_TOLERANCE = 0.005  # decrease of top1
+INT8_PROBABILITY_TOLERANCE = 0.1
 
 
-def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=False, model_arch_name=None):
+class Calibration(NamedTuple):
+    """Images that determine the ranges of a quantized network's activations.
+
+    Attributes:
+        image_root: folder of a data set, whose training images are used.
+        method: "percentile": the range covers 99.99 % of the values; "entropy": the range with the smallest
+            Kullback-Leibler divergence between the values and the quantized values.
+        images: maximum number of images.
+    """
+
+    image_root: str
+    method: str = "percentile"
+    images: int = 512
+
+
+def export(
+    checkpoint,
+    output,
+    onnx=False,
+    verify=None,
+    uint8=False,
+    triton=False,
+    model_arch_name=None,
+    int8=None,
+    calibration=None,
+):
     """Write the inference network, with float32 parameters and without masks and optimizer state.
 
     The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
@@ -43,6 +72,8 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
             always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see inference.load_checkpoint.
+        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. None: float32.
+        calibration: Calibration for int8.
     Returns:
         content of model.json.
     Raises:
@@ -52,6 +83,9 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
+    if int8 and calibration is None:
+        raise UsageError("--int8: requires images that determine the ranges of the activations; add --calibrate")
+    onnx = onnx or int8 is not None
     output = Path(output)
     if os.path.lexists(output):
         raise UsageError(f"{output}: already exists; remove it or choose a different folder")
@@ -64,7 +98,7 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
     checkpoint = inference.resolve(checkpoint)
     # The list is empty if the folder contains no parameters; load_checkpoint then reports an error.
     read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
-    read += [] if verify is None else [("the data set", verify)]
+    read += [("the data set", root) for root in (verify, calibration and calibration.image_root) if root]
     outputs.claim(folders={"OUT": output}, protected=read)
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)
@@ -73,10 +107,14 @@ def export(checkpoint, output, onnx=False, verify=None, uint8=False, triton=Fals
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
             _write_texts(description, partial)
-            if onnx:
+            if int8:
+                folded = inference.load_checkpoint(checkpoint, "cpu", uint8, model_arch_name, fold=True)
+                _write_int8(folded, partial, int8, calibration)
+            elif onnx:
                 _write_onnx(network, partial)
             if verify is not None:
-                _verify(inference.load_checkpoint(checkpoint, model_arch_name=model_arch_name), partial, verify)
+                float32 = inference.load_checkpoint(checkpoint, model_arch_name=model_arch_name)
+                _verify(float32, partial, verify, int8 is not None)
             if triton:
                 _write_triton(network.description, partial)
     except OSError as e:
@@ -148,32 +186,44 @@ def _write_texts(description, folder):
     shutil.copyfile(preprocessing.__file__, folder / "preprocess.py")
 
 
-def _write_onnx(network, folder):
+def _write_int8(network, folder, engine, calibration):
+    """Quantize a network with folded batch normalizations in place, and write model.onnx."""
+    from paddle_resnet.serving.calibration import quantize
+
+    images = quantize(network, engine, *calibration)
+    logger.info(f"model.onnx: INT8 for {engine}, calibrated with {images} training images ({calibration.method})")
+    network.description["int8"] = engine
+    _write_onnx(network, folder, unsigned=engine == "onnxruntime", tolerance=INT8_PROBABILITY_TOLERANCE)
+
+
+def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE):
+    """Write model.onnx, and compare it with the network on random images."""
     from paddle_resnet.serving import inference, onnx_writer
 
-    ends = [network.images], [network.probabilities]
-    proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, json.dumps(network.description))
+    ends, text = ([network.images], [network.probabilities]), json.dumps(network.description)
+    proto = onnx_writer.to_onnx(network.program, *ends, network.parameter, text, unsigned)
     path = folder / f"{inference.NAME}.onnx"
     path.write_bytes(proto.SerializeToString())
     image = network.description["input"]
     images = np.random.RandomState(0).uniform(-2, 2, (2, *image["shape"][1:]))
     images = images.astype("float32") if image["dtype"] == "float32" else (images * 64 + 128).astype("uint8")
     expected, actual = network.model().run(images), inference.open_onnx(path, "cpu").run(images)
-    if not np.allclose(actual, expected, rtol=0, atol=PROBABILITY_TOLERANCE):
+    if not np.allclose(actual, expected, rtol=0, atol=tolerance):
         raise RunError(
             "model.onnx: the probabilities differ from those of the checkpoint by up to "
-            f"{np.abs(actual - expected).max():.2g} on random images (tolerance {PROBABILITY_TOLERANCE:g}), and "
-            "nothing was written; use a different version of onnxruntime"
+            f"{np.abs(actual - expected).max():.2g} on random images (tolerance {tolerance:g}), and nothing was "
+            "written; use a different version of onnxruntime"
         )
 
 
-def _verify(network, folder, image_root):
+def _verify(network, folder, image_root, is_int8=False):
     """Evaluate the checkpoint and the exported networks on the CPU, with all validation images.
 
     Args:
         network: Network of the checkpoint with normalized images as input.
         folder: folder with the exported networks.
         image_root: folder of the data set.
+        is_int8: whether model.onnx is quantized.
     Raises:
         RunError: the networks disagree with each other or with the recorded evaluation.
     """
@@ -189,7 +239,10 @@ def _verify(network, folder, image_root):
             f"{score['images']} images"
         )
     for model, score in zip(models[1:], others, strict=True):
-        _check_agreement(model.engine, score, "the checkpoint's network", expected)
+        if is_int8 and model.engine == "onnxruntime":
+            _check_quantized(score, expected)
+        else:
+            _check_agreement(model.engine, score, "the checkpoint's network", expected)
     recorded = network.meta["evaluated"]
     # An evaluation on a GPU is not comparable: it uses different decoders, and convolutions in TF32 or half precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
@@ -257,6 +310,16 @@ def _check_agreement(name, score, reference_name, reference):
         )
 
 
+def _check_quantized(score, reference):
+    lost, images = reference["correct"] - score["correct"], score["images"]
+    if lost > INT8_TOP1_TOLERANCE * images:
+        raise RunError(
+            f"--verify: INT8 classifies {score['correct']} of {images} images correctly, and float32 "
+            f"{reference['correct']} (tolerance {INT8_TOP1_TOLERANCE:.1%} of the images), and nothing was written; use "
+            "a different --calibration-method or more --calibration-images"
+        )
+
+
 def _write_triton(description, folder):
     """Write a model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with the file names that the backend
     expects."""
@@ -297,6 +360,27 @@ def main(argv=None):
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
     parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to compare the exports")
     parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalized by the network")
+    parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
+    parser.add_argument(
+        "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine the ranges of --int8"
+    )
+    defaults = Calibration._field_defaults
+    parser.add_argument(
+        "--calibration-method",
+        choices=["percentile", "entropy"],
+        help=f"function that determines the ranges (default: {defaults['method']})",
+    )
+    parser.add_argument(
+        "--calibration-images",
+        type=numbers.integer(1),
+        metavar="N",
+        help=f"maximum number of images to use (default: {defaults['images']})",
+    )
+    parser.add_argument(
+        "--int8-engine",
+        choices=["onnxruntime", "tensorrt"],
+        help="engine that runs --int8; tensorrt requires int8 with zero point 0 (default: onnxruntime)",
+    )
     parser.add_argument("--triton", action="store_true", help="also write triton/, a model repository")
     parser.add_argument(
         "--model-arch-name", metavar="FILE.py:NAME", help="network of the checkpoint, if it is defined in a file"
@@ -305,7 +389,18 @@ def main(argv=None):
 
 
 def _main(args):
-    description = export(**vars(args))
+    chosen = {name: getattr(args, f"calibration_{name}") for name in ("method", "images")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    for name in ("calibrate", "int8_engine"):
+        if getattr(args, name) is not None and not args.int8:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: requires --int8; add it")
+    if chosen and args.calibrate is None:
+        name, value = next(iter(chosen.items()))
+        raise UsageError(f"--calibration-{name} {value}: requires --calibrate IMAGE_ROOT; add it")
+    calibration = None if args.calibrate is None else Calibration(args.calibrate, **chosen)
+    flags = {name: getattr(args, name) for name in ("onnx", "verify", "uint8", "triton", "model_arch_name")}
+    int8 = (args.int8_engine or "onnxruntime") if args.int8 else None
+    description = export(args.checkpoint, args.output, **flags, int8=int8, calibration=calibration)
     outputs, named = description["output"]["shape"][1], len(description["classes"])
     classes = f"{outputs} classes" + (f", {named} with names" if named < outputs else "")
     print(printable(f"{args.output}: {description['arch']}, {classes}, images {description['input']['shape']}"))

@@ -18,7 +18,7 @@ from PIL import Image
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
 from paddle_resnet import dali, export, models
-from paddle_resnet.serving import inference, onnx_writer, preprocessing
+from paddle_resnet.serving import calibration, inference, onnx_writer, preprocessing
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
@@ -122,6 +122,95 @@ def test_onnx_file_matches_paddle_inference(checkpoint, tmp_path):
     np.testing.assert_allclose(actual, predict(tmp_path / "exported", images, "probabilities"), atol=1e-4)
     (single,) = session.run(["probabilities"], {"images": images[:1]})
     np.testing.assert_allclose(single, actual[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
+def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, capsys, arch, engine):
+    """All inputs of convolutions, residual additions and the classifier are quantized, and BN is folded."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    assert run_train("--model-arch-name", arch, "--run-scope", "train_only")[0] == 0
+    flags = ["--int8", "--calibrate", str(photos), "--int8-engine", engine, "--calibration-images", "20"]
+    assert export.main([str(tmp_path / f"output/{arch}/0"), str(tmp_path / "exported"), *flags, "--uint8"]) == 0
+    assert f"model.onnx: INT8 for {engine}, calibrated with 20 training images (percentile)" in capsys.readouterr().out
+    graph = onnx.load(tmp_path / "exported/model.onnx").graph
+    constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
+    producers = {output: node for node in graph.node for output in node.output}
+    kinds = [node.op_type for node in graph.node]
+    assert "BatchNormalization" not in kinds
+    for node in graph.node:
+        if node.op_type in ("Conv", "MatMul", "Add", "GlobalAveragePool", "MaxPool"):
+            operands = [name for name in node.input if name not in constants]
+            if node.op_type == "Conv":
+                assert len(node.input) == 3  # the bias is the shift of BN
+                levels, scales = (constants[name] for name in producers[node.input[1]].input[:2])
+                assert levels.dtype == np.int8 and scales.shape == levels.shape[:1]
+                assert np.abs(levels).max() == (127 if engine == "tensorrt" else 63)
+            if node.op_type != "Add" or len(operands) == 2:
+                assert {producers[name].op_type for name in operands} == {"DequantizeLinear"}
+    zeros = [constants[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"]
+    if engine == "tensorrt":
+        assert {(zero.dtype.name, zero.item()) for zero in zeros} == {("int8", 0)}
+    else:
+        assert {(zero.dtype.name, zero.item()) for zero in zeros} == {("uint8", 0), ("uint8", 128)}
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
+def test_int8_network_computes_what_the_fake_quantized_program_does(checkpoint, photos, tmp_path, engine):
+    """A sum that is rounded differently can change an activation by one level."""
+    pytest.importorskip("onnxruntime")
+    network = inference.load_checkpoint(checkpoint, fold=True)
+    images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
+    expected = network.model(logits=True).outputs(images)[1]
+    export._write_int8(network, tmp_path, engine, export.Calibration(photos))
+    simulated, actual = (
+        model.outputs(images)[1]
+        for model in (network.model(logits=True), inference.open_onnx(tmp_path / "model.onnx", "cpu", logits=True))
+    )
+    scale = np.abs(expected).max()
+    assert 0 < np.abs(actual - expected).max() < 0.2 * scale
+    np.testing.assert_allclose(actual, simulated, rtol=0, atol=0.03 * scale)
+
+
+def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    score = {"correct": 1000, "images": 1000}
+    export._check_quantized(score | {"correct": 995}, score)
+    with pytest.raises(
+        RunError, match=r"INT8 classifies 994 of 1000 images correctly, and float32 1000 \(tolerance 0.5"
+    ):
+        export._check_quantized(score | {"correct": 994}, score)
+    real = export._score
+    monkeypatch.setattr(
+        export,
+        "_score",
+        lambda network, model, root: real(network, model, root) | {"correct": 10 - (model.engine == "onnxruntime")},
+    )
+    with pytest.raises(RunError, match="--verify: INT8 classifies 9 of 23 images correctly, and float32 10"):
+        export.export(
+            *(checkpoint, tmp_path / "exported"),
+            verify=photos,
+            int8="onnxruntime",
+            calibration=export.Calibration(photos, images=8),
+        )
+    assert not list(tmp_path.glob("*exported*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--int8"], "--int8: requires images that determine the ranges of the activations; add --calibrate"),
+        (["--calibrate", "DATA"], "--calibrate DATA: requires --int8; add it"),
+        (["--int8-engine", "tensorrt"], "--int8-engine tensorrt: requires --int8; add it"),
+        (["--int8", "--calibration-images", "9"], "--calibration-images 9: requires --calibrate IMAGE_ROOT; add it"),
+        (["--int8", "--calibrate", "nowhere"], "nowhere: "),
+    ],
+)
+def test_unusable_int8_flags_are_an_error(checkpoint, tmp_path, capsys, flags, message):
+    assert export.main([str(checkpoint), str(tmp_path / "exported"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])

@@ -21,6 +21,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.models import MODELS, build_model, ends
 from paddle_resnet.models import logits as network_logits
+from paddle_resnet.passes import folding
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import onnx_writer, preprocessing
 from paddle_resnet.settings import parsing
@@ -92,7 +93,7 @@ class Network:
         return Model("Executor", self.description, outputs)
 
 
-def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None):
+def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None, fold=False):
     """Load the inference network of a checkpoint.
 
     Args:
@@ -104,6 +105,7 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None)
         uint8: whether the input consists of pixels, uint8 [N, H, W, 3], which the network normalizes. Otherwise it
             consists of normalized images, float32 [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
+        fold: whether to fold the batch normalizations into the convolutions.
     Returns:
         Network.
     Raises:
@@ -131,6 +133,8 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None)
             network.scope.find_var(stem).get_tensor().set(
                 np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args.device)
             )
+        if fold:
+            folding.fold_batch_norms(program, network.exe, 1)
     return network
 
 
@@ -330,13 +334,23 @@ def open_onnx(path, device, logits=False):
         data = onnx_writer.with_logits(data)
     preferred = ["CUDAExecutionProvider"] * (device == "gpu") + ["CPUExecutionProvider"]
     providers = [name for name in preferred if name in onnxruntime.get_available_providers()]
+
+    def open_session(**config):
+        options = onnxruntime.SessionOptions()
+        for key, value in config.items():
+            options.add_session_config_entry(f"session.{key}", value)
+        return onnxruntime.InferenceSession(data, options, providers=providers)
+
     try:
-        session = onnxruntime.InferenceSession(data, providers=providers)
+        session = open_session()
         text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
     except Exception as e:  # onnxruntime's errors have no common class
         reason = str(e).strip().splitlines()[-1]
         raise UsageError(f"{path}: cannot be opened by onnxruntime ({reason}); export it again") from e
     description = _checked_description(text, path)
+    if description.get("int8") == "tensorrt":
+        # On CPUs without VNNI instructions, onnxruntime's kernels for weights of 8 bits overflow without this option.
+        session = open_session(x64quantprecision="1")
     name = description["input"]["name"]
     return _checked_model(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)
 

@@ -4,6 +4,7 @@ import numpy as np
 from paddle.base.data_feeder import convert_dtype
 
 from paddle_resnet.machine import compat
+from paddle_resnet.passes import quantization
 from utils.errors import UsageError
 
 OPSET = 13  # of 2020; supported since onnxruntime 1.7 and TensorRT 8
@@ -25,7 +26,7 @@ def require(name):
         raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); run {INSTALL}") from e
 
 
-def to_onnx(program, inputs, outputs, read, metadata):
+def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
     """Translate an inference program to ONNX.
 
     Args:
@@ -34,6 +35,8 @@ def to_onnx(program, inputs, outputs, read, metadata):
         outputs: output Variables [None, ...] of the program.
         read: function that returns the array of a parameter, given its name.
         metadata: text to store in the file.
+        unsigned: whether the quantized activations of passes/quantization.py are uint8 instead of int8. The type does
+            not change their levels: a signed activation has the zero point 128.
     Returns:
         onnx.ModelProto that has passed ONNX's checker.
     Raises:
@@ -46,9 +49,17 @@ def to_onnx(program, inputs, outputs, read, metadata):
         if op.type == "assign_value":
             constants[op.output("Out")[0]] = compat.assigned(op)
             continue
-        _check_translatable(op)
-        constants |= {name: read(name) for name in op.input_arg_names if block.var(name).persistable}
-        kind, operands, result, attributes = _TRANSLATIONS[op.type](op)
+        if _is_folded_shift(block, op):
+            _add_bias(onnx, op, nodes, constants, read)
+            continue
+        if op.type == quantization.ACTIVATION:
+            kind, operands, result, attributes = _quantized_activation(op, read, unsigned)
+        elif op.type == quantization.WEIGHT:
+            kind, operands, result, attributes = _quantized_weight(op, read)
+        else:
+            _check_translatable(op)
+            constants |= {name: read(name) for name in op.input_arg_names if block.var(name).persistable}
+            kind, operands, result, attributes = _TRANSLATIONS[op.type](op)
         _append(onnx, op, (kind, operands, attributes), op.output(result)[0], nodes, constants)
     used = {name for node in nodes for name in node.input}
     initializers = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items() if name in used]
@@ -90,6 +101,35 @@ def _append(onnx, op, translation, output, nodes, constants):
         else:
             constants[names[-1]] = operand
     nodes.append(onnx.helper.make_node(kind, names, [output], name=output, **attributes))
+
+
+def _is_folded_shift(block, op):
+    """Return whether an operator adds the shift of a batch normalization to the output of its convolution, as in
+    passes/folding.py."""
+    return op.type == "elementwise_add" and op.attr("axis") == 1 and block.var(op.input("Y")[0]).persistable
+
+
+def _add_bias(onnx, op, nodes, constants, read):
+    """Turn an addition into the bias of the convolution whose output it reads."""
+    at, conv = next((i, node) for i, node in enumerate(nodes) if node.output[0] == op.input("X")[0])
+    bias, output = op.input("Y")[0], op.output("Out")[0]
+    constants[bias] = read(bias)
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in conv.attribute}
+    nodes[at] = onnx.helper.make_node(conv.op_type, [*conv.input, bias], [output], name=output, **attributes)
+
+
+def _quantized_activation(op, read, unsigned):
+    levels = 2 ** (quantization.bits(op) - 1) - 1
+    zero = np.uint8(0 if levels == 255 else 128) if unsigned else np.int8(0)
+    scale = read(op.input("InScale")[0]).reshape(()) / np.float32(levels)
+    return "DequantizeLinear", [("QuantizeLinear", ["X", scale, zero], {}), scale, zero], "Out", {}
+
+
+def _quantized_weight(op, read):
+    axis = op.attr("quant_axis")
+    levels, scales = quantization.quantized(read(op.input("X")[0]), axis, quantization.bits(op))
+    zeros = np.zeros(scales.size, np.int8)
+    return "DequantizeLinear", [levels, scales.reshape(-1), zeros], "Out", {"axis": axis}
 
 
 def _value(onnx, variable):

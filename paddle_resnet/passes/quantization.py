@@ -1,0 +1,155 @@
+"""INT8 quantization, simulated in float32: Jacob et al., arXiv:1712.05877, section 3.
+
+Fake-quantization operators round values to the levels that an INT8 engine would use. Weights have one range per output
+channel, which ends at their largest absolute value; activations have one range per tensor. All ranges are symmetric.
+Quantized are the inputs of convolutions, fully connected layers, pooling layers and residual additions.
+serving/onnx_writer.py translates the operators to QuantizeLinear and DequantizeLinear.
+"""
+
+from collections import namedtuple
+
+import numpy as np
+import paddle
+from paddle.nn.initializer import Constant
+
+ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
+WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"
+# A convolution or fully connected layer before insert(): the names of its input, its weight and its bias (None if it
+# has no bias [channels]), the axis of the output channels in the weight, and the number of groups.
+Layer = namedtuple("Layer", "input weight bias axis groups")
+# {operator: (its inputs that are activations, (its input with weights, axis of the output channels) or None)}
+_QUANTIZED = {
+    "conv2d": (["Input"], ("Filter", 0)),
+    "depthwise_conv2d": (["Input"], ("Filter", 0)),
+    "matmul_v2": (["X"], ("Y", 1)),
+    "pool2d": (["X"], None),
+    "elementwise_add": (["X", "Y"], None),
+}
+_NOT_NEGATIVE = ("relu", "relu6", "sigmoid", "hard_sigmoid")
+_SAME_SIGN = ("pool2d", "flatten_contiguous_range", "reshape2", ACTIVATION)
+
+
+def activations(program):
+    """Return {name of an activation to quantize: the operators that read the quantized value}, in program order."""
+    block = program.global_block()
+    readers = {}
+    for op in block.ops:
+        for name in dict.fromkeys(op.input(slot)[0] for slot in _slots(block, op)):
+            readers.setdefault(name, []).append(op)
+    return readers
+
+
+def layers(program):
+    """Return the Layers with quantized weights of a program without fake-quantization operators."""
+    block = program.global_block()
+    biases = {
+        op.input("X")[0]: op.input("Y")[0]
+        for op in block.ops
+        if op.type == "elementwise_add" and block.var(op.input("Y")[0]).persistable
+    }
+    found = []
+    for op in block.ops:
+        if _slots(block, op) and _QUANTIZED[op.type][1]:
+            [slot], (weight, axis) = _QUANTIZED[op.type]
+            groups = op.attr("groups") if op.has_attr("groups") else 1
+            bias = biases.get(op.output_arg_names[0])
+            found.append(Layer(op.input(slot)[0], op.input(weight)[0], bias, axis, groups))
+    return found
+
+
+def insert(program):
+    """Insert fake-quantization operators with 8 bits into the forward pass of the current program, in place.
+
+    The end of the range of activation i is the parameter range_name(i), which the startup program sets to 0.
+
+    Args:
+        program: the current Program, without a backward pass.
+    """
+    block = program.global_block()
+    for i, (name, readers) in enumerate(activations(program).items()):
+        value, limit = block.var(name), _range(range_name(i))
+        quantized = block.create_var(name=f"{name}.quantized", dtype=value.dtype)
+        inputs, outputs = {"X": value, "InScale": limit}, {"Out": quantized, "OutScale": limit}
+        _insert(block, block.ops.index(readers[0]), ACTIVATION, inputs, outputs, is_test=True)
+        for op in readers:
+            op._rename_input(name, quantized.name)
+    for op in list(block.ops):
+        if _slots(block, op) and _QUANTIZED[op.type][1]:
+            slot, axis = _QUANTIZED[op.type][1]
+            weight = block.var(op.input(slot)[0])
+            quantized = block.create_var(name=f"{weight.name}.quantized", dtype=weight.dtype)
+            outputs = {"Out": quantized, "OutScale": block.create_var(name=f"{weight.name}.ranges", dtype=weight.dtype)}
+            _insert(block, block.ops.index(op), WEIGHT, {"X": weight}, outputs, quant_axis=axis)
+            op._rename_input(weight.name, quantized.name)
+    block._sync_with_cpp()
+
+
+def range_name(i):
+    return f"quantization_{i}.range"
+
+
+def bits(op):
+    """Return the number of bits of a fake-quantization operator's levels, including the sign. It is 9 for uint8, whose
+    255 positive levels have no sign."""
+    return op.attr("bit_length")
+
+
+def quantized(weight, axis, bits):
+    """Return a weight in INT8: (levels int8 of the weight's shape; scales float32 [channels], which broadcast along
+    the axis)."""
+    ranges = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis), keepdims=True)
+    scales = np.where(ranges > 0, ranges, 1) / np.float32(2 ** (bits - 1) - 1)
+    return np.rint(weight / scales).astype(np.int8), scales.astype(np.float32)
+
+
+def weight_bits(engine):
+    """Return the number of bits of the weights; see use_levels_of."""
+    return 7 if engine == "onnxruntime" else 8
+
+
+def use_levels_of(engine, program):
+    """Set the number of levels of a quantized inference program, in place.
+
+    "tensorrt" requires int8 with zero point 0 everywhere, so that an activation after a ReLU uses only 127 levels.
+    "onnxruntime": on x86 CPUs, onnxruntime computes with uint8 activations, and skips a ReLU if the result is uint8
+    with zero point 0, so such activations have 255 levels. Weights have 7 bits, because sums of two products of 8 bits
+    overflow on CPUs without VNNI instructions.
+    """
+    block = program.global_block()
+    producers = {name: op for op in block.ops for name in op.output_arg_names}
+    for op in block.ops:
+        if op.type == WEIGHT:
+            op._set_attr("bit_length", weight_bits(engine))
+        elif engine == "onnxruntime" and op.type == ACTIVATION and _is_not_negative(producers, op.input("X")[0]):
+            op._set_attr("bit_length", 9)
+
+
+def _is_not_negative(producers, name):
+    op = producers.get(name)
+    if op is not None and op.type in _SAME_SIGN:
+        return _is_not_negative(producers, op.input("X")[0])
+    return op is not None and op.type in _NOT_NEGATIVE
+
+
+def _slots(block, op):
+    """Return the inputs of an operator that are activations to quantize."""
+    slots, weight = _QUANTIZED.get(op.type, ([], None))
+    if weight is not None and not block.var(op.input(weight[0])[0]).persistable:
+        return []  # the second operand is not a weight, or is already quantized
+    if op.type == "elementwise_add":
+        x, y = (block.var(op.input(slot)[0]) for slot in slots)
+        if x.shape != y.shape or x.persistable or y.persistable:
+            return []  # a bias
+    return slots
+
+
+def _range(name):
+    attr = paddle.ParamAttr(name=name, initializer=Constant(0.0), trainable=False)
+    limit = paddle.static.create_parameter([1], "float32", attr=attr)
+    limit.stop_gradient = True
+    return limit
+
+
+def _insert(block, at, kind, inputs, outputs, **attrs):
+    attrs = {"bit_length": 8, "round_type": 0, **attrs}  # ties to even, as in ONNX
+    block._insert_op_without_sync(at, type=kind, inputs=inputs, outputs=outputs, attrs=attrs)

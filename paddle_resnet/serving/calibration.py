@@ -1,0 +1,150 @@
+"""Post-training calibration: ranges of the activations of a network from some of its training images."""
+
+import numpy as np
+from paddle import static
+
+from paddle_resnet import dali
+from paddle_resnet.data import listing
+from paddle_resnet.data.iterators import ShardIterator
+from paddle_resnet.job import processes
+from paddle_resnet.passes import quantization
+from paddle_resnet.program import compile_prog
+from paddle_resnet.serving import inference
+from utils.mode import Mode
+
+BATCH = 8
+BINS = 2048
+PERCENTILE = 99.99  # percentage of the values that method percentile represents without clipping
+
+
+class Histogram:
+    """Histogram of the absolute values of an activation. Zeros are not counted, because INT8 represents them exactly.
+
+    Attributes:
+        counts: float64 [BINS], numbers of values per interval.
+        limit: end of the last interval.
+    """
+
+    def __init__(self):
+        self.counts, self.limit = np.zeros(BINS), 0.0
+
+    def add(self, array):
+        values = np.abs(array[array != 0])
+        if values.size == 0:
+            return
+        largest = float(values.max())
+        self.limit = self.limit or largest
+        while largest > self.limit:  # each interval becomes twice as wide
+            self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2)])
+            self.limit *= 2
+        places = (values * np.float32(BINS / self.limit)).astype(np.int32)
+        self.counts += np.bincount(np.minimum(places, BINS - 1), minlength=BINS)
+
+    def range(self, method):
+        """Return the value that becomes the last INT8 level; larger values are clipped to it."""
+        if self.limit == 0:
+            return 1.0
+        bins = {"entropy": _entropy_bins, "percentile": _percentile_bins}[method](self.counts)
+        return self.limit * bins / BINS
+
+
+def _percentile_bins(counts):
+    return int(np.searchsorted(np.cumsum(counts), counts.sum() * PERCENTILE / 100)) + 1
+
+
+def _entropy_bins(counts):
+    """Return the number of intervals to represent, so that the distribution of the quantized values has the smallest
+    Kullback-Leibler divergence from that of the values: Migacz, "8-bit Inference with TensorRT", GTC 2017."""
+    levels = 128
+    used = int(np.flatnonzero(counts)[-1]) + 1
+    best, best_divergence = used, np.inf
+    for bins in range(levels, used + 1, 4):
+        expected = counts[:bins].copy()
+        expected[-1] += counts[bins:].sum()  # clipped values
+        # Each level spreads its values evenly over those of its intervals that are not empty.
+        level_of = np.arange(bins) * levels // bins
+        is_used = counts[:bins] > 0
+        sums = np.bincount(level_of, counts[:bins], levels)
+        sizes = np.bincount(level_of, is_used, levels)
+        actual = np.where(is_used, (sums / np.maximum(sizes, 1))[level_of], 0)
+        divergence = _divergence(expected / expected.sum(), actual / actual.sum())
+        if divergence < best_divergence:
+            best, best_divergence = bins, divergence
+    return best
+
+
+def _divergence(expected, actual):
+    """Return the Kullback-Leibler divergence. Clipped values may be the only ones of their level, whose `actual` is
+    then 0 and must not make the divergence infinite."""
+    used = expected > 0
+    return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
+
+
+def quantize(network, engine, image_root, method, images):
+    """Quantize a network in place: insert fake-quantization operators, determine the ranges of the activations from
+    training images with the preprocessing of evaluation, and correct the biases.
+
+    Args:
+        network: inference.Network on a CPU, with folded batch normalizations.
+        engine: see quantization.use_levels_of.
+        image_root: folder of the data set.
+        method: "percentile" or "entropy".
+        images: maximum number of images.
+    Returns:
+        number of images used.
+    Raises:
+        UsageError: the data set cannot be used.
+    """
+    names, layers = list(quantization.activations(network.program)), quantization.layers(network.program)
+    histograms, means, count = {name: Histogram() for name in names}, dict.fromkeys(names, 0.0), 0
+    compiled, exe = compile_prog(network.args, network.program, is_train=False), network.exe
+    for batch in _batches(network.description, image_root, images):
+        arrays = exe.run(compiled, {network.images.name: batch}, names, scope=network.scope)
+        for name, array in zip(names, arrays, strict=True):
+            histograms[name].add(array)
+            means[name] += array.mean(axis=tuple(range(2, array.ndim))).sum(axis=0, dtype=np.float64)
+        count += len(batch)
+    with static.program_guard(network.program, static.Program()):
+        quantization.insert(network.program)
+    quantization.use_levels_of(engine, network.program)
+    for i, histogram in enumerate(histograms.values()):
+        _set(network, quantization.range_name(i), [histogram.range(method)])
+    for layer in layers:
+        if layer.bias is not None:
+            shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / count, engine)
+            _set(network, layer.bias, network.parameter(layer.bias) - shift)
+    return count
+
+
+def _mean_error(layer, weight, means, engine):
+    """Return the mean change of each output channel by the quantization of the weights: Nagel et al., arXiv:1906.04721,
+    section 4.2. The padding of convolutions is neglected.
+
+    Args:
+        layer: quantization.Layer.
+        weight: its weight.
+        means: mean of each input channel.
+        engine: see quantization.use_levels_of.
+    """
+    levels, scales = quantization.quantized(weight, layer.axis, quantization.weight_bits(engine))
+    errors = np.moveaxis(levels * scales - weight, layer.axis, 0)  # [output channels, inputs of a group, ...]
+    errors = errors.reshape(*errors.shape[:2], -1).sum(axis=2)
+    inputs = means.reshape(layer.groups, -1).repeat(len(errors) // layer.groups, axis=0)
+    return (errors * inputs).sum(axis=1)
+
+
+def _set(network, name, values):
+    tensor = network.scope.var(name).get_tensor()
+    tensor.set(np.asarray(values, np.float32), processes.place("cpu"))
+
+
+def _batches(description, image_root, images):
+    """Yield training images as input of a network. Image files come in random order."""
+    args = inference.loader_args(description, BATCH)
+    args.image_root, args.num_of_class = str(image_root), None
+    args.data_format = listing.detect(args.image_root, Mode.TRAIN)
+    data_set = dali.open_data_set(args, Mode.TRAIN)
+    pipeline = dali.create_dali_pipeline(args, data_set, Mode.EVAL, 0, 1)
+    loader = ShardIterator(pipeline, data_set.size, data_set, args.image_root, {})
+    for start, (batch,) in zip(range(0, images, BATCH), loader, strict=False):
+        yield np.array(batch["data"])[: images - start].astype(description["input"]["dtype"])

@@ -1,0 +1,66 @@
+"""Calibration of quantized networks. tests/test_export.py covers the command."""
+
+import numpy as np
+import pytest
+
+from paddle_resnet.passes import quantization
+from paddle_resnet.serving.calibration import BINS, Histogram, _mean_error
+
+
+def histogram(*arrays):
+    result = Histogram()
+    for array in arrays:
+        result.add(np.asarray(array, np.float32))
+    return result
+
+
+def test_histogram_does_not_depend_on_the_order_of_the_batches():
+    """The limit grows by factors of two, so the intervals of a histogram that grows are unions of the narrow ones."""
+    random = np.random.RandomState(0)
+    small, large = random.uniform(-1, 1, 10000), random.uniform(-4, 4, 10000)
+    small[0], large[0] = 1, 4
+    growing, direct = histogram(small, large), histogram(large, small)
+    assert growing.limit == direct.limit == 4
+    assert np.abs(growing.counts - direct.counts).sum() <= 10  # rounding of values at the end of an interval
+    assert growing.counts.sum() == 20000
+
+
+def test_zeros_do_not_affect_the_range():
+    values = np.random.RandomState(0).randn(10000)
+    for method in ("entropy", "percentile"):
+        assert histogram(values, np.zeros(50000)).range(method) == histogram(values).range(method)
+        assert histogram(np.zeros(100)).range(method) == 1  # a range of 0 would divide by 0
+
+
+def test_outliers_are_clipped():
+    """One value of 100,000 is 100 times as large as the others."""
+    values = np.random.RandomState(0).uniform(-1, 1, 100000)
+    values[0] = 100
+    for method in ("entropy", "percentile"):
+        assert 1 - 1e-3 <= histogram(values).range(method) <= 100 * 130 / BINS
+
+
+def test_percentile_covers_most_values():
+    values = np.random.RandomState(0).randn(200000)
+    limit = histogram(values).range("percentile")
+    assert limit == pytest.approx(np.quantile(np.abs(values), 0.9999), abs=0.01)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_mean_error_is_that_of_the_convolution(groups):
+    """Without padding and with constant images, the error of each output channel equals its mean."""
+    random = np.random.RandomState(0)
+    weight, means = random.randn(8, 4 // groups, 3, 3), random.randn(4)
+    levels, scales = quantization.quantized(weight, 0, 7)
+    assert np.abs(levels).max() == 63
+    expected = [
+        np.sum((levels * scales - weight)[i] * means[i // (8 // groups) * (4 // groups) :][: 4 // groups, None, None])
+        for i in range(8)
+    ]
+    layer = quantization.Layer("x", "w", "b", 0, groups)
+    np.testing.assert_allclose(_mean_error(layer, weight, means, "onnxruntime"), expected, rtol=1e-6)
+    layer = quantization.Layer("x", "w", "b", 1, 1)
+    weight, means = random.randn(5, 8), random.randn(5)
+    levels, scales = quantization.quantized(weight, 1, 8)
+    expected = means @ (levels * scales - weight)
+    np.testing.assert_allclose(_mean_error(layer, weight, means, "tensorrt"), expected, rtol=1e-6)
