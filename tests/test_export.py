@@ -297,7 +297,9 @@ def test_onnx_file_with_wrong_weights_is_not_kept(checkpoint, tmp_path, monkeypa
     pytest.importorskip("onnxruntime")
     real = onnx_writer.to_onnx
     monkeypatch.setattr(
-        onnx_writer, "to_onnx", lambda program, i, o, read, text: real(program, i, o, lambda n: read(n) * 1.1, text)
+        onnx_writer,
+        "to_onnx",
+        lambda program, i, o, read, *rest: real(program, i, o, lambda n: read(n) * 1.1, *rest),
     )
     with pytest.raises(RunError, match=r"model.onnx: the probabilities differ .* by up to 0\."):
         export.export(checkpoint, tmp_path / "exported", onnx=True)
