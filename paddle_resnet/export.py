@@ -188,11 +188,11 @@ def _write_texts(description, folder):
 
 def _write_int8(network, folder, engine, calibration):
     """Quantize a network with folded batch normalizations in place, and write model.onnx."""
-    from paddle_resnet.serving.calibration import quantize
+    from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
     images = quantize(network, engine, *calibration)
     logger.info(f"model.onnx: INT8 for {engine}, calibrated with {images} training images ({calibration.method})")
-    network.description["int8"] = engine
+    network.description["int8"] = {"engine": engine, "weight_bits": WEIGHT_BITS[engine]}
     _write_onnx(network, folder, unsigned=engine == "onnxruntime", tolerance=INT8_PROBABILITY_TOLERANCE)
 
 

@@ -102,24 +102,23 @@ def quantized(weight, axis, bits):
     return np.rint(weight / scales).astype(np.int8), scales.astype(np.float32)
 
 
-def weight_bits(engine):
-    """Return the number of bits of the weights; see use_levels_of."""
-    return 7 if engine == "onnxruntime" else 8
-
-
-def use_levels_of(engine, program):
+def use_levels_of(engine, program, weight_bits):
     """Set the number of levels of a quantized inference program, in place.
 
     "tensorrt" requires int8 with zero point 0 everywhere, so that an activation after a ReLU uses only 127 levels.
     "onnxruntime": on x86 CPUs, onnxruntime computes with uint8 activations, and skips a ReLU if the result is uint8
-    with zero point 0, so such activations have 255 levels. Weights have 7 bits, because sums of two products of 8 bits
-    overflow on CPUs without VNNI instructions.
+    with zero point 0, so such activations have 255 levels.
+
+    Args:
+        engine: "onnxruntime" or "tensorrt".
+        program: Program after insert().
+        weight_bits: number of bits of the weights.
     """
     block = program.global_block()
     producers = {name: op for op in block.ops for name in op.output_arg_names}
     for op in block.ops:
         if op.type == WEIGHT:
-            op._set_attr("bit_length", weight_bits(engine))
+            op._set_attr("bit_length", weight_bits)
         elif engine == "onnxruntime" and op.type == ACTIVATION and _is_not_negative(producers, op.input("X")[0]):
             op._set_attr("bit_length", 9)
 

@@ -12,6 +12,8 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
 from utils.mode import Mode
 
+# On x86 CPUs without VNNI instructions, the sum of two products of uint8 and int8 overflows if both have 8 bits.
+WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048
 PERCENTILE = 99.99  # percentage of the values that method percentile represents without clipping
@@ -106,17 +108,17 @@ def quantize(network, engine, image_root, method, images):
         count += len(batch)
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
-    quantization.use_levels_of(engine, network.program)
+    quantization.use_levels_of(engine, network.program, WEIGHT_BITS[engine])
     for i, histogram in enumerate(histograms.values()):
         _set(network, quantization.range_name(i), [histogram.range(method)])
     for layer in layers:
         if layer.bias is not None:
-            shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / count, engine)
+            shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / count, WEIGHT_BITS[engine])
             _set(network, layer.bias, network.parameter(layer.bias) - shift)
     return count
 
 
-def _mean_error(layer, weight, means, engine):
+def _mean_error(layer, weight, means, bits):
     """Return the mean change of each output channel by the quantization of the weights: Nagel et al., arXiv:1906.04721,
     section 4.2. The padding of convolutions is neglected.
 
@@ -124,9 +126,9 @@ def _mean_error(layer, weight, means, engine):
         layer: quantization.Layer.
         weight: its weight.
         means: mean of each input channel.
-        engine: see quantization.use_levels_of.
+        bits: number of bits of the weights.
     """
-    levels, scales = quantization.quantized(weight, layer.axis, quantization.weight_bits(engine))
+    levels, scales = quantization.quantized(weight, layer.axis, bits)
     errors = np.moveaxis(levels * scales - weight, layer.axis, 0)  # [output channels, inputs of a group, ...]
     errors = errors.reshape(*errors.shape[:2], -1).sum(axis=2)
     inputs = means.reshape(layer.groups, -1).repeat(len(errors) // layer.groups, axis=0)

@@ -348,8 +348,8 @@ def open_onnx(path, device, logits=False):
         reason = str(e).strip().splitlines()[-1]
         raise UsageError(f"{path}: cannot be opened by onnxruntime ({reason}); export it again") from e
     description = _checked_description(text, path)
-    if description.get("int8") == "tensorrt":
-        # On CPUs without VNNI instructions, onnxruntime's kernels for weights of 8 bits overflow without this option.
+    if is_table(description.get("int8"), weight_bits=lambda bits: bits == 8):
+        # On x86 CPUs without VNNI instructions, weights of 8 bits overflow without this option.
         session = open_session(x64quantprecision="1")
     name = description["input"]["name"]
     return _checked_model(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)

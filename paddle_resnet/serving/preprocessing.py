@@ -198,7 +198,9 @@ def main(paths):
         try:
             import onnxruntime
 
-            session = onnxruntime.InferenceSession(folder / "model.onnx")
+            options = onnxruntime.SessionOptions()
+            options.add_session_config_entry("session.x64quantprecision", "1")  # otherwise INT8 sums may overflow
+            session = onnxruntime.InferenceSession(folder / "model.onnx", options)
         except ImportError:
             _report("onnxruntime: not installed; install it for predictions")
         except Exception as e:  # onnxruntime's errors have no common class
