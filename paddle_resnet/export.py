@@ -72,8 +72,9 @@ def export(
             always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see inference.load_checkpoint.
-        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. None: float32.
-        calibration: Calibration for int8.
+        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. None: float32, but
+            quantized for onnxruntime after training with --qat.
+        calibration: Calibration for int8; None after training with --qat.
     Returns:
         content of model.json.
     Raises:
@@ -83,8 +84,6 @@ def export(
     """
     if model_arch_name is not None:
         model_arch_name = registered_name(model_arch_name)
-    if int8 and calibration is None:
-        raise UsageError("--int8: requires images that determine the ranges of the activations; add --calibrate")
     onnx = onnx or int8 is not None
     output = Path(output)
     if os.path.lexists(output):
@@ -103,6 +102,14 @@ def export(
     for package in ("onnx", "onnxruntime") if onnx else ():
         onnx_writer.require(package)
     network = inference.load_checkpoint(checkpoint, uint8=uint8, model_arch_name=model_arch_name)
+    if onnx and network.args.qat:
+        int8 = int8 or "onnxruntime"
+    if int8 and network.args.qat and calibration:
+        raise UsageError(
+            f"--calibrate {calibration.image_root}: {checkpoint} has the ranges of --qat; remove --calibrate"
+        )
+    if int8 and not network.args.qat and not calibration:
+        raise UsageError("--int8: requires images that determine the ranges of the activations; add --calibrate")
     try:
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
@@ -187,12 +194,18 @@ def _write_texts(description, folder):
 
 
 def _write_int8(network, folder, engine, calibration):
-    """Quantize a network with folded batch normalizations in place, and write model.onnx."""
+    """Quantize a network with folded batch normalizations in place, and write model.onnx. After training with --qat, it
+    is already quantized, and keeps the levels of its weights."""
+    from paddle_resnet.passes import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
-    images = quantize(network, engine, *calibration)
-    logger.info(f"model.onnx: INT8 for {engine}, calibrated with {images} training images ({calibration.method})")
-    network.description["int8"] = {"engine": engine, "weight_bits": WEIGHT_BITS[engine]}
+    bits = 8 if network.args.qat else WEIGHT_BITS[engine]
+    source = "ranges of --qat"
+    if not network.args.qat:
+        source = f"calibrated with {quantize(network, bits, *calibration)} training images ({calibration.method})"
+    quantization.use_levels_of(engine, network.program, bits)
+    logger.info(f"model.onnx: INT8 for {engine}, {source}")
+    network.description["int8"] = {"engine": engine, "weight_bits": bits}
     _write_onnx(network, folder, unsigned=engine == "onnxruntime", tolerance=INT8_PROBABILITY_TOLERANCE)
 
 

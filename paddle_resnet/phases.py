@@ -14,7 +14,7 @@ from paddle_resnet.job import agreement, exchange, processes
 from paddle_resnet.models import user_file
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
-from paddle_resnet.passes import all_reduces, averages, folding
+from paddle_resnet.passes import all_reduces, averages, folding, quantization
 from paddle_resnet.settings import durations, parsing, validation
 from paddle_resnet.settings.stages import stages_from
 from paddle_resnet.settings.values import flag, text
@@ -209,7 +209,8 @@ def set_weights(args, checkpoint, training, evaluation):
         if not has_averages:
             variables.start_averages(checkpoint, training.program, place)
     if evaluation and args.amp:
-        amp.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level)
+        float32 = quantization.float32_variables(evaluation.program)
+        amp.cast_evaluation_program(evaluation.program, place, args.amp_dtype, args.amp_level, float32)
     return checkpoint
 
 
@@ -220,7 +221,8 @@ def compile_programs(args, exe, training, evaluation):
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        if args.amp and args.kernels != "native":  # float32 is the exact reference, so BN is not folded
+        # float32 is the exact reference, so BN is not folded; nor can it be folded into quantized filters.
+        if args.amp and args.kernels != "native" and not args.qat:
             axis = 1 if args.data_layout == "NCHW" else -1
             updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
         compiled = program.compile_prog(args, evaluation.program, is_train=False)

@@ -20,7 +20,7 @@ from paddle_resnet.models import build_model, layers, logits, loss_head, mixing
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.optimizers.table import build_optimizer
-from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, updates
+from paddle_resnet.passes import accumulation, all_reduces, averages, fusion, quantization, updates
 from paddle_resnet.settings import durations
 from paddle_resnet.steps import cuda_graph, host_metrics, random_numbers, scalars, trace
 from paddle_resnet.steps.dispatch import Dispatcher
@@ -125,7 +125,8 @@ def dist_optimizer(args, optimizer):
     start(args)
     if args.amp:
         scaling = args.scale_loss, args.use_dynamic_loss_scaling
-        optimizer = amp.decorate(optimizer, args.amp_dtype, args.amp_level, *scaling)
+        float32 = quantization.float32_variables(static.default_main_program())
+        optimizer = amp.decorate(optimizer, args.amp_dtype, args.amp_level, *scaling, float32)
     optimizer = paddle.distributed.fleet.distributed_optimizer(optimizer)
     return asp.decorate(optimizer) if args.asp else optimizer
 
@@ -169,7 +170,10 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             targets = feeds | weights
             _drop_out(args, model, lr_scheduler)
             _drop_paths(args, model, lr_scheduler)
+        first = len(main_prog.global_block().ops)
         out = logits(model, images, args.model_arch_name, args.num_of_class)
+        if args.qat:
+            quantization.insert(main_prog, first, lr_scheduler)
         if args.kernels == "native":
             loss_head.use_native(main_prog)
         fetchs = create_fetchs(out, targets, args.num_of_class, args.label_smoothing, mode)

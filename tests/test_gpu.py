@@ -362,6 +362,25 @@ def test_each_stage_has_its_own_captured_step(run_train, deterministic):
     assert losses(report) == losses(expected)
 
 
+@pytest.mark.parametrize("flags", [FP32, FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=str)
+def test_quantization_aware_training_in_every_precision(run_train, deterministic, capsys, tmp_path, flags):
+    """Fake quantization runs in float32, and the check of untested operators passes. An evaluation by itself, with
+    float32 kernels of a GPU, and the exported network have nearly the loss of the training run's evaluation."""
+    flags = ["--qat", "--epochs", "3", "--print-interval", "1", *flags, "--kernels", "native"]
+    code, expected = run_train(*flags, "--cuda-graph", "false", "--output-dir", tmp_path / "uncaptured")
+    assert code == 0
+    capsys.readouterr()
+    code, report = run_train(*flags, "--cuda-graph", "true")
+    assert code == 0
+    assert "CUDA graph, batch" in capsys.readouterr().out
+    assert losses(report) == losses(expected)
+    code, evaluated = run_train(
+        *("--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/2", *FP32, "--kernels", "paddle")
+    )
+    assert code == 0
+    assert phase(evaluated, [], "val.")["loss"] == pytest.approx(phase(report, [2], "val.")["loss"], rel=0.05)
+
+
 def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
     """Replays do not change memory that is free after capture. Regression: graphs wrote to freed cuDNN workspaces."""
 

@@ -14,7 +14,7 @@ from paddle import static
 from paddle_resnet.checkpoints import arrays, folders
 from paddle_resnet.models import ends
 from paddle_resnet.optimizers.sparsity import MASK
-from paddle_resnet.passes import accumulation, averages
+from paddle_resnet.passes import accumulation, averages, quantization
 from paddle_resnet.steps import scalars
 from utils import logger
 from utils.errors import UsageError
@@ -229,6 +229,7 @@ def snapshot(program):
 def _load_parameters(args, program, state, flag, place, skipped=()):
     parameters, others = variables(program)
     parameters = {name: shape for name, shape in parameters.items() if name not in skipped}
+    parameters, state = _match_ranges(args, program, parameters, state, flag)
     is_sparse = any(name.endswith(MASK) for name in state)
     if not any(name.endswith(MASK) for name in parameters):
         # A dense program loads sparse weights without their masks, and training it would change the zeros.
@@ -249,6 +250,21 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     for name in parameters:
         if name + MASTER in others:
             set_variable(name + MASTER, state[name].astype(np.float32), place)
+
+
+def _match_ranges(args, program, parameters, state, flag):
+    """Return (parameters, state) for ranges of quantized activations (--qat): training may start from weights with or
+    without ranges."""
+    own = set(quantization.ranges(program))
+    if own and not own & set(state):
+        if args.from_pretrained_params is None or not args.run_scope.trains:
+            raise UsageError(
+                f"{flag}: was trained without --qat; use --from-pretrained-params to train with --qat, or remove --qat"
+            )
+        return {name: shape for name, shape in parameters.items() if name not in own}, state
+    if not own and args.from_pretrained_params is not None:
+        state = {name: array for name, array in state.items() if not quantization.is_range(name)}
+    return parameters, state
 
 
 def _check_masks_may_be_dropped(args, flag):

@@ -8,17 +8,18 @@ from paddle_resnet.machine import compat
 from paddle_resnet.models import loss_head
 
 
-def _amp_lists(program, dtype):
-    """Return Paddle's lists of the operators that run in `dtype`, excluding the loss head.
+def _amp_lists(program, dtype, float32):
+    """Return Paddle's lists of the operators that run in `dtype`, excluding the loss head and the operators with
+    outputs in `float32`.
 
-    The loss head is excluded by the names of its outputs, because level O2 ignores lists of operator types.
+    Operators are excluded by the names of their outputs, because level O2 ignores lists of operator types.
     """
     head = [op for op in program.global_block().ops if loss_head.contains(op)]
-    names = {name for op in head for name in op.output_arg_names}
+    names = {name for op in head for name in op.output_arg_names} | float32
     return static.amp.AutoMixedPrecisionLists(custom_black_varnames=names, dtype=dtype)
 
 
-def decorate(optimizer, dtype, level, loss_scale, is_dynamic):
+def decorate(optimizer, dtype, level, loss_scale, is_dynamic, float32=frozenset()):
     """Wrap an optimizer for mixed precision of the current program.
 
     Args:
@@ -27,11 +28,12 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic):
         level: "O1", or "O2" with float32 master weights.
         loss_scale: initial loss scale.
         is_dynamic: whether to adjust the loss scale during training.
+        float32: names of variables to compute in float32.
     """
     compat.accept_legacy_any()
     return static.amp.decorate(
         optimizer,
-        amp_lists=_amp_lists(static.default_main_program(), dtype),
+        amp_lists=_amp_lists(static.default_main_program(), dtype, float32),
         level=level,
         dtype=dtype,
         init_loss_scaling=loss_scale,
@@ -39,16 +41,16 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic):
     )
 
 
-def cast_evaluation_program(program, place, dtype, level):
+def cast_evaluation_program(program, place, dtype, level, float32=frozenset()):
     """Convert an evaluation program in place to the precision of training. Call this when the parameters are in the
     scope.
 
     O1 casts the inputs of each operator and leaves the parameters in float32. O2 casts the parameters in the scope,
-    except those that have already been cast for a training program.
+    except those that have already been cast for a training program. Variables in `float32` are computed in float32.
     """
     dest_type, scope = getattr(paddle, dtype), static.global_scope()
     names = fp16_utils.cast_model_to_fp16(
-        program, _amp_lists(program, dtype), use_fp16_guard=False, dest_type=dest_type, level=level
+        program, _amp_lists(program, dtype, float32), use_fp16_guard=False, dest_type=dest_type, level=level
     )
     if level == "O2":
         to_cast = {

@@ -5,7 +5,7 @@ from paddle import static
 
 from paddle_resnet.job import fleet, processes
 from paddle_resnet.machine import compat
-from paddle_resnet.passes import averages
+from paddle_resnet.passes import averages, quantization
 
 _NCCL_OPERATORS = ("c_sync_comm_stream", "c_sync_calc_stream", "c_comm_init", "c_gen_nccl_id")
 
@@ -62,8 +62,7 @@ def count_gradient_all_reduces(train_prog):
 
 
 def bn_averager(exe, train_prog):
-    """Return a function without arguments that replaces the BN statistics of a training program with their mean over
-    the processes.
+    """Return a function without arguments that replaces own_statistics() with their mean over the processes.
 
     Each process computes statistics from its own images. Call the function before an evaluation or a checkpoint, so
     that all processes evaluate the network that is saved.
@@ -87,9 +86,9 @@ def bn_averager(exe, train_prog):
 
 def own_statistics(train_prog):
     """Return the names of variables that differ between processes: running means, variances and their averages
-    (--ema)."""
+    (--ema), and the ranges of quantized activations (--qat)."""
     names, averaged = bn_statistics(train_prog), averages.of(train_prog)
-    return [*names, *(averaged[name] for name in names if name in averaged)]
+    return [*names, *(averaged[name] for name in names if name in averaged), *quantization.ranges(train_prog)]
 
 
 def bn_statistics(train_prog):

@@ -12,8 +12,12 @@ import numpy as np
 import paddle
 from paddle.nn.initializer import Constant
 
+from paddle_resnet.steps import scalars
+
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
 WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"
+_LEVELS = {"bit_length": 8, "round_type": 0}  # ties to even, as in ONNX
+_SUFFIX = ".range"
 # A convolution or fully connected layer before insert(): the names of its input, its weight and its bias (None if it
 # has no bias [channels]), the axis of the output channels in the weight, and the number of groups.
 Layer = namedtuple("Layer", "input weight bias axis groups")
@@ -29,11 +33,12 @@ _NOT_NEGATIVE = ("relu", "relu6", "sigmoid", "hard_sigmoid")
 _SAME_SIGN = ("pool2d", "flatten_contiguous_range", "reshape2", ACTIVATION)
 
 
-def activations(program):
-    """Return {name of an activation to quantize: the operators that read the quantized value}, in program order."""
+def activations(program, first=0):
+    """Return {name of an activation to quantize: operators that read the quantized value}, in program order. `first` is
+    the number of operators that precede the network."""
     block = program.global_block()
     readers = {}
-    for op in block.ops:
+    for op in block.ops[first:]:
         for name in dict.fromkeys(op.input(slot)[0] for slot in _slots(block, op)):
             readers.setdefault(name, []).append(op)
     return readers
@@ -57,35 +62,73 @@ def layers(program):
     return found
 
 
-def insert(program):
-    """Insert fake-quantization operators with 8 bits into the forward pass of the current program, in place.
+def insert(program, first=0, lr_scheduler=None):
+    """Insert fake-quantization operators with 8 bits into the forward pass of the current program, in place. Their
+    gradient is that of the identity (straight-through estimator): Bengio et al., arXiv:1308.3432.
 
-    The end of the range of activation i is the parameter range_name(i), which the startup program sets to 0.
+    The end of the range of activation i is the parameter range_name(i), which the startup program sets to 0. It is not
+    trained, but follows the largest absolute values of the batches in training.
 
     Args:
         program: the current Program, without a backward pass.
+        first: number of operators that precede the network.
+        lr_scheduler: schedules.Schedule of a training program; None keeps the ranges.
     """
     block = program.global_block()
-    for i, (name, readers) in enumerate(activations(program).items()):
+    if lr_scheduler is not None:
+        new_weight = scalars.declare("range_weight", lambda: weight_of_batch(lr_scheduler.batches))
+    for i, (name, readers) in enumerate(activations(program, first).items()):
         value, limit = block.var(name), _range(range_name(i))
+        if lr_scheduler is not None:
+            _follow(block, block.ops.index(readers[0]), value, limit, new_weight)
         quantized = block.create_var(name=f"{name}.quantized", dtype=value.dtype)
         inputs, outputs = {"X": value, "InScale": limit}, {"Out": quantized, "OutScale": limit}
-        _insert(block, block.ops.index(readers[0]), ACTIVATION, inputs, outputs, is_test=True)
+        _insert(block, block.ops.index(readers[0]), ACTIVATION, inputs, outputs, is_test=True, **_LEVELS)
         for op in readers:
             op._rename_input(name, quantized.name)
-    for op in list(block.ops):
+    for op in block.ops[first:]:
         if _slots(block, op) and _QUANTIZED[op.type][1]:
             slot, axis = _QUANTIZED[op.type][1]
             weight = block.var(op.input(slot)[0])
             quantized = block.create_var(name=f"{weight.name}.quantized", dtype=weight.dtype)
-            outputs = {"Out": quantized, "OutScale": block.create_var(name=f"{weight.name}.ranges", dtype=weight.dtype)}
-            _insert(block, block.ops.index(op), WEIGHT, {"X": weight}, outputs, quant_axis=axis)
+            ranges = block.create_var(name=f"{weight.name}.ranges", dtype=weight.dtype, stop_gradient=True)
+            outputs = {"Out": quantized, "OutScale": ranges}
+            _insert(block, block.ops.index(op), WEIGHT, {"X": weight}, outputs, quant_axis=axis, **_LEVELS)
             op._rename_input(weight.name, quantized.name)
     block._sync_with_cpp()
 
 
+def weight_of_batch(batch):
+    """Return the weight of a batch (counted from 0) in the exponential moving average of a range: 0.1, and more in the
+    first batches, so that the average does not depend on its initial value."""
+    return 0.1 / (1 - 0.9 ** (batch + 1))
+
+
+def ranges(program):
+    """Return the names of the ranges of a program's activations."""
+    return [op.input("InScale")[0] for op in program.global_block().ops if op.type == ACTIVATION]
+
+
+def is_range(name):
+    return name.endswith(_SUFFIX)
+
+
+def float32_variables(program):
+    """Return the names of the variables that must remain in float32 in mixed precision."""
+    ops = [op for op in program.global_block().ops if op.type in (ACTIVATION, WEIGHT, "p_norm", "lerp")]
+    return {name for op in ops for name in op.output_arg_names}
+
+
+def _follow(block, at, value, limit, weight):
+    """Move a range towards the largest absolute value of the batch."""
+    largest = block.create_var(name=f"{value.name}.largest", dtype="float32", stop_gradient=True)
+    attrs = {"porder": float("inf"), "asvector": True}
+    _insert(block, at, "p_norm", {"X": value}, {"Out": largest}, **attrs)
+    _insert(block, at + 1, "lerp", {"X": limit, "Y": largest, "Weight": weight}, {"Out": limit})
+
+
 def range_name(i):
-    return f"quantization_{i}.range"
+    return f"quantization_{i}{_SUFFIX}"
 
 
 def bits(op):
@@ -150,5 +193,4 @@ def _range(name):
 
 
 def _insert(block, at, kind, inputs, outputs, **attrs):
-    attrs = {"bit_length": 8, "round_type": 0, **attrs}  # ties to even, as in ONNX
     block._insert_op_without_sync(at, type=kind, inputs=inputs, outputs=outputs, attrs=attrs)

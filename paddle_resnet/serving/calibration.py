@@ -82,13 +82,13 @@ def _divergence(expected, actual):
     return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
 
 
-def quantize(network, engine, image_root, method, images):
+def quantize(network, bits, image_root, method, images):
     """Quantize a network in place: insert fake-quantization operators, determine the ranges of the activations from
     training images with the preprocessing of evaluation, and correct the biases.
 
     Args:
         network: inference.Network on a CPU, with folded batch normalizations.
-        engine: see quantization.use_levels_of.
+        bits: number of bits of the weights, for which the biases are corrected.
         image_root: folder of the data set.
         method: "percentile" or "entropy".
         images: maximum number of images.
@@ -108,12 +108,11 @@ def quantize(network, engine, image_root, method, images):
         count += len(batch)
     with static.program_guard(network.program, static.Program()):
         quantization.insert(network.program)
-    quantization.use_levels_of(engine, network.program, WEIGHT_BITS[engine])
     for i, histogram in enumerate(histograms.values()):
         _set(network, quantization.range_name(i), [histogram.range(method)])
     for layer in layers:
         if layer.bias is not None:
-            shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / count, WEIGHT_BITS[engine])
+            shift = _mean_error(layer, network.parameter(layer.weight), means[layer.input] / count, bits)
             _set(network, layer.bias, network.parameter(layer.bias) - shift)
     return count
 

@@ -21,7 +21,7 @@ from paddle_resnet.job import processes
 from paddle_resnet.machine import gpus
 from paddle_resnet.models import MODELS, build_model, ends
 from paddle_resnet.models import logits as network_logits
-from paddle_resnet.passes import folding
+from paddle_resnet.passes import folding, quantization
 from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import onnx_writer, preprocessing
 from paddle_resnet.settings import parsing
@@ -120,9 +120,9 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
     overrides = {"amp": False, "kernels": "paddle", "fuse_resunit": False, "resume": False}
     args.set("Python", **overrides, device=device, data_layout="NCHW")
     paddle.enable_static()
-    trained, startup, *_ = _build(args)
+    trained, startup, *_ = _build(args, quantize=args.qat)
     channels, args.image_shape = args.image_shape[0], [3, *args.image_shape[1:]]
-    program, _, *outer = _build(args, uint8)
+    program, _, *outer = _build(args, uint8, args.qat and not fold)
     network = Network(args, meta, program, *outer, _describe(args, meta, *outer[:2]))
     with static.scope_guard(network.scope):
         network.exe.run(startup)
@@ -135,6 +135,9 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
             )
         if fold:
             folding.fold_batch_norms(program, network.exe, 1)
+            if args.qat:
+                with static.program_guard(program, static.Program()):
+                    quantization.insert(program)
     return network
 
 
@@ -208,7 +211,7 @@ def _parameter_shapes(args):
     return {var.name: tuple(var.shape) for var in parameters}
 
 
-def _build(args, uint8=False):
+def _build(args, uint8=False, quantize=False):
     """Return (program, its startup program, images, probabilities, logits)."""
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
@@ -225,6 +228,8 @@ def _build(args, uint8=False):
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         model.eval()
         logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
+        if quantize:
+            quantization.insert(program)
         probabilities = paddle.nn.functional.softmax(logits)
         block = program.global_block()
         block._rename_var(probabilities.name, "probabilities")

@@ -146,6 +146,13 @@ def _network(add):
         batches=True,
     )
 
+    add(
+        "--qat",
+        **_switch(),
+        help="quantization-aware training: round weights and activations to INT8 in the forward pass (use trained weights, "
+        "with --from-pretrained-params)",
+    )
+
 
 def _preprocessing(add):
     add(

@@ -1,0 +1,178 @@
+"""Quantization-aware training (--qat). tests/test_export.py covers INT8 exports."""
+
+import pickle
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from conftest import NHWC, assert_one_error, losses, phase
+from paddle_resnet import export, program
+from paddle_resnet.passes import quantization
+from paddle_resnet.serving import inference
+
+THREE = ["--qat", "--epochs", "3", "--print-interval", "1"]
+
+
+@pytest.fixture
+def trained(checkpoint, run_train, tmp_path):
+    """Train an epoch with --qat from the weights of a checkpoint; returns (checkpoint, report)."""
+
+    def trained(*flags):
+        folder = tmp_path / "qat"
+        flags = ["--from-pretrained-params", checkpoint, "--output-dir", folder, *flags]
+        code, report = run_train("--qat", *flags)
+        assert code == 0
+        return folder / "Tiny/0", report
+
+    return trained
+
+
+def read(folder, suffix="pdparams"):
+    return pickle.loads((folder / f"tiny.{suffix}").read_bytes())
+
+
+def ranges(params):
+    return {name: value.item() for name, value in params.items() if quantization.is_range(name)}
+
+
+def test_weight_of_batch_makes_an_exponential_moving_average():
+    average, values = 0.0, np.random.RandomState(0).uniform(1, 2, 20)
+    for batch, value in enumerate(values):
+        average += quantization.weight_of_batch(batch) * (value - average)
+    weights = 0.9 ** np.arange(20)[::-1]
+    assert average == pytest.approx(np.average(values, weights=weights))
+
+
+def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
+    """The input of the first convolution is the images. Ranges are not trained, and rounding has the gradient 1."""
+    args = parse("--qat", "--kernels", "paddle", "--cuda-graph", "false")
+    main, startup = static.Program(), static.Program()
+    fetchs, lr_scheduler, _, _ = program.build(args, main, startup, 3)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    compiled = program.compile_prog(args, main)
+    random, expected = np.random.RandomState(0), 0.0
+    gradients = [f"conv2d_0.w_0.quantized{end}" for end in ("", "@GRAD")] + ["conv2d_0.w_0", "conv2d_0.w_0@GRAD"]
+    for batch in range(3):
+        images = random.randn(8, 3, 32, 32).astype("float32") * (batch + 1)
+        labels = random.randint(0, 3, (8, 1))
+        compiled.write_scalars()
+        before = np.array(static.global_scope().find_var("conv2d_0.w_0").get_tensor())
+        quantized, over, _, gradient = exe.run(compiled, {"data": images, "label": labels}, gradients)
+        lr_scheduler.batch += 1
+        expected += quantization.weight_of_batch(batch) * (np.abs(images).max() - expected)
+        actual = np.array(static.global_scope().find_var(quantization.range_name(0)).get_tensor())
+        assert actual.item() == pytest.approx(expected, rel=1e-6)
+        np.testing.assert_array_equal(over, gradient)
+        levels, scales = quantization.quantized(before, 0, 8)
+        np.testing.assert_allclose(quantized, levels * scales, rtol=1e-5, atol=1e-7)
+        assert len(np.unique(levels)) > 50
+
+
+def test_qat_keeps_accuracy_of_float_network_and_exports_it(run_train, photos, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    flags = ["--epochs", "8", "--save-interval", "8"]
+    code, report = run_train(*flags)
+    assert code == 0 and phase(report, [7], "val.")["top1"] == 1
+    flags = ["--lr", "0.005", "--from-pretrained-params", tmp_path / "output/Tiny/7"]
+    code, report = run_train("--qat", *flags, "--output-dir", tmp_path / "qat")
+    assert code == 0 and phase(report, [0], "val.")["top1"] == 1
+    checkpoint = tmp_path / "qat/Tiny/0"
+    for engine in ("onnxruntime", "tensorrt"):
+        capsys.readouterr()
+        export.export(checkpoint, tmp_path / engine, int8=engine, verify=photos)
+        out = capsys.readouterr().out
+        assert f"model.onnx: INT8 for {engine}, ranges of --qat" in out
+        assert "onnxruntime: top1 1, " in out
+    network = inference.load_checkpoint(checkpoint)
+    images = np.random.RandomState(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
+    _, expected = network.model(logits=True).outputs(images)
+    # With int8 levels everywhere, only rounding differs from the evaluated program.
+    _, actual = inference.open_onnx(tmp_path / "tensorrt/model.onnx", "cpu", logits=True).outputs(images)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=0.03 * np.abs(expected).max())
+    _, paddle_inference = inference.open_paddle(tmp_path / "tensorrt", "cpu", logits=True).outputs(images)
+    np.testing.assert_allclose(paddle_inference, expected, rtol=0, atol=0.03 * np.abs(expected).max())
+    # --onnx alone also writes the quantized network.
+    description = export.export(checkpoint, tmp_path / "onnx", onnx=True, uint8=True)
+    assert (tmp_path / "onnx/model.onnx").stat().st_size < (tmp_path / "onnx/model.pdiparams").stat().st_size
+    assert "int8" not in description
+
+
+def test_qat_resumes_bit_identically(checkpoint, run_train, stop_before, tmp_path):
+    flags = [*THREE, "--from-pretrained-params", checkpoint, "--ema", "0.9", "--resume"]
+    code, report = run_train(*flags)
+    assert code == 0
+    elsewhere = ["--output-dir", tmp_path / "stopped"]
+    stop_before(train_step=4)
+    code, first = run_train(*flags, *elsewhere)
+    assert code == 75
+    stop_before()
+    code, second = run_train(*flags, *elsewhere)
+    assert code == 0
+    assert losses(first) | losses(second) == losses(report)
+    for suffix in ("pdparams", "pdema"):
+        expected, actual = (read(tmp_path / name / "Tiny/2", suffix) for name in ("output", "stopped"))
+        assert len(ranges(expected)) == 14
+        for name, value in expected.items():
+            np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mixup", "0.4", "--dropout", "0.2", "--drop-path", "0.2"],
+        ["--asp", "--prune-model"],
+        ["--accumulate-steps", "2", "--sizes", "24:0,32:1", "--epochs", "2"],
+    ],
+    ids=["mixup", "asp", "stages"],
+)
+def test_evaluation_of_checkpoint_matches_that_of_training(trained, run_train, photos, tmp_path, flags):
+    """Activations have the same numbers in training, evaluation and export."""
+    pytest.importorskip("onnxruntime")
+    checkpoint, report = trained(*flags)
+    checkpoint = sorted(checkpoint.parent.glob("[0-9]"))[-1]
+    expected = phase(report, [int(checkpoint.name)], "val.")
+    code, report = run_train("--run-scope", "eval_only", "--from-checkpoint", checkpoint)
+    assert code == 0
+    assert phase(report, [], "val.")["loss"] == expected["loss"]
+    export.export(checkpoint, tmp_path / "exported", verify=photos)
+
+
+def test_captured_step_matches_uncaptured_step(run_train, tmp_path, fake):
+    flags = [*THREE, *NHWC, "--kernels", "native"]
+    code, expected = run_train(*flags, "--cuda-graph", "false")
+    assert code == 0
+    code, report = run_train(*flags, "--output-dir", tmp_path / "captured")
+    assert code == 0 and fake.made[0].launches > 0
+    assert losses(report) == losses(expected)
+    expected, actual = (read(tmp_path / name / "Tiny/2") for name in ("output", "captured"))
+    assert ranges(actual) == ranges(expected)
+
+
+def test_two_processes_average_ranges(launch, tmp_path):
+    """Each process follows its own images; checkpoints contain the mean."""
+    launch(2, "--qat", "--batch-size", "4", "--parameters", tmp_path)
+    first, second = (dict(np.load(tmp_path / f"epoch0_rank{rank}.npz")) for rank in range(2))
+    assert len(ranges(first)) == 14 and ranges(first) == ranges(second) == ranges(read(tmp_path / "output/Tiny/0"))
+
+
+def test_training_without_qat_may_start_from_its_weights(trained, run_train):
+    folder, _ = trained()
+    code, _ = run_train("--from-pretrained-params", folder)
+    assert code == 0
+
+
+def test_weights_without_ranges_are_an_error_unless_training_starts(checkpoint, run_train, capsys):
+    for flags in (["--run-scope", "eval_only"], ["--last-epoch-of-checkpoint", "None"]):
+        assert run_train("--qat", "--from-checkpoint", checkpoint, *flags, "--overwrite")[0] == 2
+        message = "was trained without --qat; use --from-pretrained-params to train with --qat, or remove --qat"
+        assert_one_error(capsys.readouterr().err, [str(checkpoint), message])
+
+
+def test_calibration_of_a_qat_checkpoint_is_an_error(trained, photos, tmp_path, capsys):
+    folder, _ = trained()
+    flags = ["--int8", "--calibrate", str(photos)]
+    assert export.main([str(folder), str(tmp_path / "exported"), *flags]) == 2
+    assert "has the ranges of --qat; remove --calibrate" in capsys.readouterr().err
