@@ -149,8 +149,8 @@ def _network(add):
     add(
         "--qat",
         **_switch(),
-        help="quantization-aware training: round weights and activations to INT8 in the forward pass (use trained weights, "
-        "with --from-pretrained-params)",
+        help="quantization-aware training: round weights and activations to INT8 in the forward pass, normally of a "
+        "trained network (--from-pretrained-params)",
     )
 
 
