@@ -182,9 +182,9 @@ def advise_on_loader(args, epoch, trained):
 
 
 def _loader_flag(args):
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
-    if args.dali_num_threads < cores:
-        return f"--dali-num-threads {cores}"
+    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("PADDLE_LOCAL_SIZE", "1")) - 2
+    if args.dali_num_threads < threads:
+        return f"--dali-num-threads {threads}"
     if args.dali_device == "cpu":
         return "--dali-device gpu"
     if args.hw_decoder_load < 0.9:

@@ -229,7 +229,7 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"dali_num_threads": 2}, "--dali-num-threads 8"),  # 16 cores are shared by two processes
+        ({"dali_num_threads": 2}, "--dali-num-threads 6"),  # 8 of 16 cores per process, minus two
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
         ({}, "--cpu-decoder-load 0.1"),
