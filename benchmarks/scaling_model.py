@@ -132,10 +132,10 @@ def table(setup, measured, gpus=GPUS, file_bytes=110e3):
     """Return a Markdown table of measured and predicted speeds by number of GPUs."""
     fitted, worst = fit(setup, measured), fit_jitter(setup, measured)
     alone, overhead, jitter = (f"{seconds * 1e3:.2f} ms" for seconds in fitted)
-    columns = ["GPUs", "all-reduces ms", "exposed ms", "step ms", "images/s", "efficiency", "worst case"]
+    columns = ["GPUs", "all-reduces ms", "exposed ms", "step ms", "images/s", "efficiency", "jitter only"]
     columns += ["GB/s per node"]
     lines = [
-        f"Step of one GPU {alone}, overhead {overhead}, jitter {jitter}; worst case: jitter {worst[2] * 1e3:.2f} ms",
+        f"Step of one GPU {alone}, overhead {overhead}, jitter {jitter}; jitter only: {worst[2] * 1e3:.2f} ms",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
