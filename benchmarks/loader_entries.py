@@ -47,10 +47,11 @@ def make_files(root, entries):
 
 
 def measure(image_root, data_format):
-    """Print the seconds for imports and to the first batch, then images/s after it, and peak resident memory in MB."""
+    """Print the import time in s, the time to the first batch in s, the speed after it in images/s, and the peak
+    resident memory in MB."""
     start = perf_counter()
     import config
-    import paddle_resnet  # noqa: F401  must precede any import of Paddle, whose environment it sets
+    import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle
     from paddle_resnet import dali, resolution
     from utils.mode import Mode
 
@@ -105,7 +106,7 @@ def main():
 
 
 def run(root, data_format):
-    """Call measure in a separate process, and return the numbers that the process prints."""
+    """Call measure in a separate process and return the numbers that the process prints."""
     command = [sys.executable, __file__, "--measure", str(root / data_format), data_format]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [float(number) for number in done.stdout.splitlines()[-1].split()]

@@ -2,8 +2,8 @@
 batches in memory.
 
 Both loaders apply the augmentation of ImageNet training (random-resized crop to 224, flip, normalization, float32 NCHW)
-with batches of 32 and two threads or worker processes. They run in turn, each time in a new process that measures 40
-batches after 20 warm-up batches. The table also reports images per second of processor time, which other programs on
+with batches of 32 and two threads or worker processes. The loaders run in turn. Each run is a new process that measures
+40 batches after 20 warm-up batches. The table also reports images per second of processor time, which other programs on
 the machine hardly affect.
 
     python benchmarks/loader_peers.py compare DIR --torch-python PYTHON
@@ -26,7 +26,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def measure(batches):
-    """Return (images/s, images per second of processor time) of an endless iterator over batches."""
+    """Read batches from an endless iterator and return (images/s, images per second of processor time)."""
     for _ in range(WARMUP):
         next(batches)
     start, cpu_start = perf_counter(), cpu_time()
@@ -70,7 +70,7 @@ def torchvision(root, decode):
 
     transform = v2.Compose(
         [
-            # No antialiasing, like --interp linear. Pillow cannot disable it.
+            # For comparability, disable antialiasing, as --interp linear does. Pillow always applies antialiasing.
             v2.RandomResizedCrop(SIDE, antialias=decode == "pil"),
             v2.RandomHorizontalFlip(),
             v2.ToImage(),

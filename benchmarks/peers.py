@@ -1,5 +1,5 @@
 """Compare the speed of this project with PyTorch on one GPU: training and evaluation, with synthetic images and JPEG
-files. --rows "two GPUs" measures training with synthetic images on two GPUs. --arch selects the networks.
+files. With --rows "two GPUs", train on two GPUs with synthetic images. --arch selects the networks.
 
     python benchmarks/peers.py run --image-root DIR --torch-python PYTHON --output results.jsonl
     python benchmarks/peers.py run --rows synthetic --arch ResNet50 --arch MobileNetV2 --torch-python PYTHON
@@ -10,9 +10,9 @@ for a baseline. All processes do the same work: AMP in float16, channels last, S
 except on BN, label smoothing 0.1, and loss, top1 and top5 of each step, which the host reads one step later. All GPU
 work is complete when the clock starts and when it stops. Baselines use the usual settings: torch.autocast and
 GradScaler, cuDNN's algorithm search and a fused optimizer. torch.compile also compiles the loss and the accuracy. This
-project and the baselines decode with DALI's mixed decoder and the same settings. The baselines use DALI's default, the
-dynamic executor; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to 4
-channels, as its recipes do; the baselines use 3 channels. In an evaluation, all parameters of a baseline are float16.
+project and the baselines decode with DALI's mixed decoder and the same settings. The baselines use the dynamic
+executor, DALI's default; this project uses the older executor (see paddle_resnet/dali.py). This project pads images to
+4 channels, as its recipes do; the baselines use 3 channels. In an evaluation, all parameters of a baseline are float16.
 On two GPUs, the batch size per process is the same as on one GPU, and baselines train with DistributedDataParallel.
 
 "first step" is the time from the start of the process until the host has the loss of the first step. PyTorch starts
@@ -45,7 +45,7 @@ TIMM = {  # {--arch: name of the same network in timm}
     "ResNet101": "resnet101",
     "ResNet152": "resnet152",
     "ResNet50_vd": "resnet50d",
-    "SE_ResNet50_vd": "seresnet50",  # without the deep stem and the averaging shortcuts
+    "SE_ResNet50_vd": "seresnet50",  # timm's network lacks the deep stem and the average pooling in the shortcuts
     "ResNeXt50_32x4d": "resnext50_32x4d",
     "MobileNetV2": "mobilenetv2_100",
     "MobileNetV3_Large": "mobilenetv3_large_100",
@@ -77,7 +77,8 @@ WORKER_FLAGS = ("image_root", "device", "batch_size", "crop_size", "threads", "s
 
 
 def run(args):
-    """Measure the rows in turn, --repeats times, and append a JSON line to --output after each measurement."""
+    """Measure every row --repeats times, alternating between the rows, and append a JSON line to --output per
+    measurement."""
     rows = choose(args.rows)
     if args.image_root is None and any("JPEG" in row for row in rows):
         sys.exit("--image-root: not set; set it to a folder with train/ and val/, or add --rows synthetic")
@@ -94,8 +95,8 @@ def run(args):
 
 
 def choose(wanted):
-    """Return the rows whose names contain one of the texts. Rows for two GPUs are only returned for texts that contain
-    "two GPUs"."""
+    """Return the rows whose names contain at least one of the `wanted` strings. A row for two GPUs is returned only if
+    a matching string contains "two GPUs"."""
     if not wanted:
         return DEFAULT_ROWS
     return [row for row in ROWS if any(text in row and (TWO in text or TWO not in row) for text in wanted)]
@@ -254,7 +255,8 @@ def worker(args):
             torch.cuda.synchronize()
 
     batches = iter(torch_batches(args, training, device))
-    previous = [metric.clone() for metric in step(*next(batches))]  # a CUDA graph reuses its outputs
+    # Copies, because the next replay of a CUDA graph overwrites its outputs.
+    previous = [metric.clone() for metric in step(*next(batches))]
     loss, first_step_at = previous[0].item(), time.time()
     for i in range(1, args.warmup_steps + args.steps):
         if i == args.warmup_steps:
@@ -289,14 +291,14 @@ def torch_batches(args, training, device):
             yield images, labels
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-    # Without the reader's size, the iterator never ends an epoch. Likewise, this project's benchmark excludes the time
-    # between epochs.
+    # If the iterator does not know the size of the reader, it never ends an epoch. The measurement therefore excludes
+    # the time between epochs, like the benchmark of this project.
     for batch in DALIGenericIterator([dali_pipeline(args, training, device)], ["data", "label"], auto_reset=False):
         yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
 
 
 def dali_pipeline(args, training, device):
-    """Build the pipeline that paddle_resnet.dali builds with default flags, but without the fourth channel."""
+    """Build the same pipeline as paddle_resnet.dali with default flags, but without the fourth channel."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"

@@ -3,19 +3,20 @@
 See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains the resulting table. The step time of a job is
 the sum of
 - the step time of one GPU;
-- the exposed part of the all-reduces, which are rings: within a node, they follow the backward pass, so they are
-  entirely exposed; between nodes, buckets overlap with the backward pass, and at least one bucket is exposed;
+- the exposed part of the ring all-reduces. Within a node, all-reduces follow the backward pass and are entirely
+  exposed. Between nodes, buckets overlap with the backward pass, and at least one bucket is exposed;
 - a constant if there are several nodes (Setup.several_nodes_s);
-- a loss fitted to measurements: either a constant overhead, or jitter, because a job waits for the slowest of n steps.
-  On H200s, the loss is constant: 2 and 4 GPUs both lose 0.9 ms, including the all-reduces, because active NVLink draws
-  26 W of each GPU's power limit of 700 W (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+- lost time that is fitted to measurements: either a constant overhead, or jitter, because a job waits for the slowest
+  of n GPUs. On H200s, the lost time is constant: jobs of 2 and 4 GPUs both lose 0.9 ms, including the all-reduces,
+  because active NVLink draws 26 W of each GPU's power limit of 700 W (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 """
 
 import argparse
 import math
 from dataclasses import dataclass
 
-# ResNet-50 on H200s, AMP O2, NHWC, 256 synthetic images per GPU: {GPUs: images/s}, medians from benchmarks/.
+# Measured speed of ResNet-50 on H200s with AMP O2, NHWC and 256 synthetic images per GPU: {GPUs: images/s}. The values
+# are medians from benchmarks/.
 MEASURED = {1: 8338.0, 2: 16203.0, 4: 32408.0}
 GPUS = (8, 64, 1024)
 
@@ -27,16 +28,16 @@ class Setup:
     Attributes:
         batch: images per GPU and step.
         gradient_bytes: bytes that each GPU all-reduces per step.
-        buckets: all-reduces per step between nodes, which overlap with the backward pass. Within a node, a single
-            all-reduce follows the backward pass.
+        buckets: number of all-reduces per step in a job of several nodes. They overlap with the backward pass. Within
+            a node, a single all-reduce follows the backward pass.
         gpus_per_node: GPUs that NVLink connects.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
         network: bytes/s that a node sends to other nodes, over all adapters.
         latency_s: seconds per hop of an all-reduce between nodes, regardless of the message size.
         backward: fraction of a one-GPU step spent in the backward pass, which can overlap with transfers between nodes.
         several_nodes_s: additional seconds per step on several nodes, because a step is not a CUDA graph and NCCL's
-            kernels take multiprocessors from the backward pass. Measured on two GPUs of one node: 32.10 ms, of which
-            0.03 are exposed, instead of 31.59, of which 0.17 are exposed.
+            kernels take multiprocessors from the backward pass. On two GPUs of one node, a step took 32.10 ms with
+            0.03 ms of exposed communication, instead of 31.59 ms with 0.17 ms.
     """
 
     batch: int = 256
@@ -53,9 +54,9 @@ class Setup:
 def all_reduce_s(setup, gpus, size):
     """Return the seconds that an all-reduce of `size` bytes takes.
 
-    Within a node, the all-reduce is a ring: each GPU sends 2 (n-1)/n of the bytes. The same applies to the nodes on the
-    network; the GPUs of a node divide the bytes among themselves, so that the node sends them once. The latency is that
-    of a tree.
+    Within a node, the all-reduce is a ring: each of n GPUs sends 2 (n-1)/n of the bytes. Between nodes, the all-reduce
+    is also a ring. The GPUs of a node divide the bytes among themselves, so that the node sends each byte once. The
+    latency grows with the logarithm of the number of nodes, like that of a tree.
     """
     local = min(gpus, setup.gpus_per_node)
     nodes = math.ceil(gpus / setup.gpus_per_node)
@@ -66,8 +67,9 @@ def all_reduce_s(setup, gpus, size):
 
 
 def exposed_s(setup, gpus, step_s):
-    """Return the seconds of exposed communication per step. Within a node, all communication is exposed; between nodes,
-    the part that exceeds the backward pass, but at least the last bucket, whose gradients are computed last."""
+    """Return the seconds of exposed communication per step. Within a node, all communication is exposed. Between nodes,
+    the exposed time is the part that exceeds the backward pass, but at least the time of the last bucket, because its
+    gradients are computed last."""
     if gpus <= setup.gpus_per_node:
         return all_reduce_s(setup, gpus, setup.gradient_bytes)
     bucket = all_reduce_s(setup, gpus, setup.gradient_bytes / setup.buckets)
@@ -78,8 +80,8 @@ def fit(setup, measured):
     """Fit `step = step of one GPU + exposed + overhead + jitter sqrt(2 ln n)` to measurements within a node.
 
     The overhead is independent of the number of GPUs, for example because NVLink draws power. The jitter is the
-    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither can be negative. If there is
-    only one measurement with several GPUs, the loss is attributed to overhead, which is the best case.
+    standard deviation of a GPU's step time; a job waits for the slowest of n GPUs. Neither value can be negative. If
+    there is only one measurement with several GPUs, the lost time is attributed to overhead, which is the best case.
 
     Args:
         setup: Setup.
@@ -98,7 +100,8 @@ def fit(setup, measured):
 
 
 def fit_jitter(setup, measured):
-    """Like fit, but attribute the loss to jitter, which is the worst case, because it grows with the number of GPUs."""
+    """Like fit, but attribute the lost time to jitter. This is the worst case, because jitter grows with the number of
+    GPUs."""
     alone, rows = _losses(setup, measured)
     return alone, 0.0, max(0.0, sum(x * y for x, y in rows) / sum(x * x for x, _ in rows))
 

@@ -51,7 +51,7 @@ def command(row, common, python, folder):
 
 
 def measure(row, common, python, limit_s):
-    """Run a measurement. Return its metrics, or {"error": the last line of output of its first process}."""
+    """Run a measurement. Return its metrics, or {"error": the last line that its first process printed}."""
     with tempfile.TemporaryDirectory() as folder:
         arguments, environment = command(row, common, python, folder)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -59,7 +59,7 @@ def measure(row, common, python, limit_s):
         try:
             output, errors = process.communicate(timeout=limit_s)
         except BaseException as e:
-            os.killpg(process.pid, signal.SIGKILL)  # includes the launcher's processes
+            os.killpg(process.pid, signal.SIGKILL)  # kills the launcher's processes too
             process.wait()
             if isinstance(e, subprocess.TimeoutExpired):
                 return {"error": f"not finished after {limit_s:g} s", "command": arguments}

@@ -1,4 +1,4 @@
-"""Tests of those parts of benchmarks/peers.py that require neither PyTorch nor a GPU."""
+"""Tests of the parts of benchmarks/peers.py that require neither PyTorch nor a GPU."""
 
 import importlib.util
 import sys
@@ -19,7 +19,7 @@ def parse(monkeypatch, *arguments):
 
 
 @pytest.mark.parametrize("task", sorted({task for task, _, _ in peers.ROWS.values()}))
-def test_benchmark_command_has_known_flags(monkeypatch, tmp_path, task):
+def test_benchmark_command_uses_known_flags(monkeypatch, tmp_path, task):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,2")
     args = parse(monkeypatch, "run", "--image-root", "photos", "--batch-size", "64", "--steps", "7", "--threads", "3")
     python, *launcher = peers.own_command(args, "ResNet18", task, tmp_path / "report.json")
@@ -38,7 +38,7 @@ def test_benchmark_command_has_known_flags(monkeypatch, tmp_path, task):
 
 
 def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
-    """The test reads the report of a real benchmark and the error of a run that fails."""
+    """Read the report of a real benchmark, and the error message of a failed run."""
     flags = ["--benchmark", "--benchmark-steps", "2", "--benchmark-warmup-steps", "1", "--run-scope", "train_only"]
     code, entries = run_train(*flags)
     assert code == 0
@@ -52,7 +52,7 @@ def test_measurement_reads_report_or_error(monkeypatch, run_train, tmp_path):
     assert f"{tmp_path}/nowhere" in result["error"]
 
 
-def test_table_has_medians_and_ratios():
+def test_table_contains_medians_and_ratios():
     task = "train, synthetic"
     own, eager, compiled = (f"{task}: {who}" for who in ("paddle_resnet", "PyTorch eager", "PyTorch compile"))
     results = [

@@ -1,4 +1,4 @@
-"""Tests of the arithmetic in benchmarks/scaling_model.py."""
+"""Tests of the formulas in benchmarks/scaling_model.py."""
 
 import importlib.util
 import math
@@ -14,12 +14,12 @@ spec.loader.exec_module(model)
 SETUP = model.Setup()
 
 
-def test_all_reduce_time_of_one_and_several_nodes():
+def test_all_reduce_time_within_and_between_nodes():
     setup = replace(SETUP, nvlink=100e9, network=10e9, latency_s=1e-3)
     assert model.all_reduce_s(setup, 1, 1e9) == 0
     assert model.all_reduce_s(setup, 2, 1e9) == pytest.approx(0.01)
     assert model.all_reduce_s(setup, 8, 1e9) == pytest.approx(2 * 7 / 8 * 0.01)
-    # Two nodes also send the bytes over the network, in two hops.
+    # In a job of two nodes, the bytes also cross the network, in two hops.
     assert model.all_reduce_s(setup, 16, 1e9) == pytest.approx(2 * 7 / 8 * 0.01 + 0.1 + 2 * 1e-3)
     assert model.all_reduce_s(setup, 1024, 1e9) == pytest.approx(0.0175 + 2 * 127 / 128 * 0.1 + 2 * 7 * 1e-3)
 
@@ -29,7 +29,7 @@ def test_communication_within_a_node_is_exposed():
     assert model.exposed_s(SETUP, 8, 1.0) == model.all_reduce_s(SETUP, 8, SETUP.gradient_bytes) > 0
 
 
-def test_several_nodes_have_cost_of_uncaptured_steps():
+def test_jobs_of_several_nodes_pay_for_uncaptured_steps():
     fast_network = replace(SETUP, network=1e15, latency_s=0.0, buckets=1000)
     fitted = model.fit(fast_network, model.MEASURED)
     one, two = (model.predict(fast_network, fitted, n) for n in (8, 16))
@@ -57,7 +57,7 @@ def test_fit_recovers_parameters_of_simulated_measurements(overhead, jitter):
         assert model.predict(SETUP, fitted, n)["ips"] == pytest.approx(ips)
 
 
-def test_best_and_worst_case_agree_at_two_measurements():
+def test_best_and_worst_case_agree_if_there_are_two_measurements():
     measured = {n: model.MEASURED[n] for n in (1, 2)}
     best, worst = model.fit(SETUP, measured), model.fit_jitter(SETUP, measured)
     for n, ips in measured.items():
@@ -67,7 +67,7 @@ def test_best_and_worst_case_agree_at_two_measurements():
         assert model.predict(SETUP, worst, n)["efficiency"] < model.predict(SETUP, best, n)["efficiency"] < 1
 
 
-def test_superlinear_scaling_has_zero_cost():
+def test_superlinear_scaling_is_fitted_with_zero_overhead_and_jitter():
     _, overhead, jitter = model.fit(SETUP, {1: 1000.0, 2: 2100.0})
     assert (overhead, jitter) == (0, 0)
 
@@ -80,7 +80,7 @@ def test_efficiency_decreases_with_gpus_and_increases_with_network_speed():
     assert model.predict(slow, fitted, 64)["efficiency"] < model.predict(SETUP, fitted, 64)["efficiency"] / 2
 
 
-def test_one_measurement_is_an_error(capsys):
+def test_single_measurement_is_an_error(capsys):
     with pytest.raises(ValueError, match="larger number"):
         model.fit(SETUP, {1: 6873.0})
     with pytest.raises(SystemExit):
@@ -100,7 +100,7 @@ def test_documented_table_matches_script_output(capsys):
     assert printed in (ROOT / "docs/scaling.md").read_text()
 
 
-def test_flags_change_the_model(capsys):
+def test_flags_change_the_prediction(capsys):
     model.main(["--measured", "1:1000", "2:1900", "--batch", "100", "--gpus-per-node", "4", "--file-kb", "200"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows[1][4] == "1,000 (measured 1,000)"

@@ -23,7 +23,7 @@ def test_row_sets_flags_and_environment():
     assert row == ("two", {"GPUS": "0,1", "NCCL_ALGO": "Ring"}, ["--lr", "0.1", "--row-like", "a=b"])
     arguments, environment = sweep.command(row, ["--seed", "3"], "python", "/tmp")
     assert arguments[:5] == ["python", "-m", "paddle.distributed.launch", "--gpus", "0,1"]
-    # The flags of a row override the common flags.
+    # Flags of a row override the common flags.
     assert arguments.index("train.py") < arguments.index("--seed") < arguments.index("--lr")
     assert environment["NCCL_ALGO"] == "Ring" and environment["PATH"] == os.environ["PATH"]
     arguments, environment = sweep.command(sweep.parse_row("second: GPUS=1"), [], "python", "/tmp")
@@ -60,9 +60,9 @@ def test_rows_alternate_and_failures_are_counted(tmp_path, capsys):
     assert plain[1] == "2"
     low, high = sorted(results[i]["ips"] for i in (0, 2))
     assert plain[2:4] == [f"{(low + high) / 2:,.0f}", f"{low:,.0f} to {high:,.0f}"]
-    assert plain[7] == f"{results[0]['loss']:.7g}"  # both runs have the same loss
+    assert plain[7] == f"{results[0]['loss']:.7g}"  # both rows report the same loss
 
 
-def test_evaluation_is_measured(capsys):
+def test_evaluation_can_be_measured(capsys):
     assert sweep.main(["--repeats", "1", "--flags", FLAGS, "--row", "evaluation: --run-scope eval_only"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split(" | ")[:2] == ["| evaluation", "1"]

@@ -1,4 +1,4 @@
-"""Changes between a checkpoint and the run that resumes from it, and changes to the output folder during a run."""
+"""Resuming after changes to the data or to Paddle, and changes to the output folder during a run."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from utils.errors import UsageError
 
 
 def test_resumed_run_writes_identical_files(run_train, tmp_path):
-    """Regression: the learning rate had shape () before a resume and shape (1,) after it."""
+    """Regression test: the learning rate had the shape () before a resume and the shape (1,) after it."""
     assert run_train("--epochs", "2")[0] == 0
     expected = {end: (tmp_path / f"output/Tiny/1/tiny.{end}").read_bytes() for end in ("pdparams", "pdopt")}
     shutil.rmtree(tmp_path / "output/Tiny/1")
@@ -46,7 +46,7 @@ def test_different_paddle_version_triggers_warning(capsys):
     meta = {"paddle_version": "2.5.1", "arguments": {}, "world_size": 1}
     restore._log_environment_changes(meta)
     assert "the checkpoint is from Paddle 2.5.1, but this is " in capsys.readouterr().err
-    del meta["paddle_version"]  # older versions do not write this field
+    del meta["paddle_version"]  # older versions did not write this field
     restore._log_environment_changes(meta)
     assert capsys.readouterr().err == ""
 
@@ -104,7 +104,7 @@ def test_deleted_lock_is_acquired_again(tmp_path, capsys):
 
 
 def test_run_stops_writing_if_other_run_has_lock(run_train, tmp_path, monkeypatch, capsys):
-    """If .lock is deleted, a second run can start in the same folder."""
+    """Delete .lock, so that a second run can start in the same folder while the first run continues."""
     from paddle_resnet import program
 
     root, real, holders = tmp_path / "output/Tiny", program.run_and_save, []
@@ -131,7 +131,7 @@ def test_run_stops_writing_if_other_run_has_lock(run_train, tmp_path, monkeypatc
 
 
 def test_closed_stdout_does_not_prevent_checkpoint(photos, tmp_path):
-    """In `train.py | head -1`, head closes stdout while the run continues."""
+    """Simulate `train.py | head -1`, where head closes its end of the pipe while the run continues."""
     places = ["--image-root", photos, "--output-dir", tmp_path, "--report-file", tmp_path / "report.json"]
     reader, writer = os.pipe()
     os.close(reader)

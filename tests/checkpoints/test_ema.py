@@ -1,4 +1,4 @@
-"""Runs with --ema: evaluation, saving, resuming, export and prediction."""
+"""Runs with --ema: evaluation, checkpoints, resuming, export and prediction."""
 
 import pickle
 import shutil
@@ -19,7 +19,7 @@ EPOCH = "Tiny/2"
 
 @pytest.fixture
 def averaged(once, run_train, tmp_path):
-    """Return a copy of the output folder of a run with --ema, and its report entries. All tests share the run."""
+    """Copy the output folder of a run with --ema; return the copy and the report entries. All tests share the run."""
 
     def make(folder):
         code, report = run_train(*EMA, "--output-dir", folder / "output")
@@ -47,7 +47,7 @@ def test_averages_do_not_change_training_losses(run_train, averaged):
         assert (result[key] == expected[key]) == (key[1] != "val"), key
 
 
-def test_evaluation_uses_averages_unless_path_is_a_file(run_train, averaged, capsys):
+def test_evaluation_uses_averages_unless_path_is_a_weights_file(run_train, averaged, capsys):
     folder, report = averaged
     assert weights(folder / EPOCH).keys() == weights(folder / EPOCH, "pdparams").keys()
     for epoch in range(3):
@@ -76,7 +76,8 @@ def test_prediction_and_export_use_averages(averaged, photos, tmp_path, capsys):
     assert "the averages of --ema" in capsys.readouterr().err
     for name in ("conv2d_3.w_0", "batch_norm_3.w_1", "linear_0.b_0"):
         np.testing.assert_array_equal(network.parameter(name), expected[name])
-    export.export(folder, tmp_path / "export", verify=photos)  # verify compares with the recorded evaluation
+    # --verify compares with the evaluation recorded in the checkpoint.
+    export.export(folder, tmp_path / "export", verify=photos)
 
 
 @pytest.mark.parametrize("kernels", ["paddle", "native"])
@@ -96,7 +97,7 @@ def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp
     assert code == 75
     first = losses(report)
     stop_before()
-    code, report = run_train(*flags, "--resume")  # inherits --ema
+    code, report = run_train(*flags, "--resume")  # --resume inherits --ema
     assert code == 0
     assert first | losses(report) == pickle.loads((uninterrupted / "losses").read_bytes())
     expected = weights(uninterrupted / EPOCH)
@@ -105,7 +106,8 @@ def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp
 
 
 def test_resume_adds_or_removes_averages(run_train, tmp_path, capsys):
-    """If a checkpoint has no averages, they start with its weights; --ema None ignores existing averages."""
+    """If the checkpoint contains no averages, the averages start with its weights. With --ema None, averages in the
+    checkpoint are ignored."""
     assert run_train(*FLAGS, "--epochs", "1")[0] == 0
     output = tmp_path / "output/Tiny"
     assert not list(output.glob("*/*.pdema"))

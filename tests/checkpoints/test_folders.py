@@ -1,4 +1,4 @@
-"""Checkpoint folders, tested without a network: validity, state after a kill, listing and deletion."""
+"""Checkpoint folders, tested without a network: validity checks, recovery after SIGKILL, listing and deletion."""
 
 import errno
 import json
@@ -28,14 +28,14 @@ def test_commit_records_size_and_digest_of_each_file(tmp_path):
     meta = folders.verify(folder)
     assert meta["best"] == best
     assert meta["rate"] == 0.1
-    # printf abc | sha256sum
+    # The digest is the output of `printf abc | sha256sum`.
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert meta["files"]["a.pdparams"] == {"size": 3, "sha256": expected}
     assert names(tmp_path) == ["3_40"]
 
 
 def test_commit_flushes_files_before_rename(tmp_path, monkeypatch):
-    """The flush order is: files, their folder, the folder that contains the new name."""
+    """The order is: flush the files, then their folder, then the parent folder after the rename."""
     flushed, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
     write_checkpoint(tmp_path, "3")
@@ -89,7 +89,7 @@ def test_flipped_bit_in_meta_json_is_detected_or_harmless(tmp_path):
             harmless += 1
         except folders.DamagedError:
             pass
-    assert harmless < len(bits) / 8  # some flips turn one white-space character into another
+    assert harmless < len(bits) / 8  # a flip that replaces one white-space character with another is harmless
 
 
 def test_meta_json_with_unknown_format_is_rejected(tmp_path):
@@ -151,7 +151,7 @@ def test_deletion_keeps_files_of_other_programs(tmp_path, capsys):
     (tmp_path / "3").rename(tmp_path / "x")
     write_checkpoint(tmp_path, "3")
     (tmp_path / ".notes.partial").write_text("mine")
-    (tmp_path / "x").rename(tmp_path / ".3.replaced")  # the state after a kill
+    (tmp_path / "x").rename(tmp_path / ".3.replaced")  # state of the folder after SIGKILL
     folders.clean(tmp_path)
     folders.verify(tmp_path / "3")
     assert (tmp_path / "3/notes.txt").read_text() == "3"
@@ -197,17 +197,17 @@ def test_failed_deletion_logs_warning_and_invalidates_checkpoint(tmp_path, capsy
     assert folders.newest_first(tmp_path)[0] == []
     monkeypatch.undo()
     folder = write_checkpoint(tmp_path, "4")
-    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulates a kill after the first step
+    monkeypatch.setattr(folders, "_remove", lambda path: None)  # simulates SIGKILL after the first step
     folders.delete(folder)
     assert folders.newest_first(tmp_path)[0] == []
 
 
 def commit_in_a_child(root, form, fatal):
-    """In a child process, replace an older checkpoint 2 and delete checkpoint 1; kill the process before file change
+    """In a child process, replace checkpoint 2 and delete checkpoint 1. The child kills itself before file change
     number `fatal`, counted from 0.
 
     Returns:
-        the exit code, which is the number of changes if the process was not killed.
+        The exit code of the child. If the child was not killed, this is the number of changes.
     """
     changes = 0
 
@@ -220,7 +220,7 @@ def commit_in_a_child(root, form, fatal):
                 os.kill(os.getpid(), signal.SIGKILL)
             changes += 1
 
-    pid = os.fork()  # starting a new Python process would dominate the time of the test
+    pid = os.fork()  # fork, because starting a Python process would dominate the test time
     if pid == 0:
         try:
             sys.addaudithook(audit)
@@ -255,7 +255,7 @@ def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
         if form == "rename" or newest == "2":
             assert content["2"] == ("new" if newest == "2" else "old")  # clean() restores the older checkpoint
         else:
-            assert content.get("2", "old") == "old"  # the older checkpoint is replaced in place, so it can be lost
+            assert content.get("2", "old") == "old"  # an older checkpoint that is replaced in place can be lost
         assert damaged == []
         assert not [name for name in names(root) if name.startswith(".")]
         if code != -signal.SIGKILL:

@@ -1,5 +1,5 @@
-"""Weights of other projects: each format is read exactly, and damaged or hostile files are rejected without running
-code from them."""
+"""Weight files of other projects. Every supported format is read exactly; damaged and malicious files are rejected, and
+no code in them is executed."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def safetensors(entries, data, extra=b""):
 
 
 def whole(state):
-    """Serialize a state in each format; returns {file name: bytes}."""
+    """Serialize a state in each supported format and return {file name: bytes}."""
     raw = {str(i): array.tobytes() for i, array in enumerate(state.values())}
     entries, start = {"__metadata__": {"format": "pt"}}, 0
     for name, array in state.items():
@@ -58,13 +58,13 @@ def assert_equal(found, state):
 
 
 @pytest.mark.parametrize("name", whole(STATE))
-def test_every_format_returns_the_arrays(tmp_path, name):
+def test_every_format_returns_the_stored_arrays(tmp_path, name):
     assert_equal(read(tmp_path, name, whole(STATE)[name]), STATE)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 @pytest.mark.parametrize("name", whole(STATE))
-def test_floats_of_other_widths_become_float32(tmp_path, name, dtype):
+def test_float64_and_float16_become_float32(tmp_path, name, dtype):
     state = {"w": WEIGHT.astype(dtype)}
     assert_equal(read(tmp_path, name, whole(state)[name]), state)
 
@@ -77,18 +77,18 @@ def test_bfloat16_becomes_float32(tmp_path):
     assert_equal(read(tmp_path, "w.pth", zipped(value, {"0": data})), expected)
 
 
-def test_tensors_in_any_order_of_dimensions_and_several_in_a_storage(tmp_path):
+def test_tensors_may_be_permuted_and_share_a_storage(tmp_path):
     channels_last = np.arange(24, dtype=np.float32).reshape(2, 2, 2, 3).transpose(0, 3, 1, 2)
     value = {
         "a": tensor("0", (2, 3, 2, 2), (12, 1, 6, 3), 0, 27),
-        "b": tensor("0", (2, 1), (1, 99), 25, 27),  # the stride of a dimension of size 1 does not matter
+        "b": tensor("0", (2, 1), (1, 99), 25, 27),  # the stride of a dimension of size 1 is irrelevant
     }
     data = np.arange(27, dtype=np.float32).tobytes()
     found = read(tmp_path, "a.pth", zipped(value, {"0": data}))
     assert_equal(found, {"a": channels_last, "b": np.float32([[25], [26]])})
 
 
-def test_parameters_and_attributes_of_a_state_dict(tmp_path):
+def test_state_dict_may_contain_parameters_and_attributes(tmp_path):
     parameter = Call(Global("torch._utils", "_rebuild_parameter"), (tensor("0", (2,)), True, ()))
     table = opcodes(Call(Global("collections", "OrderedDict"), ())) + b"(" + opcodes("a") + opcodes(parameter) + b"u"
     attributes = opcodes({"_metadata": {"": {"version": 1}}}) + b"b"
@@ -99,7 +99,7 @@ def test_parameters_and_attributes_of_a_state_dict(tmp_path):
     assert_equal(read(tmp_path, "a.pth", buffer.getvalue()), {"a": BIAS})
 
 
-def test_files_that_torch_writes(tmp_path):
+def test_files_written_by_torch_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     state = {name: torch.from_numpy(array.copy()) for name, array in STATE.items()}
     state["conv.weight"] = torch.nn.Parameter(state["conv.weight"].to(memory_format=torch.channels_last))
@@ -213,10 +213,10 @@ def test_hostile_files_are_rejected(tmp_path, monkeypatch, name):
     with pytest.raises(UnreadableError) as error:
         read(tmp_path, name, data)
     assert reason in str(error.value)
-    assert os.listdir(tmp_path) == [name]  # nothing was executed
+    assert os.listdir(tmp_path) == [name]  # no code was executed
 
 
-def test_other_byte_order(tmp_path):
+def test_big_endian_archive_is_rejected(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("m/data.pkl", pickled({"w": tensor("0", (4,))}))
         archive.writestr("m/data/0", bytes(16))
@@ -225,7 +225,7 @@ def test_other_byte_order(tmp_path):
         foreign_files.read(tmp_path / "a.pth")
 
 
-def test_entries_of_an_archive_that_share_bytes(tmp_path):
+def test_archive_with_overlapping_entries_is_rejected(tmp_path):
     """The central directory of a zip archive may list the same bytes under many names."""
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("m/data.pkl", pickled({f"w{i}": tensor(str(i), (1000,)) for i in range(20)}))
@@ -241,8 +241,8 @@ def test_entries_of_an_archive_that_share_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("name", whole(STATE))
-def test_changed_bytes_are_an_error_or_other_numbers(tmp_path, name):
-    """Damage causes neither other exceptions nor large memory allocations."""
+def test_changed_bytes_raise_unreadable_error_or_change_values(tmp_path, name):
+    """Changed bytes cause neither other exceptions nor large memory allocations."""
     data, random = whole(STATE)[name], np.random.default_rng(0)
     tracemalloc.start()
     for _ in range(300):
@@ -260,7 +260,7 @@ def test_changed_bytes_are_an_error_or_other_numbers(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
-def test_paths_that_are_not_regular_files(tmp_path, kind):
+def test_path_that_is_not_a_regular_file_is_rejected(tmp_path, kind):
     path = tmp_path / "a.pth"
     {"missing": str, "folder": os.mkdir, "pipe": os.mkfifo}[kind](path)
     with pytest.raises(UnreadableError):

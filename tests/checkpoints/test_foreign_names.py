@@ -1,4 +1,5 @@
-"""Parameter names of other projects: every tensor is assigned to its parameter, or an error lists the mismatches."""
+"""Parameter names of other projects: each tensor is assigned to the right parameter, or an error lists the
+mismatches."""
 
 import contextlib
 import re
@@ -28,7 +29,7 @@ def dynamic():
 
 
 def of_vision(name, classes=5):
-    """Run a network of paddle.vision with random BN values; returns (state, images, logits)."""
+    """Run a paddle.vision network with random BN statistics and return (state, images, logits)."""
     random = np.random.default_rng(0)
     with dynamic():
         network = getattr(paddle.vision.models, name)(num_classes=classes)
@@ -42,7 +43,7 @@ def of_vision(name, classes=5):
 
 
 def as_torch(state, classifier):
-    """Convert a state to PyTorch's names and layout; torchvision and paddle.vision use the same layer names."""
+    """Convert a state of paddle.vision to PyTorch's names and layout. The layer names of torchvision are the same."""
     names = {"_mean": "running_mean", "_variance": "running_var"}
     found = {re.sub(r"_mean$|_variance$", lambda match: names[match[0]], key): value for key, value in state.items()}
     found[f"{classifier}.weight"] = found[f"{classifier}.weight"].T
@@ -68,7 +69,7 @@ def logits(arch, params, images):
     [("ResNet18", "resnet18", "fc"), ("ResNet50", "resnet50", "fc"), ("MobileNetV2", "mobilenet_v2", "classifier.1")],
 )
 def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
-    """This project's MobileNetV2 has a different epsilon, for which the converted scales compensate."""
+    """MobileNetV2 in this project has a different BN epsilon. The converted BN scales compensate for the difference."""
     family = MODELS[arch].module
     state, images, expected = of_vision(vision)
     assert foreign_names.number_of_classes(family, state) == 5
@@ -126,9 +127,9 @@ NAMES = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_names_of_other_projects(case):
-    """The state has only these tensors and one per block, so the error lists missing tensors but none that are left
-    over."""
+def test_names_of_other_projects_are_recognized(case):
+    """The state contains only the tensors of the case and one tensor per block. The error message therefore lists
+    missing tensors, but no tensor that is left over."""
     parameters = own(case.split(", ")[0])
     family = registered(case.split(", ")[0]).module
     state = {
@@ -143,7 +144,7 @@ def test_names_of_other_projects(case):
 
 
 def blocks_of(case):
-    """Return one tensor per block, named as in the project of the case."""
+    """Return one tensor per block, named as in the project that the case belongs to."""
     depths = {"ResN": (3, 4, 6, 3), "Mobi": (1, 2, 3, 4, 3, 3, 1), "Effi": (1, 2, 2, 3, 3, 4, 1)}[case[:4]]
     each = [(stage, i) for stage, depth in enumerate(depths) for i in range(depth)]
     if case.endswith("PaddleClas"):
@@ -185,13 +186,13 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("message", MISMATCHES)
-def test_tensors_that_do_not_match_are_rejected(tiny, message):
+def test_mismatched_tensors_are_rejected(tiny, message):
     state, parameters = tiny
     with pytest.raises(MismatchError, match=re.escape(message)):
         foreign_names.convert("resnet", changed(state, **MISMATCHES[message]), parameters)
 
 
-def test_long_lists_are_complete_in_the_lines(tiny):
+def test_error_lines_list_all_tensors(tiny):
     state, parameters = tiny
     extra = {f"extra{i}.weight": np.zeros(1, np.float32) for i in range(7)}
     with pytest.raises(MismatchError, match=r"7 left over: extra0.weight.*extra4.weight, \.\.\.\)") as error:
@@ -199,8 +200,8 @@ def test_long_lists_are_complete_in_the_lines(tiny):
     assert error.value.lines == [f"left over: {', '.join(extra)}"]
 
 
-def test_shortcuts_that_a_network_here_lacks_are_left_over(tiny):
-    """PaddleClas has a projection in the first shortcut of ResNet18; this project does not."""
+def test_shortcut_missing_in_this_project_is_left_over(tiny):
+    """The first shortcut of ResNet18 contains a projection in PaddleClas, but not in this project."""
     _, parameters = tiny
     state = {"blocks.0.short.conv.weight": np.zeros((64, 64, 1, 1), np.float32)}
     state |= {f"blocks.{n}.conv0.bn.bias": np.zeros(64, np.float32) for n in range(8)}
@@ -209,6 +210,6 @@ def test_shortcuts_that_a_network_here_lacks_are_left_over(tiny):
 
 
 @pytest.mark.parametrize("state", [{}, {"a": np.zeros(3, np.float32)}, {"fc.bias": np.float32(0)}])
-def test_files_without_a_classifier(state):
+def test_file_without_classifier_is_rejected(state):
     with pytest.raises(MismatchError, match="no bias of the classifier with a known name"):
         foreign_names.number_of_classes("resnet", state)

@@ -1,4 +1,5 @@
-"""Untrusted and damaged checkpoints: no file may run code, crash or hang the program, or be accepted by mistake."""
+"""Untrusted and damaged checkpoints. No file may execute code, crash or hang the program, or be accepted although it is
+invalid."""
 
 import base64
 import contextlib
@@ -27,7 +28,7 @@ STATE = {
     "mask": np.array([[True], [False]]),
     "transposed": np.asfortranarray(np.arange(6, dtype=np.float16).reshape(2, 3)),
 }
-PROTOCOLS = (2, 3, 4)  # the pickle protocols that Paddle writes
+PROTOCOLS = (2, 3, 4)  # protocols that Paddle writes
 
 
 def read(tmp_path, data):
@@ -47,7 +48,8 @@ def test_read_arrays_equal_unpickled_arrays(tmp_path, protocol):
 
 
 class Payload:
-    """Calls a function (by default, one that creates a folder) when an unsafe reader unpickles it."""
+    """An object that calls a function, by default one that creates a folder, when it is unpickled by an unsafe
+    reader."""
 
     def __init__(self, path, function=None):
         self._call = (function or os.mkdir, (str(path),))
@@ -57,7 +59,7 @@ class Payload:
 
 
 def payloads(path):
-    """Return {kind: pickle that creates a folder}."""
+    """Return {kind: pickle that creates a folder when it is loaded}."""
     made = Payload(path)
     objects = np.empty(1, object)
     objects[0] = made
@@ -85,10 +87,11 @@ def test_code_in_pickle_is_rejected_and_not_run(tmp_path, kind):
 
 
 def test_payloads_run_in_pickle_module(tmp_path):
-    """The pickle module runs the payloads, so the test above can fail."""
+    """Verify that the pickle module executes the payloads. Otherwise, test_code_in_pickle_is_rejected_and_not_run could
+    never fail."""
     for i, kind in enumerate(payloads("")):
         path = tmp_path / str(i)
-        with contextlib.suppress(Exception):  # pickle may fail after the payload has run
+        with contextlib.suppress(Exception):  # pickle may raise an error after the payload has run
             pickle.loads(payloads(path)[kind])
         assert path.exists(), kind
 
@@ -125,7 +128,7 @@ def test_commands_do_not_run_code_in_checkpoint(run_train, tmp_path, capsys, com
 
 
 def hostile_pickles():
-    """Return pickles that make the pickle module use excessive time or memory, or read memory out of bounds."""
+    """Return pickles that make the pickle module consume excessive time or memory, or read memory out of bounds."""
     key = b"\x80\x04})\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(60)) + b"K\x01s."
     one = pickle.dumps({"a": STATE["steps"]}, 4)
     text = b"\x80\x04\x8c\x07_codecs\x8c\x06encode\x93\x94\x8c\x06latin1\x94X" + struct.pack("<I", 10**6)
@@ -175,8 +178,8 @@ def test_memory_is_bounded_by_file_size(tmp_path):
 
 
 def mutated(data, generator):
-    """Return data with one to four mutations: a flipped bit, a random byte, an extreme integer, or a piece that is
-    removed, duplicated or copied over other data. One in ten is also truncated."""
+    """Return the data with one to four mutations: a flipped bit, a random byte, an extreme integer, or a piece that is
+    removed, duplicated or copied over other data. One in ten results is also truncated."""
     data = bytearray(data)
     for _ in range(generator.randint(1, 4)):
         at = generator.randrange(len(data))
@@ -214,7 +217,7 @@ def test_mutated_pickles_are_numeric_arrays_or_rejected(tmp_path, protocol, coun
         for name, array in result.items():
             assert isinstance(name, str) and array.dtype.kind in "biuf"
             assert array.nbytes <= len(damaged)
-    assert count / 3 < rejected < count  # no reader can detect that the value of an array element has changed
+    assert count / 3 < rejected < count  # no reader can detect a changed value of an array element
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
@@ -259,7 +262,7 @@ def test_parameter_path_that_is_not_a_file_is_rejected(tmp_path, kind):
 
 
 def put(path, kind):
-    """Create something that is not a regular file; returns the expected error."""
+    """Create a file that is not a regular file and return the expected error."""
     if kind == "pipe":
         os.mkfifo(path)
         return "not a regular file"
@@ -279,7 +282,7 @@ RESULT = {"loss": 1.5, "top1": 0.5, "top5": 1.0, "ips": 20.0}
 FILE = {"size": 3, "sha256": "0" * 64}
 METER = {"sum": 2.0, "count": 3}
 LOADER = {"step": 1, "conditions": {}}
-# {field: invalid values}
+# {field of meta.json: invalid values}
 IMPOSSIBLE = {
     "sequence": [-1, 1.5, None, "1", True, [], float("nan"), 10**4000],
     "run": [None, 3, []],
@@ -307,7 +310,7 @@ IMPOSSIBLE = {
     + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
     + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
 }
-# Invalid contents of meta.json, some of which take much time or memory to parse.
+# Invalid contents of meta.json. Some of them take much time or memory to parse.
 CONTENTS = {
     "list": b"[1]",
     "number": b"1",
@@ -325,7 +328,7 @@ CONTENTS = {
 
 
 def craft(folder, meta):
-    """Write a meta.json with any content and a correct checksum."""
+    """Write a meta.json with arbitrary content and a correct checksum."""
     folder.mkdir(exist_ok=True)
     (folder / "meta.json").write_text(json.dumps({**meta, "checksum": folders._checksum(meta)}))
 
@@ -344,16 +347,16 @@ def test_valid_meta_json_is_accepted(tmp_path, valid):
 DAMAGED_STATES = {
     "text": {"pipeline": base64.b64encode(b"garbage").decode()},
     "empty pipeline": {"pipeline": ""},
-    "no pipeline": {},  # the test removes the field
+    "no pipeline": {},  # the test removes this field
     "earlier step": {"step": 1},
     "step after the end": {"step": 4},
 }
-# Names in the state of DALI's plugin. The test flips a bit in each of them.
+# Names that occur in the state of DALI's plugin. The test flips a bit in each name.
 NAMES_IN_STATES = (b"_size", b"_counter_per_gpu", b"epoch_idx", b"iter")
 
 
 def test_damaged_loader_state_is_reported(run_train, stop_before, tmp_path, capsys):
-    """The checksum of meta.json is correct, so only the loader state reveals the damage."""
+    """The checksum of meta.json is correct, so the damage shows only when the loader state is used."""
     stop_before(train_step=2)
     assert run_train()[0] == 75
     stop_before()
@@ -387,7 +390,7 @@ def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
         with pytest.raises(folders.DamagedError, match=rf"^meta.json is damaged: {field} is [^\n]{{1,200}}$"):
             folders.read_meta(tmp_path / "4")
     craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
-    if field == "class_names":  # older checkpoints lack this optional field
+    if field == "class_names":  # optional, because older checkpoints lack this field
         assert field not in folders.read_meta(tmp_path / "4")
         return
     with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
@@ -424,10 +427,11 @@ def test_checkpoint_file_that_is_not_regular_is_rejected_quickly(tmp_path, valid
 
 
 def stray(root, valid):
-    """Create invalid folders with checkpoint names, newer than all checkpoints: crafted meta.json files, pipes, links.
+    """Create invalid folders with checkpoint names that are newer than all checkpoints: invalid meta.json files, pipes
+    and links.
 
     Returns:
-        the number of folders.
+        The number of created folders.
     """
     name = iter(range(1000, 2000))
     for field, values in IMPOSSIBLE.items():
@@ -445,13 +449,13 @@ def stray(root, valid):
     (root / str(next(name))).write_text("a file")
     folder = root / str(next(name))
     folder.mkdir()
-    for end in ("pdparams", "pdopt"):  # as written by NVIDIA's example, without meta.json; a resume must ignore it
+    for end in ("pdparams", "pdopt"):  # files of NVIDIA's example, which has no meta.json; --resume must ignore them
         (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
-    return next(name) - 1002  # without the dangling link and the file, which are not folders
+    return next(name) - 1002  # excludes the dangling link and the file, which are not folders
 
 
 def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):
-    """Folders that appear next to the checkpoint of epoch 0 are ignored by a resume and by later saves."""
+    """Create invalid folders next to the checkpoint of epoch 0. Resuming and later saves ignore these folders."""
     root, flags = tmp_path / "output/Tiny", ["--keep-checkpoints", "2"]
     assert run_train("--epochs", "1")[0] == 0
     count = stray(root, folders.read_meta(root / "0"))
@@ -472,7 +476,7 @@ def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch
     (root / "99/notes").write_text("of the user")
     real = os.open
 
-    def deny(path, *arguments, **options):  # simulates permissions, which do not restrict a superuser
+    def deny(path, *arguments, **options):  # simulates permissions, which do not restrict root
         if "/99" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
@@ -494,7 +498,7 @@ def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys
 
 
 def test_unlisted_statistics_are_not_read(run_train, stop_before, tmp_path):
-    """Regression: a file bn_rank0.npz, which no run writes, could set any variable."""
+    """Regression test: bn_rank0.npz, a file that no run writes, could set any variable."""
     stop_before(train_step=1)
     assert run_train("--print-interval", "1")[0] == 75
     stop_before()

@@ -1,4 +1,5 @@
-"""Settings that a run inherits from the meta.json of its start checkpoint, and settings that it takes from the data."""
+"""Settings that a run inherits from the meta.json of its start checkpoint, and settings that are derived from the
+data."""
 
 import json
 import shutil
@@ -25,7 +26,7 @@ def recorded(folder):
 
 
 def rewrite(folder, change, root):
-    """Write a copy of a checkpoint with a changed meta.json; returns its folder."""
+    """Copy a checkpoint with a changed meta.json and return the new folder."""
     meta = folders.verify(folder)
     files = {name: lambda f, name=name: f.write((folder / name).read_bytes()) for name in meta["files"]}
     change(meta)
@@ -42,7 +43,7 @@ def test_resume_rejects_default_network_next_to_other_run(checkpoint, run_bare, 
 
 
 @pytest.mark.parametrize("flag", ["--from-checkpoint", "--from-pretrained-params"])
-def test_evaluation_inherits_flags_of_training(run_train, run_bare, tmp_path, capsys, flag):
+def test_evaluation_inherits_flags_of_training_run(run_train, run_bare, tmp_path, capsys, flag):
     assert run_train(*PREPROCESSING)[0] == 0
     folder = tmp_path / "output/Tiny/0"
     capsys.readouterr()
@@ -99,7 +100,7 @@ def test_rectangular_images_are_inherited(run_train, run_bare, tmp_path):
 
 @pytest.mark.parametrize("scope", ["eval_only", "train_eval"])
 def test_different_crop_size_keeps_channels_of_checkpoint(checkpoint, scope):
-    """By default, a GPU with NHWC would use four channels."""
+    """Without the checkpoint, the default on a GPU with NHWC would be four channels."""
     flags = ["--run-scope", scope, "--from-pretrained-params", checkpoint, "--crop-size", "64", "--device", "gpu"]
     args = config.parse_args([*map(str, flags), "--data-layout", "NHWC"])
     restore.inherit_flags(args, None)
@@ -155,7 +156,7 @@ def test_default_model_prefix_contains_network(run_bare, tmp_path):
 
 @pytest.mark.parametrize("start", ["resume", "checkpoint", "without meta.json"])
 def test_checkpoint_with_old_default_prefix_is_continued(run_train, run_bare, tmp_path, start):
-    """NVIDIA's example writes no meta.json and uses this file name for every network."""
+    """NVIDIA's example writes no meta.json and uses the same file name for every network."""
     assert run_train("--model-prefix", "resnet_50_paddle", "--output-dir", tmp_path / "bare")[0] == 0
     folder = tmp_path / "bare/Tiny"
     flags = [*without("--model-prefix"), "--epochs", "2"]
@@ -179,7 +180,7 @@ def test_resume_inherits_preprocessing(run_train, run_bare, tmp_path):
 
 @pytest.mark.parametrize("start", ["--from-pretrained-params", "--from-checkpoint"])
 def test_resume_finds_run_that_inherited_its_network(run_bare, checkpoint, tmp_path, start):
-    """The folder of the run is named after the network, which the command does not specify."""
+    """The run folder is named after the network, but the command does not specify the network."""
     flags = [start, checkpoint, "--crop-size", "32", "--resize-short", "36", "--resume"]
     assert run_bare(*flags)[0] == 0
     meta = folders.verify(tmp_path / "bare/Tiny/0")
@@ -201,7 +202,7 @@ def four_classes(photos, tmp_path):
     return root
 
 
-def test_fine_tuning_with_different_number_of_classes(run_bare, checkpoint, four_classes, tmp_path, capsys):
+def test_fine_tuning_accepts_different_number_of_classes(run_bare, checkpoint, four_classes, tmp_path, capsys):
     flags = ["--from-pretrained-params", checkpoint, "--crop-size", "32", "--resize-short", "36"]
     assert run_bare(*flags, image_root=four_classes)[0] == 2
     message = ["has 3 classes, but this run has 4; add --pretrained-mismatch skip-classifier", "--num-of-class 3"]
@@ -252,7 +253,7 @@ def test_number_of_classes_comes_from_data(parse, converted, tmp_path, data_form
 
 
 def test_all_ranks_use_number_of_classes_of_rank_0(parse, photos, monkeypatch):
-    """Fleet's startup program broadcasts parameters, so their shapes must be equal on all ranks."""
+    """Fleet's startup program broadcasts the parameters, so all ranks must have parameters of the same shape."""
     args = parse("--image-root", photos)
     args.num_of_class = None
     monkeypatch.setattr(resolution.exchange, "from_rank_0", lambda function: function() + 4)
@@ -271,8 +272,8 @@ def test_training_counts_classes_and_warns_about_more_outputs(run_bare, four_cla
     assert_one_error(capsys.readouterr().err, ["--num-of-class 3: less than the 4 class folders"])
 
 
-def test_printed_flags(run_bare, capsys):
-    """Flags are printed after the checks: only those that differ from the defaults, or all with --show-config."""
+def test_flags_are_printed_after_checks(run_bare, capsys):
+    """By default, only flags that differ from their defaults are printed. With --show-config, all flags are printed."""
     flags = [*without("--show-config"), "--dry-run"]
     assert run_bare(*flags, "--from-checkpoint", "nowhere")[0] == 2
     assert "model_arch_name" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Faults of processes: SIGKILL, stop signals, full disks. tests/README.md lists the tests of each fault."""
+"""Process failures: SIGKILL, stop signals and full disks. tests/README.md lists the tests of each fault."""
 
 import os
 import random
@@ -20,7 +20,7 @@ FLAGS = ["--epochs", "3", "--print-interval", "1", "--save-interval-steps", "2",
 
 
 class Runs:
-    """Processes of train.py with the tiny network in one output folder."""
+    """Processes of train.py that train the tiny network in the same output folder."""
 
     def __init__(self, photos, folder):
         self.photos, self.folder = photos, folder
@@ -41,7 +41,7 @@ class Runs:
         return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **pipes, **options)
 
     def finish(self, process, timeout=200):
-        """Wait for the process and add its losses to .losses; returns (exit code, output)."""
+        """Wait for the process, add its losses to .losses, and return (exit code, output)."""
         output, _ = process.communicate(timeout=timeout)
         for key, value in losses(read_report(self.report)).items():
             assert self.losses.setdefault(key, value) == value, f"loss of {key} changed after a resume"
@@ -51,7 +51,7 @@ class Runs:
         return self.finish(self.start(*flags, **options))
 
     def wait_for(self, process, text):
-        """Wait until the report contains a text."""
+        """Wait until the report contains a string."""
         end = time.monotonic() + 120
         while not (self.report.exists() and text in self.report.read_text()):
             assert process.poll() is None, process.communicate()[0]
@@ -63,7 +63,7 @@ class Runs:
         return "".join(path.read_text() for path in sorted((self.folder / "log").glob("workerlog.*")))
 
     def check(self):
-        """Verify all checkpoints; returns the names of the valid and of the damaged ones, newest first."""
+        """Verify all checkpoints and return (names of valid ones, names of damaged ones), newest first."""
         valid, damaged = folders.newest_first(self.root)
         for folder, _ in valid:
             folders.verify(folder)
@@ -77,7 +77,7 @@ def runs(photos, tmp_path):
 
 @pytest.fixture(scope="session")
 def expected(photos, once):
-    """Return the losses of an uninterrupted run in a separate process."""
+    """Run an uninterrupted training run in a separate process and return its losses."""
 
     def make(folder):
         code, output = Runs(photos, folder).run(*FLAGS)
@@ -100,10 +100,10 @@ def all_have_exited(runs):
 
 
 def kill_and_resume(runs, fatal):
-    """Run a command, kill it before its n-th change to the output folder, and run it again.
+    """Run a command, kill it before change number `fatal` of the output folder, and run it again.
 
     Returns:
-        False if the run makes fewer changes.
+        False if the run makes too few changes to be killed.
     """
     code, output = runs.run(*FLAGS, "--fatal-change", fatal, "--fatal-root", runs.root)
     if code == 0:
@@ -116,7 +116,8 @@ def kill_and_resume(runs, fatal):
     return True
 
 
-# A run makes about 60 changes. The three tested here belong to the first checkpoint, the second one and a deletion.
+# A run makes about 60 changes. The tested changes belong to writing the first checkpoint, writing the second one, and
+# deleting a checkpoint.
 @pytest.mark.parametrize("fatal", [*(pytest.param(change, marks=pytest.mark.soak) for change in (4, 13)), 31])
 def test_kill_during_commit(runs, expected, fatal):
     assert kill_and_resume(runs, fatal)
@@ -155,7 +156,7 @@ def test_kill_at_random_times(photos, tmp_path, expected):
 
 
 def stop(runs, process, *, times=3, number=signal.SIGTERM):
-    """Send up to three signals 0.2 s apart, like the launcher; returns (exit code, output)."""
+    """Send up to three signals at intervals of 0.2 s, like the launcher, and return (exit code, output)."""
     for _ in range(times):
         process.send_signal(number)
         time.sleep(0.2)
@@ -167,12 +168,12 @@ def stop(runs, process, *, times=3, number=signal.SIGTERM):
 WHEN = {
     "training": ('"step": [1, 0]', ["--slow-step", "1"]),
     "evaluation": ('"step": [1], "data": {"train.loss"', ["--slow-evaluation", "1"]),
-    "compilation": ("", []),  # SIGTERM is sent once the report file exists
+    "compilation": ("", []),  # the test sends SIGTERM as soon as the report file exists
 }
 OTHERS = ("training", "compilation")
 
 
-# test_train_py_stops_on_sigterm sends a single signal during compilation and during training.
+# test_train_py_stops_on_sigterm also covers a single signal during compilation and during training.
 @pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.soak) for when in OTHERS), "evaluation"])
 def test_three_sigterms_stop_run(runs, expected, when):
     text, options = WHEN[when]
@@ -183,7 +184,7 @@ def test_three_sigterms_stop_run(runs, expected, when):
     assert code == 75, output
     assert "stopped by SIGTERM; the same command with --resume continues" in output
     if when == "compilation":
-        assert not runs.losses  # there is nothing to save before the first step
+        assert not runs.losses  # before the first step, there is nothing to save
     else:
         newest = runs.check()[0][0]
         assert newest.startswith("1_")
@@ -194,13 +195,13 @@ def test_three_sigterms_stop_run(runs, expected, when):
 
 
 def handles_sigterm(process):
-    """Return whether a process has a handler for SIGTERM."""
+    """Return whether a process has installed a handler for SIGTERM."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
 def test_train_py_stops_on_sigterm(tmp_path):
-    """Paddle replaces the handler of SIGTERM when it is imported, after train.py has set its own."""
+    """When Paddle is imported, it replaces the SIGTERM handler that train.py has already installed."""
     report, output = tmp_path / "report.json", tmp_path / "output"
     flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
@@ -229,19 +230,19 @@ def test_second_sigint_stops_run_immediately(runs):
 
 
 def start_blocked(runs, step):
-    """Start a run that waits before its n-th training step; returns its process and a function that unblocks it."""
+    """Start a run that waits before its n-th training step. Return its process and a function that unblocks it."""
     path = runs.folder / "unblocked"
     return runs.start(*FLAGS, "--fault", f"0 {step} none", "--fault-after", path), path.touch
 
 
 def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
-    """The second run, with or without --resume, would delete or replace checkpoints and the report of the first run,
-    which continues."""
+    """The first run continues. If the second run were allowed to start, with or without --resume, it would delete or
+    replace the checkpoints and the report of the first run."""
     process, unblock = start_blocked(runs, 2)
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
     flags = [flag for flag in FLAGS if flag != "--resume"]
-    (runs.root / ".9.partial").mkdir()  # stands for a checkpoint that the first run is writing
+    (runs.root / ".9.partial").mkdir()  # represents a checkpoint that the first run is writing
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     others = []
@@ -261,13 +262,13 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
     assert runs.check()[0][0] == "2"
 
 
-# test_restore.py tests the fault "file in the way" without starting a process.
+# test_restore.py tests the fault "file in the way" without a separate process.
 @pytest.mark.parametrize("fault", ["full disk", pytest.param("file in the way", marks=pytest.mark.soak)])
 def test_failed_checkpoint_write_stops_run(runs, expected, fault):
-    """RLIMIT_FSIZE makes writes beyond a size fail, as on a full disk. A file in place of a folder stands for a folder
-    that became read-only, because a superuser can write to read-only folders."""
-    process, unblock = start_blocked(runs, 4)  # the second step of the second epoch
-    wait_until((runs.root / "0").exists, 120)  # checkpoints are written asynchronously
+    """RLIMIT_FSIZE makes writes fail beyond a size, as on a full disk. A file in place of the checkpoint folder
+    simulates a read-only folder, because root can write to read-only folders."""
+    process, unblock = start_blocked(runs, 4)  # second step of the second epoch
+    wait_until((runs.root / "0").exists, 120)  # waits, because checkpoints are written asynchronously
     if fault == "full disk":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     else:
@@ -291,12 +292,12 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
-    assert code == signal.SIGTERM, output  # the launcher exits with this code; its workers exit with 75
+    assert code == signal.SIGTERM, output  # exit code of the launcher; its workers exit with 75
     assert all_have_exited(runs)
     assert "stopped by SIGTERM; the same command with --resume continues" in runs.logs()
-    assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint is inside an epoch
+    assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint was saved inside an epoch
 
-    if is_killed:  # rank 0 is killed in the second epoch, once the checkpoint of the first epoch exists
+    if is_killed:  # kills rank 0 in the second epoch, as soon as the checkpoint of the first epoch exists
         fault = ["--fault", "0 2 killed", "--fault-after", runs.root / "0"]
         start = time.monotonic()
         code, output = runs.run(*flags, *fault, processes=2)

@@ -1,4 +1,5 @@
-"""Saving and restoring a run: position, schedule, statistics, and selection of the start checkpoint."""
+"""Saving and restoring a run: position, learning rate schedule, BN statistics, and selection of the start
+checkpoint."""
 
 import dataclasses
 import json
@@ -39,7 +40,7 @@ def args(parse, tmp_path):
 
 @pytest.fixture
 def run(args):
-    """Run two steps; returns (saver, lr_scheduler, fetchs)."""
+    """Run two steps and return (saver, lr_scheduler, fetchs)."""
     compiled, exe, fetchs, lr_scheduler, main = build(args)
     for images, labels in random_batches(2):
         loss = exe.run(compiled, {"data": images, "label": labels}, [fetchs["loss"][0]])[0]
@@ -72,7 +73,7 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    assert len((saved / "meta.json").read_text().splitlines()) < 200  # the file is formatted for human readers
+    assert len((saved / "meta.json").read_text().splitlines()) < 200  # indented, so that humans can read the file
 
 
 def test_restore_inside_epoch(args, run):
@@ -96,7 +97,7 @@ def test_restore_inside_epoch(args, run):
     assert schedule.last_epoch == 42
 
 
-def test_training_resumes_with_bn_statistics_of_own_rank(args, run, monkeypatch):
+def test_resumed_training_uses_bn_statistics_of_its_own_rank(args, run, monkeypatch):
     saver, _, _ = run
     own = {"batch_norm_3.w_1": np.arange(32, dtype=np.float32)}
     state = {"loader": Loader().state(), "meters": {}}
@@ -145,7 +146,7 @@ def test_schedule_is_restored_exactly(args, run):
     restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
     assert schedule.state_dict() == lr_scheduler.state_dict()
     checkpoint = find(args, saver.folder.parent, "auto")
-    checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)  # possible in a damaged meta.json
+    checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)  # a damaged meta.json may contain such an epoch
     restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
 
@@ -166,9 +167,9 @@ def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, 
 
 def test_same_position_is_saved_once(args, run, tmp_path):
     saver, _, _ = run
-    saver.save(0, 0)  # before the first step, there is nothing to save
+    saver.save(0, 0)  # has no effect, because no step has run
     saver.save(1)
-    saver.save(2, 0)  # the same position as the end of epoch 1
+    saver.save(2, 0)  # has no effect, because this is the position at the end of epoch 1
     saver.finish()
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
 
@@ -184,14 +185,15 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
 
-def test_newest_best_and_other_runs_checkpoints_are_kept(args, run, tmp_path):
+def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run, tmp_path):
     saver, _, _ = run
     args.keep_checkpoints = 2
     own, saver._run = saver._run, "other run"
     saver.save(0)
     saver.finish()
     saver._run = own
-    for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):  # among equal epochs, the first is the best
+    # Of two epochs with equal accuracy, the first is the best.
+    for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):
         saver.save(epoch, evaluated={"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0})
     saver.finish()
     assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
@@ -267,8 +269,8 @@ def test_prefix_comes_from_meta_json_or_flag(args, saved):
 
 
 def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsys):
-    """Both the run folder and the --output-dir are accepted, even if the latter also contains a different network's
-    run."""
+    """Both the run folder and --output-dir are accepted, even if --output-dir also contains a run of a different
+    network."""
     saver, _, _ = run
     root = tmp_path / "Tiny"
     for number, top1 in ((4, 0.5), (7, 0.2)):
@@ -283,12 +285,12 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
     assert find(args, tmp_path, "auto").folder == str(root / "8_2")
     assert find(args, tmp_path, 7).folder == str(root / "7")
     (root / "best").unlink()
-    assert find(args, tmp_path).folder == str(root / "7")  # 8_2 was saved inside an epoch
+    assert find(args, tmp_path).folder == str(root / "7")  # not 8_2, because 8_2 was saved inside an epoch
     args.from_checkpoint, args.last_epoch_of_checkpoint = None, None
     args.from_pretrained_params = str(tmp_path)
     assert restore.find(args) is None
     assert args.from_pretrained_params == str(root / "7")
-    shutil.copytree(root / "4", tmp_path / "Big/4")  # --model-arch-name selects one of two runs
+    shutil.copytree(root / "4", tmp_path / "Big/4")  # now --model-arch-name must select one of two runs
     assert find(args, tmp_path).folder == str(root / "7")
 
 
@@ -318,7 +320,7 @@ def test_folder_without_meta_json_needs_epoch_as_name(args, saved, tmp_path):
     with pytest.raises(UsageError, match="mine: has no meta.json, and its name is not an epoch; use"):
         find(args, tmp_path / "mine", "auto")
     assert find(args, tmp_path / "mine").epoch == 0
-    for epoch in ("9", "10"):  # auto selects the newest
+    for epoch in ("9", "10"):  # "auto" selects the newest checkpoint
         shutil.copytree(tmp_path / "mine", tmp_path / "theirs" / epoch)
     assert find(args, tmp_path / "theirs", "auto").epoch == 11
 

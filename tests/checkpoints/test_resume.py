@@ -1,4 +1,4 @@
-"""Resumed runs have losses that are bit-identical to those of an uninterrupted run."""
+"""A resumed run computes exactly the same losses as an uninterrupted run."""
 
 import json
 import pickle
@@ -13,13 +13,14 @@ from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 
-STEPS = 3  # per epoch: 30 images in batches of 8, without the last partial batch
+STEPS = 3  # per epoch: 30 images in batches of 8; the partial last batch is dropped
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
 
 
 @pytest.fixture
 def uninterrupted(once, run_train):
-    """Return a function that returns the losses of an uninterrupted run. Tests with the same flags share one run."""
+    """Return a function that trains without interruption and returns the losses. Calls with the same flags share one
+    run."""
 
     def uninterrupted(*flags):
         def make(folder):
@@ -36,8 +37,8 @@ STOPS = [
     ({"train_step": 0}, None),
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     ({"train_step": 4}, "1_1"),
-    ({"train_step": 6}, "1"),  # between two epochs, where the checkpoint already exists
-    ({"eval_step": 1}, "1_3"),  # in the second epoch, since each evaluation of three batches polls only once
+    ({"train_step": 6}, "1"),  # between two epochs, after the checkpoint has been written
+    ({"eval_step": 1}, "1_3"),  # in the second epoch, because an evaluation of three batches polls only once
     ({"train_step": 8}, "2_2"),
 ]
 
@@ -57,11 +58,11 @@ def test_resumed_losses_equal_uninterrupted_losses(run_train, uninterrupted, sto
     code, report = run_train(*FLAGS, "--resume")
     assert code == 0
     second = losses(report)
-    assert not set(first) & set(second)  # no step runs twice
+    assert not set(first) & set(second)  # no step is executed twice
     assert first | second == expected
 
 
-# test_dali.py tests the reader states of all formats.
+# test_dali.py tests the loader state of every format.
 MORE_FORMATS = [pytest.param(name, marks=pytest.mark.soak) for name in ("filelist", "lmdb", "webdataset")]
 
 
@@ -72,7 +73,7 @@ def test_every_format_resumes_inside_epoch(run_train, losses_with_a_stop, conver
     assert code == 0
     expected = losses(report)
     assert len(expected) == 2 * (STEPS + 2)
-    result = losses_with_a_stop(4, *flags, image_root=converted[data_format])  # in the second epoch
+    result = losses_with_a_stop(4, *flags, image_root=converted[data_format])  # stops in the second epoch
     assert result == expected
 
 
@@ -172,7 +173,7 @@ def test_different_batch_size_restarts_epoch_with_warning(run_train, stop_before
     steps = [e["step"] for e in report if len(e["step"]) == 2 and "train.loss" in e["data"]]
     assert steps == [[epoch, step] for epoch in (1, 2) for step in range(5)]
     rates = [e["data"]["train.lr"] for e in report if e["step"] == [1, 0] and "train.lr" in e["data"]]
-    assert rates == [0.05]  # the peak, directly after one epoch of warm-up
+    assert rates == [0.05]  # peak learning rate, directly after one epoch of warm-up
 
 
 def test_different_batch_size_in_first_epoch_continues_same_run(run_train, stop_before, tmp_path, capsys):
@@ -206,7 +207,7 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
     file_in_the_way.parent.mkdir(parents=True)
     file_in_the_way.write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "clean", lambda root: None)  # clean() would remove the file at the start
+        patch.setattr(folders, "clean", lambda root: None)  # otherwise clean() removes the file at the start of the run
         assert run_train(*FLAGS, image_root=root)[0] == 2
     output = capsys.readouterr()
     assert f"{image}: cannot be decoded" in output.err
@@ -230,7 +231,7 @@ def test_finished_command_can_be_repeated(run_train, capsys):
 
 
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path):
-    """A run is stopped, resumed, and started again after it has finished. All three runs write to one report."""
+    """Stop a run, resume it, and start it again after it has finished. All three processes write to the same report."""
     expected = uninterrupted()
     report = tmp_path / "uninterrupted.json"
     for stop, code in ((4, 75), (None, 0), (None, 0)):
@@ -281,7 +282,8 @@ def test_resume_with_only_damaged_checkpoints_is_rejected(run_train, tmp_path, c
 
 
 def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, capsys):
-    """The example's folders are named after the epoch and contain the two files that paddle.static.save writes."""
+    """NVIDIA's example names the folder after the epoch. The folder contains the two files that paddle.static.save
+    writes."""
     assert run_train(*FLAGS)[0] == 0
     old = tmp_path / "old" / "1"
     shutil.copytree(tmp_path / "output/Tiny/1", old)
@@ -298,7 +300,8 @@ def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, ca
     resumed = [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]]
     _, report = run_train(*FLAGS, "--overwrite")
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
-    # If the checkpoint is in the output folder, the error messages contain the flags that continue from it.
+    # If the output folder contains the example's checkpoint, the error message contains the flags that continue from
+    # it.
     own = tmp_path / "own/Tiny"
     shutil.copytree(old, own / "1")
     start = ["--from-checkpoint", str(own), "--last-epoch-of-checkpoint", "auto"]
@@ -336,8 +339,8 @@ def test_best_and_latest_are_links_and_best_is_kept(run_train, tmp_path, monkeyp
     assert run_train("--run-scope", "eval_only", "--from-checkpoint", root / "best")[0] == 0
 
 
-def test_best_epoch_is_saved_and_in_current_history(run_train, tmp_path, monkeypatch, capsys):
-    """Epochs 0 and 2 have higher accuracy, but are not saved. The checkpoint of epoch 3 is damaged, so this epoch is
+def test_best_epoch_was_saved_and_belongs_to_current_history(run_train, tmp_path, monkeypatch, capsys):
+    """Epochs 0 and 2 have the highest accuracy, but are not saved. The checkpoint of epoch 3 is damaged, so epoch 3 is
     trained again."""
     from paddle_resnet import program
 
@@ -360,7 +363,7 @@ def test_best_epoch_is_saved_and_in_current_history(run_train, tmp_path, monkeyp
 
 
 def test_sparse_checkpoint_of_older_version_keeps_dense_first_layer(run_train, tmp_path, capsys):
-    """Unlike NVIDIA's example and this version, older versions wrote no mask for the first layer."""
+    """Older versions stored no mask for the first layer, unlike this version and NVIDIA's example."""
     flags = ["--asp", "--prune-model", *NHWC]
     assert run_train(*flags)[0] == 0
     mask, root = "conv2d_0.w_0.asp_mask", tmp_path / "output/Tiny"
@@ -387,8 +390,8 @@ def test_resume_rejects_different_number_of_classes(run_train, capsys):
 
 @pytest.mark.parametrize("link", ["missing", "wrong target", "folder"])
 def test_best_is_kept_if_links_are_invalid(run_train, tmp_path, monkeypatch, capsys, link):
-    """Links are invalid after a kill between writing a checkpoint and its links, or if the folder was copied with links
-    followed."""
+    """The links are invalid if the run was killed after it wrote a checkpoint but before it updated the links, or if
+    the folder was copied with links followed."""
     from paddle_resnet import program
 
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
@@ -416,7 +419,7 @@ def entries(root):
 
 
 def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkeypatch, capsys):
-    """The best result is replaced too, although the new run's best result is lower."""
+    """The best result of the earlier run is also replaced, although the best result of the new run is lower."""
     from paddle_resnet import program
 
     scores, run = iter([0.9, 0.2, 0.3, 0.1]), program.run
@@ -433,7 +436,8 @@ def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkey
         message = [f"{root}: contains checkpoints of an earlier run (0, 1, 2)", "--resume", "--output-dir"]
         stderr = capsys.readouterr().err
         assert_one_error(stderr, message)
-        assert ("--overwrite" in stderr) == ("--from-checkpoint" not in flags)  # it would delete its own start
+        # With --overwrite, the run would delete its own start checkpoint.
+        assert ("--overwrite" in stderr) == ("--from-checkpoint" not in flags)
     assert run_train("--overwrite", "--dry-run")[0] == 0
     (root / "1/notes.txt").write_text("mine")
     assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files
@@ -453,7 +457,8 @@ def test_overwrite_keeps_other_files_and_link_targets(run_train, tmp_path):
     files = {path: path.read_bytes() for path in elsewhere.iterdir()}
     (root / "2024").mkdir(parents=True)
     (root / "2024/notes.txt").write_text("mine")
-    assert run_train("--epochs", "1", "--run-scope", "train_only")[0] == 0  # a folder named 2024 is not a checkpoint
+    # The folder 2024 is not a checkpoint, so --overwrite is not required.
+    assert run_train("--epochs", "1", "--run-scope", "train_only")[0] == 0
     (root / "7").symlink_to(elsewhere)
     assert run_train("--epochs", "1", "--run-scope", "train_only", "--overwrite")[0] == 0
     assert not (root / "7").is_symlink()
@@ -474,7 +479,7 @@ def test_overwrite_rejects_deleting_start_checkpoint(run_train, tmp_path, capsys
 
 
 def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
-    """Unfinished checkpoints of a killed run are replaced; files of a different program are not."""
+    """A new run replaces unfinished checkpoints of a killed run, but not files of a different program."""
     args, root = parse("--output-dir", tmp_path), tmp_path / "Tiny"
     (root / "3").mkdir(parents=True)
     (root / "4").mkdir()
@@ -487,7 +492,8 @@ def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
     )
     with pytest.raises(UsageError, match=message):
         saver.check_folder(args, None)
-    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))  # allowed: the run resumes from it
+    # Allowed, because the run resumes from this checkpoint.
+    saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))
     with pytest.raises(UsageError, match="different program"):
         saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 0))
 
@@ -535,7 +541,8 @@ def test_different_classes_warn_in_training_and_fail_in_evaluation(run_train, ch
 
 
 def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp_path, capsys):
-    """class0 and train/ are missing, so the sorted folders alone would give class1 and class2 the labels 0 and 1."""
+    """Without the checkpoint, class1 and class2 would have the labels 0 and 1, because class0 and train/ are
+    missing."""
     flags = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint]
     predictions = tmp_path / "predictions.csv"
     assert run_train(*flags, "--predictions", predictions)[0] == 0
@@ -556,12 +563,12 @@ def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp
     assert [row.split(",")[:3] for row in table[1:]] == [["0", "ant", "0"], ["1", "bee", "8"], ["2", "cat", "7"]]
 
 
-SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images: 3, 7 and 3 steps
+SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images; 3, 7 and 3 steps
 
 
 @pytest.mark.parametrize(("step", "newest"), [(1, "0_1"), (3, "0"), (4, "1_1"), (10, "1"), (12, "2_2")])
 def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_before, tmp_path, step, newest):
-    """The cases stop the run inside an epoch of each stage, and between stages."""
+    """Stop the run inside an epoch of each stage and between stages, and resume it."""
     expected = uninterrupted(*SIZES)
     assert expected != uninterrupted()
     stop_before(train_step=step)
@@ -570,14 +577,14 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
     assert (tmp_path / "output/Tiny/latest").resolve().name == newest
     first = losses(report)
     stop_before()
-    code, report = run_train(*FLAGS, "--resume")  # the checkpoint's recipe contains --sizes
+    code, report = run_train(*FLAGS, "--resume")  # inherits --sizes from the checkpoint
     assert code == 0
     assert first | losses(report) == expected
 
 
 @pytest.mark.parametrize("kernels", [[], [*NHWC, "--kernels", "native"]], ids=["paddle", "native"])
 def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
-    """Synthetic images are the same in each step, so stages with the same size train like a run without stages."""
+    """Synthetic images are the same in every step. Stages of the same size therefore train like a run without stages."""
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

@@ -22,7 +22,7 @@ def args(parse):
 
 @pytest.fixture
 def saved(args, tmp_path):
-    """Save the two files of a checkpoint after two steps; returns (folder, {variable: value})."""
+    """Run two steps, save the two files of a checkpoint, and return (folder, {variable: value})."""
     compiled, exe, _, lr_scheduler, main = build(args)
     for images, labels in random_batches(2):
         exe.run(compiled, {"data": images, "label": labels})
@@ -38,7 +38,7 @@ def save(program, folder):
 
 
 def load(args, folder, *, is_train=True, seed=7):
-    """Load a checkpoint into a new program; returns {variable: value}."""
+    """Load a checkpoint into a new program and return {variable: value}."""
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args, is_train=is_train, seed=seed)
         assert variables.load(args, folder, main, PLACE) is False
@@ -100,7 +100,7 @@ def test_different_model_is_rejected_and_verbose_lists_parameters(args, saved):
 
 
 def test_different_number_of_classes_is_rejected(args, saved):
-    """The error message suggests a remedy that depends on the run scope."""
+    """The remedy in the error message depends on the run scope."""
     args.num_of_class = 4
     remedies = {"train_eval": "to train a new last layer, use --from-pretrained-params and --pretrained-mismatch skip"}
     remedies["eval_only"] = "use --num-of-class 3 and images of its classes$"
@@ -188,8 +188,8 @@ def test_skip_classifier_skips_only_classifier(args, saved, capsys):
 
 
 def test_float16_parameters_are_saved_from_float32_masters(args):
-    """A run with --use-pure-fp16 needs a GPU, so the test creates the variables of such a run. An evaluation in float32
-    loads the saved file."""
+    """Training with --use-pure-fp16 requires a GPU, so the test creates the variables of such a run itself. An
+    evaluation in float32 loads the saved file."""
     _, _, _, _, main = build(args)
     name = "conv2d_0.w_0"
     master = variable(name)
@@ -207,13 +207,14 @@ def test_float16_parameters_are_saved_from_float32_masters(args):
     mask = (np.arange(master.size).reshape(master.shape) % 2).astype(np.float32)
     main.global_block().create_parameter(name=name + ".asp_mask", shape=mask.shape, dtype="float32")
     static.global_scope().var(name + ".asp_mask").get_tensor().set(mask, PLACE)
-    params, optimizer = variables.snapshot(main)  # masters are masked, because a run without --asp reads them
+    # masters are saved with masks applied, because a run without --asp reads them
+    params, optimizer = variables.snapshot(main)
     for saved in (params[name], optimizer[name + "_fp32_master_0"]):
         np.testing.assert_array_equal(saved, master * mask)
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])
-def test_static_loss_scale_comes_from_flag(args, tmp_path, capsys, is_dynamic):
+def test_static_loss_scale_is_taken_from_flag(args, tmp_path, capsys, is_dynamic):
     args.amp, args.use_dynamic_loss_scaling, args.scale_loss = True, is_dynamic, 128.0
     with static.scope_guard(static.Scope()):
         _, _, _, _, main = build(args)
@@ -226,9 +227,9 @@ def test_static_loss_scale_comes_from_flag(args, tmp_path, capsys, is_dynamic):
 
 
 def test_bfloat16_variables_are_rounded_to_nearest_even():
-    """GPUs round in the same way; Paddle's CPU kernel truncates."""
+    """GPUs also round to nearest even, whereas Paddle's CPU kernel truncates."""
     values = np.random.RandomState(0).standard_normal(1000).astype(np.float32)
-    values[:5] = 0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20  # ties, and a value next to a tie
+    values[:5] = 0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20  # ties, and one value next to a tie
     tensor = static.global_scope().var("rounded").get_tensor()
     tensor.set(np.zeros(1000, np.uint16), paddle.CPUPlace())
     variables.set_variable("rounded", values, paddle.CPUPlace())
