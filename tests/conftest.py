@@ -1,4 +1,4 @@
-"""Fixtures with tiny networks and tiny images, so that the whole suite runs in minutes on two cores."""
+"""Fixtures with tiny networks and tiny images, so that the whole suite takes only minutes on two cores."""
 # ruff: noqa: I001
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment; must precede Paddle
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede Paddle
 import numpy as np
 import paddle
 import pytest
@@ -46,14 +46,14 @@ MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
-# Paddle stores the Python call stack in each operator that it appends, and reads it for a warning about each sum. Under
-# pytest, the stack has about 50 frames, and reading them takes half of the time of the tests in this process. The
-# innermost frames are sufficient.
+# Paddle stores the Python call stack in each operator that it appends, and inspects the stack for a warning about each
+# sum. Under pytest, the stack has about 50 frames. Reading all of them would take half of the time of the tests that
+# run in this process, so the patches below keep only the innermost frames.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])  # file and line
 
-# Ports that the launcher may use. The launcher's default range overlaps with the ephemeral ports of the system, some of
-# which are in use before the processes of a job listen.
+# The ports that the launcher may use. Its default range overlaps with the ephemeral ports of the system, so other
+# programs could take a port before the processes of a job listen on it.
 os.environ["PORT_RANGE"] = "12000:32000"
 
 
@@ -61,7 +61,7 @@ run_executor = static.Executor.run
 
 
 class FakeGraph:
-    """Stores the Executor's calls during a capture; replay() repeats them."""
+    """A fake CUDA graph. It stores the calls of the Executor during a capture, and replay() repeats these calls."""
 
     recording, made = None, []
 
@@ -77,13 +77,13 @@ class FakeGraph:
         self.addresses = self.tensors()
 
     def tensors(self):
-        """Return the addresses of the tensors that a graph would use."""
+        """Return the addresses of the tensors that a real graph would use."""
         scope, names = static.global_scope(), [v.name for v in self.step[0]._program.list_vars() if v.persistable]
         return {name: scope.find_var(name).get_tensor()._ptr() for name in names if scope.find_var(name) is not None}
 
     def replay(self):
         program = self.step[0]._program
-        if hasattr(program, "lr_scheduler"):  # a graph does not set the learning rate
+        if hasattr(program, "lr_scheduler"):  # replaying a graph does not set the learning rate
             rate = static.global_scope().find_var(program.lr_scheduler._var_name).get_tensor()
             np.testing.assert_allclose(np.asarray(rate), program.lr_scheduler(), rtol=1e-6)
         assert self.tensors() == self.addresses
@@ -95,7 +95,7 @@ class FakeGraph:
 
 
 def pytest_collection_modifyitems(config, items):
-    if "soak" not in config.option.markexpr:  # -m gpu does not run soak tests either
+    if "soak" not in config.option.markexpr:  # excludes soak tests, also with -m gpu
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
@@ -111,31 +111,31 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Exit without running the destructors of Paddle's and DALI's libraries. In one of two complete runs, they crashed
-    after all tests had passed, in a process that had created hundreds of programs and pipelines. The exit code of
-    train.py is tested in separate processes."""
+    """Exit without running the destructors of Paddle's and DALI's libraries. In one of two complete runs, the
+    destructors crashed after all tests had passed, in a process that had created hundreds of programs and pipelines.
+    Other tests check the exit code of train.py in separate processes."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hasattr(config, "exit_status"):  # set once a session has started
+    if hasattr(config, "exit_status"):  # set if a session has started
         os._exit(config.exit_status)
 
 
 @pytest.fixture(autouse=True)
 def fresh_paddle(monkeypatch):
-    """Give each test static mode, an empty scope, tiny registered networks, and GPU decoders without buffers for the
-    largest images of ImageNet."""
+    """Prepare each test: enable static mode, create an empty scope, register tiny networks, and let GPU decoders
+    allocate no buffers for the largest images of ImageNet."""
     paddle.enable_static()
     monkeypatch.setattr(dali, "PREALLOCATE_WIDTH", 0)
     monkeypatch.setattr(dali, "PREALLOCATE_HEIGHT", 0)
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1), width=8))
-    # In half precision, its 12 and 36 channels use the kernels for 8-byte vectors.
+    # In half precision, layers with 12 or 36 channels use the kernels for 8-byte vectors.
     monkeypatch.setitem(models.MODELS, "TinyMobile", partial(MobileNetV2, stages=((1, 12, 1, 1), (3, 24, 2, 2))))
     with static.scope_guard(static.Scope()):
         yield
 
 
 def frozen(args):
-    """Return a copy of settings that is frozen, like the settings of train.py after Fleet has started."""
+    """Return a frozen copy of the settings. In train.py, the settings are frozen after Fleet has started."""
     args = args.copy()
     args.freeze()
     return args
@@ -143,14 +143,14 @@ def frozen(args):
 
 @pytest.fixture
 def four_stages(monkeypatch):
-    """The tiny network with four stages instead of two."""
+    """Register the tiny network with four stages instead of two."""
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BottleneckBlock, (1, 1, 1, 1), width=8))
 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory, worker_id):
-    """Create files once for all worker processes of pytest-xdist: once(name, make) returns a folder that make(folder)
-    has filled in one of the processes. Tests must not change it."""
+    """Return a function once(name, make). It returns a folder that all worker processes of pytest-xdist share and that
+    make(folder) has filled in one of them. Tests must not change the folder."""
     root = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         root = root.parent
@@ -172,8 +172,8 @@ def once(tmp_path_factory, worker_id):
 
 @pytest.fixture(scope="session")
 def photos(once):
-    """Class folders of color gradients with little noise: 3 classes, 30 training and 23 validation JPEG images of
-    different sizes."""
+    """Create class folders with color gradients and little noise: 3 classes, 30 training and 23 validation JPEG images
+    of different sizes."""
 
     def make(root):
         random = np.random.RandomState(0)
@@ -192,8 +192,8 @@ def photos(once):
 
 @pytest.fixture(scope="session")
 def converted(photos, once):
-    """Convert the photos to each storage format: {--data-format: --image-root}. Record files have three training
-    shards."""
+    """Convert the photos to every storage format and return {--data-format: --image-root}. Record files have three
+    training shards."""
 
     def make(root):
         (root / "filelist").mkdir()
@@ -211,14 +211,14 @@ def converted(photos, once):
 
 @pytest.fixture
 def verify_here(monkeypatch):
-    """Make verify decode in this process, because starting processes takes a second. tests/tools/test_verify.py tests
-    the processes."""
+    """Make verify decode images in this process, because starting worker processes takes a second.
+    tests/tools/test_verify.py tests the worker processes."""
     monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *arguments: ThreadPoolExecutor(1))
 
 
 @pytest.fixture
 def parse():
-    """Parse flags of the tiny network, resolve the device, and start Fleet unless the test simulates several
+    """Parse flags for the tiny network, resolve the device, and start Fleet unless the test simulates several
     processes."""
 
     def parse(*flags):
@@ -234,7 +234,7 @@ def parse():
 
 @pytest.fixture
 def run_train(photos, tmp_path):
-    """Call train.main in this process; returns (exit code, report entries)."""
+    """Call train.main in this process and return (exit code, report entries)."""
 
     def run_train(*flags, image_root=photos):
         report = tmp_path / "report.json"
@@ -249,7 +249,7 @@ def run_train(photos, tmp_path):
 
 @pytest.fixture
 def run_bare(photos, tmp_path):
-    """Like run_train, without the flags of the tiny network."""
+    """Call train.main like run_train, but without the flags of the tiny network."""
 
     def run_bare(*flags, image_root=photos):
         report = tmp_path / "bare.json"
@@ -264,7 +264,7 @@ def run_bare(photos, tmp_path):
 
 @pytest.fixture
 def checkpoint(once, run_train, tmp_path):
-    """Return a copy of a checkpoint of one epoch. All tests share the run."""
+    """Return a copy of a checkpoint that was saved after one epoch. All tests share the run."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0
@@ -274,7 +274,7 @@ def checkpoint(once, run_train, tmp_path):
 
 @pytest.fixture
 def train_process():
-    """Run train.py as a user does; returns the finished process."""
+    """Run train.py in a separate process, as a user does, and return the finished process."""
 
     def train_process(*flags, timeout=120):
         command = [sys.executable, "train.py", *map(str, flags)]
@@ -285,8 +285,8 @@ def train_process():
 
 @pytest.fixture
 def stop_before(monkeypatch):
-    """Simulate a stop signal before the n-th training step or before the n-th poll during evaluations; None: no
-    signal."""
+    """Return a function that simulates a stop signal before the n-th training step or before the n-th poll during
+    evaluations. Without arguments, no signal is simulated."""
 
     def stop_before(train_step=None, eval_step=None):
         def counter(target):
@@ -301,8 +301,8 @@ def stop_before(monkeypatch):
 
 @pytest.fixture
 def losses_with_a_stop(run_train, stop_before, tmp_path):
-    """Stop a run before its n-th training step and resume it with the same command; returns the losses of both
-    parts."""
+    """Stop a run before its n-th training step, resume it with the same command, and return the losses of both
+    processes."""
 
     def losses_with_a_stop(train_step, *flags, **places):
         elsewhere = ["--output-dir", tmp_path / "stopped"]
@@ -319,26 +319,27 @@ def losses_with_a_stop(run_train, stop_before, tmp_path):
 
 
 def read_report(path):
-    """Return the entries of a report file: dicts with step and data."""
+    """Return the entries of a report file: dictionaries with the keys "step" and "data"."""
     if not path.exists():
         return []
     return [strict_json(line.removeprefix("DLLL ")) for line in path.read_text().splitlines()]
 
 
 def strict_json(text):
-    """Parse JSON strictly: NaN and Infinity are errors."""
+    """Parse strict JSON: NaN and Infinity are errors."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def phase(report, step, prefix):
-    """Return the values whose names start with a prefix, from the last entry of a step that has such values: {name
-    without prefix: value}."""
+    """Return {name without prefix: value} for the names that start with a prefix, from the last report entry of a step
+    that contains such names."""
     entries = [e["data"] for e in report if e["step"] == step and any(k.startswith(prefix) for k in e["data"])]
     return {k.removeprefix(prefix): v for k, v in entries[-1].items() if k.startswith(prefix)}
 
 
 def assert_one_error(stderr, parts):
-    """Check that there is exactly one error message of train.py and that it contains all parts."""
+    """Check that stderr contains exactly one error message of train.py, and that the message contains all given
+    strings."""
     errors = [line for line in stderr.splitlines() if line.startswith("train.py: error: ")]
     assert len(errors) == 1, stderr
     for part in parts:
@@ -359,8 +360,8 @@ def losses(report):
 
 
 def assert_two_of_four(weight, algorithm="mask_1d"):
-    """Check that at most two of four consecutive input channels of a filter [out, in, height, width] are nonzero. With
-    two-dimensional algorithms, the same must hold for four consecutive filters."""
+    """Check that at most two of four consecutive input channels of a filter [out, in, height, width] are nonzero. For
+    two-dimensional algorithms, also check four consecutive filters."""
     rows = weight.transpose(2, 3, 0, 1).reshape(-1, weight.shape[1])
     assert (np.count_nonzero(rows.reshape(-1, 4), axis=1) <= 2).all()
     if algorithm != "mask_1d":
@@ -368,24 +369,24 @@ def assert_two_of_four(weight, algorithm="mask_1d"):
 
 
 def assert_sparse(params, algorithm="mask_1d"):
-    """Check that parameters {name: array} contain a mask for each layer that can be pruned, and that the masks are
+    """Check that the parameters {name: array} contain a mask for each layer that can be pruned, and that the masks are
     applied."""
     pruned = [name for name in params if f"{name}.asp_mask" in params]
     filters = {name for name in params if name.startswith("conv2d_") and name.endswith(".w_0")}
-    assert set(pruned) == filters  # without the classifier, as in NVIDIA's example
+    assert set(pruned) == filters  # the classifier is not pruned, as in NVIDIA's example
     for name in pruned:
-        if params[name].shape[1] < 4:  # the first layer of a network with three input channels
+        if params[name].shape[1] < 4:  # first layer of a network with three input channels
             assert (params[f"{name}.asp_mask"] == 1).all()
             continue
-        density = params[f"{name}.asp_mask"].mean()  # the greedy algorithm may keep fewer than two weights
+        density = params[f"{name}.asp_mask"].mean()  # the greedy algorithm may keep fewer than two of four weights
         assert density == 0.5 or (algorithm == "mask_2d_greedy" and 0.4 < density < 0.5), name
         assert not params[name][params[f"{name}.asp_mask"] == 0].any(), name
         assert_two_of_four(params[name], algorithm)
 
 
 def gpu_labels(count):
-    """Return the launcher's names of the first COUNT visible GPUs; with $SHARE_GPU, the name of the first GPU COUNT
-    times."""
+    """Return the launcher's names of the first COUNT visible GPUs. If $SHARE_GPU is set, return the name of the first
+    GPU COUNT times."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     labels = visible.split(",") if visible else [str(i) for i in range(count)]
     return labels[:1] * count if "SHARE_GPU" in os.environ else labels[:count]
@@ -398,21 +399,21 @@ def need_two_gpus():
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Emulate the capture of steps on the CPU; returns FakeGraph, whose list `made` contains the captured graphs."""
+    """Emulate step capture on the CPU and return FakeGraph. Its list `made` contains the captured graphs."""
     if native.missing() is not None:
         pytest.skip(native.missing())
 
     def capture_or_run(self, *args, **kwargs):
         if FakeGraph.recording is None:
             return run_executor(self, *args, **kwargs)
-        assert kwargs == {"fetch_list": []}  # a CUDA graph cannot contain feeds or fetches
+        assert kwargs == {"fetch_list": []}  # CUDA graphs do not support feeds and fetches
         FakeGraph.recording.executor, FakeGraph.recording.step = self, args
         return []
 
     def resolve_kernels(args):
         requested, origin = args.cuda_graph, args.origin("cuda_graph")
         resolve(args)
-        assert not args.cuda_graph  # steps are not captured on a CPU
+        assert not args.cuda_graph  # by default, a CPU captures no steps
         args.set(origin, cuda_graph=requested)
 
     resolve = resolution.resolve_kernels
@@ -430,8 +431,8 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def launch(photos, tmp_path):
-    """Run a job; returns (report entries, [parameters of each rank]), or with succeeds=False (exit code, [log of each
-    rank])."""
+    """Run a job and return (report entries, [parameters of each rank]). With succeeds=False, return (exit code, [log of
+    each rank]) instead."""
 
     def launch(processes, *flags, succeeds=True):
         name = f"job{len(list(tmp_path.glob('job*')))}"
@@ -459,8 +460,8 @@ def launch(photos, tmp_path):
 
 @pytest.fixture
 def two_processes(once, launch, tmp_path):
-    """Run TWO_EPOCHS as a job of two processes that all tests share; returns (report entries, [parameters of each
-    rank], checkpoints)."""
+    """Run TWO_EPOCHS as a job of two processes and return (report entries, [parameters of each rank], folder of the
+    checkpoints). All tests share the job."""
 
     def make(folder):
         launch(2, *TWO_EPOCHS, "--output-dir", folder / "output")
@@ -473,8 +474,8 @@ def two_processes(once, launch, tmp_path):
 
 @pytest.fixture
 def launch_nodes(photos, tmp_path):
-    """Start two launchers with one process each and a common master on loopback, like two machines; returns them and
-    the folder of the job."""
+    """Simulate two machines: start two launchers with one process each and a common master on the loopback interface.
+    Return the launchers and the folder of the job."""
     started = []
 
     def launch_nodes(*flags, on_gpus=False):

@@ -1,4 +1,5 @@
-"""The networks of the registry, reduced to few blocks that still have all kinds of layers."""
+"""Networks of the registry with fewer blocks. Each reduced network still contains all kinds of layers of the full
+network."""
 
 import importlib
 from dataclasses import replace
@@ -6,7 +7,8 @@ from functools import partial
 
 from paddle_resnet import models
 
-# For each module, a function that turns the constructor of the full network into one with few blocks.
+# For each module, a function that turns the constructor of the full network into the constructor of a network with few
+# blocks.
 CONSTRUCTORS = {
     "resnet": lambda full: partial(full.func, full.args[0], (1, 1), width=32),
     "mobilenet_v2": lambda full: partial(full, stages=((1, 16, 1, 1), (6, 24, 2, 2))),
@@ -17,7 +19,7 @@ CONSTRUCTORS = {
 
 
 def with_few_blocks(network):
-    """Return a models.Network with few blocks; its options are unchanged."""
+    """Return a models.Network with fewer blocks and unchanged options."""
     module = importlib.import_module(f"paddle_resnet.models.{network.module}")
     name = f"FewBlocks{network.constructor}"
     setattr(module, name, CONSTRUCTORS[network.module](getattr(module, network.constructor)))
@@ -25,5 +27,5 @@ def with_few_blocks(network):
 
 
 def shrink():
-    """Replace each network in the registry with its version with few blocks."""
+    """Replace each network in the registry with a version that has few blocks."""
     models.MODELS.update({arch: with_few_blocks(network) for arch, network in models.MODELS.items()})

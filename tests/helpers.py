@@ -1,4 +1,5 @@
-"""Functions that test modules share: programs, loaders, checkpoints, exported models. Fixtures are in conftest.py."""
+"""Functions that several test modules use: programs, loaders, checkpoints and exported models. Fixtures are in
+conftest.py."""
 
 import json
 import os
@@ -34,11 +35,11 @@ META = {
     },
     "ranks": [{"loader": {"step": 0, "conditions": {}}, "meters": {}}],
 }
-# The example files in docs/networks.md: the first sets options of a ResNet, the second defines a network.
+# The example files of docs/networks.md: the first file sets options of a ResNet, the second file defines a network.
 OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs/networks.md").read_text(), re.MULTILINE | re.DOTALL
 )
-# A program that locks the folder given as its argument.
+# A program that locks the folder in its argument.
 HOLDER = """
     import sys, time
     from paddle_resnet.checkpoints import folders
@@ -64,7 +65,8 @@ np.save(f"{folder}/probabilities.npy", predictor.get_output_handle(name).copy_to
 
 
 def build(args, is_train=True, steps=10, seed=0):
-    """Build a program with new parameters; returns (compiled program, executor, fetchs, lr_scheduler, program)."""
+    """Build a program with newly initialized parameters and return (compiled program, executor, fetchs, lr_scheduler,
+    program)."""
     args = frozen(args)
     paddle.seed(seed)
     main, startup = static.Program(), static.Program()
@@ -76,7 +78,7 @@ def build(args, is_train=True, steps=10, seed=0):
 
 
 def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
-    """Return random batches: [(images, labels)]."""
+    """Return `count` random batches: [(images, labels)]."""
     generator = np.random.RandomState(0)
     return [
         (generator.randn(batch, *shape).astype("float32"), generator.randint(0, classes, (batch, 1)).astype("int64"))
@@ -89,14 +91,14 @@ def variable(name):
 
 
 def epoch(loader):
-    """Read one epoch; returns ([images of each batch], [labels of each batch])."""
+    """Read one epoch and return ([images of each batch], [labels of each batch])."""
     batches = [(np.array(b[0]["data"]), np.array(b[0]["label"])) for b in loader]
     loader.reset()
     return [b[0] for b in batches], [b[1] for b in batches]
 
 
 def take(loader, count):
-    """Read the next batches, across epochs."""
+    """Read the next `count` batches and continue across epoch boundaries."""
     batches = []
     while len(batches) < count:
         batch = next(loader, None)
@@ -108,14 +110,14 @@ def take(loader, count):
 
 
 def write_checkpoint(root, name, text="abc", sequence=0, **meta):
-    """Commit a checkpoint of two small files; returns its folder."""
+    """Commit a checkpoint that consists of two small files and return its folder."""
     files = {"a.pdparams": lambda f: f.write(text.encode()), "a.pdopt": lambda f: f.write(b"x" * 100)}
     return folders.commit(root, name, files, META | {"sequence": sequence, **meta})
 
 
 def predict(folder, images, output=""):
-    """Compute probabilities with Paddle Inference in a separate process, as in a deployment: without this project and
-    its settings for Paddle."""
+    """Compute probabilities with Paddle Inference. Use a separate process without this project and its settings for
+    Paddle, as in a deployment."""
     np.save(folder / "images.npy", images)
     environment = {name: value for name, value in os.environ.items() if name != "FLAGS_enable_pir_api"}
     done = subprocess.run(

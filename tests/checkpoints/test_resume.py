@@ -584,7 +584,7 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
 
 @pytest.mark.parametrize("kernels", [[], [*NHWC, "--kernels", "native"]], ids=["paddle", "native"])
 def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
-    """Synthetic images are the same in every step. Stages of the same size therefore train like a run without stages."""
+    """Synthetic images are the same in every step, so stages of the same size train like a run without stages."""
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))
     flags = ["--data-format", "synthetic", "--ema", "0.9", "--epochs", "3", "--mixup", "0.2", *kernels]
     assert uninterrupted(*flags, "--sizes", "32:0,32:1,32:2") == uninterrupted(*flags)

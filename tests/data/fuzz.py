@@ -1,8 +1,8 @@
-"""Damage small data sets at random, train on them and verify them: `python fuzz.py DIR FORMAT:N ...`.
+"""Damage small data sets at random, train on them, and verify them: `python fuzz.py DIR FORMAT:N ...`.
 
-Mutation N of a format is the same in every run. test_fuzz.py runs this script, because a mutation may crash the
-process. It prints a line `start FORMAT:N` before each mutation and `end FORMAT:N OUTCOME` after it. Outcomes that
-begin with "BAD" are defects of this project. SIGALRM stops the process if a mutation takes more
+Mutation N of a format is the same in every run. test_fuzz.py runs this script in a separate process, because a mutation
+may crash the process. The script prints a line `start FORMAT:N` before each mutation and `end FORMAT:N OUTCOME` after
+it. An outcome that begins with "BAD" is a defect of this project. SIGALRM stops the process if a mutation takes more
 than LIMIT_S seconds.
 """
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from PIL import Image
 
-if __name__ == "__main__":  # worker processes of convert import this file but do not need these modules
+if __name__ == "__main__":  # worker processes of convert import this file, but do not need these modules
     import config
     import paddle_resnet  # noqa: F401  sets the environment
     from paddle_resnet import dali, resolution
@@ -31,7 +31,7 @@ if __name__ == "__main__":  # worker processes of convert import this file but d
     from utils.mode import Mode
 
 LIMIT_S = 60
-IMAGES = 12  # per split
+IMAGES = 12  # in each split
 FLAGS = "--num-of-class 3 --image-shape 3,16,16 --crop-size 16 --resize-short 16 --device cpu --batch-size 1 "
 FLAGS += "--dali-num-threads 1 --dali-prefetch 1 --show-config false"
 INTEGERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
@@ -39,7 +39,7 @@ NUMBERS = ["-1", "0", "3", "511", "512", "2147483648", "9223372036854775807", "9
 
 
 def make(root):
-    """Write a small data set per format to ROOT/FORMAT."""
+    """Write a small data set in each format to ROOT/FORMAT."""
     source = root / "folder"
     random = np.random.RandomState(0)
     for split in ("train", "val"):
@@ -57,7 +57,7 @@ def make(root):
 
 
 def mutate(folder, random):
-    """Damage one file that is not a link; returns (description, mode of the split)."""
+    """Damage one regular file, never a link, and return (description, mode of the split)."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     images = [path for path in files if path.suffix in (".jpg", ".png")]
     others = [path for path in files if path not in images]
@@ -158,7 +158,7 @@ TEXT["number_replaced"] = number_replaced
 
 
 def train(folder, mode, data_format):
-    """Read one epoch of a split; returns [(label, digest of the pixels)], or the error message."""
+    """Read one epoch of a split and return [(label, digest of the pixels)], or the error message if reading fails."""
     args = config.parse_args([*FLAGS.split(), "--image-root", str(folder), "--data-format", data_format])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)
@@ -173,11 +173,11 @@ def train(folder, mode, data_format):
 
 
 def classify(intact, result, report, lists_images):
-    """Return the OUTCOME of a mutation. `intact` and `result` are the results of train() on the original and damaged
-    data."""
+    """Return the OUTCOME of a mutation, where `intact` and `result` are the results of train() on the original and the
+    damaged data."""
     if isinstance(result, str):
         return "rejected" if report.training_would_fail else f"BAD verify passes but training fails: {result}"
-    if lists_images:  # a damaged list may be a valid list of different images
+    if lists_images:  # a damaged list may be a valid list of other images
         return "trained"
     if len(result) != len(intact):
         return f"BAD {len(result)} of {len(intact)} images"
@@ -189,7 +189,7 @@ def classify(intact, result, report, lists_images):
 
 
 def run(base, work, data_format, number, intact):
-    """Apply a mutation; returns (description, OUTCOME)."""
+    """Apply a mutation and return (description, OUTCOME)."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(base / data_format, work)
     random = np.random.RandomState([number, *data_format.encode()])
@@ -202,7 +202,8 @@ def run(base, work, data_format, number, intact):
         verify.show(report)
         lists_images = data_format in ("folder", "filelist") or mode is Mode.TRAIN
         if lists_images and data_format not in ("folder", "filelist") and not isinstance(result, str):
-            lists_images = len(result) == IMAGES  # images are shuffled and augmented, so only their number is compared
+            # Compares only the number of images, because they are shuffled and augmented.
+            lists_images = len(result) == IMAGES
         return done, classify(intact, result, report, lists_images)
     except Exception:
         return done, "BAD " + traceback.format_exc().replace("\n", " | ")
@@ -225,7 +226,7 @@ def main(folder, *mutations):
             if data_format not in intact:
                 intact[data_format] = train(base / data_format, Mode.EVAL, data_format)
                 assert len(intact[data_format]) == IMAGES, intact[data_format]
-            # Each mutation has its own folder, because a process must not open an LMDB twice.
+            # Use a new folder for each mutation, because a process must not open the same LMDB twice.
             work = Path(folder) / f"{data_format}-{os.getpid()}-{number}"
             done, outcome = run(base, work, data_format, int(number), intact[data_format])
             signal.alarm(0)

@@ -1,4 +1,5 @@
-"""Randomly damaged data sets: training and verify agree, report an error or succeed, and lose no image silently."""
+"""Randomly damaged data sets. Training and verify must agree: both report an error or both succeed, and no image is
+lost silently."""
 
 import collections
 import re
@@ -11,19 +12,19 @@ import pytest
 from paddle_resnet.data import listing
 
 SCRIPT = Path(__file__).with_name("fuzz.py")
-BATCH = 60  # mutations per process
+BATCH = 60  # number of mutations per process
 
 
 def fuzz(folder, mutations):
-    """Return outcomes {"FORMAT:N": text}. If a mutation stops a process, a new process continues with the next
-    mutation."""
+    """Run mutations and return {"FORMAT:N": outcome}. If a mutation crashes a process, a new process continues with the
+    next mutation."""
     outcomes = {}
     while mutations:
         command = [sys.executable, str(SCRIPT), str(folder), *mutations[:BATCH]]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         for mutation, outcome in re.findall(r"^(?:start|end) (\w+:\d+) ?(.*)$", done.stdout, re.MULTILINE):
             outcomes[mutation] = outcome or f"BAD exit code {done.returncode}: {done.stderr[-2000:]}"
-        assert mutations[0] in outcomes, done.stderr  # otherwise the script itself failed
+        assert mutations[0] in outcomes, done.stderr  # fails if the script itself failed
         mutations = [mutation for mutation in mutations if mutation not in outcomes]
     return outcomes
 
@@ -32,7 +33,7 @@ def check(outcomes):
     bad = {mutation: text for mutation, text in outcomes.items() if text.startswith("BAD")}
     assert not bad, "\n".join(f"{mutation}: {text}" for mutation, text in bad.items())
     counts = collections.Counter(text.partition(" (")[0] for text in outcomes.values())
-    assert counts["rejected"] > len(outcomes) // 3, counts  # enough mutations cause errors
+    assert counts["rejected"] > len(outcomes) // 3, counts  # a sufficient number of mutations causes errors
     print(counts)
 
 

@@ -1,4 +1,5 @@
-"""Damaged and malicious files and folders: each causes an error message, and verify and training agree."""
+"""Damaged and malicious files and folders. Each one causes an error message, and verify reports the same problem as
+training."""
 
 import io
 import json
@@ -29,7 +30,7 @@ INDEXED = ("recordio", "tfrecord", "webdataset")
 
 @pytest.fixture
 def copy(converted, tmp_path):
-    """Copy a converted data set; returns the copy's folder."""
+    """Return a function that copies a converted data set and returns the new folder."""
 
     def copy(data_format):
         root = tmp_path / data_format
@@ -44,7 +45,7 @@ def open_split(root, mode=Mode.EVAL, num_of_class=3):
 
 
 def negative(rows):
-    """Negate each number of the third row."""
+    """Negate each number in the third row."""
     columns = rows[2].replace("\t", " ").split(" ")
     return [*rows[:2], " ".join(f"-{column}" if column.isdigit() else column for column in columns), *rows[3:]]
 
@@ -85,7 +86,7 @@ def test_damaged_index_is_rejected(copy, data_format, damage):
 
 
 @pytest.mark.parametrize("data_format", ["tfrecord", "webdataset"])
-def test_index_in_different_order_is_rejected(copy, data_format):
+def test_index_in_wrong_order_is_rejected(copy, data_format):
     root = copy(data_format)
     path = Path(indexes.index_path(listing.find_shards(str(root), data_format, Mode.EVAL)[0]))
     rows = path.read_text().splitlines(keepends=True)
@@ -106,7 +107,7 @@ def test_recordio_index_with_gap_in_keys_is_compared_with_all_headers(copy, monk
         open_split(root)
 
 
-def test_tar_index_may_omit_files_outside_samples(tmp_path):
+def test_tar_index_may_omit_files_that_belong_to_no_sample(tmp_path):
     shard = str(tmp_path / "val-0.tar")
     with tarfile.open(shard, "w", format=tarfile.PAX_FORMAT) as archive:
         for name in ("README", "folder/", "folder/ü.jpg", "folder/ü.cls", "folder/.hidden", "b.jpg", "b.cls", "end"):
@@ -175,7 +176,7 @@ def test_tfrecord_checksums_are_verified_by_indexing_and_reading(copy, offset):
 
 
 def truncate(root):
-    """Truncate the files that contain images to a quarter of their size."""
+    """Truncate each file that contains images to a quarter of its size."""
     for path in root.rglob("*"):
         if path.is_file() and path.suffix not in (".idx", ".json", ".txt"):
             os.truncate(path, path.stat().st_size // 4)
@@ -183,7 +184,7 @@ def truncate(root):
 
 @pytest.mark.parametrize("data_format", ["folder", "filelist", *INDEXED])
 def test_file_truncated_during_a_run_raises_data_error(parse, photos, copy, tmp_path, data_format):
-    """Reading such a file through a memory map would crash the process with SIGBUS."""
+    """If a file is read through a memory map while it is truncated, SIGBUS kills the process."""
     root = copy(data_format) if data_format in INDEXED else tmp_path / "photos"
     if data_format not in INDEXED:
         shutil.copytree(photos, root)
@@ -211,7 +212,7 @@ def test_truncated_lmdb_is_rejected(copy, keep):
 
 
 def increase_record_count(data):
-    """Increment the record count, a 64-bit number in one of the first two pages."""
+    """Increment the record count of an LMDB, a 64-bit number in one of the first two pages."""
     place = data.index(struct.pack("<Q", 23), 0, 2 * 4096)
     data[place] += 1
 
@@ -261,13 +262,13 @@ def labels_of(loader):
     return np.concatenate([np.array(batch[0]["label"])[:, 0] for batch in loader]).tolist()
 
 
-def test_invalid_label_texts_are_rejected_and_never_become_a_class(parse, tmp_path, monkeypatch):
+def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_path, monkeypatch):
     write_tar(tmp_path, [b"1", *LABELS, b"2\n"])
     names = [image.name for image in listing.images(str(tmp_path), Mode.EVAL)[2]]
     assert list(verify.verify(tmp_path).failing) == names[1:-1]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
-    # Invalid labels that the check before step 1 misses become -1, which the loss rejects.
+    # The check before step 1 may miss invalid labels. They become -1, and the loss function rejects -1.
     monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
     assert labels_of(loader) == [1, *[-1] * len(LABELS), 2]
@@ -314,7 +315,7 @@ def test_verify_checks_labels_against_num_of_class(copy, capsys):
 
 
 def png_of(side):
-    """Create a black PNG with one bit per pixel."""
+    """Create a black PNG image with one bit per pixel."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -326,7 +327,7 @@ def png_of(side):
 
 
 def test_png_bomb_is_rejected_without_allocating_its_pixels(parse, tmp_path):
-    """The 109-kB file would decode to 7 GB."""
+    """If the 109-kB file were decoded, its pixels would need 7 GB."""
     assert os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] == str(bad_images.MAX_PIXELS)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
@@ -389,14 +390,15 @@ REPLACED = {
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, loop])
 @pytest.mark.parametrize(("data_format", "name"), [(kind, name) for kind, names in REPLACED.items() for name in names])
 def test_unreadable_file_of_data_set_is_reported(copy, data_format, name, make):
-    """These cases stand for files without read permission, which root could read nevertheless."""
+    """A folder, a pipe or a link loop simulates a file without read permission, because root could read a file without
+    permission."""
     root = copy(data_format)
     for path in root.glob("train*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (root / name).unlink()
     make(root / name)
     if name.endswith(".idx") and make is loop:
-        assert open_split(root).size == 23  # the index is rebuilt
+        assert open_split(root).size == 23  # a missing index is rebuilt
         return
     with pytest.raises(UsageError, match=name.partition("/")[0]):
         open_split(root)
@@ -492,7 +494,7 @@ def test_special_characters_in_names_are_escaped_in_output_and_fix_list(photos, 
     assert run_train(image_root=root)[0] == 2
 
 
-def test_class_names_are_escaped_and_line_breaks_are_not_converted(photos, tmp_path, capsys):
+def test_class_names_are_escaped_and_names_with_line_breaks_are_not_converted(photos, tmp_path, capsys):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
     for split in ("train", "val"):
@@ -522,7 +524,7 @@ def test_error_message_of_tool_is_escaped(tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["swapped", "twice"])
 def test_verify_detects_records_that_dali_reads_differently(copy, monkeypatch, damage):
-    """The index contains an error that the checks of indexes miss."""
+    """The index contains an error that the checks of index files do not detect."""
     root = copy("tfrecord")
     original = indexes.check_index
 

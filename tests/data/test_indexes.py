@@ -15,7 +15,7 @@ KINDS = {"tfrecord": "train-00000-of-00001", "recordio": "train.rec", "webdatase
 
 
 def write(folder, kind, count=5):
-    """Write a record file of `count` images of different lengths; returns its path."""
+    """Write a record file with `count` images of different lengths and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / KINDS[kind]
     images = [(bytes([i]) * (100 + i), i) for i in range(count)]
@@ -48,7 +48,7 @@ def test_index_is_written_next_to_shard_and_lists_every_record(tmp_path, kind):
 
 
 def block_index(shard):
-    """Make the next attempt to write an index fail: put a folder in place of the temporary file. A read-only folder
+    """Put a folder in place of the temporary file, so that the next attempt to write an index fails. A read-only folder
     would not stop root."""
     files.partial_path(indexes.index_path(str(shard))).mkdir()
 
@@ -63,7 +63,7 @@ def test_index_of_read_only_folder_is_written_to_cache(tmp_path, cache, monkeypa
     assert index.path in capsys.readouterr().out
     assert not os.path.exists(default_path)
     assert len(index) == 5
-    # The cached index is used without a scan.
+    # The next call uses the cached index and does not scan the file.
     monkeypatch.setattr(indexes, "scan", None)
     assert indexes.open_index(str(shard), kind).path == index.path
 
@@ -79,7 +79,7 @@ def test_cached_index_of_changed_shard_is_not_used(tmp_path, cache):
     os.utime(shard, ns=(0, 0))
     block_index(shard)
     third = indexes.open_index(str(shard), "tfrecord")
-    assert len({first.path, second.path, third.path}) == 3  # shards are identified by size and time
+    assert len({first.path, second.path, third.path}) == 3  # the cache identifies shards by size and time
 
 
 def test_unwritable_folder_and_cache_are_an_error(tmp_path, cache):
@@ -118,7 +118,7 @@ def test_truncated_shard_is_rejected(tmp_path, kind, keep):
     shard = write(tmp_path, kind)
     data = shard.read_bytes()
     if kind == "webdataset":
-        data = data[: data.rindex(b"4") + 1]  # without the trailing zeros
+        data = data[: data.rindex(b"4") + 1]  # removes the trailing zeros
     shard.write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(UsageError, match=f"{shard}: damaged"):
         indexes.open_index(str(shard), kind)
@@ -140,7 +140,7 @@ def test_empty_shard_is_rejected(tmp_path, kind):
 
 
 def test_index_without_skipped_images_keeps_format_v1_2(tmp_path, cache):
-    """In v1.2, the name of each file follows its extension, offset and size."""
+    """In version 1.2 of the index format, the name of each file follows its extension, offset and size."""
     shard = str(write(tmp_path, "webdataset"))
     first = indexes.open_index(shard, "webdataset")
     head, *lines = Path(first.path).read_text().splitlines()
@@ -185,14 +185,14 @@ def test_tar_member_of_negative_size_is_rejected(tmp_path):
         indexes.scan(str(tmp_path / "train.tar"), "webdataset")
 
 
-def test_unwritable_index_for_skip_list_is_an_error(tmp_path, cache):
+def test_index_for_skip_list_that_cannot_be_written_is_an_error(tmp_path, cache):
     shard = str(write(tmp_path, "recordio"))
     cache.write_text("no folder")
     with pytest.raises(UsageError, match="the index for --skip-list cannot be written"):
         indexes.open_index(shard, "recordio", frozenset([0]))
 
 
-def test_tar_may_contain_folders_long_and_hidden_names_and_other_parts(tmp_path):
+def test_tar_may_contain_folders_long_names_hidden_files_and_other_members(tmp_path):
     long = "folder/" + "x" * 150
     names = ["dir/.hidden.jpg", "dir/a.b.json", "dir/a.JPG", "dir/a.cls", f"{long}.png", f"{long}.cls"]
     path = tar(tmp_path / "train-0.tar", ["dir/a.json", *names[2:]])
@@ -215,7 +215,7 @@ def test_write_file_is_atomic(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: calls.append(os.fstat(file).st_size) or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *names: calls.append("replace") or replace(*names))
     indexes.write_file(str(path), b"data")
-    assert calls == [4, "replace"]  # all bytes are on the disk before the file is renamed
+    assert calls == [4, "replace"]  # the file is renamed after all its bytes are on the disk
     assert path.read_bytes() == b"data"
     assert stat.S_ISREG(path.stat().st_mode)
     with pytest.raises(TypeError):

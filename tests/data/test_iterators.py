@@ -8,7 +8,7 @@ from utils.mode import Mode
 
 
 def batches_of_epochs(loader, count):
-    """Yield the next `count` batches, across epoch boundaries."""
+    """Yield the next `count` batches and continue across epoch boundaries."""
     while count:
         batch = next(loader, None)
         if batch is None:
@@ -27,7 +27,7 @@ def empty_targets():
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_full_batches_are_written_into_target_tensors(parse, photos, mode):
+def test_full_batch_is_written_into_target_tensors(parse, photos, mode):
     args = parse("--image-root", photos)
     expected = [arrays(batch) for batch in batches_of_epochs(dali.build_dataloader(args, mode), 6)]
     loader, targets = dali.build_dataloader(args, mode), empty_targets()
@@ -39,7 +39,7 @@ def test_full_batches_are_written_into_target_tensors(parse, photos, mode):
             np.testing.assert_array_equal(values, reference[name])
 
 
-def test_synthetic_batches_are_not_written_into_target_tensors(parse):
+def test_synthetic_batch_is_not_written_into_target_tensors(parse):
     loader, targets = dali.build_dataloader(parse("--data-format", "synthetic"), Mode.TRAIN), empty_targets()
     expected = arrays(next(loader)[0])
     loader.write_into(targets)
@@ -57,7 +57,7 @@ def test_every_rank_has_its_own_synthetic_batch(parse, monkeypatch):
     assert not np.array_equal(batches[0]["data"], batches[1]["data"])
 
 
-def test_synthetic_loader_resumes_at_its_step(parse, monkeypatch):
+def test_synthetic_loader_resumes_at_its_position(parse, monkeypatch):
     monkeypatch.setitem(dali.SYNTHETIC_SIZE, Mode.TRAIN, 16)
     args = parse("--data-format", "synthetic")
     loader = dali.build_dataloader(args, Mode.TRAIN)
@@ -66,7 +66,7 @@ def test_synthetic_loader_resumes_at_its_step(parse, monkeypatch):
     assert (resumed.step, len(list(resumed))) == (1, 1)
 
 
-def test_empty_iterator_accepts_targets_and_has_no_batch():
+def test_empty_iterator_accepts_targets_and_yields_no_batch():
     class NoImages:
         size, classes, class_names, digest = 0, [], [], None
 

@@ -1,4 +1,4 @@
-"""Listing of missing, misnamed and inconsistent splits. test_readers.py covers valid ones."""
+"""Missing, misnamed and inconsistent splits. test_readers.py tests valid splits."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def error_of(root, mode=Mode.EVAL):
 
 
 @pytest.mark.parametrize("name", ["valid", "validation", "test", "VAL"])
-def test_misnamed_split_folder_is_suggested(photos, tmp_path, name):
+def test_correct_name_of_misnamed_split_folder_is_suggested(photos, tmp_path, name):
     shutil.copytree(photos / "train", tmp_path / "train")
     shutil.copytree(photos / "val", tmp_path / name)
     message = f"has no folder val/; rename {name}/ to val/, or use only train/ with --run-scope train_only"
@@ -28,7 +28,7 @@ def test_misnamed_split_folder_is_suggested(photos, tmp_path, name):
     assert listing.splits(tmp_path) == [Mode.TRAIN]
 
 
-def test_validation_folder_is_suggested_before_test_folder(photos, tmp_path):
+def test_validation_folder_is_suggested_in_preference_to_test_folder(photos, tmp_path):
     for name in ("train", "test", "valid"):
         shutil.copytree(photos / "val", tmp_path / name)
     assert "rename valid/ to val/" in error_of(tmp_path)
@@ -91,7 +91,7 @@ def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
 
 @pytest.mark.parametrize("label", [2, 10_000_000])
 def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
-    """Otherwise, a typo in a label could create a network with millions of outputs."""
+    """Without this limit, a typing error in a label could create a network with millions of outputs."""
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
@@ -116,7 +116,7 @@ def test_suggested_split_command_runs_as_printed(photos, tmp_path, names):
 
 @pytest.fixture
 def root(photos, tmp_path):
-    """Create a writable copy of the photos."""
+    """Create a copy of the photos that the test may change."""
     return shutil.copytree(photos, tmp_path / "root")
 
 
@@ -124,14 +124,15 @@ TRAINED = ["class0", "class1", "class2"]
 
 
 @pytest.mark.parametrize("with_train", [False, True], ids=["val alone", "train/ disagrees"])
-def test_trained_network_defines_labels_of_class_folders(root, with_train):
+def test_labels_of_class_folders_come_from_trained_network(root, with_train):
     shutil.rmtree(root / "val/class0")
     shutil.rmtree(root / "train/class1" if with_train else root / "train")
     assert set(listing.list_folder(root, Mode.EVAL, classes=TRAINED)[1]) == {1, 2}
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
     assert data_set.classes == TRAINED
     names = listing.own_classes(root, Mode.EVAL)
-    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size  # as --predictions lists images
+    # --predictions lists images with this function.
+    assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size
     if not with_train:
         assert set(listing.list_folder(root, Mode.EVAL)[1]) == {0, 1}
 
@@ -145,7 +146,8 @@ def test_class_folder_unknown_to_network_is_rejected(root):
 
 
 def test_unnamed_classes_do_not_define_labels(root):
-    """A file list without classes.txt has unnamed classes; folders with numeric names have class names."""
+    """Without classes.txt, the classes of a file list have no names, whereas class folders with numeric names do have
+    names."""
     assert set(listing.list_folder(root, Mode.EVAL, classes=["0", "1", "2"])[1]) == {0, 1, 2}
     shutil.rmtree(root / "val/class0")
     for i in (1, 2):
@@ -154,7 +156,7 @@ def test_unnamed_classes_do_not_define_labels(root):
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio"])
-def test_class_names_in_different_order_than_network_are_rejected(converted, tmp_path, data_format):
+def test_class_names_in_different_order_than_in_network_are_rejected(converted, tmp_path, data_format):
     root = shutil.copytree(converted[data_format], tmp_path / "x", symlinks=True)
     for names in (TRAINED, ["cats", "class1", "dogs"]):
         (root / "classes.txt").write_text("".join(f"{name}\n" for name in names))
@@ -164,7 +166,7 @@ def test_class_names_in_different_order_than_network_are_rejected(converted, tmp
         readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
 
 
-def test_classes_txt_defines_names_of_class_folders(root):
+def test_names_of_class_folders_come_from_classes_txt(root):
     (root / "classes.txt").write_text("cat\ndog\nox\n")
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0)
     assert (data_set.classes, data_set.class_names) == (TRAINED, ["cat", "dog", "ox"])
@@ -174,7 +176,7 @@ def test_classes_txt_defines_names_of_class_folders(root):
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
     with pytest.raises(UsageError, match=r"has the names of the class folders in a different order; write them in the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
-    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # byte order mark and Windows line endings
+    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # with a byte order mark and Windows line endings
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val/class1")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]

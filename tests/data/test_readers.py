@@ -15,7 +15,8 @@ from utils.mode import Mode
 
 @pytest.fixture
 def make(tmp_path):
-    """Write files that contain their own path, because readers do not decode; names ending in / are folders."""
+    """Create files that contain their own path. Readers do not decode images, so any content will do. A name that ends
+    in / creates a folder."""
 
     def make(*names):
         for name in names:
@@ -34,7 +35,8 @@ def open_folder(image_root, *arguments):
 
 
 def raw_contents(data_set, batch_size=None, **shard):
-    """Read one batch with the DALI operator, by default the whole split; returns [(bytes of the file, label)]."""
+    """Read one batch with the DALI operator and return [(bytes of the file, label)]. By default, the batch is the whole
+    split."""
 
     @pipeline_def(batch_size=batch_size or data_set.size, num_threads=1, device_id=None)
     def pipeline():
@@ -50,7 +52,7 @@ def raw_contents(data_set, batch_size=None, **shard):
 
 
 def contents(data_set, batch_size=None, **shard):
-    """Read one batch of files of `make` with the DALI operator; returns [(path, label)]."""
+    """Read one batch of files that `make` created with the DALI operator, and return [(path, label)]."""
     return [(content.decode(), label) for content, label in raw_contents(data_set, batch_size, **shard)]
 
 
@@ -127,7 +129,7 @@ def test_last_batch_of_shard_repeats_last_image(make):
     assert shards == [["val/a/0.jpg", "val/a/1.jpg", "val/a/1.jpg"], ["val/a/2.jpg", "val/a/3.jpg", "val/a/4.jpg"]]
 
 
-def test_as_many_classes_as_outputs_are_accepted(make):
+def test_number_of_classes_may_equal_number_of_outputs(make):
     assert open_folder(make("train/a/0.jpg", "train/b/0.jpg"), Mode.TRAIN, 2, 0).classes == ["a", "b"]
 
 
@@ -165,7 +167,7 @@ def test_split_without_images_is_rejected(make, tmp_path, names):
 
 @pytest.mark.parametrize("name", ["train", "train/b"])
 def test_unlistable_folder_is_rejected(make, tmp_path, monkeypatch, name):
-    """Permissions do not stop root, so the test simulates the error."""
+    """The test simulates the error, because a folder without read permission does not stop root."""
     root, scandir = make("train/a/0.jpg", "train/b/0.jpg"), listing.os.scandir
 
     def denied(path):
@@ -178,7 +180,7 @@ def test_unlistable_folder_is_rejected(make, tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_more_classes_than_outputs_are_rejected(make, tmp_path, mode):
+def test_more_classes_than_outputs_is_an_error(make, tmp_path, mode):
     root = make(*(f"{split}/{label}/0.jpg" for split in ("train", "val") for label in "abc"))
     message = error_of(root, mode, num_of_class=2)
     assert "--num-of-class 2" in message
@@ -247,7 +249,7 @@ def test_every_format_contains_the_files_of_the_folder(photos, converted, data_f
         assert (actual if mode is Mode.EVAL else sorted(actual)) == (
             expected if mode is Mode.EVAL else sorted(expected)
         )
-        # Records are stored in random order, so that the loader can shuffle them within a buffer.
+        # Record files store images in random order, because the loader shuffles them only within a buffer.
         assert mode is Mode.EVAL or actual != expected
 
 
@@ -307,7 +309,7 @@ def test_unfinished_conversion_is_rejected(converted, tmp_path):
 
 def test_file_list_may_contain_spaces_and_tabs(make):
     root = make("some place/a b.jpg", "x.jpg")
-    make_list(root, "val", "\ufeffsome place/a b.jpg 2", "", "x.jpg\t0")  # with a byte-order mark
+    make_list(root, "val", "\ufeffsome place/a b.jpg 2", "", "x.jpg\t0")  # starts with a byte order mark
     data_set = readers.open_split(root, "filelist", Mode.EVAL, 10, 0)
     assert data_set.classes == ["0", "1", "2"]
     assert contents(data_set) == [("some place/a b.jpg", 2), ("x.jpg", 0)]
@@ -366,7 +368,8 @@ def test_skipped_records_are_omitted(converted, tmp_path, monkeypatch, data_form
     root = converted[data_format]
     for mode in Mode:
         _, _, images = listing.images(str(root), mode)
-        skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]  # all validation images except the first
+        # Keeps the first validation image, or half of the training images.
+        skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]
         data_set = readers.open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
         expected = [records.read(image) for image in images if image not in skipped]
         assert raw_contents(data_set) == expected
@@ -440,7 +443,7 @@ def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path,
     if data_format != "lmdb":  # the LMDB reader cannot skip records
         name = listing.images(str(root), Mode.EVAL)[2][3].name
         assert digest(root, skip=frozenset([name])) != expected
-    # The images are the same, but one has moved to a different class.
+    # The images are the same, but one of them has moved to a different class.
     moved = shutil.copytree(photos, tmp_path / "moved")
     (moved / "val/class0/00.jpg").rename(moved / "val/class1/00.jpg")
     if data_format == "filelist":

@@ -9,7 +9,7 @@ from utils.errors import UsageError
 
 
 def _tfrecords(path, count=5):
-    """Write a shard of `count` images of different lengths."""
+    """Write a TFRecord shard that contains `count` images of different lengths."""
     with writers.SHARDED["tfrecord"](str(path)) as write:
         for number in range(count):
             write(number, bytes([number]) * (100 + number), "jpg", number)
@@ -17,7 +17,7 @@ def _tfrecords(path, count=5):
 
 
 def crc32c(data):
-    """Compute Castagnoli's CRC bit by bit."""
+    """Compute the CRC-32C (Castagnoli) checksum bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -70,12 +70,12 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
 
 
 def test_parts_of_recordio_record_are_joined(tmp_path):
-    """An image that contains the magic number is split at that number, and the parts are stored without it."""
+    """An image that contains the magic number is split at this number, and its parts are stored without the number."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     image = b"abcd" + magic + b"efgh" + magic + b"ij"
     path = tmp_path / "val.rec"
     path.write_bytes(writers.recordio_record(records.RECORDIO_HEAD.pack(0, 7, 0, 0) + image))
-    assert path.read_bytes().count(magic) == 3  # one per part
+    assert path.read_bytes().count(magic) == 3  # one magic number per part
     assert records.read(listing.Image("val.rec@0", str(path), None, "recordio", (0, 0, 0, 0))) == (image, 7)
 
 
@@ -87,7 +87,7 @@ def test_lmdb_labels_returns_size_and_labels(tmp_path):
     assert records.lmdb_labels(str(tmp_path / "train_lmdb"), 100) == (3, [300, 2, 1])
 
 
-def test_other_lmdb_or_file_is_rejected(tmp_path):
+def test_file_that_is_not_an_lmdb_of_images_is_rejected(tmp_path):
     import lmdb
 
     (tmp_path / "other").mkdir()

@@ -1,4 +1,5 @@
-"""Settings that are compared between processes. test_jobs.py tests whole jobs whose processes disagree."""
+"""The comparison of settings between processes. test_jobs.py tests complete jobs whose processes have different
+settings."""
 
 import pytest
 
@@ -11,7 +12,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def facts(monkeypatch):
-    """Return a function that calls a function of agreement.py and returns the values to compare."""
+    """Return a function that calls a function of agreement.py and returns the values that the ranks compare."""
     compared = []
     monkeypatch.setattr(agreement, "_compare", compared.append)
 
@@ -37,7 +38,7 @@ def test_error_lists_each_difference_with_its_ranks():
 def test_flags_for_paths_and_speed_may_differ(facts, parse):
     first = facts(agreement.check_start, parse("--image-root", "a", "--dali-num-threads", "3", "--report-file", "b"))
     assert first == facts(agreement.check_start, parse())
-    # A checkpoint replaces a default value, but not an explicit flag with the same value.
+    # A checkpoint may replace a default value, but not a flag that was set explicitly to the same value.
     for seed in ("7", "42"):
         other = facts(agreement.check_start, parse("--dali-random-seed", seed))
         assert {name for name in first if first[name] != other[name]} == {"--dali-random-seed"}

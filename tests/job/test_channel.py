@@ -1,4 +1,4 @@
-"""Authentication of ranks, and unauthenticated clients, which must not affect a job."""
+"""Authentication of ranks. Unauthenticated clients must not affect a job."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,8 @@ KEYS = [(0, "key 0"), (1, "key 1")]
 
 
 def run(scenario):
-    """Start a server and run the coroutine function `scenario` with (address, [(rank, received message)])."""
+    """Start a server and run the coroutine function `scenario` with (address of the server, list of received messages
+    as (rank, message))."""
 
     async def run():
         received = []
@@ -31,7 +32,7 @@ def run(scenario):
 
 
 async def rank_is_served(address, received):
-    """Send a message as rank 1; return whether only this message arrives."""
+    """Send a message as rank 1 and return whether the server receives this message and no other."""
     reader, writer = await channel.connect(*address, "key 1", 1)
     writer.write(channel.encode({"at": "home"}))
     while not received:
@@ -40,7 +41,7 @@ async def rank_is_served(address, received):
     return received == [(1, {"at": "home"})]
 
 
-def test_only_both_ends_derive_common_key():
+def test_both_ends_derive_the_same_key():
     (mine, my_public), (theirs, their_public), (other, _) = (channel.key_pair() for _ in range(3))
     key = channel.common_key(mine, their_public)
     assert key == channel.common_key(theirs, my_public)
@@ -58,7 +59,7 @@ def test_prime_is_safe():
     for number in (channel._PRIME, channel._PRIME // 2):
         assert number.bit_length() in (2048, 2047)
         assert pow(3, number - 1, number) == 1
-    # The generator has order q, so a public key does not reveal any bit of its secret exponent.
+    # The generator has the order q, so a public key does not reveal any bit of the secret exponent.
     assert pow(2, channel._PRIME // 2, channel._PRIME) == 1
 
 
@@ -80,11 +81,11 @@ def test_message_of_rank_is_received():
         json.dumps({"rank": 1, "challenge": "", "proof": "0" * 64}).encode() + b"\n",
     ],
 )
-def test_invalid_data_of_unauthenticated_client_closes_only_its_connection(line):
+def test_invalid_data_of_unauthenticated_client_closes_only_this_connection(line):
     async def scenario(address, received):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(line + channel.encode({"failed": "ha", "code": 1}))
-        await reader.readline()  # the challenge
+        await reader.readline()  # reads the challenge
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.close()

@@ -1,4 +1,4 @@
-"""Exchange of host values between ranks. Several ranks share one process and an in-memory store."""
+"""Exchange of host values between ranks. The tests run several ranks in one process with a store in memory."""
 
 import contextlib
 import socket
@@ -22,7 +22,7 @@ def test_exchanges_with_one_process():
 
 
 class Store:
-    """An in-memory replacement for Paddle's TCP store, for several ranks in one process."""
+    """A store in memory for several ranks in one process. It replaces Paddle's TCP store."""
 
     def __init__(self):
         self.values, self.counts = {}, {}
@@ -60,15 +60,15 @@ def test_gather_does_not_overwrite_unread_value(monkeypatch):
     for name, value in (("_exchanges", 1), ("_last_gather", None)):
         monkeypatch.setattr(exchange, name, value)
     assert exchange.gather(b"first") is None
-    with pytest.raises(KeyError, match="taken"):  # the real store waits instead
+    with pytest.raises(KeyError, match="taken"):  # the real store would wait instead of raising an error
         exchange.gather(b"second")
     assert bytes.fromhex(store.values["paddle_resnet/gathered/1"].decode()) == b"first"
 
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Return a function that makes this process one of three ranks with a common in-memory store and returns the
-    store."""
+    """Return a function that makes this process act as one of three ranks with a common store in memory. The function
+    returns the store."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 3)
@@ -82,7 +82,7 @@ def as_rank(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch, as_rank):
-    """Return the streams of three ranks, and a function that adds an item to the stream of a rank."""
+    """Return the streams of three ranks, and a function that adds an item to the stream of a given rank."""
     made = []
     for rank in range(3):
         as_rank(rank)
@@ -100,7 +100,7 @@ def test_stream_delivers_all_items_to_rank_0_without_waiting(streams):
     _, add = streams
     assert add(0, "a0") == [["a0"]]
     assert [add(1, "a1"), add(1, "b1"), add(1, "c1")] == [[], [], []]  # rank 1 is ahead
-    assert add(0, "b0") == [["b0"]]  # rank 2 has added no item
+    assert add(0, "b0") == [["b0"]]  # rank 2 has not added an item
     assert add(2, "a2") == []
     assert add(0, "c0") == [["c0"], ["a1"], ["a2"]]
     assert add(0, "d0") == [["d0"]]
@@ -120,7 +120,7 @@ def test_finish_delivers_remaining_items(streams, as_rank, monkeypatch):
         as_rank(rank)
         remaining = made[rank].finish()
         assert rank == 0 or remaining == []
-    # Rank 1 cannot know that rank 0 has read its first batch, and sends it again.
+    # Rank 1 does not know that rank 0 has read the first batch of rank 1, so it sends this batch again.
     assert [data.decode() for data in left.values()] == ["[]", '["a1", "b1"]', '["a2"]']
 
 
@@ -136,7 +136,7 @@ def test_stream_stores_one_batch_per_rank(streams, as_rank):
 
 
 def test_wait_for_store_releases_gil():
-    """Paddle's client, by contrast, would wait in C code that holds the GIL."""
+    """If Paddle's store client waited for the server, it would wait in C code that holds the GIL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     thread = threading.Thread(target=exchange._wait_for_server, args=address, daemon=True)
@@ -149,7 +149,7 @@ def test_wait_for_store_releases_gil():
 
 
 def test_only_store_connection_disables_nagle():
-    """The process may have other sockets too, such as an unnamed UNIX socket as its stdin."""
+    """A process may have other sockets, such as an unnamed UNIX socket as its stdin."""
     with contextlib.ExitStack() as stack:
         for end in socket.socketpair():
             stack.enter_context(end)
@@ -162,8 +162,8 @@ def test_only_store_connection_disables_nagle():
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("asked", [{0: 0}, {1: 0}, {0: 0, 1: 0}, {0: 0, 1: 3}, {}], ids=str)
 def test_all_ranks_stop_before_same_step(monkeypatch, asked, lead):
-    """Rank 1 is `lead` steps ahead; a lead of more than two is impossible. `asked` is {rank: delay of its signal in
-    steps}."""
+    """Rank 1 is `lead` steps ahead of rank 0. The lead cannot exceed two steps. The keys of `asked` are the ranks that
+    receive a signal; the values are the delays of the signals in steps."""
     store = Store()
     monkeypatch.setattr(exchange, "_store", lambda: store)
     monkeypatch.setattr(processes, "world_size", lambda: 2)

@@ -1,4 +1,4 @@
-"""The start of a job: flags, random numbers, Gloo."""
+"""The start of a job: flags, random seeds and Gloo."""
 
 import os
 import random
@@ -41,7 +41,7 @@ def test_start_sets_strategy_for_device_and_layout(parse, monkeypatch, flags, is
 
 
 def test_occupied_launcher_port_raises(monkeypatch):
-    """Without this check, Paddle waits in C code for a server that cannot start."""
+    """Without this check, Paddle would wait in C code for a server that cannot start."""
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -51,7 +51,7 @@ def test_occupied_launcher_port_raises(monkeypatch):
 
 
 def test_launcher_port_is_reserved_for_paddle_server(monkeypatch):
-    """Until Paddle's server starts, no other program can bind the port."""
+    """No other program can bind the port before Paddle's server binds it."""
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
@@ -64,7 +64,7 @@ def test_launcher_port_is_reserved_for_paddle_server(monkeypatch):
 
 @pytest.mark.parametrize("delay_s", [0, 1], ids=["running", "just forked"])
 def test_forked_processes_exit_with_parent(delay_s):
-    """The parent is killed after or before the child has called prctl(PR_SET_PDEATHSIG)."""
+    """The parent is killed either after or before the child calls prctl(PR_SET_PDEATHSIG)."""
     program = (
         f"import os, multiprocessing, time; os.register_at_fork(after_in_child=lambda: time.sleep({delay_s})); "
         "from paddle_resnet.job import fleet; fleet._prepare_for_gloo(); "

@@ -1,4 +1,4 @@
-"""Jobs of two and three processes on the CPU, started by Paddle's launcher as on GPUs."""
+"""Jobs of two and three processes on the CPU. Paddle's launcher starts them as it does on GPUs."""
 
 import contextlib
 import os
@@ -32,19 +32,20 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.native import build as native
 
 KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
-# Jobs are slow, so tests in which both kernel sets do the same work run only one of them by default.
+# If both kernel sets do the same work in a test, the test uses only one of them by default, because jobs are slow.
 ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KERNELS[:-1]), KERNELS[-1]]
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
-    """With NHWC, all-reduces are fused on a CPU as on a GPU: each reduces a buffer of many gradients. If a gradient is
-    not in its buffer in time, the ranks differ from each other or from a job that reduces each gradient alone."""
+    """With NHWC, all-reduces are fused on a CPU as on a GPU: each all-reduce reduces a buffer of many gradients. If a
+    gradient is written to its buffer too late, the ranks differ from each other or from a job with one all-reduce per
+    gradient."""
     flags = [*NHWC, "--data-format", "synthetic", "--run-scope", "train_only", "--lr", "0.05", "--batch-size", "12"]
     flags += ["--shares", "--stages", "4"]
     single, (reference, _) = launch(2, *flags, "--unfused")
     report, (first, second) = launch(2, *flags, "--kernels", kernels)
-    assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()  # for 53 gradients
+    assert "2 gradient all-reduces per step" in (tmp_path / "job1/log/workerlog.0").read_text()  # reduces 53 gradients
     assert losses(report) == pytest.approx(losses(single), rel=1e-3)
     for name in reference.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
@@ -65,11 +66,11 @@ def test_ranks_are_bit_identical(two_processes):
     trained, evaluated = phase(report, [1], "train."), phase(report, [1], "val.")
     assert trained["images"] == 2 * (30 // 2 // 4) * 4
     assert evaluated["images"] == 23
-    # Step metrics are those of the whole job, like epoch metrics.
+    # Step metrics are metrics of the whole job, like epoch metrics.
     steps = [phase(report, [1, step], "train.") for step in range(3)]
     assert sum(step["loss"] for step in steps) / 3 == pytest.approx(trained["loss"], rel=1e-12)
     assert sum(step["top1"] for step in steps) / 3 == pytest.approx(trained["top1"], rel=1e-12)
-    # Two processes double the learning rate.
+    # In a job of two processes, the learning rate is twice as high.
     assert max(e["data"]["train.lr"] for e in report if "train.lr" in e["data"]) == pytest.approx(0.1)
 
 
@@ -99,7 +100,7 @@ def test_processes_evaluate_and_predict_like_single_process(launch, two_processe
 
 
 def states(folder, processes, epochs):
-    """Return the trained state at the end of each epoch, after checking that it is bit-identical on all ranks."""
+    """Check that the trained state is bit-identical on all ranks, and return it for the end of each epoch."""
     epoch_states = []
     for epoch in range(epochs):
         first, *others = (np.load(folder / f"epoch{epoch}_rank{rank}.npz") for rank in range(processes))
@@ -116,7 +117,7 @@ SHARES = ["--shares", "--data-format", "synthetic", "--epochs", "2", "--model-ar
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path, processes):
-    """The network has no batch normalization, whose statistics depend on the images of each process."""
+    """The network has no batch normalization, because batch statistics depend on the images of each process."""
     launch(1, *SHARES, "--batch-size", 4 * processes, "--lr", 0.005 * processes)
     launch(processes, *SHARES, "--batch-size", "4", "--lr", "0.005")
     expected, results = states(tmp_path / "job0", 1, 2), states(tmp_path / "job1", processes, 2)
@@ -125,14 +126,15 @@ def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path,
         for name in single.files:
             error = np.abs(single[name] - job[name]).max()
             assert error <= 1e-5 * np.abs(single[name]).max(), name
-    # The parameters change by more than the tolerance, so the comparison detects a wrong gradient.
+    # The parameters change by more than the tolerance, so the comparison would detect a wrong gradient.
     change = np.abs(expected[0]["conv2d_3.w_0"] - expected[1]["conv2d_3.w_0"]).max()
     assert change > 1e-3 * np.abs(expected[0]["conv2d_3.w_0"]).max()
 
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_gradient_norm_is_global(launch, tmp_path, kernels):
-    """Two processes clip gradients like a single process with twice the batch size. Norms per process would differ."""
+    """Two processes clip gradients like a single process with twice the batch size. If each process used the norm of
+    its own gradients, the results would differ."""
     flags = [
         *SHARES,
         *NHWC,
@@ -154,7 +156,7 @@ def test_gradient_norm_is_global(launch, tmp_path, kernels):
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_processes_accumulate_like_single_process_with_larger_batch(launch, tmp_path, kernels):
-    """With NHWC, the fused all-reduces must run after the sums over the batches."""
+    """With NHWC, the fused all-reduces must run after the gradients of all batches have been summed."""
     flags = [*SHARES, *NHWC, "--run-scope", "train_only", "--epochs", "1", "--kernels", kernels]
     flags += ["--accumulate-steps", "2", "--clip-grad-norm", "1"]
     launch(1, *flags, "--batch-size", "8", "--lr", "0.02")
@@ -165,7 +167,7 @@ def test_processes_accumulate_like_single_process_with_larger_batch(launch, tmp_
         np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
 
 
-# test_amp_and_sparsity.py tests every algorithm.
+# test_amp_and_sparsity.py tests every mask algorithm.
 @pytest.mark.parametrize(
     "algorithm", [MASK_ALGORITHMS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in MASK_ALGORITHMS[1:])]
 )
@@ -177,7 +179,7 @@ def test_masks_are_identical_on_all_ranks_and_constant(launch, tmp_path, algorit
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels):
-    """Two of the four steps of an epoch overflow. Each is skipped and halves the loss scale."""
+    """Two of the four steps of an epoch overflow. Each overflow skips the step and halves the loss scale."""
     flags = ["--scaling", "--overflow", "1 2 3", "--batch-size", "6", "--lr", "0.001", "--kernels", kernels]
     flags += NHWC if kernels == "native" else []
     report, _ = launch(2, *SHARES, *flags)
@@ -189,7 +191,7 @@ def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels)
 
 
 def test_averages_and_stages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
-    """The second job resumes inside an epoch, where the batch normalization statistics differ between processes."""
+    """The second job resumes inside an epoch, when the batch normalization statistics differ between the processes."""
     flags = ["--batch-size", "4", "--epochs", "2", "--lr", "0.1", "--ema", "0.9", "--save-interval-steps", "2"]
     flags += ["--keep-checkpoints", "9", "--sizes", "24:0,32:1"]
     launch(2, *flags)
@@ -241,11 +243,11 @@ STALL = "--comm-timeout-s 8: no progress for 8 s; rank {} is in"
 STOPPED = "--comm-timeout-s 8: no progress for 8 s; rank {} stopped by SIGSTOP or a debugger in epoch 1 train"
 FAULTS = {
     "1 4 raises": "rank 1 failed first: ZeroDivisionError of the test",
-    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a stalled copy to a GPU. None of rank 0's threads can
+    # Rank 0 waits for rank 1 in C code that holds the GIL, as in a stalled copy to a GPU. No thread of rank 0 can
     # report a position.
     "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
-# These are the same faults on the other rank, and faults that other tests cover (SIGSTOP: test_monitor.py).
+# The same faults on the other rank, and faults that other tests cover (for SIGSTOP, see test_monitor.py).
 MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
     "0 4 killed": "rank 0 failed first: its process exited",
@@ -278,19 +280,19 @@ def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message)
     assert_one_error(logs[1 - int(rank)], [message])
     assert "Traceback" not in logs[1 - int(rank)]
     assert ("Traceback" in logs[int(rank)]) == (kind == "raises")
-    wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
+    wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits shortly after its rank
     assert (tmp_path / "output/Tiny/latest").resolve().name == "0"
     folders.verify(tmp_path / "output/Tiny/0")
 
 
 def test_rank_without_gil_reports_failure_of_other_rank(launch, tmp_path):
-    """Rank 0 is in C code that holds the GIL, like a CUDA call that waits for the GPU: no thread or signal handler
-    runs."""
+    """Rank 0 is in C code that holds the GIL, like a CUDA call that waits for the GPU. No thread and no signal handler
+    of rank 0 can run."""
     fault = "0 4 locks,1 4 killed_later"
     code, logs = launch(2, "--batch-size", "4", "--epochs", "3", "--fault", fault, succeeds=False)
     assert code != 0
     assert_one_error(logs[0], ["rank 1 failed first: its process exited without an error message in epoch"])
-    wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits just after its rank
+    wait_until(lambda: not processes_with(tmp_path), 10)  # a monitor exits shortly after its rank
 
 
 DISAGREEMENTS = [
@@ -304,7 +306,7 @@ DISAGREEMENTS = [
     ),
     (2, "1 --image-root other", ["number of validation images is 23 on rank 0 and 22 on rank 1"]),
 ]
-# One rank fails, as in test_bad_image_on_one_rank_stops_job.
+# Rank 1 fails, as in test_bad_image_on_one_rank_stops_job.
 MISSING_ROOT = (2, "1 --image-root nowhere", ["rank 1 failed first: --image-root nowhere: not a folder"])
 
 
@@ -328,7 +330,7 @@ def test_differences_between_ranks_are_errors_before_first_step(launch, photos, 
 
 
 def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
-    """The processes stop as after SIGTERM and write a checkpoint."""
+    """If the launcher is killed, the processes stop as if they had received SIGTERM, and write a checkpoint."""
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
     flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]
@@ -343,7 +345,7 @@ def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
     process.wait()
     wait_until(lambda: not processes_with(tmp_path), 60)
     log = (tmp_path / "log/workerlog.0").read_text()
-    # Rank 0 logs the stop and which process received the first signal.
+    # The log of rank 0 reports the stop and the process that received the first signal.
     assert re.search(r"stopped by (SIGTERM|a signal to another process); the same command with --resume continues", log)
     folders.verify((tmp_path / "output/Tiny/latest").resolve())
 
@@ -361,7 +363,7 @@ def test_two_nodes_train_like_one_node_with_two_processes(two_processes, launch_
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_lost_node_stops_other_node(launch_nodes, lost):
-    """The launcher and the process of a node are killed at the same time, so neither can report a failure."""
+    """The launcher and the process of one node are killed at the same time, so neither of them can report a failure."""
     flags = ["--epochs", "50", "--batch-size", "4", "--print-interval", "1"]
     nodes, folder = launch_nodes(*flags, "--slow-step", "0.1")
     wait_until(lambda: '"step": [1, 0]' in (folder / "report.json").read_text(), 100)
@@ -374,7 +376,7 @@ def test_lost_node_stops_other_node(launch_nodes, lost):
 
 
 def processes_with(folder):
-    """Return the PIDs of other processes that have a folder in their command line or environment."""
+    """Return the PIDs of other processes whose command line or environment contains a folder."""
     pids = set()
     for path in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):
@@ -386,8 +388,8 @@ def processes_with(folder):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
-    """The other ranks were never started, or PADDLE_MASTER is wrong. Without this timeout, Paddle would wait for
-    minutes."""
+    """The test simulates that the other ranks were not started, or that PADDLE_MASTER is wrong. Without the timeout,
+    Paddle would wait for minutes."""
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
     environment = {
@@ -405,7 +407,7 @@ def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
         list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
     )
     assert monotonic() - start < 60
-    # Rank 0 waits in Paddle's C code, which holds the GIL, so the monitor kills it.
+    # Rank 0 waits in C code of Paddle that holds the GIL, so the monitor kills it.
     assert done.returncode == (1 if rank else -signal.SIGKILL)
     message = f"--comm-timeout-s 3: not all ranks have connected after 3 s; check PADDLE_MASTER 127.0.0.1:{free[0]} and"
     assert_one_error(done.stderr, [message])

@@ -1,4 +1,4 @@
-"""Monitors of a job, tested in one event loop and as processes. test_jobs.py tests whole jobs."""
+"""The monitors of a job, tested in a single event loop and as separate processes. test_jobs.py tests complete jobs."""
 
 import asyncio
 import contextlib
@@ -21,15 +21,15 @@ NO_ROOM = {"failed": "no room", "code": 2}
 
 @pytest.fixture(autouse=True)
 def killed(monkeypatch):
-    """Record the signals that monitors in this process would send. Their ranks have the process ID of this process's
-    parent."""
+    """Record the signals that monitors in this process would send. The monitors use the PID of this process's parent as
+    the PID of their ranks."""
     killed = []
     monkeypatch.setattr(monitor, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
     return killed
 
 
 class Job:
-    """Ranks, each with a monitor. The monitor of rank 0 contains the coordinator."""
+    """Several ranks with one monitor each. The monitor of rank 0 contains the coordinator."""
 
     def __init__(self, world_size=3, timeout_s=600):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -39,7 +39,8 @@ class Job:
         self._timeout_s, self._ends = timeout_s, [self._listener]
 
     async def start(self, rank, has_address=True, pid=None):
-        """Start a rank: a connection to its monitor, a position, and the task of the monitor."""
+        """Start a rank, which consists of a connection to its monitor, a position, and the task that runs the
+        monitor."""
         near, far = socket.socketpair()
         position = Position()
         self._ends += [near, far]
@@ -66,7 +67,7 @@ class Job:
 
 
 def run(scenario, *args, **kwargs):
-    """Run the coroutine function `scenario` with a Job(**kwargs) and args."""
+    """Run the coroutine function `scenario` with the arguments Job(**kwargs) and args."""
 
     async def run():
         job = Job(**kwargs)
@@ -84,7 +85,7 @@ def send(rank, message):
 
 
 async def exit_code(rank, has_ended=True):
-    """Return the exit code that the monitor sends to a rank, which then exits. 0 means a normal exit."""
+    """Return the exit code that the monitor sends to a rank. On receipt, the rank exits. 0 means a normal exit."""
     code = await rank.reader.read(1)
     if has_ended:
         rank.writer.close()
@@ -174,7 +175,8 @@ def test_normal_exit_of_ranks_is_not_failure(capsys):
 
 
 def test_stalled_rank_is_reported_after_timeout(capsys, killed):
-    """No rank runs Python code here, as if C code held the GIL. The monitors read the positions."""
+    """No rank executes Python code in this test, as if C code held the GIL. The monitors read the positions of the
+    ranks."""
 
     async def scenario(job):
         ranks = await job.start_all()
@@ -205,7 +207,8 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
 
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
-    # The stopped process only stands for the rank, which is connected from this process.
+    # The rank is simulated in this process. The stopped process only provides the PID, so its state must not end the
+    # rank.
     monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 
     async def scenario(job, pid):
@@ -236,7 +239,7 @@ def test_unconnected_ranks_exit_after_timeout(capsys):
 
 
 def test_rank_exits_if_rank_0_is_silent(capsys):
-    """Rank 0 and its monitor are silent if their machine stalls."""
+    """Rank 0 and its monitor send nothing if their machine stalls."""
 
     async def scenario(job):
         async def welcome(rank, reader, writer):
@@ -277,7 +280,8 @@ def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
 
 @pytest.mark.parametrize("is_pid_reused", [False, True])
 def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_reused):
-    """A rank cannot exit while C code holds the GIL. A different process that reuses its process ID is not killed."""
+    """A rank cannot exit while C code holds the GIL, so the monitor kills it. If a different process has reused the
+    PID, the monitor does not kill that process."""
     monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
     async def scenario(job):
@@ -368,7 +372,8 @@ def test_invalid_messages_of_rank_are_ignored(capsys):
 def test_coordinator_accepts_only_authenticated_ranks_and_each_once(key):
     async def scenario(job):
         ranks = await job.start_all()
-        with contextlib.suppress(ConnectionError):  # a second rank 2 gets no reply, and rank 2 cannot use other keys
+        # The second rank 2 gets no reply, and rank 2 cannot use the key of a different rank.
+        with contextlib.suppress(ConnectionError):
             reader, writer = await channel._prove(**job.address, key=key, rank=2)
             writer.write(channel.encode(NO_ROOM))
             assert await channel.receive(reader) is None
@@ -381,7 +386,7 @@ def test_coordinator_accepts_only_authenticated_ranks_and_each_once(key):
 
 
 def start(listener):
-    """Start a monitor process of rank 0; return it and the rank's end of their connection."""
+    """Start the monitor process of rank 0 and return the process and the rank's end of their connection."""
     near, far = socket.socketpair()
     with far:
         return monitor.start(0, 1, 600, "master:1", far, Position(), listener), near
@@ -389,7 +394,8 @@ def start(listener):
 
 @pytest.mark.parametrize("sends_bye", [False, True])
 def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
-    """The monitor ignores signals, and modules in the working directory."""
+    """The monitor ignores signals. It also ignores modules in the working directory that have the names of its own
+    imports."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -406,7 +412,7 @@ def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
 
 
 def test_monitor_does_not_wait_for_forked_processes_of_rank():
-    """A forked process inherits the rank's end of the connection."""
+    """A process that the rank has forked inherits the rank's end of the connection to the monitor."""
     program = (
         "import os, socket, time; from paddle_resnet.job import position, monitor; "
         "near, far = socket.socketpair(); listener = socket.create_server(('127.0.0.1', 0)); "

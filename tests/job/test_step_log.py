@@ -1,4 +1,4 @@
-"""Step metrics that are combined over several processes."""
+"""Step metrics that are combined over the processes of a job."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_single_process_logs_immediately():
 
 @pytest.fixture
 def stream(monkeypatch):
-    """A stand-in for the stream of rank 0 in a job of two processes. Tests set the batches of rank 1."""
+    """A fake stream of rank 0 in a job of two processes. Tests set the batches that rank 1 sends."""
 
     class Stream:
         batches = []  # noqa: RUF012
@@ -48,8 +48,8 @@ def stream(monkeypatch):
 
 
 def test_steps_are_logged_when_all_processes_have_reported(stream):
-    """Each step is logged once and in order, even if a batch arrives twice. At the end, steps that only some processes
-    have reported are logged too."""
+    """Each step is logged exactly once and in order, even if a batch arrives twice. At the end of an epoch, steps that
+    only some of the processes have reported are also logged."""
     remote = [[step, 8, {"loss": 3.0 + step}, {}] for step in range(5)]
     stream.batches = [[], remote[:1], remote[1:4], remote[1:]]
     logged = []

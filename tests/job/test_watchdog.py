@@ -1,4 +1,5 @@
-"""Messages of a rank to its monitor, and its exit on the monitor's reply. test_jobs.py tests whole jobs."""
+"""Messages from a rank to its monitor, and the exit of the rank when the monitor replies. test_jobs.py tests complete
+jobs."""
 
 import contextlib
 import signal
@@ -28,7 +29,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Replace os._exit; returns the list of exit codes passed to it."""
+    """Replace os._exit and return the list of exit codes passed to it."""
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     return codes
@@ -36,7 +37,8 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """Return a rank's handle of its monitor, whose process has exited, and the monitor's end of their connection."""
+    """Return the object that represents the monitor in a rank, and the monitor's end of their connection. The process
+    of the monitor has already exited."""
     near, far = socket.socketpair()
     process = type("Process", (), {"wait": lambda self, timeout: 0})()
     with near, far:
@@ -132,7 +134,7 @@ def test_report_failure_sends_cause_and_exit_code(monkeypatch):
         watchdog.report_failure(error)
     failures = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
     assert sent == [{"failed": cause, "code": code} for cause, code in failures]
-    assert armed == [(watchdog.END_S, True)] * 4  # exits the process if it does not exit by itself
+    assert armed == [(watchdog.END_S, True)] * 4  # ends the process if it does not exit by itself
 
 
 def test_master_on_different_machine_is_rejected():
@@ -144,8 +146,8 @@ def test_master_on_different_machine_is_rejected():
 
 
 def test_monitors_connect_without_revealing_keys():
-    """The monitors are separate processes, and this process acts as both ranks. Keys are neither in the store nor on a
-    command line."""
+    """The monitors are separate processes. This process acts as both ranks. No key appears in the store or on a command
+    line."""
     stored, ready = {}, threading.Barrier(2)
 
     def exchange_of(rank):

@@ -1,6 +1,6 @@
-"""Differences between Paddle 2.6 and Paddle 3 that compat.py covers.
+"""Differences between Paddle 2.6 and Paddle 3 that compat.py handles.
 
-If a test fails, a line of compat.py is no longer needed, or Paddle has changed again.
+If a test fails, either a line of compat.py is no longer needed or Paddle has changed again.
 """
 
 import json
@@ -44,7 +44,8 @@ def test_other_version_is_rejected(version):
     ],
 )
 def test_command_exits_with_code_2_for_other_version(monkeypatch, tmp_path, command):
-    """The exit code is 2 and there is one error message, even if internal modules of supported versions are missing."""
+    """The exit code is 2 and there is one error message, even if Paddle lacks internal modules that the supported
+    versions have."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nimport paddle_resnet, paddle\npaddle.__version__ = '2.4.1'\nsys.modules['paddle.base'] = None\n"
     )
@@ -64,7 +65,7 @@ def test_pir_is_rejected(train_process, monkeypatch):
 
 @only_paddle_3
 def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
-    """The job starts without the environment variable that importing conftest has set in this process."""
+    """The environment of the job lacks the variable that importing conftest has set in this process."""
     monkeypatch.delenv("FLAGS_enable_pir_api")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]
@@ -120,8 +121,8 @@ fails("clone(for_test)", TypeError, lambda: static.Program().clone(for_test=True
 
 @only_paddle_3
 def test_pir_programs_do_not_support_training(monkeypatch):
-    """The project sets FLAGS_enable_pir_api=0 for this reason. If one of the tested features works, docs/paddle3.md is
-    outdated."""
+    """PIR programs do not support the tested features, so the project sets FLAGS_enable_pir_api=0. If one of the
+    features works in a new version, docs/paddle3.md is outdated."""
     monkeypatch.setenv("FLAGS_enable_pir_api", "1")
     done = subprocess.run([sys.executable, "-c", PIR], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-1000:]
@@ -173,7 +174,7 @@ def test_paddle_3_rejects_legacy_variables(monkeypatch, name, dtype):
 
 @pytest.mark.parametrize("values", [[0, 0, 0], [0, 1, 0]])
 def test_any_accepts_legacy_variables(monkeypatch, values):
-    monkeypatch.setattr(paddle, "any", paddle.any)  # restored after the test
+    monkeypatch.setattr(paddle, "any", paddle.any)  # pytest restores paddle.any after the test
     compat.accept_legacy_any()
     compat.accept_legacy_any()
     main, exe = static.Program(), static.Executor(paddle.CPUPlace())
@@ -203,7 +204,7 @@ def test_sqrt_accepts_legacy_variables():
 
 
 def test_assigned_returns_array_of_operator():
-    """The two versions of Paddle store the array in different attributes."""
+    """The attribute that stores the array depends on the version of Paddle."""
     array, main = np.float32([[1.5, 0.1], [3e-9, -7]]), static.Program()
     with static.program_guard(main):
         paddle.assign(array)
@@ -230,8 +231,8 @@ GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
 
 @pytest.mark.parametrize("folder", GOLDENS, ids=lambda folder: folder.name)
 def test_files_of_each_version_are_readable(folder):
-    """The tolerance allows for a different processor; .ci/run compares the versions on a single machine with a
-    tolerance of 1e-5."""
+    """The tolerance is large, because a different processor may have written the files. .ci/run compares both versions
+    on the same machine with a tolerance of 1e-5."""
     other_paddle.check(folder, rtol=2e-4)
 
 

@@ -1,4 +1,5 @@
-"""Messages about GPUs that Paddle cannot use. The tests need no GPU: they replace Paddle's functions."""
+"""Error messages about GPUs that Paddle cannot use. The tests replace functions of Paddle, so they do not require a
+GPU."""
 
 import struct
 
@@ -13,8 +14,8 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Simulate a GPU build of Paddle with one GPU; returns a list whose first item is what the Executor returns or
-    raises."""
+    """Simulate a GPU build of Paddle with one GPU. Return a list whose first item is the value that the Executor
+    returns or the error that it raises."""
     results = [np.arange(4, dtype=np.float32) * 2]
 
     class Executor:
@@ -86,7 +87,7 @@ def test_cpu_build_or_missing_gpu_is_reported(gpu, monkeypatch, capsys):
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: False)
     assert "is a CPU build; use --device cpu" in gpus.problem(0)
     assert gpus.resolve("auto", 0, False) == "cpu"
-    assert capsys.readouterr().err == ""  # no warning on a machine without a GPU
+    assert capsys.readouterr().err == ""  # no warning, because the machine has no GPU
 
 
 def test_cpu_device_skips_gpu_checks(monkeypatch):
@@ -104,7 +105,8 @@ def fatbin(*entries):
 
 
 def test_capabilities_are_read_from_library(tmp_path, monkeypatch):
-    """A fat binary is a header and one entry per architecture. The magic number also occurs in other data."""
+    """A fat binary consists of a header and one entry per architecture. The magic number may also occur in other data
+    of the library."""
     root = tmp_path / "paddle"
     (root / "libs").mkdir(parents=True)
     code = fatbin((2, 61, b"x" * 8), (2, 80, gpus._FATBIN * 2), (1, 90, b"y" * 16))

@@ -1,5 +1,5 @@
-"""Selection of CUDA libraries. Small stand-ins replace the libraries of Paddle and the packages; the real linker loads
-them."""
+"""Selection of CUDA libraries. Small fake libraries replace those of Paddle and the packages, and the real dynamic
+linker loads them."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def cudnn(origin):
 
 @pytest.fixture
 def site(tmp_path):
-    """Create a site-packages folder with a fake Paddle and two versions of a cuDNN package."""
+    """Create a site-packages folder that contains a fake Paddle and two versions of a cuDNN package."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     root = tmp_path / "site"
@@ -60,7 +60,7 @@ def site(tmp_path):
 
 
 def opened(site, **environment):
-    """Return which cuDNN library a new Paddle process opens."""
+    """Start Paddle in a new process and return the cuDNN library that it opens."""
     environment |= {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(site.parent / "cache")}
     command = [sys.executable, "-S", "-c", RUN]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -95,7 +95,7 @@ def test_different_packages_have_different_links(links):
 
 
 def test_concurrent_processes_share_links(links, monkeypatch):
-    """A second process creates the folder at the same time."""
+    """A second process creates the folder of links at the same time."""
     real, made = libraries._fill, []
 
     def fill(folder, links):
@@ -136,7 +136,7 @@ def test_other_builds_get_no_links(site, version, cuda):
 
 @pytest.fixture
 def cuda_11(monkeypatch, tmp_path):
-    """Simulate a build of Paddle for CUDA 11 with all CUDA libraries; returns the folder of the libraries."""
+    """Simulate a build of Paddle for CUDA 11 with all CUDA libraries and return the folder of the libraries."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(paddle.version, "full_version", "2.6.2")
@@ -148,7 +148,7 @@ def cuda_11(monkeypatch, tmp_path):
 
 
 def create_library(folder, name, major):
-    """Create a library and, if the name has no version, a link with this name."""
+    """Create a library whose file name has a version. If `name` has no version, also create a link called `name`."""
     file = name if name.endswith(f".{major}") else f"{name}.{major}"
     compile_library(folder / file, f"int is_{major};")
     if file != name:
