@@ -12,11 +12,20 @@ from paddle_resnet import export, models, predict
 
 # These networks differ from tested ones only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
+# These networks consist of layers that other tests cover: ResNet18 and ResNet50 are the networks of most tests, the
+# variants "_vd" share their stem and shortcuts with XResNet50, and MobileNetV3_Small is built like MobileNetV3_Large.
+SOAK = {"ResNet18", "ResNet50", "ResNet18_vd", "ResNet50_vd", "MobileNetV3_Small"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
 
 
-@pytest.mark.parametrize("arch", [name for name in models.MODELS if name not in COVERED])
+def archs(soak):
+    """Return a test parameter for each network; the networks in `soak` are tested only with -m soak."""
+    names = [name for name in models.MODELS if name not in COVERED]
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in soak)) for name in names]
+
+
+@pytest.mark.parametrize("arch", archs(SOAK))
 def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypatch, photos, tmp_path, capsys, arch):
     monkeypatch.setitem(models.MODELS, arch, with_few_blocks(models.MODELS[arch]))
     flags = ["--model-arch-name", arch, *FLAGS]
@@ -55,14 +64,7 @@ def assert_pruned(parameters, output):
     assert [name for name in filters if name not in sparse and name.removesuffix(".w_0") not in dense] == []
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(name, marks=[] if name in ("GhostNet", "EfficientNet_Lite2") else pytest.mark.soak)
-        for name in models.MODELS
-        if name not in COVERED
-    ],
-)
+@pytest.mark.parametrize("arch", archs(set(models.MODELS) - {"GhostNet"}))
 def test_two_processes_keep_the_same_parameters(launch, tmp_path, arch):
     report, _ = launch(2, "--model-arch-name", arch, *FLAGS, "--few-blocks", "--epochs", "1", "--batch-size", "4")
     assert phase(report, [0], "train.")["images"] == 24
