@@ -1,7 +1,8 @@
-"""Compatibility between versions of Paddle: a checkpoint, the losses after it, and an exported model.
+"""Check that two versions of Paddle are compatible: exchange a checkpoint, the losses after it, and an exported model.
 
-`python tests/other_paddle.py write FOLDER` writes these files with the installed Paddle; `... check FOLDER` compares.
-.ci/run does this in both directions. The folders tests/goldens/paddle_* were written this way.
+`python tests/other_paddle.py write FOLDER` writes these files with the installed version of Paddle, and `python
+tests/other_paddle.py check FOLDER` compares them with its own results. .ci/run does this in both directions. The
+folders tests/goldens/paddle_* were also written by this script.
 """
 # ruff: noqa: I001
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import paddle_resnet  # noqa: F401  sets Paddle's environment; must precede Paddle
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede Paddle
 import numpy as np
 import paddle
 from paddle import static
@@ -37,7 +38,7 @@ FILES = ["tiny.pdparams", "tiny.pdopt"]
 
 
 class Run:
-    """A training program of a few hundred parameters."""
+    """A training program with a few hundred parameters."""
 
     def __init__(self):
         paddle.enable_static()
@@ -53,7 +54,7 @@ class Run:
         self._compiled = program.compile_prog(self.args, self.main)
 
     def train(self, first, count=STEPS):
-        """Train `count` steps, starting with step `first`; returns their losses."""
+        """Train for `count` steps, starting with step `first`, and return their losses."""
         losses = []
         for step in range(first, first + count):
             self._scheduler.step(step)
@@ -73,7 +74,7 @@ class Run:
 
 
 def remove_call_stacks(path):
-    """Remove call stacks, which contain paths of the machine that writes the model."""
+    """Remove call stacks from the model, because they contain paths of the machine that writes it."""
     model = static.deserialize_program(path.read_bytes())
     for op in model.global_block().ops:
         if op.has_attr("op_callstack"):
@@ -93,10 +94,11 @@ def write(folder):
 
 
 def check(folder, rtol):
-    """Compare losses of training from the same seed, loaded parameters, losses after loading, and probabilities.
+    """Compare four results: the losses of training from the same seed, the loaded parameters, the losses after
+    loading, and the probabilities.
 
     Args:
-        folder: output of `write`.
+        folder: folder that `write` has filled.
         rtol: relative tolerance of losses and probabilities. Parameters must be bit-identical.
     """
     expected = json.loads((folder / "expected.json").read_text())

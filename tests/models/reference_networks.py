@@ -1,9 +1,9 @@
-"""Computes logits and gradients of networks of timm and torchvision, in a separate process: PyTorch may crash if it is
-imported after Paddle. Arguments: a .npz file to write, then a key of REFERENCES.
+"""Compute logits and gradients of timm and torchvision networks in a separate process, because PyTorch may crash if it
+is imported after Paddle. The arguments are a .npz file to write and a key of REFERENCES.
 
-The arrays are "images" and "slopes"; "weight.N": parameters and BN statistics in layer order and Paddle's layout;
-"evaluation" and "training": the logits in each mode; "gradient.N": gradients of the mean of slopes * logits in training
-mode, in the order of the parameters.
+The file contains these arrays: "images" and "slopes"; "weight.N", the parameters and BN statistics in layer order and
+Paddle's layout; "evaluation" and "training", the logits in each mode; "gradient.N", the gradients of the mean of slopes
+* logits in training mode, in the order of the parameters.
 """
 
 import sys
@@ -22,7 +22,7 @@ REFERENCES = {
 
 
 def in_layout(tensor):
-    """Transpose the weight of a Linear from [out, in] to [in, out]; return other weights unchanged."""
+    """Transpose the weight of a Linear layer from [out, in] to [in, out]. Return other weights unchanged."""
     return (tensor.T if tensor.ndim == 2 else tensor).detach().numpy().copy()
 
 
@@ -32,7 +32,7 @@ def results(model):
     tensors = [tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")]
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.ndim == 1:  # so that swapped scales, shifts or statistics change the results
+            if tensor.ndim == 1:  # random, so that swapped scales, shifts or statistics change the results
                 tensor += torch.empty_like(tensor).uniform_(0.1, 0.3)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):

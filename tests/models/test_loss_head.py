@@ -1,4 +1,4 @@
-"""The custom loss head compared with Paddle's."""
+"""Comparison of the custom loss head with Paddle's operators."""
 
 import numpy as np
 import paddle
@@ -29,7 +29,8 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
         head = add_head(logits, {"label": static.data("y", [None, 1], "int64")} | weights, classes, smoothing, is_train)
         outputs = list(head.values())
         if is_train:
-            outputs += static.gradients(head["loss"] * head["loss"], logits)  # squared, so the output gradient is not 1
+            # Squares the loss, so that the output gradient is not 1.
+            outputs += static.gradients(head["loss"] * head["loss"], logits)
     exe = static.Executor(paddle.CPUPlace())
     return dict(zip([*head, "gradient"], exe.run(main, feed, outputs), strict=False)), main
 
@@ -52,8 +53,8 @@ def test_native_head_equals_paddle_head(classes, smoothing, is_train):
 @pytest.mark.parametrize("smoothing", [0, 0.1])
 @pytest.mark.parametrize("name", ["paddle", "native"])
 def test_class_weights_replace_label_in_loss(name, smoothing):
-    """The reference is the loss and gradient of Szegedy et al., arXiv:1512.00567, section 7, in float64. Accuracies use
-    the label."""
+    """The reference loss and gradient are those of Szegedy et al., arXiv:1512.00567, section 7, in float64. The
+    accuracies use the label instead of the class weights."""
     if name == "native":
         if native.missing() is not None:
             pytest.skip(native.missing())
@@ -78,18 +79,18 @@ HEADS = [loss_head.add_paddle, *([loss_head.add_native] if native.missing() is N
 
 @pytest.mark.parametrize("add_head", HEADS, ids=["paddle", "native"][: len(HEADS)])
 def test_ties_and_nan_have_same_order_everywhere(add_head):
-    """The lower class of two equal logits ranks first, NaN ranks last, and a label with NaN is incorrect, in both
-    heads, the confusion counts and the predictions."""
+    """Both loss heads, the confusion counts and the predictions rank logits in the same way: of two equal logits, the
+    lower class ranks first, and NaN ranks last. A label whose logit is NaN counts as incorrect."""
     if add_head is loss_head.add_native:
         native.load()
     random = np.random.RandomState(1)
-    x = random.randint(-2, 3, (400, 7)).astype("float32")  # with ties
+    x = random.randint(-2, 3, (400, 7)).astype("float32")  # contains equal logits
     x[random.rand(*x.shape) < 0.1] = np.nan
     x[:20], x[20:40], x[40:60, 1:] = np.nan, 1, -np.inf
     y = random.randint(0, 7, (400, 1))
     rows = np.arange(len(x))
     order = np.argsort(-x, axis=1, kind="stable")
-    order[np.isnan(x)[rows[:, None], order]] = 7  # not a class
+    order[np.isnan(x)[rows[:, None], order]] = 7  # 7 is not a class
     result = {is_train: run(add_head, 7, 0, is_train, {"x": x, "y": y})[0] for is_train in (True, False)}
     for head in result.values():
         assert head["top1"] == np.float32((order[:, :1] == y).mean())
@@ -98,7 +99,7 @@ def test_ties_and_nan_have_same_order_everywhere(add_head):
     np.testing.assert_array_equal(np.isnan(result[False]["loss"][:, 0]), has_nan)
     np.testing.assert_array_equal(
         np.isnan(result[True]["gradient"]).all(1), np.ones(len(x), bool)
-    )  # the mean loss is NaN
+    )  # NaN, because the mean loss is NaN
     np.testing.assert_array_equal(result[False]["confusion"], np.hstack([y, order[:, :1]]))
     confusion, top = ConfusionMeter(7), TopMeter(5)
     confusion.update(result[False]["confusion"], len(x))

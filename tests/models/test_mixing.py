@@ -30,25 +30,25 @@ def test_mixup_draws_one_ratio_for_all_pixels():
         assert (rows.shape, columns.shape) == ((5,), (7,))
         np.testing.assert_allclose(np.outer(rows, columns), np.full((5, 7), 1 - ratio), rtol=1e-12)
         ratios.append(ratio)
-    # Beta(a, a) has the mean 1/2 and the variance 1 / (4 (2 a + 1)).
+    # A Beta(a, a) distribution has the mean 1/2 and the variance 1 / (4 (2 a + 1)).
     assert np.mean(ratios) == pytest.approx(0.5, abs=0.03)
     assert np.var(ratios) == pytest.approx(1 / (4 * 1.8), rel=0.06)
 
 
 def test_cutmix_draws_box_and_counts_pixels():
-    """Before it is clipped at the edges, the box has a random center and the area that the ratio requires:
-    arXiv:1905.04899, appendix A."""
+    """According to arXiv:1905.04899, appendix A, the box has a random center and the area that the ratio requires.
+    Afterwards, the box is clipped at the edges of the image."""
     ratios = []
     for step in range(2000):
         rows, columns, ratio = mixing.draw(generator(step), {"cutmix": 1}, 200, 300)
         box = np.outer(rows, columns)
         assert set(np.unique(box)) <= {0, 1}
         assert ratio == pytest.approx(1 - box.mean())
-        for side in (rows, columns):  # ones form a single interval
+        for side in (rows, columns):  # the ones form a single interval
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
         ratios.append(ratio)
-    # With a uniform center, a clipped box with sides r h and r w has the mean area (r - r^2 / 4)^2, where r^2 = 1 -
-    # ratio.
+    # If the center is distributed uniformly, a clipped box with the sides r h and r w has the mean area (r - r^2 /
+    # 4)^2, where r^2 = 1 - ratio.
     areas = [(r - r**2 / 4) ** 2 for r in np.sqrt(np.linspace(0, 1, 10001))]
     assert 1 - np.mean(ratios) == pytest.approx(np.mean(areas), abs=0.03)
 
@@ -79,8 +79,8 @@ def losses_of(args, feeds):
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 @pytest.mark.parametrize("flag", ["--mixup", "--cutmix"])
 def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
-    """The learning rate is 0. The reference combines the losses of the mixed images with their own labels and with
-    those of their partners."""
+    """The reference computes the loss of each mixed batch twice, with the labels of the images and with the labels of
+    their partners, and combines the two losses. The learning rate is 0, so all losses use the same parameters."""
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())
@@ -121,7 +121,7 @@ def test_dropped_values_differ_in_each_step_and_are_deterministic(parse, kernels
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 def test_drop_path_omits_or_scales_the_branch_of_each_image(parse, kernels):
-    """The gradient has the same factors as the output. The rate rises linearly with the depth of the block."""
+    """The gradient is multiplied by the same factors as the output."""
     if "native" in kernels:
         if native.missing() is not None:
             pytest.skip(native.missing())

@@ -1,4 +1,4 @@
-"""Logits and gradients of networks, compared with those of timm and torchvision networks with the same weights."""
+"""Logits and gradients of networks, compared with timm and torchvision networks that have the same weights."""
 
 import importlib.util
 import subprocess
@@ -15,7 +15,8 @@ from paddle_resnet.models import MODELS
 
 @pytest.fixture
 def float64():
-    """Use float64: in float32, a different summation order flips decisions of ReLU6, which dozens of layers amplify."""
+    """Use float64. In float32, a different order of summation changes the sign of some inputs of ReLU6, and dozens of
+    layers amplify the difference."""
     paddle.set_default_dtype("float64")
     yield
     paddle.set_default_dtype("float32")
@@ -23,7 +24,7 @@ def float64():
 
 @pytest.fixture
 def reference(once):
-    """Return a function that takes a network's name and returns the arrays of reference_networks.py."""
+    """Return a function that takes the name of a network and returns the arrays of reference_networks.py."""
     for package in ("timm", "torchvision"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -69,7 +70,7 @@ def test_logits_and_gradients_equal_those_of_the_reference(reference, float64, a
     largest = 0
     for name, ours in zip(names, found, strict=True):
         size = np.abs(arrays[name]).max()
-        if size > 1e-12:  # the other gradients are 0, except for rounding
+        if size > 1e-12:  # the other gradients are 0, except for rounding errors
             largest = max(largest, np.abs(ours - arrays[name]).max() / size)
         np.testing.assert_allclose(ours, arrays[name], atol=1e-5 * size + 1e-14, rtol=0, err_msg=name)
     print(f"{arch} {layout}: largest difference, relative to the largest value of its array: {largest:.1e}")

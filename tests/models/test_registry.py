@@ -1,4 +1,4 @@
-"""Each network of the registry, with few blocks and tiny images, in train.py, export and predict."""
+"""Each network of the registry in train.py, export and predict, with few blocks and tiny images."""
 
 import importlib.util
 import pickle
@@ -10,17 +10,17 @@ from conftest import NHWC, assert_two_of_four, losses, phase
 from few_blocks import with_few_blocks
 from paddle_resnet import export, models, predict
 
-# These networks differ from tested ones only in the number of blocks or channels.
+# These networks differ from the tested networks only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
-# These networks consist of layers that other tests cover: ResNet18 and ResNet50 are the networks of most tests, the
-# variants "_vd" share their stem and shortcuts with XResNet50, and MobileNetV3_Small is built like MobileNetV3_Large.
+# These networks consist of layers that other tests cover. Most tests use ResNet18 or ResNet50, the "_vd" variants have
+# the same stem and shortcuts as XResNet50, and MobileNetV3_Small has the same layers as MobileNetV3_Large.
 SOAK = {"ResNet18", "ResNet50", "ResNet18_vd", "ResNet50_vd", "MobileNetV3_Small"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
 
 
 def archs(soak):
-    """Return a test parameter for each network; the networks in `soak` are tested only with -m soak."""
+    """Return a test parameter for each network. Networks in `soak` are tested only with -m soak."""
     names = [name for name in models.MODELS if name not in COVERED]
     return [pytest.param(name, marks=[pytest.mark.soak] * (name in soak)) for name in names]
 
@@ -36,7 +36,7 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
     checkpoint = tmp_path / "output" / arch / "1"
     assert_pruned(pickle.loads((checkpoint / "tiny.pdparams").read_bytes()), capsys.readouterr().out)
 
-    # A run without captured steps that is stopped inside an epoch and resumed has the same losses.
+    # Uncaptured steps have the same losses, even if the run is stopped inside an epoch and resumed.
     assert losses_with_a_stop(4, *flags, "--resume", "--cuda-graph", "false") == expected
 
     # An evaluation in NCHW with Paddle's kernels has the same loss.
@@ -52,7 +52,7 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
 
 
 def assert_pruned(parameters, output):
-    """Check that filters with at least 4 input channels are 2:4 sparse, and that an output line lists all other
+    """Check that filters with at least 4 input channels are 2:4 sparse, and that one line of the output lists all other
     filters."""
     filters = {name: array for name, array in parameters.items() if np.ndim(array) == 4 and name.endswith(".w_0")}
     sparse = {name for name, array in filters.items() if array.shape[1] >= 4}

@@ -1,4 +1,4 @@
-"""The variants of ResNet, compared with timm's networks."""
+"""Variants of ResNet, compared with timm's networks."""
 
 import importlib.util
 import subprocess
@@ -30,7 +30,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def references(once):
-    """Return {"CASE/name": array}; see timm_resnets.py."""
+    """Return {"CASE/name": array}. For the arrays, see timm_resnets.py."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
 
@@ -81,14 +81,14 @@ def test_logits_and_gradients_equal_those_of_timm(references, float64, case, lay
 @pytest.mark.parametrize(
     ("arch", "parameters"),
     [
-        ("ResNet18_vd", 11_708_744 + 64 * 64 + 2 * 64),  # timm's resnet18d, and PaddleClas' projection
+        ("ResNet18_vd", 11_708_744 + 64 * 64 + 2 * 64),  # timm's resnet18d and the additional projection of PaddleClas
         ("ResNet50_vd", 25_576_264),  # timm's resnet50d
-        ("SE_ResNet50_vd", 28_107_256),  # timm's ResNet with these options
+        ("SE_ResNet50_vd", 28_107_256),  # number for timm's ResNet with these options
         ("ResNeXt50_32x4d", 25_028_904),  # torchvision's and timm's resnext50_32x4d
         ("XResNet50", 25_576_264),
     ],
 )
-def test_parameter_counts(arch, parameters):
+def test_parameter_counts_match_timm_and_torchvision(arch, parameters):
     main = static.Program()
     with static.program_guard(main, static.Program()), paddle.utils.unique_name.guard():
         models.MODELS[arch]()
@@ -96,7 +96,7 @@ def test_parameter_counts(arch, parameters):
 
 
 def initial(arch):
-    """Return the network and {parameter: array} after initialization."""
+    """Initialize a network and return the network and {parameter: array}."""
     main, startup = static.Program(), static.Program()
     with static.program_guard(main, startup), paddle.utils.unique_name.guard():
         model = models.MODELS[arch](num_classes=10)
@@ -104,7 +104,7 @@ def initial(arch):
     return model, {p.name: np.array(static.global_scope().find_var(p.name).get_tensor()) for p in main.all_parameters()}
 
 
-def test_branches_of_xresnet50_start_at_zero():
+def test_residual_branches_of_xresnet50_are_initially_zero():
     model, values = initial("XResNet50")
     scales = [[values[layer.bn.weight.name] for layer in block.branch] for block in model.stages]
     assert [[scale.min() == scale.max() == 1 for scale in block] for block in scales] == [[True, True, False]] * 16
@@ -114,7 +114,7 @@ def test_branches_of_xresnet50_start_at_zero():
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("size", [(6, 8), (7, 5)])
-def test_blur_pool_is_the_filter_1_2_1_with_the_edges_as_padding(layout, size):
+def test_blur_pool_is_the_filter_1_2_1_with_replicated_borders(layout, size):
     images = np.random.RandomState(0).randn(2, 3, *size).astype("float32")
     padded = np.pad(images, [(0, 0), (0, 0), (1, 1), (1, 1)], mode="edge")
     for axis in (2, 3):
@@ -131,6 +131,6 @@ def test_blur_pool_is_the_filter_1_2_1_with_the_edges_as_padding(layout, size):
     np.testing.assert_allclose(found if layout == "NCHW" else found.transpose(0, 3, 1, 2), expected, atol=1e-6)
 
 
-def test_basic_blocks_have_no_groups():
+def test_basic_blocks_with_groups_are_an_error():
     with pytest.raises(ValueError, match="groups=2.*BottleneckBlock"):
         ResNet(BasicBlock, (1,), groups=2)

@@ -1,4 +1,4 @@
-"""`python -m paddle_resnet.models`: parameters, multiply-adds and activations."""
+"""The command `python -m paddle_resnet.models`, which prints parameters, multiply-adds and activations."""
 
 import csv
 import re
@@ -10,8 +10,8 @@ from helpers import NETWORK_EXAMPLE, OPTIONS_EXAMPLE
 from paddle_resnet.models import MODELS, Network, __main__
 
 
-# Multiply-adds of convolutions and classifiers, counted with hooks in timm's networks. For those that torchvision has,
-# it documents 1.814, 4.089, 4.230 and 0.301 billion.
+# The multiply-adds of convolutions and classifiers were counted with hooks in timm's networks. Torchvision documents
+# 1.814, 4.089, 4.230 and 0.301 billion for the networks that it contains.
 @pytest.mark.parametrize(
     ("arch", "parameters", "multiply_adds"),
     [
@@ -27,20 +27,21 @@ def test_parameters_and_multiply_adds(arch, parameters, multiply_adds):
     assert (size["parameters"], size["multiply_adds"]) == (parameters, multiply_adds)
 
 
-def test_activations_of_a_small_network(tmp_path):
-    """The backward pass reads convolution outputs, activations and pooled channels, but not the logits or the image.
-    Activations count once, although both their own gradient and the next layer's use them."""
+def test_activations_of_small_network(tmp_path):
+    """The backward pass reads convolution outputs, activations and pooled channels, but neither the logits nor the
+    images. Each activation counts once, although two gradient computations read it: its own and that of the next
+    layer."""
     path = tmp_path / "net.py"
     path.write_text(NETWORK_EXAMPLE)
     size = __main__.size(f"{path}:Net", 32, 10)
     convolutions, pooled = 16 * 16 * 16 + 8 * 8 * 32, 2 * 32  # before and after the reshape
-    statistics = 2 * (16 + 32)  # mean and inverse standard deviation of each BN
+    statistics = 2 * (16 + 32)  # mean and inverse standard deviation of each BN layer
     assert size["activation_bytes"] == 2 * (2 * convolutions + statistics + pooled)
     assert size["parameters"] == 9 * 3 * 16 + 9 * 16 * 32 + statistics + 32 * 10 + 10
     assert size["multiply_adds"] == 16 * 16 * 16 * 9 * 3 + 8 * 8 * 32 * 9 * 16 + 32 * 10
 
 
-def test_table(capsys, tmp_path, monkeypatch):
+def test_table_lists_networks_with_sizes(capsys, tmp_path, monkeypatch):
     path = tmp_path / "net.py"
     path.write_text(NETWORK_EXAMPLE)
     assert __main__.main(["resnet18", f"{path}:Net"]) == 0
@@ -54,12 +55,12 @@ def test_table(capsys, tmp_path, monkeypatch):
     assert "H100" not in capsys.readouterr().out
 
 
-def test_an_unknown_network_is_an_error(capsys):
+def test_unknown_network_is_an_error(capsys):
     assert __main__.main(["ResNet51"]) == 2
     assert "ResNet51: unknown network" in capsys.readouterr().err
 
 
-def test_measured_speeds_are_those_of_existing_networks_and_pages():
+def test_measured_speeds_refer_to_existing_networks_and_pages():
     with open(ROOT / "benchmarks/networks.csv", newline="") as file:
         for row in csv.DictReader(file):
             assert row["network"] in MODELS
@@ -83,5 +84,5 @@ def test_options_example_of_the_page_is_a_network(tmp_path):
     path = tmp_path / "net.py"
     path.write_text(OPTIONS_EXAMPLE)
     size = __main__.size(f"{path}:Small", 32, 10)
-    # The stem has 3x3 instead of 7x7 filters, and there are 10 classes.
+    # In this network, the stem has 3x3 instead of 7x7 filters, and there are 10 classes.
     assert size["parameters"] == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990

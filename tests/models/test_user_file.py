@@ -1,4 +1,4 @@
-"""Networks from a user's own file."""
+"""Networks that are defined in a file of the user."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from paddle_resnet.checkpoints import folders
 from paddle_resnet.job import agreement
 from paddle_resnet.models import user_file
 
-# A network file that creates a second file, with the suffix .executed, when Python executes it.
+# A network file that creates a file with the suffix .executed whenever Python executes it.
 MARKED = f"{NETWORK_EXAMPLE}\nfrom pathlib import Path\nPath(__file__).with_suffix('.executed').touch()\n"
 
 
@@ -29,13 +29,13 @@ def file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def own_run(run_train):
-    """Return a version of run_train that trains the network in the file."""
+    """Return a variant of run_train that trains the network in net.py."""
     return lambda *flags: run_train("--model-arch-name", "net.py:Net", *flags)
 
 
 @pytest.fixture
 def trained(own_run, file, tmp_path):
-    """Train the network in the file for one epoch; returns the folder of the run."""
+    """Train the network in net.py for one epoch and return the folder of the run."""
     code, _ = own_run()
     assert code == 0
     return tmp_path / "output/Net"
@@ -55,7 +55,7 @@ def test_example_supports_resume_evaluation_export_and_prediction(own_run, file,
     assert export.main([str(trained / "1"), "exported", *flags]) == 0
     assert json.loads((tmp_path / "exported/model.json").read_text())["arch"] == "Net"
     image = str(next((photos / "val").glob("*/*.jpg")))
-    file.unlink()  # an export contains its network
+    file.unlink()  # an export does not need the file, because it contains the network
     capsys.readouterr()
     assert predict.main(["exported", image, "--device", "cpu"]) == 0
     from_export = capsys.readouterr().out
@@ -77,7 +77,8 @@ def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path
     forget()
     image = ROOT / "docs/data_way.svg"
     starts = [
-        lambda: run_train("--model-arch-name", "Tiny", "--from-checkpoint", trained)[0],  # does not match the model
+        # fails, because the checkpoint does not match the default network.
+        lambda: run_train("--model-arch-name", "Tiny", "--from-checkpoint", trained)[0],
         lambda: export.main([str(trained / "0"), str(tmp_path / "exported")]),
         lambda: predict.main([str(trained / "0"), str(image), "--device", "cpu"]),
     ]
@@ -110,7 +111,7 @@ def test_training_requires_flag(run_train, file, trained, tmp_path, capsys, flag
 
 
 def forget():
-    """Remove imported files from sys.modules, so that their next use executes them again."""
+    """Remove imported network files from sys.modules, so that their next use executes them again."""
     for name in [name for name in sys.modules if name.startswith(user_file.__name__ + "_")]:
         del sys.modules[name]
 
@@ -188,7 +189,7 @@ def test_names_are_found_without_executing_file(tmp_path, text):
     assert models.registered_name(f"{tmp_path}/net.py:Net") == f"{tmp_path}/net.py:Net"
 
 
-def test_processes_compare_file(file, parse, monkeypatch):
+def test_file_is_compared_between_processes(file, parse, monkeypatch):
     compared = []
     monkeypatch.setattr(agreement, "_compare", compared.append)
     args = parse("--model-arch-name", "net.py:Net")

@@ -1,9 +1,9 @@
-"""Computes logits and gradients of timm's networks, in a separate process: PyTorch crashes if it is imported after
-Paddle. Arguments: a .npz file to write, then names of CASES.
+"""Compute logits and gradients of timm networks in a separate process, because PyTorch crashes if it is imported after
+Paddle. The arguments are a .npz file to write and names of CASES.
 
-The arrays of a case are "CASE/images" and "CASE/slopes"; "CASE/weight.N": parameters and BN statistics in the order of
-paddle_resnet.models.resnet; "CASE/evaluation" and "CASE/training": the logits in each mode; "CASE/gradient.N":
-gradients of the mean of slopes * logits in training mode, in the order of the parameters.
+The file contains these arrays for each case: "CASE/images" and "CASE/slopes"; "CASE/weight.N", the parameters and BN
+statistics in the order of paddle_resnet.models.resnet; "CASE/evaluation" and "CASE/training", the logits in each mode;
+"CASE/gradient.N", the gradients of the mean of slopes * logits in training mode, in the order of the parameters.
 """
 
 import sys
@@ -24,7 +24,7 @@ class EdgeBlur(BlurPool2d):
 
 
 def blur_pool():
-    """Blur the shortcuts too, as in Zhang's code; timm blurs only the branches."""
+    """Blur the shortcuts too, as in Zhang's code. timm blurs only the residual branches."""
     net = ResNet(Bottleneck, (1, 2, 1, 1), aa_layer=EdgeBlur)
     for stage in (net.layer2, net.layer3, net.layer4):
         conv = stage[0].downsample[0]

@@ -1,5 +1,5 @@
-"""Custom operators compared with their formulas in float64: on the CPU, on a GPU that is emulated on the CPU
-(emulation/driver.cc) and, with the marker gpu, in all types on a GPU."""
+"""Custom operators, compared with their formulas in float64: on the CPU, on a GPU that emulation/driver.cc emulates on
+the CPU, and on a GPU in all types (marker gpu)."""
 
 import ctypes
 import os
@@ -26,15 +26,15 @@ from utils import cache
 from utils.errors import UsageError
 
 EMULATION = ROOT / "tests/emulation"
-PREFIX = ""  # prefix of the operators' names
+PREFIX = ""  # prefix of the operator names
 EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
-# The rows need more blocks than the kernels reduce in one step.
+# This shape has so many rows that the kernels need more blocks than they can reduce in one step.
 EMULATED_SHAPE = (2, 25, 25, 96)
-# In half precision, these channel counts fill 8-byte vectors but not 16-byte vectors.
+# In half precision, these numbers of channels are multiples of 8-byte vectors, but not of 16-byte vectors.
 NARROW_SHAPES = [(4, 7, 7, 12), (2, 5, 3, 36)]
 GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 28, 28, 128)]
-# Half a unit in the last place of results between 1 and 16, plus a margin for rounding errors of the sums.
+# Half a unit in the last place of results between 1 and 16, plus a margin for rounding errors in sums.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 UNIT = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}  # unit in the last place of 1
 IN_FLOAT32 = [(where, "float32", shape) for where in ("cpu", "emulated") for shape in SHAPES]
@@ -52,7 +52,7 @@ NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
 
 @pytest.fixture(scope="module")
 def emulated_library(once):
-    """Build the operators for the emulated GPU; returns their library."""
+    """Build the operators for the emulated GPU and return their library."""
     if paddle.is_compiled_with_cuda():
         pytest.skip("the emulated driver would replace that of CUDA")
 
@@ -62,13 +62,13 @@ def emulated_library(once):
         options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O1", "-fPIC", "-shared"]
         options.append(f"-Wl,-soname,{driver.name}")
         subprocess.run([*native._compiler(), *options, EMULATION / "driver.cc", "-o", driver], check=True)
-        with pytest.MonkeyPatch.context() as patch:  # compiling without optimization takes half the time
+        with pytest.MonkeyPatch.context() as patch:  # halves the compilation time by disabling optimization
             patch.setattr(native, "COMPILER_FLAGS", [flag for flag in native.COMPILER_FLAGS if flag != "-O2"])
             native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
 
     folder = once("emulated", make)
     driver, library = folder / "libcuda.so.1", folder / "operators.so"
-    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # provides the library that the operators open by name
+    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # the operators open this library by name
     load_op_meta_info_and_register_op(str(library))
     loaded = ctypes.CDLL(str(library))
     loaded.paddle_resnet_set_image(b"emulated", ctypes.c_size_t(8))
@@ -77,7 +77,7 @@ def emulated_library(once):
 
 @pytest.fixture
 def device(request, monkeypatch):
-    """Select eager mode on the CPU or the GPU, and load the operators."""
+    """Select the CPU or the GPU in eager mode and load the operators."""
     where = request.node.callspec.params["where"]
     if where == "emulated":
         request.getfixturevalue("emulated_library")
@@ -107,7 +107,8 @@ def wide(tensor):
 
 
 def close(actual, expected, dtype, size=1.0):
-    """Compare results. `size`: magnitude of the operands if the result is a difference of much larger values."""
+    """Compare results with a tolerance that depends on `size`. If the result is a difference of much larger values,
+    `size` is the magnitude of these values."""
     tolerance = TOLERANCE[dtype] * max(size, np.abs(expected).max())
     np.testing.assert_allclose(wide(actual), expected, rtol=0, atol=tolerance)
 
@@ -122,22 +123,22 @@ def run(name, *args):
 
 
 def normalize(x, scale, bias):
-    """Return the output, the mean, the biased variance and the normalized input."""
+    """Return the output, the mean, the biased variance and the normalized input of batch normalization."""
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
     normalized = (x - mean) / np.sqrt(variance + EPSILON)
     return normalized * scale + bias, mean, variance, normalized
 
 
 def gradients(dy, normalized, variance, scale):
-    """Return the gradients of input, scale and bias: Ioffe and Szegedy, arXiv:1502.03167, section 3."""
+    """Return the gradients of input, scale and bias according to Ioffe and Szegedy, arXiv:1502.03167, section 3."""
     dscale, dbias, rows = (dy * normalized).sum((0, 1, 2)), dy.sum((0, 1, 2)), dy[..., 0].size
     dx = scale / np.sqrt(variance + EPSILON) * (dy - dbias / rows - normalized * dscale / rows)
     return dx, dscale, dbias
 
 
 def check_gradients(results, g, normalized, variance, scale, dtype):
-    """`g` is the gradient with respect to the ReLU's input, rounded as in the kernels so that the sums agree in all
-    types."""
+    """Compare gradients with their formulas. `g` is the gradient with respect to the input of the activation. It is
+    rounded like in the kernels, so that the sums agree in all types."""
     dx, dscale, dbias = gradients(g, normalized, variance, scale)
     close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
     rows = g[..., 0].size
@@ -145,7 +146,7 @@ def check_gradients(results, g, normalized, variance, scale, dtype):
     close(results[-1], dbias, "float32", size=rows**0.5 * 5)
 
 
-# Name: (function, derivative, discontinuities of the derivative).
+# Name: (function, derivative, points where the derivative is discontinuous).
 ACTIVATIONS = {
     "": (lambda v: v, np.ones_like, []),
     "relu": (lambda v: np.maximum(v, 0), lambda v: v > 0, [0]),
@@ -176,18 +177,18 @@ def test_bn_act(device, where, dtype, shape, activation):
     random, channels = Random(dtype), shape[-1]
     x, dy = random.images(shape, offset=np.arange(channels) % 7 - 3), random.images(shape)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
-    scale = 4 * scale  # spreads values over both sides of each discontinuity
+    scale = 4 * scale  # covers both sides of each discontinuity
     old_mean, old_variance = wide(mean), wide(variance)
     function, derivative, bends = ACTIVATIONS[activation]
     y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
     expected, batch_mean, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
     rows = x.size // channels
-    # A single row has variance 0, so two large summands cancel.
+    # If there is only one row, its variance is 0, and two large summands cancel.
     close(y, function(expected), dtype, size=4 / EPSILON**0.5 if rows == 1 else 1)
     close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
     close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
     assert same([y, coefficients], run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2])
-    for bend in bends:  # rounding decides the side of values near a discontinuity
+    for bend in bends:  # zero gradients near a discontinuity, because rounding decides which side a value is on
         dy = dy * paddle.to_tensor((np.abs(expected - bend) > 1e-3).astype("float32")).astype(dtype)
     results = run("native_bn_act_backward", x, dy, coefficients, None, activation)
     g = wide(dy) * derivative(expected)
@@ -212,7 +213,7 @@ def test_bn_add_relu(device, where, dtype, shape, summands):
 
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, shape):
-    """If the mean is 1000 standard deviations, E[x^2] - E[x]^2 in float32 is dominated by rounding errors."""
+    """If the mean is 1000 standard deviations away from zero, rounding errors dominate E[x^2] - E[x]^2 in float32."""
     random, channels = Random(dtype), shape[-1]
     x = random.images(shape, offset=1000)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
@@ -223,8 +224,9 @@ def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, sha
 
 @pytest.mark.parametrize("far", [30, 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
-def test_outlier_pixel_does_not_reduce_precision(device, where, dtype, shape, far):
-    """The last pixel is the outlier. The variance of the other pixels is computed relative to the origin."""
+def test_outlier_pixel_does_not_reduce_accuracy_of_variance(device, where, dtype, shape, far):
+    """The last pixel is an outlier. The operator subtracts an origin before it computes the variance, and the outlier
+    is not part of this origin."""
     x = Random(dtype).images(shape).numpy()
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
@@ -253,7 +255,7 @@ def test_parameter_gradients_are_written_to_existing_memory(device, where):
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_async_copies(device, request, where):
-    """For copies in programs, see tests/steps/test_host_metrics.py."""
+    """For asynchronous copies in programs, see tests/steps/test_host_metrics.py."""
     library = request.getfixturevalue("emulated_library") if where == "emulated" else native.register()
     values = [paddle.arange(5, dtype="float32"), paddle.to_tensor([7], "int64")]
     run("native_async_copy", values)
@@ -286,8 +288,8 @@ def test_bn_inference(device, where, dtype, shape, activation):
     + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40)],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
-    """The reference is Paddle's pooling in float32. All values are distinct except zeros; among several zeros, the
-    first is selected."""
+    """The reference is Paddle's pooling in float32. All values except zeros are distinct. Of several equal zeros,
+    pooling selects the first."""
     random = Random(dtype)
     plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
     x = plain.astype(dtype)
@@ -330,7 +332,7 @@ def test_depthwise_conv(device, where, dtype, shape, kernel, stride, padding):
 
 
 def depthwise_conv(x, filters, dy, stride, padding):
-    """Return the output and the gradients of input and filter, in the type of the arrays."""
+    """Return the output and the gradients of input and filter of a depthwise convolution, in the type of the arrays."""
     kernel, (rows, columns) = filters.shape[-1], dy.shape[1:3]
     borders = ((0, 0), padding, padding, (0, 0))
     padded = np.pad(x, borders)
@@ -395,7 +397,7 @@ def test_unsupported_pointwise_convolutions_raise(device, where):
 
 
 def philox(key, counter):
-    """Return the four outputs of Philox 4x32-10: Salmon et al., SC 2011."""
+    """Return the four outputs of Philox 4x32-10 (Salmon et al., SC 2011)."""
     words, keys = [counter, 0, 0, 0], [key, 0]
     for _ in range(10):
         first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
@@ -406,7 +408,7 @@ def philox(key, counter):
 
 
 def test_philox_matches_published_numbers():
-    """The numbers are those of the authors' known-answer tests (kat_vectors)."""
+    """The expected numbers are the known-answer tests that the authors of Philox published (kat_vectors)."""
     assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
@@ -433,7 +435,8 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
 
 
 ALL_PLACES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# Tensor sizes: some do not fill vectors, one is 1, one needs many blocks, and there are more than one launch supports.
+# Sizes of the tensors. Some are not multiples of the vector size, one is 1, one needs many blocks, and the number of
+# tensors exceeds the limit of a launch.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
@@ -441,7 +444,8 @@ UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtyp
 @pytest.mark.parametrize(("unscale", "nesterov"), [(None, False), (1 / 128, False), (0, False), (1 / 128, True)])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_momentum(device, where, dtype, unscale, nesterov):
-    """The reference is in float64. A factor of 0 skips the update."""
+    """The test computes the reference in float64. If the operator receives a scaling factor of 0, it must skip the
+    update."""
     random, mu, rate = np.random.RandomState(0), 0.875, paddle.to_tensor([0.25])
     decays = [0.01 * (i % 3) for i in range(len(SIZES))]
     exact, velocities, gradients = (
@@ -469,8 +473,8 @@ BETA1, BETA2 = np.float64(np.float32(0.9)), np.float64(np.float32(0.999))
 
 
 def adam(p, g, m, v, step, decay):
-    """Return the change of the parameter at learning rate 1, and the moments: Kingma and Ba, arXiv:1412.6980, algorithm
-    1, with the decoupled weight decay of Loshchilov and Hutter, arXiv:1711.05101."""
+    """Return the change of the parameter at learning rate 1 and the new moments. The formulas are algorithm 1 of Kingma
+    and Ba, arXiv:1412.6980, and the decoupled weight decay of Loshchilov and Hutter, arXiv:1711.05101."""
     m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
     direction = (m / (1 - BETA1**step)) / (np.sqrt(v / (1 - BETA2**step)) + EPSILON)
     return direction + decay * p, m, v
@@ -479,15 +483,16 @@ def adam(p, g, m, v, step, decay):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_adamw(device, where, dtype, unscale):
-    """The reference is the third step from a random state, in float64. A factor of 0 skips the update."""
+    """The test starts with random moments and computes the third step in float64 as a reference. If the operator
+    receives a scaling factor of 0, it must skip the update."""
     check_adam("native_adamw", where, dtype, unscale, lambda p, change, decay: change)
 
 
 @pytest.mark.parametrize("unscale", [1 / 128, 0])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_lamb(device, where, dtype, unscale):
-    """The reference is algorithm 2 of You et al., arXiv:1904.00962. A step has the norm of its parameter if the
-    parameter has weight decay."""
+    """The reference is algorithm 2 of You et al., arXiv:1904.00962. If a parameter has weight decay, the norm of its
+    change is the learning rate times the norm of the parameter."""
 
     def adapt(p, change, decay):
         return change * np.linalg.norm(p) / np.linalg.norm(change) if decay else change
@@ -497,7 +502,8 @@ def test_lamb(device, where, dtype, unscale):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_lamb_updates_zero_parameters(device, where):
-    """The trust ratio of parameters that are 0 is 1, even if the gradient is 0 and the ratio would be 0 / 0."""
+    """For parameters that are 0, the trust ratio is 1, even if the gradient is also 0 and the formula would yield 0 /
+    0."""
     for gradient, step in ((3.0, 1.0), (0.0, 0.0)):
         parameter = paddle.zeros([8])
         state = [[paddle.zeros([8])], [paddle.zeros([8])], [paddle.to_tensor([0.9])], [paddle.to_tensor([0.999])]]
@@ -539,7 +545,7 @@ def check_adam(name, where, dtype, unscale, adapt):
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_check_finite_updates_loss_scale(device, where, dtype, bad):
-    """A non-finite value at the end of any tensor of any type decreases the scale."""
+    """If the last value of any tensor of any type is not finite, the operator decreases the loss scale."""
     places = range(len(SIZES)) if where == "cpu" else (0, 1, 2, 4, 100, len(SIZES) - 1)
     for index in places if bad is not None else [None]:
         gradients = [np.full(size, 65504 if dtype == "float16" else 3e38, "float32") for size in SIZES]
@@ -555,7 +561,8 @@ def test_check_finite_updates_loss_scale(device, where, dtype, bad):
 @pytest.mark.parametrize("unscale", [None, 1 / 128])
 @pytest.mark.parametrize("where, dtype", UPDATED)
 def test_clip_factor(device, where, dtype, unscale):
-    """The reference is in float64. Gradients have several types; their norms are above or below the limit."""
+    """The test computes the reference in float64. The gradients have several types, and their norm is either above or
+    below the limit."""
     random = np.random.RandomState(0)
     gradients = [paddle.to_tensor((random.randn(size) / (unscale or 1)).astype("float32")) for size in SIZES]
     gradients = [g if i % 5 == 4 else g.astype(dtype) for i, g in enumerate(gradients)]
@@ -569,9 +576,10 @@ def test_clip_factor(device, where, dtype, unscale):
 @pytest.mark.parametrize("unscale", [None, 1 / 128, 0])
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_ema(device, where, unscale):
-    """The reference is in float64. A factor of 0 does not change the averages."""
+    """The test computes the reference in float64. If the operator receives a scaling factor of 0, the averages must not
+    change."""
     random = np.random.RandomState(0)
-    sizes = [*SIZES, *[16] * 100]  # more tensors than one launch supports
+    sizes = [*SIZES, *[16] * 100]  # exceeds the number of tensors that a launch supports
     averages, values = ([paddle.to_tensor(random.randn(n).astype("float32")) for n in sizes] for _ in range(2))
     before = [wide(t) for t in averages]
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
@@ -585,7 +593,7 @@ def test_ema(device, where, unscale):
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_clip_factor_of_non_finite_norm(device, where, bad, unscale, expected):
-    """The parameters become NaN, as without clipping, unless loss scaling skips the step."""
+    """The parameters become NaN, as they would without clipping, unless loss scaling skips the step."""
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
     [result] = run("native_clip_factor", [paddle.ones([3]), paddle.to_tensor([1, bad, 1], "float32")], factor, 5.0)
     np.testing.assert_array_equal(result, [expected])
@@ -593,14 +601,15 @@ def test_clip_factor_of_non_finite_norm(device, where, bad, unscale, expected):
 
 @pytest.mark.parametrize("where", ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_loss_scale_matches_paddle(device, where):
-    """Steps overflow at random. The initial scales are near both limits."""
+    """A random selection of steps overflows. The initial scales include values near the lower and the upper limit."""
     random = np.random.RandomState(1)
     for start in (1.0, 1.5, 1024.0, 3e38):
         custom, reference = (
             [paddle.to_tensor(v) for v in (np.float32([start]), np.int32([0]), np.int32([0]))] for _ in "ab"
         )
         for step in range(40):
-            overflows = step >= 3 and random.rand() < 0.4  # the first three steps raise the scale
+            # The first three steps never overflow, so that the scale increases.
+            overflows = step >= 3 and random.rand() < 0.4
             gradient = paddle.full([8], np.inf if overflows else 1.0)
             run("native_check_finite", [gradient], *custom, 3, 2, 2.0, 0.5)
             paddle._C_ops.update_loss_scaling_(
@@ -610,7 +619,8 @@ def test_loss_scale_matches_paddle(device, where):
 
 
 def cross_entropy(x, labels, smoothing):
-    """Return the loss of each row and the gradient of the mean loss: Szegedy et al., arXiv:1512.00567, section 7."""
+    """Return the loss of each row and the gradient of the mean loss according to Szegedy et al., arXiv:1512.00567,
+    section 7."""
     shifted = x - x.max(1, keepdims=True)
     log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     target = np.full(x.shape, smoothing / x.shape[1])
@@ -632,7 +642,7 @@ LARGE_LOGITS, SMALL_LOGITS = [(256, 1000, 5), (300, 257, 5)], [(3, 2, 2), (1, 1,
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_loss(device, where, rows, classes, k, smoothing):
     random = np.random.RandomState(rows)
-    x = random.randn(rows, classes) * 5 + 300  # overflows unless the maximum is subtracted first
+    x = random.randn(rows, classes) * 5 + 300  # the softmax overflows unless the maximum is subtracted first
     x = np.round(x * 8) / 8
     labels = random.randint(0, classes, rows)
     two, all_equal = np.arange(0, rows, 3), np.arange(1, rows, 3)
@@ -641,7 +651,7 @@ def test_loss(device, where, rows, classes, k, smoothing):
     x[all_equal], labels[all_equal] = 300, all_equal % min(classes, 8)
     logits, targets = paddle.to_tensor(x.astype("float32")), paddle.to_tensor(labels[:, None])
     losses, gradient = cross_entropy(x, labels, smoothing)
-    order = np.argsort(-x, axis=1, kind="stable")  # among equal logits, the lower class ranks first
+    order = np.argsort(-x, axis=1, kind="stable")  # of two equal logits, the lower class ranks first
     for mean in (True, False):
         loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
@@ -670,8 +680,8 @@ def test_loss_with_class_weights(device, where):
 
 @pytest.mark.parametrize("where", ALL_PLACES)
 def test_loss_of_non_finite_logits(device, where):
-    """An image with non-finite logits has a loss of NaN, NaN ranks last, and other images are unaffected. A label that
-    is out of range makes top1 -1."""
+    """The loss of an image with non-finite logits is NaN, and a NaN logit ranks last. Other images are not affected. If
+    any label is out of range, top1 is -1."""
     x = np.random.RandomState(0).randn(6, 9).astype("float32")
     x[1, 8], x[2, 3], x[4, 0], x[5] = np.nan, -np.inf, np.nan, np.nan
     labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth label is out of range
@@ -698,7 +708,7 @@ def test_loss_of_non_finite_logits(device, where):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where, dtype", [*NARROW, pytest.param("gpu", "float16", marks=pytest.mark.gpu)])
 def test_non_finite_values_propagate(device, where, dtype, value):
-    """Non-finite losses must remain visible: ReLU, pooling and variance must propagate non-finite values."""
+    """ReLU, pooling and the variance must propagate non-finite values, so that the loss shows them."""
     x = np.random.RandomState(0).randn(1, 4, 4, 8).astype("float32")
     x[0, 1, 1, 0] = value
     x = paddle.to_tensor(x).astype(dtype)
@@ -714,15 +724,15 @@ def test_non_finite_values_propagate(device, where, dtype, value):
     for name, addend, activation in (*fused, ("native_bn_add_relu", [x], [])):
         scale, bias, mean, variance = channels()
         y = run(name, x, *addend, scale, bias, mean, variance, 0.9, EPSILON, *activation)[0]
-        # If the mean of a channel is not finite, all its outputs are NaN.
+        # If the mean of a channel is not finite, all outputs of the channel are NaN.
         assert np.isnan(wide(y)[..., 0]).all()
         assert np.isfinite(wide(y)[..., 1:]).all()
         assert_only_first_channel_is_kept(mean, variance)
 
 
 def assert_only_first_channel_is_kept(mean, variance):
-    """Check that running statistics, which start from 0 and 1, are finite and have changed in all channels but the
-    first."""
+    """Check that the running statistics of the first channel still have their initial values 0 and 1, and that those of
+    all other channels are finite and have changed."""
     assert (wide(mean)[0], wide(variance)[0]) == (0, 1)
     assert (wide(mean)[1:] != 0).all() and (wide(variance)[1:] != 1).all()
     assert np.isfinite(wide(mean)).all() and np.isfinite(wide(variance)).all()
@@ -730,7 +740,7 @@ def assert_only_first_channel_is_kept(mean, variance):
 
 @pytest.mark.parametrize("where, dtype", NARROW)
 def test_running_statistics_skip_overflowed_variance(device, where, dtype):
-    """The output is finite, so no loss would reveal the overflow."""
+    """The output of the operator is finite, so the loss would not reveal the overflow."""
     x = np.random.RandomState(0).randn(2, 4, 4, 8).astype("float32")
     x[..., 0] *= 1e30
     mean, variance = paddle.zeros([8]), paddle.ones([8])
@@ -777,11 +787,12 @@ FAULTS = [
 @pytest.mark.parametrize("kernels", ["auto", "native"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels, fault):
-    """With auto, Paddle's kernels run and the reason is logged; native stops the run with an error message."""
+    """With --kernels auto, the run uses Paddle's kernels and logs the reason. With --kernels native, the run stops with
+    an error message."""
     capability, problem = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
-    if fault in ("compiler", "library"):  # these faults concern the operators; kernels are built concurrently
+    if fault in ("compiler", "library"):  # these faults affect the operators, but kernels are built concurrently
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")
@@ -840,7 +851,8 @@ def test_both_compilers_run_concurrently(empty_cache, monkeypatch):
 
 
 def test_change_of_any_source_file_triggers_rebuild(tmp_path, monkeypatch):
-    """This includes new files and files in subfolders. A changed kernel does not rebuild the operators."""
+    """The source files include new files and files in subfolders. If only a kernel has changed, the operators are not
+    rebuilt."""
     sources = tmp_path / "native"
     shutil.copytree(native.SOURCES, sources)
     monkeypatch.setattr(native, "SOURCES", sources)
@@ -865,7 +877,7 @@ def test_built_file_needs_no_writable_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["different owner", "writable", "writable by group", "writable folder"])
-def test_library_that_others_can_write_is_rebuilt(empty_cache, monkeypatch, capsys, fault):
+def test_library_writable_by_others_is_rebuilt(empty_cache, monkeypatch, capsys, fault):
     built = native._operators_file()
     built.write_bytes(b"untrusted")
     if fault == "different owner":
@@ -890,7 +902,7 @@ def test_invalid_compiler_command_is_rejected(empty_cache, monkeypatch):
         resolution.resolve_kernels(flags(kernels="native"))
 
 
-def test_selection_of_kernels(monkeypatch):
+def test_kernels_and_capture_are_selected_by_device_and_flags(monkeypatch):
     for changes in ({}, {"data_layout": "NCHW"}, {"kernels": "paddle"}):
         args = flags(**changes)
         resolution.resolve_kernels(args)
@@ -913,7 +925,7 @@ def test_selection_of_kernels(monkeypatch):
 LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
 
 
-# The cases are the oldest GPU whose tensor cores Paddle 2.6 supports, and newer GPUs.
+# The first capability is that of the oldest GPUs whose tensor cores Paddle 2.6 supports.
 @pytest.mark.parametrize(
     "capability",
     [(7, 5), pytest.param((8, 0), marks=pytest.mark.soak), pytest.param((9, 0), marks=pytest.mark.soak)],

@@ -18,8 +18,8 @@ from paddle_resnet.passes import all_reduces, fusion, updates
 
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
 def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
-    """All layers except the classifier are pruned, as in NVIDIA's example. Paddle does not prune filters with three
-    input channels."""
+    """All layers except the classifier are pruned, as in NVIDIA's example. In addition, Paddle does not prune filters
+    with three input channels."""
     args = parse("--asp", "--prune-model", "--mask-algo", algorithm, "--image-shape", f"{channels},32,32")
     _, _, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters()}
@@ -33,14 +33,15 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
         assert_two_of_four(weight, algorithm)
         kept = weight != 0
         np.testing.assert_array_equal(weight[kept], before[name][kept])
-        # mask_1d keeps the two largest of each group.
+        # The algorithm mask_1d keeps the two largest weights of each group.
         if algorithm == "mask_1d":
             sums = np.sort(np.abs(before[name]).transpose(2, 3, 0, 1).reshape(-1, 4), axis=1)[:, 2:].sum()
             np.testing.assert_allclose(np.abs(weight).sum(), sums, rtol=1e-5)
 
 
-def test_layers_that_stay_dense_are_listed(parse, capfd):
-    """Depthwise convolutions have one input channel per group. Paddle logs a warning for each of them."""
+def test_dense_layers_are_listed(parse, capfd):
+    """Depthwise convolutions have only one input channel per group, so they remain dense. Paddle would log a warning
+    for each of them."""
     args = parse("--asp", "--prune-model", "--model-arch-name", "TinyMobile")
     main = build(args)[-1]
     sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)
@@ -59,7 +60,8 @@ def test_layers_that_stay_dense_are_listed(parse, capfd):
 
 @pytest.fixture
 def gpu_lists(monkeypatch):
-    """Clear Paddle's list of unsupported operators: its CPU build has no float16 kernels and would cast nothing."""
+    """Clear Paddle's list of operators without float16 kernels. In a CPU build, the list contains all operators, so AMP
+    would cast nothing."""
     lists = amp._amp_lists
 
     def all_supported(*args):
@@ -77,22 +79,21 @@ def gpu_lists(monkeypatch):
 def test_amp_casts_network_and_keeps_loss_head_in_float32(
     parse, monkeypatch, gpu_lists, level, dtype, is_train, kernels
 ):
-    """This test checks the rewritten program; test_gpu.py runs such programs."""
+    """This test only checks the rewritten program. test_gpu.py executes programs with AMP."""
     half = getattr(paddle, dtype)
-    args = parse(
-        "--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html"
-    )  # the report needs the logits
+    args = parse("--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html")  # a page needs the logits
     if kernels == "native":
         native.load()
         args.kernels = "native"
-    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # parse rejects --amp on a CPU
+    # Set directly, because the parser rejects --amp on a CPU.
+    args.amp, args.amp_dtype, args.amp_level = True, dtype, level
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
     main = static.Program()
     fetchs, _, _, _ = program.build(frozen(args), main, static.Program(), 1, is_train=is_train)
     if not is_train:
         cast = []
-        for p in main.all_parameters():  # instead of loading a checkpoint
+        for p in main.all_parameters():  # creates parameters, because no checkpoint is loaded
             static.global_scope().var(p.name).get_tensor().set(np.zeros(p.shape, "float32"), paddle.CPUPlace())
         monkeypatch.setattr(amp.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
         amp.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
@@ -119,14 +120,14 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
     assert {p.dtype for p in main.all_parameters() if "batch_norm" in p.name} == {paddle.float32}
     if level == "O2" and not is_train:
         assert cast == [weights]
-    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # Paddle's kernels support only these types
+    for op in by_type.get("momentum", []) if kernels == "paddle" else []:  # types that Paddle's kernels support
         allowed = {paddle.float32} if dtype == "bfloat16" else {paddle.float32, paddle.float16}
         assert dtypes(op, op.input_arg_names + op.output_arg_names) <= allowed
 
 
 @pytest.fixture
 def use_native():
-    """Make flags select the custom kernels."""
+    """Return a function that changes settings so that the custom kernels are used."""
     if native.missing() is not None:
         pytest.skip(native.missing())
     native.load()
@@ -149,11 +150,12 @@ def use_native():
     ids=["float16-dynamic", "float16-static", "bfloat16", "LAMB"],
 )
 def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtype, level, is_dynamic, name):
-    """The operator receives each parameter's own gradient, state, decay and, in half precision, float32 master;
-    Paddle's operators are removed."""
+    """For each parameter, the operator receives the gradient, the state, the decay and, in half precision, the float32
+    master. Paddle's operators are removed from the program."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
     use_native(args)
-    args.amp, args.amp_dtype, args.amp_level = True, dtype, level  # parse rejects --amp on a CPU
+    # Set directly, because the parser rejects --amp on a CPU.
+    args.amp, args.amp_dtype, args.amp_level = True, dtype, level
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic
     main = static.Program()
@@ -186,14 +188,14 @@ def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtyp
 
 
 def test_bfloat16_parameters_follow_float32_masters(parse):
-    """Only the update is compared with float32, because the CPU has no bfloat16 kernels for the forward pass."""
+    """The test compares only the update with float32, because the CPU has no bfloat16 kernels for the forward pass."""
     result = {}
     for dtype in (paddle.float32, paddle.bfloat16):
         main, startup = static.Program(), static.Program()
         with static.program_guard(main, startup), paddle.utils.unique_name.guard(), static.scope_guard(static.Scope()):
             x = static.data("x", [4, 4], "float32")
             weight = paddle.create_parameter([4, 4], "float32", default_initializer=paddle.nn.initializer.Assign(START))
-            weight.desc.set_dtype(dtype)  # like AMP O2
+            weight.desc.set_dtype(dtype)  # as AMP level O2 does
             momentum = paddle.optimizer.Momentum(0.5, 0.9, weight_decay=paddle.regularizer.L2Decay(0.1))
             momentum._multi_precision = True
             grad = paddle.cast(x, dtype)
@@ -210,7 +212,8 @@ def test_bfloat16_parameters_follow_float32_masters(parse):
                 bits = variable(weight.name)
                 assert bits.dtype == np.uint16
                 rounded = (bits.astype(np.uint32) << 16).view(np.float32)
-                np.testing.assert_allclose(rounded, result[dtype][0], rtol=2**-7)  # the CPU kernel truncates
+                # The CPU kernel truncates instead of rounding.
+                np.testing.assert_allclose(rounded, result[dtype][0], rtol=2**-7)
                 assert np.any(rounded != result[dtype][0])
     for in_float32, with_master in zip(result[paddle.float32], result[paddle.bfloat16], strict=True):
         np.testing.assert_array_equal(in_float32, with_master)
@@ -220,8 +223,8 @@ START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 
 def pairs_first(*parameters):
-    """Return the product of three lists of two values. By default, four combinations run, which contain each pair of
-    values once; the rest run with -m soak."""
+    """Yield the product of three lists of two values. By default, only four combinations run, which contain each pair
+    of values exactly once. The other combinations run with -m soak."""
     for indices in itertools.product((0, 1), repeat=3):
         values = [values[i] for values, i in zip(parameters, indices, strict=True)]
         yield pytest.param(*values, marks=[pytest.mark.soak] if sum(indices) % 2 else [])
@@ -231,7 +234,7 @@ def pairs_first(*parameters):
     ("kernels", "level", "is_sparse"), pairs_first(["paddle", "native"], ["O1", "O2"], [False, True])
 )
 def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_sparse):
-    """This emulates AMP on the CPU: all values are float32, but the loss is scaled."""
+    """AMP is emulated on the CPU: the loss is scaled, but all values are float32."""
     flags = ["--asp", "--prune-model"] if is_sparse else []
     is_native = kernels == "native"
     args = parse("--lr", "0.1", "--weight-decay", "0.01", *(NHWC if is_native else []), *flags)
@@ -260,14 +263,15 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
     scale = static.global_scope().find_var(program.LOSS_SCALE).get_tensor()
     scale.set(np.array([3e38], "float32"), paddle.CPUPlace())
     classifier = static.global_scope().find_var("linear_0.w_0").get_tensor()
-    classifier.set(100 * np.array(classifier), paddle.CPUPlace())  # makes the gradients below it overflow
+    # Causes overflow in the gradients of the layers below.
+    classifier.set(100 * np.array(classifier), paddle.CPUPlace())
     before, after = step()
     np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
     for name in names:
         np.testing.assert_array_equal(before[name], after[name], err_msg=name)
     for name, velocity in velocities.items():
         expected = before[velocity]
-        if not is_native:  # Paddle's operators update the velocity with a gradient of 0
+        if not is_native:  # Paddle's operators treat the gradient as 0 and update the velocity
             decay = 0.0 if "batch_norm" in name else 0.01
             expected = args.momentum * before[velocity] + decay * before[name]
         np.testing.assert_allclose(after[velocity], expected, rtol=0 if is_native else 1e-5, atol=1e-8, err_msg=name)
@@ -275,7 +279,7 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
     before, after = step()
     assert all(np.any(before[name] != after[name]) for name in velocities)
     assert np.isfinite(np.concatenate([after[name].ravel() for name in velocities])).all()
-    # The variance of these images in the first layer overflows float32.
+    # The variance of these images in the first layer exceeds the range of float32.
     stem = {name: variable(name) for name in ("batch_norm_0.w_1", "batch_norm_0.w_2")}
     images, labels = next(batches)
     exe.run(compiled, {"data": images * np.float32(1e30), "label": labels}, [])

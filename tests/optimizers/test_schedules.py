@@ -1,4 +1,4 @@
-"""Each schedule compared with its closed formula in float64, at every step and after a resume."""
+"""Each learning rate schedule is compared with its closed-form formula in float64, at every step and after a resume."""
 
 import math
 
@@ -11,7 +11,7 @@ from paddle_resnet.optimizers import schedules
 from paddle_resnet.settings import durations
 from utils.errors import UsageError
 
-EPOCHS, STEPS = 10, 7  # steps per epoch
+EPOCHS, STEPS = 10, 7  # epochs; steps per epoch
 PEAK, LOW, START = 0.4, 0.01, 0.05
 
 
@@ -43,7 +43,8 @@ def flat_cosine(t, epoch, n):
     return PEAK if t < flat else half_cosine(PEAK, LOW, (t - flat) / (n - flat))
 
 
-# Each formula is a function of the step after the warm-up, the epoch, and the number of steps after the warm-up.
+# {name: (flags, formula)}. Each formula is a function of the number of steps since the warm-up, the epoch, and the
+# total number of steps after the warm-up.
 FORMULAS = {
     "Cosine": (f"--min-lr {LOW}", lambda t, epoch, n: half_cosine(PEAK, LOW, t / n)),
     "Piecewise": ("--lr-decay-epochs 4,6.5 --lr-decay-factor 0.2", piecewise),
@@ -65,7 +66,7 @@ def expected(name, warmup_epochs):
 
 def build(parse, name, warmup_epochs):
     flags = f"--lr-scheduler {name} {FORMULAS[name][0]} --lr {PEAK} --epochs {EPOCHS} --warmup-epochs {warmup_epochs}"
-    start = START if name != "OneCycle" else PEAK / 50  # OneCycle begins at PEAK / 25
+    start = START if name != "OneCycle" else PEAK / 50  # OneCycle starts at PEAK / 25
     args = parse(*flags.split(), "--warmup-start-lr", start)
     return schedules.build_lr_scheduler(args, durations.uniform(args, STEPS))
 
@@ -109,7 +110,7 @@ def test_warmup_from_peak_or_above_is_rejected(parse, flags):
     schedules.build_lr_scheduler(args, durations.uniform(args, 5))
 
 
-def test_warmup_longer_than_run_is_cut_with_warning(parse, capsys):
+def test_warmup_longer_than_run_is_shortened_with_warning(parse, capsys):
     args = parse("--lr", "0.4", "--epochs", "2", "--warmup-epochs", "5")
     result = rates(schedules.build_lr_scheduler(args, durations.uniform(args, 10)), 20)
     np.testing.assert_allclose(result, [0.4 * step / 20 for step in range(20)])

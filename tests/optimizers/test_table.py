@@ -1,5 +1,5 @@
-"""Every optimizer in a small program: weight decay groups, Paddle's operators compared with the custom one, skipped
-steps and resuming. tests/native/test_native.py tests the formulas."""
+"""Every optimizer in a small program: weight decay groups, comparison of Paddle's operators with the custom operator,
+skipped steps, and resuming. tests/native/test_native.py tests the formulas."""
 
 import numpy as np
 import paddle
@@ -22,7 +22,7 @@ PLACE = paddle.CPUPlace()
 
 
 class Run:
-    """A network of two linear layers with batch normalization between them, in its own scope."""
+    """A network of two linear layers with batch normalization between them. Each instance has its own scope."""
 
     def __init__(self, *flags, fuse=False, scale=False):
         args = config.parse_args(["--weight-decay", "0.1", "--lr", "0.1", "--warmup-epochs", "0", *flags])
@@ -41,7 +41,7 @@ class Run:
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
-            if scale:  # dynamic loss scaling, but all operators run in float32
+            if scale:  # dynamic loss scaling, although all operators run in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
@@ -108,11 +108,11 @@ def test_weight_decay_groups(name, with_bn):
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("name", table.OPTIMIZERS)
 def test_custom_operator_equals_paddle_operators(name, scale):
-    """Parameters and state have the same names, with and without dynamic loss scaling."""
+    """Parameters and optimizer state have the same names and values, with and without dynamic loss scaling."""
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(table.OPTIMIZERS[name].native) == 1
-    assert runs[1].devices == {""}  # updates run on the program's device
+    assert runs[1].devices == {""}  # the updates run on the device of the program
     assert types.count("native_check_finite") == scale
     assert not {"memcpy", "check_finite_and_unscale", "update_loss_scaling", runs[0].paddle_updates[0].type} & set(
         types
@@ -129,8 +129,8 @@ def test_custom_operator_equals_paddle_operators(name, scale):
 @pytest.mark.parametrize("scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["paddle", "native"])
 def test_clipping_limits_global_norm(fuse, scale):
-    """Without momentum and weight decay, changes of parameters are proportional to the gradients. They are compared in
-    float64."""
+    """Without momentum and weight decay, the change of a parameter is proportional to its gradient. The test compares
+    the changes in float64."""
     flags = ["--weight-decay", "0", "--momentum", "0", "--clip-grad-norm"]
     plain, high, low = (Run(*flags, limit, fuse=fuse, scale=scale) for limit in ("None", "1e3", "0.05"))
     types = [op.type for op in low.main.global_block().ops]
@@ -143,7 +143,7 @@ def test_clipping_limits_global_norm(fuse, scale):
         after = run.state()
         names = [p.name for p in run.main.all_parameters() if p.trainable]
         changes.append(np.concatenate([(after[n] - before[n].astype("float64")).ravel() for n in names]))
-    norm = np.linalg.norm(changes[0]) / 0.1  # divided by the learning rate
+    norm = np.linalg.norm(changes[0]) / 0.1  # divides by the learning rate
     assert norm > 0.1
     np.testing.assert_array_equal(changes[1], changes[0])
     np.testing.assert_allclose(changes[2], changes[0] * 0.05 / norm, rtol=1e-3, atol=1e-7)
@@ -159,8 +159,8 @@ def test_skipped_step_does_not_change_state(name, fuse):
     after = run.state()
     assert after[variables.LOSS_SCALE] < before[variables.LOSS_SCALE]
     may_change = {variables.LOSS_SCALE, "num_bad_steps_0", "num_good_steps_0", "learning_rate_0"}
-    may_change |= {"batch_norm2d_0.w_1", "batch_norm2d_0.w_2"}  # running statistics include the batch
-    if not fuse:  # Paddle's operators update the velocities with a gradient of 0
+    may_change |= {"batch_norm2d_0.w_1", "batch_norm2d_0.w_2"}  # the running statistics include the skipped batch
+    if not fuse:  # Paddle's operators treat the gradient as 0 and update the velocities
         may_change |= {key for key in before if key.endswith("_velocity_0")}
     for key in before.keys() - may_change:
         np.testing.assert_array_equal(after[key], before[key], err_msg=key)
@@ -183,7 +183,8 @@ def test_resume_is_bit_identical(name, fuse):
 
 @pytest.mark.parametrize("name", [name for name, rule in table.OPTIMIZERS.items() if rule.op != "momentum"])
 def test_sparse_weights_remain_sparse(parse, name):
-    """This test trains a complete network; for Momentum, see test_amp_and_sparsity.py."""
+    """This test trains a complete network with each optimizer except Momentum, which test_amp_and_sparsity.py
+    covers."""
     args = parse("--optimizer", name, "--lr", "0.01", "--asp", "--prune-model", *NHWC)
     args.kernels = "native"
     compiled, exe, _, _, main = build(args)

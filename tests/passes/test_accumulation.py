@@ -1,4 +1,4 @@
-"""--accumulate-steps K: comparison with a batch that is K times as large, and resumed runs."""
+"""Runs with --accumulate-steps K, compared with a batch that is K times as large and with resumed runs."""
 
 import numpy as np
 import paddle
@@ -19,7 +19,7 @@ FLAGS = ["--batch-size", "4", "--epochs", "2", "--print-interval", "1", "--accum
 
 @pytest.fixture
 def without_bn(monkeypatch):
-    """Remove BN, because it computes its statistics per batch, not per step."""
+    """Remove BN layers, because they compute statistics per batch instead of per step."""
     monkeypatch.setattr(layers, "BatchNorm", lambda *arguments, **options: paddle.nn.Identity())
 
 
@@ -51,7 +51,8 @@ def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kern
         assert other.keys() == states[0].keys()
         for name, value in states[0].items():
             scale = np.abs(value).max()
-            tolerance = 1e-5 if optimizer == "Momentum" else 1e-3  # AdamW divides small gradients by their size
+            # looser, because AdamW divides small gradients by their magnitude.
+            tolerance = 1e-5 if optimizer == "Momentum" else 1e-3
             np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=tolerance * scale, err_msg=name)
 
 
@@ -77,7 +78,7 @@ def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys, stop):
-    """Epochs have seven batches, of which six are used. A run stops only at the end of a step."""
+    """An epoch has seven batches, and the steps use six of them. A stopped run ends at the end of a step."""
     flags = [*FLAGS, "--resume", "--dropout", "0.5"]
     code, report = run_train(*flags)
     assert code == 0
@@ -97,7 +98,7 @@ def test_each_batch_has_own_random_numbers(run_train, monkeypatch):
     assert sorted(steps) == list(range(12))
 
 
-def test_learning_rates_and_number_of_steps(run_train, tmp_path):
+def test_learning_rate_and_number_of_steps_count_updates(run_train, tmp_path):
     flags = ["--iter-unit", "batch", "--num-iter", "3", "--epochs", "90", "--lr-scheduler", "Poly", "--lr-power", "1"]
     code, report = run_train(*FLAGS, *flags, "--lr", "0.01", "--eval-interval", "1", "--save-interval", "1")
     assert code == 0
@@ -106,12 +107,12 @@ def test_learning_rates_and_number_of_steps(run_train, tmp_path):
     assert {path.name for path in (tmp_path / "output/Tiny").iterdir()} >= {"0_3", "0", "1_3"}
 
 
-def test_fewer_batches_than_one_step_are_rejected(run_train, capsys):
+def test_fewer_batches_than_one_step_is_an_error(run_train, capsys):
     assert run_train(*FLAGS, "--accumulate-steps", "8")[0] == 2
     assert_one_error(capsys.readouterr().err, ["--accumulate-steps 8", "7 batches per epoch", "smaller"])
 
 
-def test_resume_inside_step_of_different_size_is_rejected(run_train, stop_before, capsys):
+def test_resume_inside_step_with_different_step_size_is_rejected(run_train, stop_before, capsys):
     stop_before(train_step=1)
     assert run_train(*FLAGS, "--resume")[0] == 75
     stop_before()
@@ -119,7 +120,7 @@ def test_resume_inside_step_of_different_size_is_rejected(run_train, stop_before
     assert_one_error(capsys.readouterr().err, ["--accumulate-steps 2", "after 3 batches"])
 
 
-def test_sums_are_not_in_checkpoints(run_train, tmp_path):
+def test_accumulated_gradients_are_not_in_checkpoints(run_train, tmp_path):
     assert run_train(*FLAGS)[0] == 0
     for ending in ("pdparams", "pdopt"):
         state = paddle.load(str(tmp_path / f"output/Tiny/1/tiny.{ending}"))

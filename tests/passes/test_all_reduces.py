@@ -1,4 +1,4 @@
-"""Programs with rewritten all-reduces; for complete jobs, see job/test_jobs.py."""
+"""Programs whose all-reduces are rewritten. For complete jobs, see job/test_jobs.py."""
 
 import paddle
 import pytest
@@ -12,11 +12,11 @@ def append_all_reduce(block, name, role=1):
     compat.append_all_reduce(block, block.var(name))
     block.ops[-1]._set_attr("op_role", role)
     if compat.HAS_CALC_STREAM:
-        block.ops[-1]._set_attr("use_calc_stream", False)  # as Fleet sets it
+        block.ops[-1]._set_attr("use_calc_stream", False)  # the value that Fleet sets
 
 
 def test_fused_all_reduce_waits_for_every_gradient_in_its_buffer():
-    """This checks the rewritten program; for the effect on two GPUs, see test_gpu.py."""
+    """This test checks the rewritten program. For the effect on two GPUs, see test_gpu.py."""
     main = static.Program()
     block = main.global_block()
     with static.program_guard(main):
@@ -55,6 +55,6 @@ def test_count_gradient_all_reduces():
     backward = int(paddle.base.core.op_proto_and_checker_maker.OpRole.Backward)
     with static.program_guard(main):
         main.global_block().create_var(name="g", shape=[2], dtype="float32")
-        for role in (backward, backward, 0):  # the last all-reduce does not reduce a gradient
+        for role in (backward, backward, 0):  # the last all-reduce reduces no gradient
             append_all_reduce(main.global_block(), "g", role)
     assert all_reduces.count_gradient_all_reduces(main) == 2

@@ -1,4 +1,5 @@
-"""--ema in programs: averages compared with their formula, skipped steps, and variables of evaluation programs."""
+"""Programs with --ema: comparison of the averages with their formula, skipped steps, and the variables of evaluation
+programs."""
 
 import numpy as np
 import paddle
@@ -46,7 +47,7 @@ def train(parse):
 
 @pytest.fixture
 def scaled(monkeypatch):
-    """Dynamic loss scaling in float32, because CPUs do not support float16."""
+    """Use dynamic loss scaling in float32, because CPUs do not support float16."""
 
     dist_optimizer = program.dist_optimizer
 
@@ -65,21 +66,22 @@ def state(names):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_averages_match_formula(train, kernels):
-    """The float64 reference covers all trained parameters and running statistics, starting with the initial weights."""
+    """The test computes the averages in float64, from the initial weights on. They cover all trained parameters and
+    running statistics."""
     step, main = train(kernels)
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
     assert names.keys() == trained | {*all_reduces.bn_statistics(main)}
     types = [op.type for op in main.global_block().ops]
     assert types.count("lerp") == len(names)
-    # Only the last batch of a training step changes the averages.
+    # The averages change only after the last batch of a training step.
     assert "lerp" not in [op.type for op in accumulation.without_update(main).global_block().ops]
     expected = {name: value.astype("float64") for name, value in state(names).items()}
     for name, average in names.items():
         np.testing.assert_array_equal(variable(average), expected[name])
     for i in range(12):
         step()
-        decay = min(0.5, (1 + i) / (10 + i))  # reaches its limit in step 8
+        decay = min(0.5, (1 + i) / (10 + i))  # reaches its limit of 0.5 in step 8
         expected = {n: decay * expected[n] + (1 - decay) * value.astype("float64") for n, value in state(names).items()}
     for name, average in names.items():
         assert np.any(variable(average) != variable(name))
@@ -104,10 +106,10 @@ def test_skipped_step_does_not_change_averages(train, scaled, kernels):
 
 
 def half_program(args, monkeypatch):
-    """Return an evaluation program of level O2 in float16, like on a GPU."""
+    """Return an evaluation program for AMP level O2 in float16, as on a GPU."""
     lists = amp._amp_lists
 
-    def all_supported(*arguments):  # Paddle's CPU build has no float16 kernels and would cast nothing
+    def all_supported(*arguments):  # Paddle's CPU build has no float16 kernels, so AMP would cast nothing
         result = lists(*arguments)
         result.unsupported_list = set()
         return result
@@ -118,7 +120,8 @@ def half_program(args, monkeypatch):
     program.build(frozen(args), main, static.Program(), 1, is_train=False)
     before = state(p.name for p in main.all_parameters())
     amp.cast_evaluation_program(main, PLACE, "float16", "O2")
-    for name, value in before.items():  # restores float32, since the training program of this test is not O2
+    # Restores float32, because the training program of this test does not use level O2.
+    for name, value in before.items():
         static.global_scope().find_var(name).get_tensor().set(value, PLACE)
     return main
 
@@ -142,17 +145,17 @@ def test_half_precision_evaluation_reads_copies_at_constant_addresses(train, par
     step()
     step()
     for name, value in state(halves).items():
-        np.testing.assert_array_equal(value, before[name])  # constant until the next evaluation
+        np.testing.assert_array_equal(value, before[name])  # unchanged until the next evaluation
     update()
     assert addresses() == expected
     for name, value in state(halves).items():
-        # Paddle's cast on a CPU rounds towards zero.
+        # Paddle's cast operator rounds towards zero on a CPU.
         np.testing.assert_allclose(value, variable(name.removesuffix(".half")), rtol=2**-10, atol=2**-24)
         assert np.any(value != before[name])
 
 
 def test_float32_masters_are_averaged_and_masked(parse, monkeypatch):
-    """ASP masks the half-precision parameters, but not their masters."""
+    """ASP masks the half-precision parameters, but not their float32 masters."""
     lists = amp._amp_lists
 
     def all_supported(*arguments):

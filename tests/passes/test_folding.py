@@ -1,4 +1,4 @@
-"""Folding of batch normalization into convolutions."""
+"""Folding of batch normalization into the preceding convolution."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ from paddle_resnet.passes import folding
 
 @pytest.mark.parametrize("flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"]], ids=["NCHW", "NHWC"])
 def test_folded_program_has_same_results(parse, flags):
-    """In float32, only the order of summation differs. Statistics and scales are random, and epsilon is large enough to
-    have an effect."""
+    """In float32, folding changes only the order of summation. The statistics and scales are random, and epsilon is
+    large enough to affect the results."""
     args = parse(*flags)
     random = np.random.RandomState(1)
     _, exe, fetchs, _, program = build(args, is_train=False)
@@ -37,7 +37,7 @@ def test_folded_program_has_same_results(parse, flags):
     refold = folding.fold_batch_norms(program, exe, 1 if args.data_layout == "NCHW" else -1)
     assert not any(op.type == "batch_norm" for op in program.global_block().ops)
     np.testing.assert_allclose(losses(program), expected, rtol=2e-5, atol=1e-4)
-    # New parameters take effect with the next refold.
+    # The program uses new parameters only after a refold.
     randomize()
     changed = losses(plain)
     assert np.abs(np.subtract(changed, expected)).max() > 1e-3

@@ -1,5 +1,5 @@
-"""Programs have the same results with custom operators and with Paddle's operators, on the CPU in float32. For the
-types of GPUs, see test_gpu.py; for single operators, see native/test_native.py."""
+"""Programs with custom operators and with Paddle's operators have the same results. The tests run on the CPU in
+float32. For the types of GPUs, see test_gpu.py; for single operators, see native/test_native.py."""
 
 from collections import Counter
 from functools import partial
@@ -37,7 +37,7 @@ def types(prog):
 
 
 def train(args, batches, fuse):
-    """Return the losses of some steps and all persistable variables after them, by name."""
+    """Train for a few steps and return (losses, {name: persistable variable})."""
     paddle.seed(0)
     main, startup = static.Program(), static.Program()
     with static.scope_guard(static.Scope()):
@@ -55,8 +55,9 @@ def train(args, batches, fuse):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_fused_training_has_same_results(parse, monkeypatch, block):
-    """Losses, parameters, velocities and running means agree. Paddle's running variance is biased on the CPU and
-    unbiased on a GPU; the custom operators use the unbiased variance, which is n / (n - 1) times that of the CPU."""
+    """Losses, parameters, velocities and running means are equal. The running variances differ: the custom operators
+    use the unbiased variance, as Paddle does on a GPU, but Paddle on a CPU uses the biased variance, which is smaller
+    by the factor (n - 1) / n."""
     monkeypatch.setitem(models.MODELS, "Tiny", BLOCKS[block])
     args = parse(*NHWC, "--image-shape", "4,48,32")
     batches = random_batches(2, (48, 32, 4))
@@ -70,8 +71,8 @@ def test_fused_training_has_same_results(parse, monkeypatch, block):
 
 
 def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monkeypatch):
-    """Both runs use Paddle's BN. With different BN kernels, rounding would decide for some pixels whether ReLU6
-    propagates the gradient."""
+    """Both runs use Paddle's BN kernels. If the BN kernels differed, rounding would decide for some pixels whether
+    ReLU6 propagates the gradient."""
     monkeypatch.setattr(fusion, "_fuse_training", lambda graph, bn: None)
     args, batches = parse(*NHWC, "--model-arch-name", "TinyMobile"), random_batches(2, (32, 32, 4))
     (expected, plain), (result, fused) = (train(args, batches, fuse) for fuse in (False, True))
@@ -82,7 +83,8 @@ def test_fused_training_with_depthwise_convolutions_has_same_results(parse, monk
 
 @pytest.fixture
 def pointwise_kernels(monkeypatch):
-    """Also replace filter gradients in float32, the type that the operator supports on the CPU."""
+    """Also replace the operator for filter gradients in float32, the only type that the custom operator supports on the
+    CPU."""
     monkeypatch.setattr(fusion, "POINTWISE_TYPES", (paddle.float32,))
     monkeypatch.setattr(fusion, "POINTWISE_PIXELS", 1)
     monkeypatch.setattr(fusion, "_has_bfloat16_tensor_cores", lambda: True)
@@ -98,7 +100,7 @@ def test_fused_training_with_pointwise_convolutions_has_same_results(parse, monk
         np.testing.assert_allclose(fused[name], value, rtol=0, atol=1e-5 * np.abs(value).max() + 1e-6, err_msg=name)
 
 
-def test_pointwise_convolutions_with_few_channels_are_split(parse, pointwise_kernels):
+def test_filter_gradients_of_narrow_pointwise_convolutions_use_custom_operator(parse, pointwise_kernels):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse(*NHWC, "--model-arch-name", "MobileNetV2")), main, startup, 10)
     fusion.fuse(main)
@@ -123,7 +125,7 @@ def test_all_operators_of_residual_network_are_replaced(parse):
     assert not any(after[name] for name in removed)
     assert after["native_bn_act"] + after["native_bn_add_relu"] == before["batch_norm"]
     assert after["native_max_pool"] == after["native_max_pool_backward"] == 1
-    assert after["native_momentum"] == 1  # one operator updates all parameters
+    assert after["native_momentum"] == 1  # a single operator updates all parameters
     assert len(all_reduces.bn_statistics(main)) == 2 * before["batch_norm"]
     assert fusion.fuse(main) == 0
 
@@ -156,7 +158,7 @@ def test_fused_evaluation_has_same_results(parse, network):
 def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse()), main, startup, 10)
-    fusion.fuse(main)  # replaces only momentum, which is independent of the layout
+    fusion.fuse(main)  # replaces only momentum, which does not depend on the layout
     assert {name for name in types(main) if name.startswith("native_")} == {"native_momentum"}
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()
@@ -167,13 +169,14 @@ def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
         if op.type in ("batch_norm", "native_bn_act", "native_bn_add_relu"):
             (scale,) = op.input("Scale")
             widths[op.type == "batch_norm"].add(main.global_block().var(scale).shape[0])
-    assert widths == {True: {6}, False: {12, 24, 48}}  # vectors have four elements, and 6 is not a multiple of 4
+    assert widths == {True: {6}, False: {12, 24, 48}}  # 6 is not a multiple of the vector size 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("channels, is_fused", [(12, True), (16, True), (100, True), (6, False), (10, False)])
 def test_channels_must_be_multiple_of_4_in_all_types(dtype, channels, is_fused):
-    """In half precision, programs run only on a GPU; see test_depthwise_conv in native/test_native.py for results."""
+    """Programs in half precision run only on a GPU, so this test does not compare results. For results, see
+    test_depthwise_conv in native/test_native.py."""
     main = static.Program()
     with static.program_guard(main, static.Program()):
         x = static.data("x", [None, 6, 6, channels], dtype)
@@ -192,7 +195,7 @@ def small_program(build):
     """Build a program with initialized parameters.
 
     Args:
-        build: function of images [N, 6, 6, 8] whose mean square is the loss.
+        build: function of images [N, 6, 6, 8]. The loss is the mean square of its result.
     Returns:
         (program, loss, executor)
     """
@@ -286,7 +289,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unsupported_operators_are_not_fused(case):
-    """Supported operators have the same results in programs that are not residual networks."""
+    """The programs are not residual networks. Only supported operators are fused, and the results do not change."""
     build, operators = UNUSUAL[case]
     result = []
     for fuse in (False, True):
@@ -314,8 +317,8 @@ def test_unsupported_operators_are_not_fused(case):
 def test_gradients_are_written_to_buffer_of_fused_all_reduce(
     parse, request, network, operator, made_before, unfused, place
 ):
-    """Paddle stores the gradients of several parameters in one buffer. An operator that allocates its own memory would
-    leave stale gradients there, and one that runs before the buffer exists would fail."""
+    """Paddle stores the gradients of several parameters in one buffer. If an operator allocated its own memory, the
+    buffer would contain stale gradients. If an operator ran before the buffer exists, the operator would fail."""
     if place == "gpu":
         native.load(paddle.device.cuda.get_device_capability(0))
     elif operator == "conv2d":

@@ -1,4 +1,4 @@
-"""Quantization-aware training (--qat). tests/test_export.py covers INT8 exports."""
+"""Quantization-aware training (--qat). tests/test_export.py tests INT8 exports."""
 
 import pickle
 
@@ -17,7 +17,7 @@ THREE = ["--qat", "--epochs", "3", "--print-interval", "1"]
 
 @pytest.fixture
 def trained(checkpoint, run_train, tmp_path):
-    """Train an epoch with --qat from the weights of a checkpoint; returns (checkpoint, report)."""
+    """Train for one epoch with --qat, starting with the weights of a checkpoint, and return (checkpoint, report)."""
 
     def trained(*flags):
         folder = tmp_path / "qat"
@@ -37,7 +37,7 @@ def ranges(params):
     return {name: value.item() for name, value in params.items() if quantization.is_range(name)}
 
 
-def test_weight_of_batch_makes_an_exponential_moving_average():
+def test_weight_of_batch_yields_exponential_moving_average():
     average, values = 0.0, np.random.RandomState(0).uniform(1, 2, 20)
     for batch, value in enumerate(values):
         average += quantization.weight_of_batch(batch) * (value - average)
@@ -46,7 +46,8 @@ def test_weight_of_batch_makes_an_exponential_moving_average():
 
 
 def test_ranges_follow_largest_values_and_gradients_pass_through(parse):
-    """The input of the first convolution is the images. Ranges are not trained, and rounding has the gradient 1."""
+    """The images are the input of the first convolution. The ranges are not trained parameters, and the gradient of
+    rounding is 1."""
     args = parse("--qat", "--kernels", "paddle", "--cuda-graph", "false")
     main, startup = static.Program(), static.Program()
     fetchs, lr_scheduler, _, _ = program.build(args, main, startup, 3)
@@ -89,12 +90,12 @@ def test_qat_keeps_accuracy_of_float_network_and_exports_it(run_train, photos, t
     network = inference.load_checkpoint(checkpoint)
     images = np.random.RandomState(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
     _, expected = network.model(logits=True).outputs(images)
-    # With int8 levels everywhere, only rounding differs from the evaluated program.
+    # If all values have int8 levels, the ONNX model differs from the evaluated program only in rounding.
     _, actual = inference.open_onnx(tmp_path / "tensorrt/model.onnx", "cpu", logits=True).outputs(images)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=0.03 * np.abs(expected).max())
     _, paddle_inference = inference.open_paddle(tmp_path / "tensorrt", "cpu", logits=True).outputs(images)
     np.testing.assert_allclose(paddle_inference, expected, rtol=0, atol=0.03 * np.abs(expected).max())
-    # --onnx alone also writes the quantized network.
+    # With --onnx, but without --int8, the export also contains the quantized network.
     description = export.export(checkpoint, tmp_path / "onnx", onnx=True, uint8=True)
     assert (tmp_path / "onnx/model.onnx").stat().st_size < (tmp_path / "onnx/model.pdiparams").stat().st_size
     assert "int8" not in description
@@ -129,7 +130,7 @@ def test_qat_resumes_bit_identically(checkpoint, run_train, stop_before, tmp_pat
     ids=["mixup", "asp", "stages"],
 )
 def test_evaluation_of_checkpoint_matches_that_of_training(trained, run_train, photos, tmp_path, flags):
-    """Activations have the same numbers in training, evaluation and export."""
+    """Training, evaluation and export assign the same numbers to activations."""
     pytest.importorskip("onnxruntime")
     checkpoint, report = trained(*flags)
     checkpoint = sorted(checkpoint.parent.glob("[0-9]"))[-1]
@@ -152,13 +153,13 @@ def test_captured_step_matches_uncaptured_step(run_train, tmp_path, fake):
 
 
 def test_two_processes_average_ranges(launch, tmp_path):
-    """Each process follows its own images; checkpoints contain the mean."""
+    """Each process follows the ranges of its own images. Checkpoints contain the mean of the ranges."""
     launch(2, "--qat", "--batch-size", "4", "--parameters", tmp_path)
     first, second = (dict(np.load(tmp_path / f"epoch0_rank{rank}.npz")) for rank in range(2))
     assert len(ranges(first)) == 14 and ranges(first) == ranges(second) == ranges(read(tmp_path / "output/Tiny/0"))
 
 
-def test_training_without_qat_may_start_from_its_weights(trained, run_train):
+def test_training_without_qat_accepts_weights_of_qat_run(trained, run_train):
     folder, _ = trained()
     code, _ = run_train("--from-pretrained-params", folder)
     assert code == 0
@@ -171,7 +172,7 @@ def test_weights_without_ranges_are_an_error_unless_training_starts(checkpoint, 
         assert_one_error(capsys.readouterr().err, [str(checkpoint), message])
 
 
-def test_calibration_of_a_qat_checkpoint_is_an_error(trained, photos, tmp_path, capsys):
+def test_calibration_of_qat_checkpoint_is_an_error(trained, photos, tmp_path, capsys):
     folder, _ = trained()
     flags = ["--int8", "--calibrate", str(photos)]
     assert export.main([str(folder), str(tmp_path / "exported"), *flags]) == 2

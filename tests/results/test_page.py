@@ -1,4 +1,4 @@
-"""The HTML page of a run and the comparison of runs."""
+"""The HTML page of a run, and the comparison of runs."""
 
 import base64
 import csv
@@ -24,7 +24,7 @@ from utils.errors import RunError, UsageError
 
 
 class Reader(html.parser.HTMLParser):
-    """Collect unclosed tags, addresses of other files, and text."""
+    """An HTML parser that collects unclosed tags, the addresses of other files, and the text."""
 
     def __init__(self, text):
         super().__init__()
@@ -49,10 +49,10 @@ class Reader(html.parser.HTMLParser):
 
 @pytest.fixture
 def trained(once, run_train, tmp_path):
-    """Return the folder of a two-epoch run and its page, created once for all tests."""
+    """Return a folder with the files of a two-epoch run and its page. All tests share the run."""
 
     def make(folder):
-        flags = ["--epochs", "2", "--lr", "0.01"]  # too low to classify all images correctly
+        flags = ["--epochs", "2", "--lr", "0.01"]  # a learning rate that is too low to classify all images correctly
         flags += ["--print-interval", "1", "--report-html", tmp_path / "page.html"]
         assert run_train(*flags)[0] == 0
         for path in tmp_path.glob("*.*"):
@@ -85,12 +85,12 @@ def test_page_is_complete_and_self_contained(trained):
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):
     rows = list(csv.DictReader((trained / "report.predictions.csv").read_text().splitlines()))
     wrong = [row for row in rows if row["label"] != row["prediction"]]
-    assert wrong  # without wrong predictions, there are no thumbnails to check
+    assert wrong  # without wrong predictions, there would be no thumbnails to check
     text = (trained / "page.html").read_text()
     shown = dict(re.findall(r'<figure title="([^"]+)"><img src="data:image/jpeg;base64,([^"]+)"', text))
     assert set(shown) <= {row["image"] for row in wrong}
     assert len(shown) == sum(min(6, sum(w["label"] == str(c) for w in wrong)) for c in range(3))
-    for label in "012":  # images with the highest probability come first
+    for label in "012":  # wrong predictions with the highest probability come first
         of_class = sorted((row for row in wrong if row["label"] == label), key=lambda row: -float(row["probability_1"]))
         names = [row["image"] for row in of_class]
         assert [name for name in shown if name in names] == names[:6]
@@ -111,8 +111,8 @@ def test_page_of_evaluation_uses_its_predictions(run_train, checkpoint, tmp_path
     assert len(html_page.addresses) > 0 and not list(tmp_path.glob("report.predictions.csv"))
 
 
-def test_worst_classes_come_first_with_wrong_predictions():
-    """In the matrix, columns are predictions and rows are labels."""
+def test_classes_with_lowest_accuracy_come_first_with_wrong_predictions():
+    """In the confusion matrix, rows are labels and columns are predictions."""
     accuracies = (("a", 4, 1, "0.25"), ("b", 4, 0, "0"), ("c", 4, 4, "1"), ("empty", 0, 0, ""))
     keys = ("label", "class", "images", "correct", "top1")
     classes = [dict(zip(keys, map(str, (label, *row)), strict=True)) for label, row in enumerate(accuracies)]
@@ -138,7 +138,7 @@ def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted,
 
 
 def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
-    """With 1,000 classes, the page shows those with the most errors. It escapes markup in names."""
+    """If there are 1,000 classes, the page shows only those with the most errors. Markup in class names is escaped."""
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     names = [f"<b>class</b> & '{i}' 猫" for i in range(1000)]
@@ -220,7 +220,7 @@ def test_comparison_lists_differing_flags_and_first_differing_step(write_run, ca
     assert comparison.main(runs) == 0
     output = capsys.readouterr().out
     assert re.search(r"│ lr +│ 0.1 +│ 0.2 +│ 0.1 +│ 0.1 +│", output)
-    assert "output_dir" not in output  # a path does not affect the run
+    assert "output_dir" not in output  # a path does not affect the results of a run
     assert "b: first differs at epoch 1 step 0: loss 1.000000000000001 instead of 1.0; equal in the" in output
     assert "c: same losses in all 4 common steps" in output
     assert "d: no step in common with the first run" in output
@@ -267,12 +267,13 @@ def test_chart_escapes_names_and_draws_all_float32_values():
 
 
 def centers(svg, css):
-    """Return the centers of circles of a CSS class, in pixels; y grows downwards."""
+    """Return the centers of the circles with a CSS class, in pixels. The y coordinate increases downwards."""
     return [tuple(map(float, center)) for center in re.findall(rf'class="{css}[^"]*" cx="([\d.]+)" cy="([\d.]+)"', svg)]
 
 
 def test_chart_places_points_at_their_values():
-    """The y axis is logarithmic if the values span more than a factor of 30; the mark is on the marked point."""
+    """The y axis is logarithmic if the largest value exceeds the smallest by more than a factor of 30. The circle that
+    marks a point is at the position of this point."""
     for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
         svg = curves.chart([("a", "train", points)], mark=points[1], **kind)
@@ -329,7 +330,7 @@ NESTED = "[" * 900 + "]" * 900
 
 
 def mutated(text, generator):
-    """Replace or remove a value or a part of the text of a report."""
+    """Replace or remove a value or one character in the text of a report."""
     lines = text.splitlines(keepends=True)
     i = generator.randrange(len(lines))
     kind = generator.random()
@@ -349,7 +350,7 @@ def mutated(text, generator):
 
 
 def mutated_table(rows, generator):
-    """Replace a cell of a table, or remove a column or a cell."""
+    """Replace a cell of a table, or remove a cell or a column."""
     header, rows = rows[0], [list(row) for row in rows]
     row, column = generator.randrange(len(rows)), generator.randrange(len(header))
     kind = generator.random()
@@ -364,9 +365,9 @@ def mutated_table(rows, generator):
 
 @pytest.mark.timeout(120)
 def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch):
-    """The command neither raises nor hangs; it writes a page, or exits with code 2 and an error that contains the
-    path."""
-    monkeypatch.setattr(page, "_images", lambda run: {})  # other tests cover thumbnails
+    """The command must neither raise an exception nor hang. It either writes a page, or exits with code 2 and an error
+    message that contains the path."""
+    monkeypatch.setattr(page, "_images", lambda run: {})  # skipped, because other tests cover thumbnails
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     report, intact = tmp_path / "report.json", (tmp_path / "report.json").read_text()
@@ -434,8 +435,8 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
 
 
 def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_path):
-    """A non-finite last loss is read as None, like null in reports of this version; no earlier epoch's loss replaces
-    it."""
+    """A non-finite loss in the last entry is read as None, like null in reports of this version. The loss of an earlier
+    epoch does not replace it."""
     for text in ("Infinity", "NaN", "null"):
         lines = (trained / "report.json").read_text().splitlines()
         i = max(i for i, line in enumerate(lines) if '"step": [1]' in line and "val.loss" in line)
@@ -449,8 +450,9 @@ def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_
 
 
 def test_time_of_interrupted_epoch_is_sum_of_its_steps(tmp_path):
-    """The run is started twice. Each start takes 3 s; an epoch takes 20 s of training (10% waiting) and 5 s of
-    evaluation. The first process stops in a training step of the second epoch, the second process in an evaluation."""
+    """The run is started twice, and each start takes 3 s. An epoch consists of 20 s of training, 10% of which is
+    waiting for images, and 5 s of evaluation. The first process stops in a training step of the second epoch, the
+    second process in an evaluation."""
     start = entry("PARAMETER", 3).replace('"data": {}', '"data": {"lr": 1}')
     times = {"train_data_time": 0.1, "train_batch_time": 1.0}
     steps = [entry([0, i], 4 + i, train_loss=1.0, **times) for i in range(20)]

@@ -1,4 +1,4 @@
-"""Predictions of an evaluation for each image."""
+"""Predictions for each image of an evaluation."""
 
 import csv
 import hashlib
@@ -29,7 +29,7 @@ def read(path):
 
 @pytest.fixture
 def predict(run_train, checkpoint, tmp_path):
-    """Evaluate the checkpoint; returns (rows, result)."""
+    """Evaluate the checkpoint with --predictions and return (rows of the table, result)."""
 
     def predict(*flags, **more):
         scope = ["--run-scope", "eval_only", "--from-pretrained-params", checkpoint]
@@ -61,7 +61,8 @@ def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, p
         assert list(top.values()) == sorted(top.values(), reverse=True) and row["prediction"] == next(iter(top))
         assert sum(top.values()) == pytest.approx(1, abs=1e-6)
         losses.append(-np.log(top[row["label"]]))
-    assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)  # each probability is assigned to its own image
+    # Fails if a probability is assigned to the wrong image.
+    assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)
     confusion = read(tmp_path / "report.confusion.csv")
     for pair in confusion:
         matches = [row for row in rows if (row["label"], row["prediction"]) == (pair["label"], pair["predicted"])]
@@ -69,7 +70,8 @@ def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, p
 
 
 def test_predictions_follow_image_content_in_every_format(predict, converted, tmp_path):
-    """Images with the same bytes have the same probabilities in every format, with any shards and skip list."""
+    """Images with the same bytes have the same probabilities in every storage format, regardless of shards and the skip
+    list."""
     expected = None
     for data_format, root in converted.items():
         skips = [None] if data_format == "lmdb" else [None, [2, 3, 11]]
@@ -94,7 +96,8 @@ def test_predictions_follow_image_content_in_every_format(predict, converted, tm
             assert len(actual) == len(images)
             for key, probabilities in actual.items():
                 assert probabilities == pytest.approx(expected[key], abs=1e-6), data_format
-    assert len({tuple(p) for p in expected.values()}) == 23  # otherwise the comparison could not fail
+    # If images had equal probabilities, the comparison could not fail.
+    assert len({tuple(p) for p in expected.values()}) == 23
 
 
 def test_logits_are_fetched_only_if_required(parse):
@@ -168,7 +171,7 @@ def test_changed_data_or_unwritable_path_is_an_error(parse, photos, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file/p.csv: cannot be written \(Not a directory\); free disk space"):
         predictions.write(str(tmp_path / "file/p.csv"), args, rows_of_top, list("abc"))
-    rows_of_top[1] = [2, 1, 3, 3, *[np.nan] * 3]  # two logits are NaN
+    rows_of_top[1] = [2, 1, 3, 3, *[np.nan] * 3]  # the logits of two classes are NaN
     rows_of_top[2] = [2, 3, 3, 3, *[np.nan] * 3]
     predictions.write(str(tmp_path / "p.csv"), args, rows_of_top, list("abc"))
     rows = [list(row.values())[1:] for row in read(tmp_path / "p.csv")]
@@ -181,7 +184,7 @@ def test_changed_data_or_unwritable_path_is_an_error(parse, photos, tmp_path):
 
 
 def test_skip_list_paths_are_normalized_like_in_loader(parse, photos, tmp_path):
-    """A file list and a skip list may spell the same path differently."""
+    """The file list and the skip list may contain different spellings of the same path."""
     (tmp_path / "val").symlink_to(photos / "val")
     (tmp_path / "val.txt").write_text("./val/class0/00.jpg 0\n./val/class1/01.jpg 1\n")
     (tmp_path / "skip.txt").write_text("val/./class0/00.jpg\n")

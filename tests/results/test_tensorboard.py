@@ -1,4 +1,4 @@
-"""Events written by --tensorboard-dir."""
+"""The events that --tensorboard-dir writes."""
 
 import struct
 import subprocess
@@ -16,7 +16,8 @@ tensorboard = pytest.importorskip("tensorboardX")
 
 
 def events(folder):
-    """Return all events in the order in which they were written, except those that a later start hides."""
+    """Return all events in the order in which they were written. Omit events that TensorBoard discards because a
+    resumed run started at an earlier step."""
     from tensorboardX.proto.event_pb2 import Event
 
     result = []
@@ -33,7 +34,7 @@ def events(folder):
 
 
 def scalars(folder):
-    """Return {tag: {step: value}}."""
+    """Return the scalar events as {tag: {step: value}}."""
     result = defaultdict(dict)
     for event in events(folder):
         for value in event.summary.value:
@@ -58,8 +59,8 @@ def test_scalars_match_report(run_train, tmp_path):
 
 
 def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
-    """The report contains null, and so does the checkpoint, which remains resumable. TensorBoard's events omit the
-    point."""
+    """Both the report and the checkpoint contain null, and the run can be resumed from the checkpoint. The event files
+    contain no point for this loss."""
     from paddle_resnet import program
 
     run = program.run_and_save
@@ -104,15 +105,15 @@ def test_resumed_run_has_each_step_once(run_train, stop_before, tmp_path, capsys
     flags = ["--epochs", "3", "--print-interval", "1"]
     assert run_train(*flags, "--output-dir", tmp_path / "a", "--tensorboard-dir", uninterrupted)[0] == 0
     flags += ["--output-dir", tmp_path / "b", "--tensorboard-dir", parts, "--resume"]
-    stop_before(train_step=5)  # the job polls before each step
+    stop_before(train_step=5)  # stops before step 5
     assert run_train(*flags)[0] == 75
     with tensorboard.SummaryWriter(str(parts), filename_suffix=f".{time.time_ns()}") as killed:
-        killed.add_scalar("train/loss", 9.0, 5)  # simulates a run that is killed after a checkpoint
+        killed.add_scalar("train/loss", 9.0, 5)  # simulates a run that is killed after it has written a checkpoint
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
     stop_before()
     assert run_train(*flags)[0] == 0
-    assert len(list(parts.iterdir())) == 4  # file names are unique even within a second
+    assert len(list(parts.iterdir())) == 4  # file names are unique even if two files are created within one second
     assert "--tensorboard-dir" not in capsys.readouterr().err
     expected, result = scalars(uninterrupted), scalars(parts)
     for tag in ("train/loss", "train_epoch/loss", "val/loss"):
@@ -140,7 +141,7 @@ def test_full_disk_ends_events_but_not_run(run_train, tmp_path, monkeypatch, cap
         lambda path, *args, **more: real("/dev/full" if "tfevents" in str(path) else path, *args, **more),
     )
     flags = ["--epochs", "6", "--print-interval", "1", "--tensorboard-dir", tmp_path / "board"]
-    code, report = run_train(*flags)  # more events than fit in tensorboardX's queue
+    code, report = run_train(*flags)  # writes more events than the queue of tensorboardX can hold
     assert code == 0
     assert len(losses(report)) == 6 * 5
     err = capfd.readouterr().err

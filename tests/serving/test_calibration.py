@@ -1,4 +1,4 @@
-"""Calibration of quantized networks. tests/test_export.py covers the command."""
+"""Calibration of quantized networks. tests/test_export.py tests the export command."""
 
 import numpy as np
 import pytest
@@ -14,26 +14,27 @@ def histogram(*arrays):
     return result
 
 
-def test_histogram_does_not_depend_on_the_order_of_the_batches():
-    """The limit grows by factors of two, so the intervals of a histogram that grows are unions of the narrow ones."""
+def test_histogram_does_not_depend_on_order_of_batches():
+    """When the limit of a histogram grows, it grows by a factor of two. Each new interval is therefore a union of old
+    intervals."""
     random = np.random.RandomState(0)
     small, large = random.uniform(-1, 1, 10000), random.uniform(-4, 4, 10000)
     small[0], large[0] = 1, 4
     growing, direct = histogram(small, large), histogram(large, small)
     assert growing.limit == direct.limit == 4
-    assert np.abs(growing.counts - direct.counts).sum() <= 10  # rounding of values at the end of an interval
+    assert np.abs(growing.counts - direct.counts).sum() <= 10  # allows rounding of values at the end of an interval
     assert growing.counts.sum() == 20000
 
 
-def test_zeros_do_not_affect_the_range():
+def test_zeros_do_not_affect_range():
     values = np.random.RandomState(0).randn(10000)
     for method in ("entropy", "percentile"):
         assert histogram(values, np.zeros(50000)).range(method) == histogram(values).range(method)
-        assert histogram(np.zeros(100)).range(method) == 1  # a range of 0 would divide by 0
+        assert histogram(np.zeros(100)).range(method) == 1  # not 0, because quantization divides by the range
 
 
 def test_outliers_are_clipped():
-    """One value of 100,000 is 100 times as large as the others."""
+    """One of 100,000 values is 100 times as large as the others."""
     values = np.random.RandomState(0).uniform(-1, 1, 100000)
     values[0] = 100
     for method in ("entropy", "percentile"):
@@ -48,7 +49,7 @@ def test_percentile_covers_most_values():
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_mean_error_is_that_of_the_convolution(groups):
-    """Without padding and with constant images, the error of each output channel equals its mean."""
+    """If the images are constant and there is no padding, the error of each output channel equals its mean error."""
     random = np.random.RandomState(0)
     weight, means = random.randn(8, 4 // groups, 3, 3), random.randn(4)
     levels, scales = quantization.quantized(weight, 0, 7)

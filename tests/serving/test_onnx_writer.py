@@ -1,4 +1,4 @@
-"""Translation of operators to ONNX. tests/test_export.py covers networks."""
+"""Translation of single operators to ONNX. tests/test_export.py tests networks."""
 
 import numpy as np
 import paddle
@@ -58,14 +58,14 @@ def test_unsupported_operator_is_an_error(layer, message):
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda: paddle.nn.Conv2D(3, 2, 3, padding=[0, 1, 2, 0]),  # with bias
+        lambda: paddle.nn.Conv2D(3, 2, 3, padding=[0, 1, 2, 0]),  # a convolution with bias
         lambda: paddle.nn.Conv2D(3, 2, 3, stride=2, padding="same"),
         lambda: paddle.nn.Conv2D(3, 2, 3, padding="same", dilation=2),
         lambda: paddle.nn.AvgPool2D(3, 2, padding=1),
         lambda: paddle.nn.AvgPool2D(3, 2, padding=1, exclusive=False),
         lambda: paddle.nn.MaxPool2D(3, 2, padding=[0, 1, 1, 0]),
         lambda: paddle.nn.MaxPool2D(3, 2, ceil_mode=True),
-        lambda: paddle.nn.AvgPool2D(3, stride=3, ceil_mode=True),  # the last windows have two rows or columns
+        lambda: paddle.nn.AvgPool2D(3, stride=3, ceil_mode=True),  # the last windows have only two rows or columns
         lambda: lambda x: sigmoid(x + x),
         lambda: lambda x: F.hardsigmoid(x + x),
         lambda: lambda x: F.hardswish(x + x),

@@ -10,12 +10,12 @@ from paddle_resnet import dali
 from paddle_resnet.serving import preprocessing
 from utils.mode import Mode
 
-ORIENTATION = 0x112  # the EXIF tag
-PHOTO = (101, 142)  # height and width that leave odd margins on both axes after resizing
+ORIENTATION = 0x112  # tag for the orientation in EXIF data
+PHOTO = (101, 142)  # height and width; after resizing, the margins of the crop are odd on both axes
 
 
 def photo(height, width):
-    """Create an image of noisy color blocks: sharp edges reveal the resize filter, and no area is uniform."""
+    """Create an image of noisy color blocks. Their sharp edges reveal the resize filter, and no area is uniform."""
     random = np.random.RandomState(0)
     blocks = random.randint(0, 200, (height // 7 + 1, width // 9 + 1, 3)).repeat(7, axis=0).repeat(9, axis=1)
     return Image.fromarray((blocks[:height, :width] + random.randint(0, 56, (height, width, 3))).astype(np.uint8))
@@ -60,7 +60,7 @@ VARIANTS = {
 
 @pytest.fixture
 def evaluated(parse, tmp_path):
-    """Return a function that decodes image files with the evaluation pipeline to uint8 [N, H, W, 3]."""
+    """Return a function that decodes image files with the evaluation pipeline and returns uint8 pixels [N, H, W, 3]."""
 
     def evaluated(resize_short, crop, interp):
         identity = ["--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1"]
@@ -95,7 +95,7 @@ def test_filters_match_interp_flag():
 
 
 @pytest.mark.parametrize(("suffix", "change", "options"), VARIANTS.values(), ids=VARIANTS)
-def test_pixels_of_image_variants_match_evaluation_pipeline(evaluated, tmp_path, suffix, change, options):
+def test_pixels_of_unusual_images_match_evaluation_pipeline(evaluated, tmp_path, suffix, change, options):
     path = tmp_path / f"val/class/0.{suffix}"
     change(photo(*PHOTO)).save(path, **options)
     (expected,) = evaluated(60, 48, "triangular")

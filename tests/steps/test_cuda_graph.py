@@ -1,4 +1,4 @@
-"""Capture of steps, emulated on the CPU: a captured step runs only when its graph is replayed."""
+"""Capture of steps, emulated on the CPU. A captured step is executed only when its graph is replayed."""
 
 import gc
 import pickle
@@ -30,14 +30,14 @@ def results(run_train, folder, *flags):
 
 
 def test_captured_run_has_same_results(run_train, tmp_path, fake):
-    """The run includes changes of the learning rate, and evaluations whose last batch is smaller."""
+    """In this run, the learning rate changes, and the last batch of each evaluation is smaller than the others."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     assert not fake.made
     result = results(run_train, tmp_path / "recorded")
     assert result[0] == expected[0] and result[1] == expected[1]
     for name, value in expected[2].items():
         np.testing.assert_array_equal(result[2][name], value, err_msg=name)
-    training, evaluation = fake.made  # one graph for all epochs
+    training, evaluation = fake.made  # the training graph is used in all epochs
     assert training.launches == 3 * 3 - cuda_graph.STEPS_BEFORE
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
@@ -50,7 +50,7 @@ def test_captured_step_draws_same_random_numbers(run_train, tmp_path, fake):
 
 
 def test_captured_steps_update_averages_for_evaluation(run_train, tmp_path, fake):
-    """With --ema, one graph is replayed in all training epochs and a second graph in all evaluations."""
+    """With --ema, one graph is replayed in the training steps of all epochs, and a second graph in all evaluations."""
     ema = ["--ema", "0.8"]
     expected = results(run_train, tmp_path / "plain", *ema, "--cuda-graph", "false")
     result = results(run_train, tmp_path / "recorded", *ema)
@@ -63,7 +63,7 @@ def test_captured_steps_update_averages_for_evaluation(run_train, tmp_path, fake
     assert evaluation.launches == 3 * 2 - cuda_graph.STEPS_BEFORE
 
 
-def test_each_stage_has_own_captured_step(run_train, tmp_path, fake):
+def test_each_stage_has_its_own_captured_step(run_train, tmp_path, fake):
     flags = ["--sizes", "24:0,32:2", "--mixup", "0.4", "--ema", "0.9"]
     expected = results(run_train, tmp_path / "plain", *flags, "--cuda-graph", "false")
     assert results(run_train, tmp_path / "captured", *flags)[:2] == expected[:2]
@@ -81,11 +81,12 @@ def test_loader_writes_to_inputs_of_captured_step(run_train, tmp_path, fake, mon
 
     monkeypatch.setattr(cuda_graph.CapturedStep, "__call__", call_and_record)
     results(run_train, tmp_path)
-    evaluation = [{"data", "label"}] * 2 + [set()]  # the last batch of an evaluation is smaller
+    # The last batch of an evaluation is smaller, so the step is not captured.
+    evaluation = [{"data", "label"}] * 2 + [set()]
     assert shared == ([{"data", "label"}] * 3 + evaluation) * 3
 
 
-def test_loader_on_other_device_keeps_own_tensors(monkeypatch):
+def test_loader_on_different_device_keeps_its_own_tensors(monkeypatch):
     monkeypatch.setattr(native, "register", lambda: SimpleNamespace(paddle_resnet_async_copies=SimpleNamespace()))
     inputs = {"data": "a tensor on the GPU"}
     captured = type("Captured", (), {"inputs": inputs, "check": print, "__call__": print})()
@@ -98,7 +99,7 @@ def test_loader_on_other_device_keeps_own_tensors(monkeypatch):
 
 
 def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monkeypatch):
-    """A graph would continue to use the previous memory of the tensor."""
+    """If the step were not captured again, the graph would use the old memory of the tensor."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     evaluate = averages.evaluate
 
@@ -110,7 +111,8 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
             name = program.all_parameters()[0].name
             tensor = static.global_scope().find_var(name).get_tensor()
             copy = paddle.base.core.LoDTensor()
-            copy.set(np.array(tensor), paddle.CPUPlace())  # new memory, because the tensor still has the old one
+            # The copy has new memory, because the original still occupies the old memory.
+            copy.set(np.array(tensor), paddle.CPUPlace())
             tensor._share_data_with(copy)
 
         return move
@@ -122,7 +124,7 @@ def test_step_is_captured_again_if_tensor_moves(run_train, tmp_path, fake, monke
 
 
 def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_path, fake, monkeypatch):
-    """NCCL requires that either all processes of a job capture an all-reduce or none does."""
+    """With NCCL, either all processes of a job must capture an all-reduce, or none may capture it."""
 
     def gather(values):
         return np.array([values, [True]]) if values in ([False], [True]) else np.array([values], np.float64)
@@ -131,7 +133,8 @@ def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_
     monkeypatch.setattr(cuda_graph.exchange, "all_gather", gather)
     result = results(run_train, tmp_path / "recorded")
     assert result[0] == expected[0] and result[1] == expected[1]
-    assert len(fake.made) == 3  # one per training epoch; an evaluation ends before the step that would be captured
+    # One graph per training epoch; each evaluation ends before the step that would be captured.
+    assert len(fake.made) == 3
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_
     ],
     ids=["CUDA", "memory", "library", "other"],
 )
-def test_failed_capture_reports_reason_and_remedy(run_train, capsys, fake, monkeypatch, message, reason):
+def test_error_of_failed_capture_contains_reason_and_remedy(run_train, capsys, fake, monkeypatch, message, reason):
     def fail(self):
         assert not gc.isenabled()
         raise RuntimeError(message)
@@ -166,7 +169,7 @@ def test_failed_capture_reports_reason_and_remedy(run_train, capsys, fake, monke
 
 
 def test_capture_ends_if_step_fails(run_train, capsys, fake, monkeypatch):
-    """The capture ends while its settings, such as the disabled garbage collection, are still in effect."""
+    """The capture ends before its settings, such as the disabled garbage collection, are restored."""
 
     def fail(self, *args, **kwargs):
         if fake.recording is not None:
@@ -203,13 +206,13 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
     assert "operator leaky_relu, leaky_relu_grad is untested in a CUDA graph" in capsys.readouterr().out
     assert result[0] == expected[0] and result[1] == expected[1]
     training, _ = fake.made
-    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE  # the additional one is the compared replay
+    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE  # the extra launch is the replay that is compared
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
 def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys, fake, monkeypatch, is_deterministic):
-    """Afterwards, variables have the values of the uncaptured step. With deterministic kernels, results must be
-    equal."""
+    """After the comparison, variables have the values of the uncaptured step. If kernels are deterministic, the results
+    must be bit-identical."""
 
     def replay(self):
         fake_replay(self)
@@ -248,7 +251,7 @@ def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys
 def test_step_with_nonreplayable_operator_is_not_captured(
     run_train, tmp_path, capsys, fake, monkeypatch, change, operator
 ):
-    """The error is raised before anything is written or deleted."""
+    """The error occurs before the run writes or deletes any file."""
     monkeypatch.setitem(models.MODELS, "Tiny", network_with(change))
     assert run_train(*NATIVE, "--epochs", "1")[0] == 0
     assert f"--cuda-graph false: operator {operator} draws random numbers" in capsys.readouterr().out
@@ -259,7 +262,8 @@ def test_step_with_nonreplayable_operator_is_not_captured(
 
 
 def test_free_memory_of_pool_is_reserved(monkeypatch):
-    """The pool allocates the smallest free block that is large enough, like Paddle's."""
+    """The simulated memory pool allocates the smallest free block that is large enough, like the memory pool of
+    Paddle."""
     free, reserved = [3 * 2**20 + 768, 349_440, 1024, 256], [10**7]
     total = sum(free)
 
@@ -280,5 +284,5 @@ def test_free_memory_of_pool_is_reserved(monkeypatch):
     monkeypatch.setattr(paddle.device.cuda, "memory_reserved", lambda place: reserved[0])
     taken = cuda_graph._take_free_memory(paddle.CPUPlace())
     assert not free
-    assert sum(tensor.size for tensor in taken) == total  # excludes memory by which the pool grew
+    assert sum(tensor.size for tensor in taken) == total  # excludes memory that was added to the pool
     assert reserved[0] < 10**7 + 2 * 2**20

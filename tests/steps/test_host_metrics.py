@@ -33,7 +33,7 @@ def build(args, is_train):
 
 @pytest.mark.parametrize("is_train", [True, False], ids=["train", "eval"])
 def test_copied_values_equal_fetched_values(parse, is_train):
-    """All types and shapes are copied for batches of different sizes and read three steps later."""
+    """Values of all types and shapes are copied, for batches of different sizes, and read three steps later."""
     args = parse(*NATIVE, "--lr", "0")
     compiled, exe, variables = build(args, is_train)
     step = Dispatcher(exe, compiled, variables, is_native=True)
@@ -50,7 +50,7 @@ def test_copied_values_equal_fetched_values(parse, is_train):
 
 
 def test_step_fetches_nothing(parse):
-    """The Executor would block the host to fetch values."""
+    """If the Executor fetched values, it would block the host."""
 
     args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)
@@ -61,7 +61,7 @@ def test_step_fetches_nothing(parse):
     assert calls == [[]]
 
 
-def test_missing_values_raise(parse):
+def test_missing_values_raise_an_error(parse):
     args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)
     step = Dispatcher(exe, compiled, variables, is_native=True)
@@ -74,7 +74,7 @@ def test_missing_values_raise(parse):
         Dispatcher(exe, other, variables, is_native=True)({"data": x, "label": y})
 
 
-def test_gpu_failure_raises():
+def test_gpu_failure_raises_an_error():
     class Library:
         def paddle_resnet_wait(self, *key):
             return 700
@@ -84,7 +84,7 @@ def test_gpu_failure_raises():
         np.asarray(host_metrics.AsyncCopy(Library(), 0, 0, variable))
 
 
-def test_step_error_is_data_error_only_if_label_is_out_of_range():
+def test_step_error_is_data_error_only_if_a_label_is_out_of_range():
     def fail(**_):
         raise ValueError("of Paddle")
 
@@ -97,7 +97,7 @@ def test_step_error_is_data_error_only_if_label_is_out_of_range():
 
 
 def test_logged_metrics_are_those_of_each_step(run_train):
-    """The reference is the same run with Paddle's operators and with fetched metrics."""
+    """The reference run uses Paddle's operators and fetches its metrics."""
     reports = {}
     for kernels in ("native", "paddle"):
         code, reports[kernels] = run_train(*NHWC, "--kernels", kernels, "--print-interval", "1", "--overwrite")

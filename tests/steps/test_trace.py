@@ -1,4 +1,4 @@
-"""Traces of --profile-steps."""
+"""Traces that --profile-steps writes."""
 
 import json
 import shutil
@@ -13,10 +13,12 @@ BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps"
 
 
 def events(path):
-    """Return how often each operator or step occurs in a trace; Paddle appends the duration to the name."""
+    """Return how often each operator or step occurs in a trace. Paddle appends the duration to the name; this function
+    removes the duration."""
     trace = json.loads(path.read_text())["traceEvents"]
     complete = [event for event in trace if event.get("ph") == "X"]
-    assert len({event["tid"] for event in complete if event["tid"].endswith("(C++)")}) == 1  # see distributed.start
+    # All operators run in one thread, because fleet.start sets FLAGS_new_executor_serial_run.
+    assert len({event["tid"] for event in complete if event["tid"].endswith("(C++)")}) == 1
     assert all(event["dur"] >= 0 and event["ts"] > 0 for event in complete)
     return Counter(event["name"].partition("[")[0] for event in complete)
 
@@ -75,7 +77,7 @@ def test_steps_outside_run_are_rejected_before_first_step(run_train, tmp_path, c
 
 
 def test_command_resumed_in_evaluation_traces_next_epoch(run_train, stop_before, tmp_path):
-    """Steps of the evaluation are not traced; those of the next epoch are."""
+    """The trace contains steps of the next training epoch, but no steps of the evaluation."""
     flags = ["--resume", "--profile-steps", "1:3", "--epochs", "2"]
     stop_before(eval_step=0)
     assert run_train(*flags)[0] == 75
