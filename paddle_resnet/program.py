@@ -173,7 +173,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         first = len(main_prog.global_block().ops)
         out = logits(model, images, args.model_arch_name, args.num_of_class)
         if args.qat:
-            quantization.insert(main_prog, first, lr_scheduler)
+            quantization.insert(main_prog, first, lr_scheduler, args.device == "gpu")
         if args.kernels == "native":
             loss_head.use_native(main_prog)
         fetchs = create_fetchs(out, targets, args.num_of_class, args.label_smoothing, mode)

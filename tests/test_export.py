@@ -18,6 +18,7 @@ from PIL import Image
 from conftest import NHWC, ROOT, assert_sparse, assert_two_of_four, phase
 from helpers import predict
 from paddle_resnet import dali, export, models
+from paddle_resnet.passes import quantization
 from paddle_resnet.serving import calibration, inference, onnx_writer, preprocessing
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
@@ -171,6 +172,23 @@ def test_int8_network_computes_what_the_fake_quantized_program_does(checkpoint, 
     scale = np.abs(expected).max()
     assert 0 < np.abs(actual - expected).max() < 0.2 * scale
     np.testing.assert_allclose(actual, simulated, rtol=0, atol=0.03 * scale)
+
+
+def test_int8_network_with_a_nearly_zero_filter(checkpoint, photos, tmp_path):
+    """Regression: the bias, an int32 multiple of the scales of weight and activation, overflowed in onnxruntime."""
+    pytest.importorskip("onnxruntime")
+    network = inference.load_checkpoint(checkpoint, fold=True)
+    for layer in quantization.layers(network.program)[:-1]:
+        weight = network.parameter(layer.weight)
+        weight[::2] *= np.float32(1e-15)
+        calibration._set(network, layer.weight, weight)
+    images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
+    export._write_int8(network, tmp_path, "onnxruntime", export.Calibration(photos))
+    expected, actual = (
+        model.outputs(images)[1]
+        for model in (network.model(logits=True), inference.open_onnx(tmp_path / "model.onnx", "cpu", logits=True))
+    )
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=0.03 * np.abs(expected).max())
 
 
 def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_path, monkeypatch):

@@ -362,7 +362,7 @@ def test_each_stage_has_its_own_captured_step(run_train, deterministic):
     assert losses(report) == losses(expected)
 
 
-@pytest.mark.parametrize("flags", [FP32, FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=str)
+@pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
 def test_quantization_aware_training_in_every_precision(run_train, deterministic, capsys, tmp_path, flags):
     """Fake quantization runs in float32, and the check of untested operators passes. An evaluation by itself, with
     float32 kernels of a GPU, and the exported network have nearly the loss of the training run's evaluation."""

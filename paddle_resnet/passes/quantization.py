@@ -62,7 +62,7 @@ def layers(program):
     return found
 
 
-def insert(program, first=0, lr_scheduler=None):
+def insert(program, first=0, lr_scheduler=None, on_gpu=False):
     """Insert fake-quantization operators with 8 bits into the forward pass of the current program, in place. Their
     gradient is that of the identity (straight-through estimator): Bengio et al., arXiv:1308.3432.
 
@@ -73,6 +73,8 @@ def insert(program, first=0, lr_scheduler=None):
         program: the current Program, without a backward pass.
         first: number of operators that precede the network.
         lr_scheduler: schedules.Schedule of a training program; None keeps the ranges.
+        on_gpu: whether the program runs on a GPU. There, Paddle's operator for the axis 1 uses a different CUDA stream,
+            which cannot be captured, so weights are transposed for the axis 0.
     """
     block = program.global_block()
     if lr_scheduler is not None:
@@ -90,12 +92,28 @@ def insert(program, first=0, lr_scheduler=None):
         if _slots(block, op) and _QUANTIZED[op.type][1]:
             slot, axis = _QUANTIZED[op.type][1]
             weight = block.var(op.input(slot)[0])
-            quantized = block.create_var(name=f"{weight.name}.quantized", dtype=weight.dtype)
-            ranges = block.create_var(name=f"{weight.name}.ranges", dtype=weight.dtype, stop_gradient=True)
-            outputs = {"Out": quantized, "OutScale": ranges}
-            _insert(block, block.ops.index(op), WEIGHT, {"X": weight}, outputs, quant_axis=axis, **_LEVELS)
-            op._rename_input(weight.name, quantized.name)
+            op._rename_input(weight.name, _quantize_weight(block, op, weight, axis, on_gpu).name)
     block._sync_with_cpp()
+
+
+def _quantize_weight(block, reader, weight, axis, on_gpu):
+    """Insert the quantization of a weight before the operator that reads it; returns the quantized variable."""
+
+    def add(kind, source, end, attrs, *extra):
+        """Append an operator that computes a variable named after the weight, and extra outputs."""
+        outputs = {name: block.create_var(name=f"{weight.name}.{e}", dtype=weight.dtype) for name, e in [end, *extra]}
+        for name, _ in extra:
+            outputs[name].stop_gradient = True
+        _insert(block, block.ops.index(reader), kind, {"X": source}, outputs, **attrs)
+        return outputs["Out"]
+
+    ranges = ("OutScale", "ranges")
+    if axis == 0 or not on_gpu:
+        return add(WEIGHT, weight, ("Out", "quantized"), {"quant_axis": axis, **_LEVELS}, ranges)
+    swap = {"axis": [1, 0]}
+    swapped = add("transpose2", weight, ("Out", "swapped"), swap, ("XShape", "shape"))
+    swapped = add(WEIGHT, swapped, ("Out", "swapped.quantized"), {"quant_axis": 0, **_LEVELS}, ranges)
+    return add("transpose2", swapped, ("Out", "quantized"), swap, ("XShape", "swapped.shape"))
 
 
 def weight_of_batch(batch):

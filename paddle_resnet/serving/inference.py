@@ -229,7 +229,7 @@ def _build(args, uint8=False, quantize=False):
         model.eval()
         logits = network_logits(model, normalized, args.model_arch_name, args.num_of_class)
         if quantize:
-            quantization.insert(program)
+            quantization.insert(program, on_gpu=args.device == "gpu")
         probabilities = paddle.nn.functional.softmax(logits)
         block = program.global_block()
         block._rename_var(probabilities.name, "probabilities")

@@ -114,8 +114,26 @@ def _add_bias(onnx, op, nodes, constants, read):
     at, conv = next((i, node) for i, node in enumerate(nodes) if node.output[0] == op.input("X")[0])
     bias, output = op.input("Y")[0], op.output("Out")[0]
     constants[bias] = read(bias)
+    producers = {node.output[0]: node for node in nodes if node.op_type == "DequantizeLinear"}
+    if {*conv.input} <= {*producers}:
+        _limit_bias(constants[bias], *(producers[name].input for name in conv.input), constants)
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in conv.attribute}
     nodes[at] = onnx.helper.make_node(conv.op_type, [*conv.input, bias], [output], name=output, **attributes)
+
+
+def _limit_bias(bias, activation, weight, constants):
+    """Increase the scales of nearly zero filters, so that engines can compute with the bias as int32 multiples of the
+    product of the scales. Such filters do not change the output visibly.
+
+    Args:
+        bias: float32 [channels].
+        activation, weight: names of the inputs of their DequantizeLinear nodes: values, scale, zero point.
+        constants: {name: array}, which is changed.
+    """
+    levels, scales = (constants[name] for name in weight[:2])
+    larger = np.maximum(scales, np.abs(bias) / (constants[activation[1]] * np.float32(2**30)))
+    factors = (scales / larger).reshape(-1, *[1] * (levels.ndim - 1))
+    constants[weight[0]], constants[weight[1]] = np.rint(levels * factors).astype(np.int8), larger.astype(np.float32)
 
 
 def _quantized_activation(op, read, unsigned):

@@ -177,3 +177,28 @@ def test_calibration_of_qat_checkpoint_is_an_error(trained, photos, tmp_path, ca
     flags = ["--int8", "--calibrate", str(photos)]
     assert export.main([str(folder), str(tmp_path / "exported"), *flags]) == 2
     assert "has the ranges of --qat; remove --calibrate" in capsys.readouterr().err
+
+
+def test_weights_of_linear_layers_are_quantized_alike_on_gpus(parse):
+    """On a GPU, they are transposed. The programs run on the CPU here."""
+    results = []
+    images, labels = np.random.RandomState(0).randn(4, 3, 32, 32).astype("float32"), [[0], [1], [2], [0]]
+    for on_gpu in (False, True):
+        main, startup = static.Program(), static.Program()
+        with static.program_guard(main, startup), paddle.utils.unique_name.guard(), static.scope_guard(static.Scope()):
+            data, label = static.data("images", [None, 3, 32, 32]), static.data("label", [None, 1], "int64")
+            out = paddle.nn.Linear(32 * 3 * 32, 3)(paddle.flatten(data, 1))
+            quantization.insert(main, on_gpu=on_gpu)
+            loss = paddle.mean(paddle.nn.functional.cross_entropy(out, label))
+            [(weight, gradient), *_] = static.append_backward(loss)
+            exe = static.Executor(paddle.CPUPlace())
+            paddle.seed(0)
+            exe.run(startup)
+            values = {weight.name: np.random.RandomState(1).randn(*weight.shape), quantization.range_name(0): [3.0]}
+            for name, value in values.items():
+                tensor = static.global_scope().find_var(name).get_tensor()
+                tensor.set(np.asarray(value, np.float32), paddle.CPUPlace())
+            results.append(exe.run(main, {"images": images, "label": np.array(labels)}, [out, gradient]))
+    for first, second in zip(*results, strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
+        assert np.abs(first).max() > 0
