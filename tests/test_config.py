@@ -17,7 +17,7 @@ from utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
 
-# Flags and defaults of NVIDIA's RN50v1.5 Paddle example, on which its users' commands depend.
+# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. The commands of its users depend on them.
 NVIDIA = {
     "output-dir": "./output/",
     "run-scope": RunScope.TRAIN_EVAL,
@@ -25,7 +25,7 @@ NVIDIA = {
     "save-interval": 1,
     "eval-interval": 1,
     "print-interval": 10,
-    "report-file": None,  # OUTPUT_DIR/ARCH, depending on the kind of run; see tests/test_report.py
+    "report-file": None,  # depends on the kind of run, see tests/test_report.py
     "data-layout": "NCHW",
     "benchmark": False,
     "benchmark-steps": 100,
@@ -50,7 +50,7 @@ NVIDIA = {
     "normalize-std": [0.229, 0.224, 0.225],
     "resize-short": 256,
     "model-arch-name": "ResNet50",
-    "num-of-class": None,  # 1000 in the example; resolved from the data here
+    "num-of-class": None,  # 1000 in the example; here, the default is taken from the data
     "bn-weight-decay": False,
     "iter-unit": "epoch",
     "accumulate-steps": 1,
@@ -85,7 +85,7 @@ def parse(text=""):
 
 
 def error_of(text):
-    """Parse an invalid command line; returns the error message, which must be a single line."""
+    """Parse an invalid command line and return the error message, which must be a single line."""
     with pytest.raises(UsageError) as error:
         parse(text)
     message = str(error.value)
@@ -123,7 +123,7 @@ def test_nvidia_flags_keep_their_defaults(flag):
         "--mask-algo mask_1d --epochs 90 --lr 0.256",
     ],
 )
-def test_nvidia_commands_parse(flags):
+def test_commands_of_nvidia_example_parse(flags):
     parse(flags)
 
 
@@ -179,7 +179,7 @@ def test_flag_value_is_parsed(text, name, value):
     assert type(parsed) is type(value)
 
 
-def test_argv_defaults_to_command_line(monkeypatch):
+def test_arguments_default_to_command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
     assert config.parse_args().epochs == 7
 
@@ -329,7 +329,7 @@ def test_value_of_wrong_type_is_an_error(config_file, flag, value):
 
 @pytest.mark.parametrize("flag", ["--crop-size", "--output-dir", "--run-scope"])
 def test_two_dashes_are_not_a_value(flag):
-    """argparse would parse two dashes as an empty list."""
+    """argparse would interpret two dashes as an empty list."""
     assert error_of(f"{flag}=--") == f"{flag} --: not a value; set one"
 
 
@@ -516,7 +516,7 @@ def test_ambiguous_yaml_is_an_error(tmp_path, content, expected):
 
 
 def test_numbers_in_yaml_are_not_converted(config_file):
-    """YAML 1.1 would convert the values of this test to 7680, 620, 20240131, a date and 83."""
+    """A YAML 1.1 parser would convert the values of this test to 7680, 620, 20240131, a date and 83."""
     lines = "sizes: 128:0", "profile_steps: 10:20", "output_dir: 2024_01_31", "image_root: 2024-01-31"
     args = config.parse_args(["--config", str(config_file("\n".join([*lines, "tensorboard_dir: 0123"])))])
     assert (args.sizes, args.profile_steps) == (["128:0"], [10, 20])
@@ -724,7 +724,7 @@ def test_resize_short_follows_crop_size_unless_explicit(text, resize_short):
         ("--resize-short 60", ([4, 40, 40], 40, 60, "cubic")),
     ],
 )
-def test_a_network_has_its_own_preprocessing_unless_flags_are_explicit(monkeypatch, text, expected):
+def test_default_preprocessing_depends_on_network(monkeypatch, text, expected):
     network = models.Network("resnet", "ResNet18", "", {}, 40, 1.25, {"interp": "cubic"})
     monkeypatch.setitem(models.MODELS, "Small_1", network)
     args = config.parse_args(["--model-arch-name", "small-1", *text.split()])

@@ -20,7 +20,7 @@ from utils.mode import Mode
 
 @pytest.fixture
 def shard(monkeypatch):
-    """Simulate one rank of a job of several processes."""
+    """Return a function that makes this process act as one rank of a job of several processes."""
 
     def shard(rank, world_size):
         monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: rank)
@@ -31,7 +31,7 @@ def shard(monkeypatch):
 
 @pytest.fixture
 def numbered(tmp_path):
-    """Create one image per class, 10 for training and 10 for validation, so that the label identifies the image."""
+    """Create one image per class, for 10 training and 10 validation classes, so that the label identifies the image."""
     for split in ("train", "val"):
         for i in range(10):
             (tmp_path / split / f"{i:02d}").mkdir(parents=True)
@@ -41,7 +41,8 @@ def numbered(tmp_path):
 
 @pytest.fixture(scope="session")
 def distinct(tmp_path_factory):
-    """Create 37 images per split, identified by label, in every format: {--data-format: --image-root}."""
+    """Create 37 images per split in every storage format and return {--data-format: --image-root}. The label identifies
+    the image."""
     root = tmp_path_factory.mktemp("distinct")
     roots = {
         "folder": root / "folder",
@@ -112,7 +113,8 @@ def test_loader_with_changed_flags_restarts_epoch_with_a_reason(parse, photos, c
 
 
 def test_cpu_decoder_load_below_half_an_image_is_an_error(parse, photos):
-    args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))  # 0.06 x batch size 8
+    # 0.06 times the batch size of 8 is less than half an image.
+    args = frozen(parse("--image-root", photos).copy(cpu_decoder_load=0.06))
     with pytest.raises(UsageError, match="--cpu-decoder-load 0.06: less than .* use 0.12 or more"):
         dali.build_dataloader(args, Mode.TRAIN)
     dali.build_dataloader(args, Mode.EVAL)
@@ -147,7 +149,8 @@ def test_loader_of_fewer_processes_restarts_epoch_with_a_reason(parse, photos, c
     ],
 )
 def test_order_continues_after_epoch_with_changed_job(parse, distinct, shard, capsys, data_format, change):
-    """The number of processes or the batch size changes; the order of image files depends on neither."""
+    """Either the number of processes or the batch size changes after the first epoch. The order of image files depends
+    on neither."""
 
     def build(world_size, batch, states=None):
         flags = ["--num-of-class", "37", "--data-format", data_format, "--batch-size", batch]
@@ -220,8 +223,8 @@ def test_batch_follows_layout_channels_and_dtype_flags(parse, photos, flags, sha
     ("flags", "size", "rows", "columns"),
     [
         ([], (36, 50), slice(2, 34), slice(9, 41)),
-        # 36 / 32 times the sides of these crops is 36 x 54 and 54 x 36. Each image covers that area and has one side of
-        # the same length, so it is not resized.
+        # The crops are 32 x 48 and 48 x 32. Multiplied by 36 / 32, they become 36 x 54 and 54 x 36. Each image is at
+        # least that large, and one of its sides has exactly this length, so the image is not resized.
         (["--image-shape", "3,32,48"], (50, 54), slice(9, 41), slice(3, 51)),
         (["--image-shape", "3,48,32"], (54, 70), slice(3, 51), slice(19, 51)),
     ],
@@ -370,7 +373,7 @@ def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, monkey
     assert len(np.concatenate(epoch(loader)[1])) == (22 if name.startswith("val") else 23)
 
 
-# Evaluation decodes with a different operator.
+# The evaluation pipeline decodes with a different operator.
 QUICK = [("train_only", "cut in the image"), ("train_only", "not an image"), ("eval_only", "cut in the image")]
 LARGE_BATCHES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
@@ -381,7 +384,7 @@ LARGE_BATCHES = [
 @pytest.mark.parametrize(("scope", "damage"), LARGE_BATCHES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path, damage, scope, device):
-    """Training runs in a separate process, because DALI's decoders have crashed in such batches."""
+    """Training runs in a separate process, because DALI's decoders have crashed when they decoded such batches."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -394,7 +397,7 @@ def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path,
     places = ["--image-root", tmp_path, "--output-dir", tmp_path / "o", "--report-file", tmp_path / "r.json"]
     done = train_process(*TINY, *flags, *places)
     if device == "gpu" and damage == "cut in the image":
-        assert done.returncode == 0, done.stderr[-2000:]  # the GPU's decoder fills in missing pixels
+        assert done.returncode == 0, done.stderr[-2000:]  # the decoder on the GPU fills in missing pixels
         return
     assert done.returncode == 2, done.stderr[-2000:]
     assert_one_error(done.stderr, [f"{broken}: cannot be decoded (rank 0)"])
@@ -402,7 +405,7 @@ def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path,
 
 @pytest.mark.parametrize("mode", [Mode.TRAIN, Mode.EVAL])
 def test_pipelines_do_not_use_dynamic_executor(parse, numbered, mode):
-    """With the dynamic executor, DALI's default, losses on GPUs have differed between runs."""
+    """With DALI's default, the dynamic executor, the losses of two runs on a GPU have differed."""
     assert load(parse, numbered, mode)._pipes[0].exec_dynamic is False
 
 
@@ -412,7 +415,7 @@ def test_unrelated_loader_error_is_not_attributed_to_an_image(parse, numbered):
         raise RuntimeError("CUDA runtime API error: out of memory")
 
 
-# The tests below compare augmentations with NumPy on PNG files. These flags disable crop and normalization.
+# The following tests compare augmentations with NumPy on PNG files. These flags disable cropping and normalization.
 RAW = [
     *("--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1", "--data-layout", "NHWC"),
     *("--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1"),
@@ -422,7 +425,7 @@ LUMA = np.array([0.299, 0.587, 0.114])
 
 @pytest.fixture
 def copies(tmp_path):
-    """Return a function that writes COUNT copies of an image to train/ and one to val/."""
+    """Return a function that writes `count` copies of an image to train/ and one copy to val/."""
 
     def copies(pixels, count=64):
         for split, n in (("train", count), ("val", 1)):
@@ -440,9 +443,11 @@ def random_image(side, low=0, high=255):
 
 @pytest.fixture
 def without_flips(parse, copies):
-    """Return a function that reads an epoch of copies of an image, as [N, 32, 32, 3] from 0 to 255, with flips undone.
+    """Return a function that reads an epoch of copies of an image, as [N, 32, 32, 3] with values from 0 to 255. The
+    function undoes flips.
 
-    An epoch without the flags shows which images are flipped; augmentation must not change the flips.
+    To detect flips, the function also reads an epoch without augmentation flags. Augmentation must not change which
+    images are flipped.
     """
 
     def without_flips(pixels, *flags, count=64):
@@ -476,7 +481,8 @@ def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
 
 
 def test_default_augmentation_matches_plain_dali_operators(parse, photos):
-    """The reference uses plain operators in the same number and order, on which DALI's seeds depend."""
+    """The reference consists of plain DALI operators. Their number and order must be the same, because DALI derives
+    seeds from them."""
 
     @pipeline_def(batch_size=8, num_threads=2, device_id=None, seed=42)
     def plain():
@@ -499,7 +505,7 @@ def test_default_augmentation_matches_plain_dali_operators(parse, photos):
 AUGMENTATION = ["--color-jitter", "0.4", "--lighting", "0.1", "--rotate-degrees", "15", "--interp", "triangular"]
 
 
-def test_augmentation_depends_on_seed_and_spares_evaluation(parse, photos):
+def test_augmentation_depends_on_seed_and_is_not_applied_in_evaluation(parse, photos):
     def images(seed, mode=Mode.TRAIN, flags=AUGMENTATION):
         loader = load(parse, photos, mode, *flags, "--dali-random-seed", seed)
         return np.concatenate([*epoch(loader)[0], *epoch(loader)[0]])
@@ -514,7 +520,7 @@ def test_augmentation_depends_on_seed_and_spares_evaluation(parse, photos):
     "flags", [[], ["--color-jitter", "0.4"], ["--lighting", "0.1"]], ids=["crop", "jitter", "lighting"]
 )
 def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
-    """For jitter and lighting, the image is uniform, so that crops and flips make no difference."""
+    """If the flags enable jitter or lighting, all images are uniform, so that crops and flips have no effect."""
     root = copies(np.full((40, 40, 3), 100) if flags else random_image(40), 16)
     images = []
     for rank in (0, 1):
@@ -523,7 +529,7 @@ def test_ranks_draw_different_random_numbers(parse, copies, shard, flags):
     assert not np.array_equal(*images)
 
 
-def test_lighting_adds_principal_components_per_image(without_flips):
+def test_lighting_adds_principal_components_to_each_image(without_flips):
     pixels = random_image(32)
     added = without_flips(pixels, "--lighting", "0.1", count=256) - pixels
     assert np.ptp(added, axis=(1, 2)).max() < 1e-3
@@ -535,7 +541,7 @@ def test_lighting_adds_principal_components_per_image(without_flips):
 
 
 def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
-    pixels = random_image(32, 100, 156)  # a narrow range avoids clipping
+    pixels = random_image(32, 100, 156)  # range that is narrow enough to avoid clipping
     images = without_flips(pixels, "--color-jitter", "0.3")
     luma = pixels @ LUMA
     chroma = pixels - luma[..., None]
@@ -546,7 +552,7 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
         contrast = slope / brightness
         saturation = (chroma * (image - (image @ LUMA)[..., None])).sum() / (chroma**2).sum() / slope
         jittered = brightness * (128 + contrast * (luma[..., None] + saturation * chroma - 128))
-        assert np.abs(image - jittered).max() < 1  # for rounding of pixels and of the YIQ coefficients
+        assert np.abs(image - jittered).max() < 1  # tolerance for rounding of pixels and of the YIQ coefficients
         factors.append((brightness, contrast, saturation))
     factors = np.array(factors)
     assert factors.min() > 0.69
@@ -557,7 +563,7 @@ def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
 
 
 def rotated(pixels, degrees):
-    """Rotate an image around its center with bilinear interpolation; pixels from outside the image are black."""
+    """Rotate an image around its center with bilinear interpolation. Pixels from outside the image are black."""
     side = len(pixels)
     angle, center = np.deg2rad(degrees), (side - 1) / 2
     y, x = np.mgrid[:side, :side] - center
@@ -573,20 +579,22 @@ def rotated(pixels, degrees):
     return result
 
 
-def test_rotation_is_around_center_by_uniform_angle(without_flips):
+def test_rotation_around_center_has_uniformly_distributed_angles(without_flips):
     ramp = 7.0 * np.arange(32) + 16
     pixels = np.stack([np.tile(ramp, (32, 1)), np.tile(ramp, (32, 1)).T, np.full((32, 32), 100)], axis=-1)
     y, x = np.mgrid[:32, :32] - 15.5
     inside = x**2 + y**2 < 14**2
     angles = []
     for image in without_flips(pixels, "--rotate-degrees", "25"):
-        # Inside the circle, red and green encode where a pixel (x, y) comes from: (x cos - y sin, x sin + y cos).
+        # Inside the circle, red and green encode the position from which a pixel (x, y) comes: (x cos - y sin, x sin +
+        # y cos).
         red, green = (image[..., i][inside] / 7 - (16 / 7 + 15.5) for i in (0, 1))
         sine, cosine = (green * x[inside] - red * y[inside]).sum(), (red * x[inside] + green * y[inside]).sum()
         angle = np.rad2deg(np.arctan2(sine, cosine))
         difference = np.abs(image - rotated(pixels, angle))
         assert difference[inside].max() < 1
-        assert np.quantile(difference, 0.98) < 4  # at the border, an error of 0.01 degrees is visible
+        # Excludes pixels near the border, where an error of 0.01 degrees is visible.
+        assert np.quantile(difference, 0.98) < 4
         angles.append(angle)
     assert np.abs(angles).max() < 25.1
     assert np.abs(np.mean(angles)) < 4 * 25 / np.sqrt(3 * len(angles))
@@ -606,8 +614,8 @@ FILTERS = {
 
 
 def resize_weights(size, new_size, interp):
-    """Return filter weights [new_size, size]. All filters but linear widen to new pixels that are larger than old
-    pixels; borders are replicated."""
+    """Return filter weights [new_size, size] for resizing. If new pixels are larger than old pixels, all filters except
+    "linear" become wider. Borders are replicated."""
     scale = size / new_size
     width = max(1, scale) if interp != "linear" else 1
     center = (np.arange(new_size) + 0.5) * scale - 0.5
@@ -628,7 +636,7 @@ def test_interp_selects_filter_in_training_and_evaluation(parse, copies, interp,
         loader = load(parse, root, mode, *RAW, "--resize-short", "32", "--interp", interp)
         for image in np.concatenate(epoch(loader)[0]):
             error = min(np.abs(actual - expected).max() for actual in (image, image[:, ::-1]))
-            assert error < 0.6  # for rounding to integers
+            assert error < 0.6  # tolerance for rounding to integers
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)
@@ -659,7 +667,8 @@ def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
         orders.append([label for batches in epochs for label in np.concatenate(batches)[:, 0].tolist()])
         assert len(set(orders[-1])) == len(orders[-1])
     assert len({tuple(order) for order in orders}) == 4
-    assert len(seen_by_rank_0) > 37 // world_size + 1 or world_size == 1  # the shard changes between epochs
+    # Rank 0 reads different shards in different epochs.
+    assert len(seen_by_rank_0) > 37 // world_size + 1 or world_size == 1
 
 
 @pytest.mark.parametrize("data_format", listing.STORAGE_FORMATS)

@@ -11,7 +11,7 @@ from utils.errors import UsageError
 
 
 def files(folder):
-    """Return {path within the folder: path} of all files."""
+    """Return {path relative to the folder: path} for all files in a folder."""
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -148,7 +148,7 @@ def test_sample_in_folder_below_a_file_exits_with_code_2(tmp_path, capsys):
 
 
 def test_killed_workers_exit_with_code_2_and_a_remedy(tmp_path, capsys, monkeypatch):
-    """The kernel may kill workers when memory runs out; the test simulates that."""
+    """The kernel may kill worker processes if the machine runs out of memory. The test simulates such a kill."""
 
     def killed(*args, **options):
         raise BrokenProcessPool

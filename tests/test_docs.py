@@ -1,4 +1,4 @@
-"""Files, tests, flags, modules and figures to which README, docs and benchmarks refer exist."""
+"""Check that README, docs and benchmarks refer only to existing files, tests, flags, modules and figures."""
 
 import ast
 import re
@@ -23,9 +23,9 @@ COMMANDS = (
 # Flags of Paddle's launcher and of Slurm.
 OTHER_FLAGS = {"--gpus", "--nproc_per_node", "--nnodes", "--master", "--rank", "--host"}
 OTHER_FLAGS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue"}
-# Flags of NVIDIA's example that this project lacks.
+# Flags of NVIDIA's example that this project does not have.
 OTHER_FLAGS |= {"--inference-dir", "--qat", "--checkpoint-dir", "--precision", "--workspace-size"}
-OTHER_FLAGS |= {"--model-repository"}  # Triton
+OTHER_FLAGS |= {"--model-repository"}  # flag of Triton
 
 
 def identify(page):

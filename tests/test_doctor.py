@@ -1,4 +1,4 @@
-"""The doctor on this machine, healthy and with simulated faults."""
+"""The doctor command on this machine and with simulated problems."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from paddle_resnet.machine import gpus, libraries
 
 
 def test_doctor_passes_on_healthy_machine(tmp_path):
-    """The command runs in a separate process, as a user starts it."""
+    """The command runs in a separate process, as users start it."""
     command = [sys.executable, "-m", "paddle_resnet.doctor", "--json", "--output-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,7 +33,8 @@ def test_doctor_passes_on_healthy_machine(tmp_path):
 
 @pytest.fixture
 def facts(once, monkeypatch):
-    """Query versions of libraries once for tests of other rows, because importing the libraries takes seconds."""
+    """Query the versions of the libraries only once, because importing the libraries takes seconds. Tests of other
+    checks use these versions."""
 
     def make(folder):
         (folder / "facts.json").write_text(json.dumps(doctor._in_child(doctor._library_facts)))
@@ -44,7 +45,7 @@ def facts(once, monkeypatch):
 
 @pytest.fixture
 def examine(monkeypatch, tmp_path):
-    """Return a function that runs the doctor without its slow tests and returns {what: Row}."""
+    """Return a function that runs all fast checks of the doctor and returns {what: Row}."""
     monkeypatch.setattr(doctor, "_tests", lambda device, lack: iter([doctor.Row("tests", f"{device}, {lack}")]))
 
     def examine(output_dir=tmp_path):
@@ -99,7 +100,7 @@ def test_missing_shared_memory_is_ok_for_one_process(examine, facts, monkeypatch
 
 
 def in_children(monkeypatch, tmp_path, code):
-    """Run code at the start of every Python child process."""
+    """Execute code at the start of every Python child process."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -139,7 +140,7 @@ def test_reason_prefers_error_of_failed_rank():
 
 @pytest.fixture
 def gpu_machine(monkeypatch):
-    """Simulate a machine with two GPUs; functions for child processes run in this process."""
+    """Simulate a machine with two GPUs. Functions that would run in child processes run in this process."""
     monkeypatch.setattr(doctor, "_nvidia_gpus", lambda: [["NVIDIA H100", "81559 MiB", "550.54.15"]] * 2)
     monkeypatch.setattr(doctor, "_in_child", lambda function, *arguments: (function(*arguments), None))
     monkeypatch.setattr(doctor, "_has_jpeg_unit", lambda: True)

@@ -38,7 +38,7 @@ FLAGS = {
 
 @pytest.fixture
 def trained(run_train, tmp_path):
-    """Train an epoch; returns (checkpoint folder, evaluation metrics)."""
+    """Train for one epoch and return (checkpoint folder, evaluation metrics)."""
 
     def trained(*flags):
         code, report = run_train(*flags)
@@ -58,7 +58,7 @@ def test_exported_model_matches_evaluation_metrics(trained, parse, photos, tmp_p
     assert description == json.loads((tmp_path / "exported/model.json").read_text())
     assert description["classes"] == ["class0", "class1", "class2"]
     assert description["evaluated"]["top1"] == expected["top1"]
-    # The loader preprocesses images as described in model.json.
+    # The loader preprocesses images in the same way as model.json specifies.
     preprocessing_flags = description["preprocessing"]
     flags_of_model = ["--resize-short", preprocessing_flags["resize_short"], "--interp", preprocessing_flags["interp"]]
     if isinstance(preprocessing_flags["center_crop"], list):
@@ -101,7 +101,7 @@ def test_verify_scores_every_engine_like_the_checkpoint(trained, photos, tmp_pat
     assert description["input"]["shape"] == ([None, 32, width, 3] if uint8 else [None, 3, 32, width])
     scores = [line for line in capsys.readouterr().out.splitlines() if line.endswith("23 images")]
     assert [line.split(":")[0] for line in scores[-3:]] == ["Executor", "paddle.inference", "onnxruntime"]
-    for line in scores[-3:]:  # the loss is printed with four decimals
+    for line in scores[-3:]:  # the loss has four decimals
         assert f"top1 {expected['top1']:.6g}, " in line
         assert float(re.search(r"loss (\S+),", line)[1]) == pytest.approx(expected["loss"], abs=6e-5)
 
@@ -128,7 +128,8 @@ def test_onnx_file_matches_paddle_inference(checkpoint, tmp_path):
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
 def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, capsys, arch, engine):
-    """All inputs of convolutions, residual additions and the classifier are quantized, and BN is folded."""
+    """All inputs of convolutions, residual additions and the classifier are quantized. BN is folded into the
+    convolutions."""
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     assert run_train("--model-arch-name", arch, "--run-scope", "train_only")[0] == 0
@@ -144,7 +145,7 @@ def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, c
         if node.op_type in ("Conv", "MatMul", "Add", "GlobalAveragePool", "MaxPool"):
             operands = [name for name in node.input if name not in constants]
             if node.op_type == "Conv":
-                assert len(node.input) == 3  # the bias is the shift of BN
+                assert len(node.input) == 3  # with a bias, which is the shift of the folded BN
                 levels, scales = (constants[name] for name in producers[node.input[1]].input[:2])
                 assert levels.dtype == np.int8 and scales.shape == levels.shape[:1]
                 assert np.abs(levels).max() == (127 if engine == "tensorrt" else 63)
@@ -158,8 +159,8 @@ def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, c
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
-def test_int8_network_computes_what_the_fake_quantized_program_does(checkpoint, photos, tmp_path, engine):
-    """A sum that is rounded differently can change an activation by one level."""
+def test_int8_network_matches_fake_quantized_program(checkpoint, photos, tmp_path, engine):
+    """Different rounding of a sum may change an activation by one quantization level."""
     pytest.importorskip("onnxruntime")
     network = inference.load_checkpoint(checkpoint, fold=True)
     images = np.concatenate(list(calibration._batches(network.description, photos, 30)))
@@ -233,7 +234,7 @@ def test_unusable_int8_flags_are_an_error(checkpoint, tmp_path, capsys, flags, m
 
 @pytest.mark.parametrize("name", ["correct", "loss", "images of the recorded evaluation"])
 def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path, monkeypatch, name):
-    """The second computed score is that of Paddle Inference."""
+    """The second score that the export computes is the score of Paddle Inference."""
     scores = []
     real = export._score
 
@@ -244,7 +245,7 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
         if len(scores) == 2 and name == "loss":
             scores[-1]["loss"] += 1.5e-4
         if name.startswith("images"):
-            # All computed scores change, so that only the recorded score differs.
+            # Change all computed scores in the same way, so that only the recorded score differs.
             scores[-1]["correct"] -= 1 + scores[-1]["ties"]
         return scores[-1]
 
@@ -262,7 +263,7 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
 def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong
 ):
-    """Nearly all probabilities are 0 or 1, and Paddle's evaluation clips losses at 64."""
+    """Nearly all probabilities are 0 or 1. For such probabilities, Paddle's evaluation limits the loss to 64."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     checkpoint, recorded = trained("--lr", "5")
     assert 5 < recorded["loss"] <= 65
@@ -287,7 +288,7 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
 
 
 def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch):
-    """Only the engine's softmax is wrong; its logits are correct."""
+    """The logits of the inference engine are correct. Only its softmax is wrong."""
     real = inference.open_paddle
 
     def open_paddle(*args, **options):
@@ -386,7 +387,7 @@ def test_preprocess_script_reports_unusable_files(checkpoint, photos, tmp_path, 
         assert out == "" and err.startswith(f"{model}: ") and message in err and err.count("\n") == 1
 
 
-def test_preprocess_script_predicts_with_onnx_file(checkpoint, photos, tmp_path, capsys, monkeypatch):
+def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path, capsys, monkeypatch):
     pytest.importorskip("onnxruntime")
     export.export(checkpoint, tmp_path / "exported", onnx=True, uint8=True)
     (image, *_) = sorted((photos / "val").glob("*/*.jpg"))
@@ -396,7 +397,8 @@ def test_preprocess_script_predicts_with_onnx_file(checkpoint, photos, tmp_path,
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module prints the same as its copy. Without onnxruntime, it prints only the shape of the image.
+    # The module prints the same result as its copy in the export. If onnxruntime is missing, it prints only the shape
+    # of the image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
     capsys.readouterr()
     preprocessing.main([str(image)])
@@ -410,7 +412,7 @@ def test_preprocess_script_predicts_with_onnx_file(checkpoint, photos, tmp_path,
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
 def test_triton_repository_layout(checkpoint, tmp_path, uint8):
-    """The test checks the files but does not load them in Triton."""
+    """This test only checks the files. It does not load them into Triton."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=onnx, uint8=uint8, triton=True)
     root = tmp_path / "exported/triton"
@@ -439,7 +441,7 @@ def test_interrupt_exits_with_code_130_and_leaves_no_output(checkpoint, tmp_path
 
 
 def test_partial_output_is_removed_unless_an_export_is_running(checkpoint, tmp_path):
-    """The name of the folder is not valid UTF-8."""
+    """The test also covers a folder whose name is not valid UTF-8."""
     folder = tmp_path / os.fsdecode(b"\xff")
     left = folder / ".exported.partial"
     (left / "exported/model.json").mkdir(parents=True)
@@ -495,7 +497,8 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
-    with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):  # a later epoch
+    # A later epoch may be saved there.
+    with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):
         export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()
     with pytest.raises(UsageError, match="taken: already exists"):
@@ -512,7 +515,8 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
 
 
 def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, monkeypatch):
-    """The checkpoint has no meta.json, and the command gets the folder of the run."""
+    """The checkpoint contains no meta.json, and the command receives the run folder instead of the checkpoint
+    folder."""
     export.export(checkpoint, tmp_path / "own")
     (checkpoint / "meta.json").unlink()
     for end in ("pdparams", "pdopt"):
@@ -554,11 +558,11 @@ def test_command_prints_summary_and_rejects_existing_output(trained, tmp_path, c
 
 
 def test_full_disk_exits_with_code_2_and_leaves_no_output(checkpoint, tmp_path, capsys):
-    """RLIMIT_FSIZE makes every write beyond a size fail."""
+    """RLIMIT_FSIZE makes writes beyond a file size fail."""
     export.export(checkpoint, tmp_path / "whole")
     sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
     assert sizes[0] < sizes[1]
-    (tmp_path / "exported.partial").mkdir()  # an unrelated folder of the user
+    (tmp_path / "exported.partial").mkdir()  # a folder of the user with a similar name
     for limit in (sizes[0] - 1, sizes[1] - 1):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

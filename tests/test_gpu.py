@@ -1,4 +1,4 @@
-"""Tests that require a GPU; skipped without one."""
+"""Tests that require a GPU. They are skipped on machines without one."""
 
 import json
 import os
@@ -34,11 +34,12 @@ from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
 
-# Four stages have more kinds of convolutions than two and use more of cuDNN's algorithms.
+# A network of four stages contains more kinds of convolutions than one of two stages, so cuDNN uses more algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
-# The hardware JPEG decoder is disabled. With eight test processes on a GPU, some loaders could not open it. In that
-# case, GPU kernels decode, with slightly different values, so runs that should be equal would differ.
+# These flags disable the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open the
+# decoder and used GPU kernels instead. The pixels of the kernels differ slightly, so runs that must have equal results
+# would have different ones.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
 FP32_NHWC = [*FP32, *NHWC]
 O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]
@@ -48,7 +49,8 @@ SPARSE = [*O2, "--asp", "--prune-model"]
 BF16_O1 = [*FP32_NHWC, "--amp", "--amp-dtype", "bfloat16"]
 BF16_O2 = [*BF16_O1, "--amp-level", "O2", "--dali-output-fp16"]
 EXACT = {"fp32": FP32, "fp32 NHWC": FP32_NHWC, "O1": O1, "O2": O2, "O2 ASP": SPARSE}
-# With Paddle's kernels, two bfloat16 runs differ from the second step on, even with FLAGS_cudnn_deterministic.
+# With Paddle's kernels, two bfloat16 runs have different losses from the second step on, even with
+# FLAGS_cudnn_deterministic.
 KINDS = {**EXACT, "bf16 O1": BF16_O1, "bf16 O2": BF16_O2}
 STOPS = {f"{name} inside an epoch": (flags, 4) for name, flags in EXACT.items()}
 STOPS |= {"O2 ASP between epochs": (SPARSE, 6), "O2 ASP in the last epoch": (SPARSE, 8)}
@@ -64,7 +66,8 @@ def test_gpu_loader_images_match_cpu_loader(parse, photos, hardware_load):
         images.append(np.concatenate(batches[0]))
         labels.append(np.concatenate(batches[1]))
     np.testing.assert_array_equal(labels[0], labels[1])
-    # In noisy images with halved chroma, the decoders differ by about 2 of 255 levels, which are 0.017 each.
+    # The test images are noisy and store chroma at half resolution. On average, the decoders differ by about 2 of 255
+    # levels. After normalization, a level is 0.017.
     assert np.abs(images[0] - images[1]).mean() < 0.06
 
 
@@ -91,8 +94,8 @@ def test_gpu_loader_augmentation_matches_cpu_loader(parse, photos):
 
 
 def test_cpu_decodes_its_fraction_of_each_training_batch(parse, tmp_path):
-    """Images that are neither cropped nor resized reveal their decoder: the CPU smooths halved chroma, the GPU does
-    not."""
+    """The pixels reveal which decoder was used, because the images are neither cropped nor resized, and only the CPU
+    decoder smooths chroma that is stored at half resolution."""
     folder = tmp_path / "train" / "class0"
     folder.mkdir(parents=True)
     random = np.random.RandomState(0)
@@ -130,7 +133,7 @@ def test_loader_decoding_on_cpu_and_gpu_resumes_with_next_batch(parse, photos, c
         pytest.param(lambda data: data[:300], 0, id="header"),
         pytest.param(lambda data: b"no image", 0, id="garbage"),
         pytest.param(lambda data: b"no image", 0.5, id="garbage, both decode"),
-        # The GPU's decoders fill in missing pixels. The CPU decodes this image in one of the epochs.
+        # The GPU decoder fills in missing pixels. In one of the epochs, the CPU decodes this image.
         pytest.param(lambda data: data[: len(data) // 2], 0.8, id="half, both decode"),
     ],
 )
@@ -194,7 +197,7 @@ def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": False})
 
 
-# On the CPU, test_resume.py covers stops in all epochs. The sparse runs include the code paths of the O2 runs.
+# On the CPU, test_resume.py covers stops in all epochs. The sparse runs also execute the code of the O2 runs.
 IN_SOAK = ("fp32 NHWC inside an epoch", "O2 inside an epoch", "O2 ASP in the last epoch")
 
 
@@ -211,7 +214,7 @@ def test_losses_after_stop_match_uninterrupted_run(run_train, losses_with_a_stop
     assert losses_with_a_stop(step, *flags) == expected
 
 
-@pytest.mark.parametrize("data_format", ["recordio"])  # test_resume.py covers all formats on the CPU
+@pytest.mark.parametrize("data_format", ["recordio"])  # on the CPU, test_resume.py covers all formats
 def test_record_format_resumes_inside_an_epoch(run_train, losses_with_a_stop, deterministic, converted, data_format):
     flags = ["--epochs", "2", "--print-interval", "1", "--resume", *FP32]
     root = converted[data_format]
@@ -221,19 +224,20 @@ def test_record_format_resumes_inside_an_epoch(run_train, losses_with_a_stop, de
 
 
 def test_overflows_are_skipped_until_loss_scale_is_low_enough(run_train):
-    """The scaled gradients overflow until the loss scale has dropped from 2^22."""
+    """The scaled gradients overflow until the loss scale has decreased sufficiently from 2^22."""
     flags = [*O2, "--scale-loss", "4194304", "--epochs", "12", "--max-bad-steps", "1", "--lr", "0.01"]
     code, report = run_train(*flags)
     assert code == 0
     scales = [phase(report, [epoch], "train.")["loss_scale"] for epoch in range(12)]
     assert scales[0] < 4194304
-    assert 1 <= scales[-1] == scales[-2]  # the scale is low enough now
+    assert 1 <= scales[-1] == scales[-2]  # the scale no longer decreases
     assert np.isfinite(phase(report, [11], "val.")["loss"])
 
 
 @pytest.mark.parametrize("flags", [O1, O2, SPARSE], ids=["O1", "O2", "O2 ASP"])
 def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
-    """An epoch of overflows has the same effect on the parameters as learning rate 0."""
+    """An epoch in which every step overflows must have the same effect on the parameters as an epoch with learning rate
+    0."""
     results = []
     for name, change in (("overflows", ["--scale-loss", "3e38"]), ("lr 0", ["--lr", "0"])):
         code, report = run_train("--run-scope", "train_only", *flags, *change, "--output-dir", tmp_path / name)
@@ -243,7 +247,7 @@ def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
         assert scale == pytest.approx(3e38 / 2**3 if name == "overflows" else 128)
     overflows, unchanged = results
     for name in unchanged:
-        if not name.endswith(("w_1", "w_2")):  # BN statistics
+        if not name.endswith(("w_1", "w_2")):  # excludes BN statistics
             np.testing.assert_array_equal(overflows[name], unchanged[name], err_msg=name)
 
 
@@ -256,22 +260,24 @@ def test_overflow_steps_leave_parameters_unchanged(run_train, tmp_path, flags):
     ],
 )
 def test_sparse_training_keeps_masks(run_train, tmp_path, algorithm, flags):
-    """Weights are masked after training, and after a resume for one more epoch."""
+    """A run trains for one epoch and is then resumed for a second epoch. The masks are applied to the weights of both
+    checkpoints."""
     for e in range(2):
         pruning = ["--asp", "--prune-model", "--mask-algo", algorithm, "--resume", "--epochs", e + 1]
         assert run_train(*flags, *pruning)[0] == 0
         assert_sparse(pickle.loads((tmp_path / f"output/Tiny/{e}/tiny.pdparams").read_bytes()), algorithm)
 
 
-# Relative tolerances of the first and later losses. GPUs multiply float32 in TF32, with 11 bits like float16.
+# Relative tolerances for the first loss and for later losses. GPUs multiply float32 numbers in TF32, whose precision of
+# 11 bits is that of float16.
 CLOSE_TO_CPU = {"fp32": (1e-3, 0.02), "fp32 NHWC": (1e-3, 0.02), "O1": (3e-3, 0.03), "O2": (3e-3, 0.03)}
-# bfloat16 has eight bits; the largest observed difference is 0.11.
+# bfloat16 has a precision of eight bits. The largest observed difference is 0.11.
 CLOSE_TO_CPU |= {"bf16 O1": (0.02, 0.15), "bf16 O2": (0.02, 0.15)}
 
 
 def test_first_losses_match_cpu(run_train, tmp_path):
-    """Runs in every precision and with both kinds of kernels start from the same parameters and images."""
-    channels = ["--image-shape", "4,32,32"]  # all kinds in NHWC use this shape
+    """The runs use all precisions and both kinds of kernels. All of them start with the same parameters and images."""
+    channels = ["--image-shape", "4,32,32"]  # shape of all runs in NHWC
     assert run_train("--run-scope", "train_only", *channels)[0] == 0
     start = [*channels, "--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next"]
     start += ["--overwrite"]
@@ -300,7 +306,7 @@ CAPTURED |= {f"{name} MobileNetV2": [*KINDS[name], "--model-arch-name", "TinyMob
 
 @pytest.mark.parametrize("flags", CAPTURED.values(), ids=CAPTURED)
 def test_captured_steps_match_uncaptured_steps(run_train, deterministic, tmp_path, monkeypatch, flags):
-    """Both training and the evaluations between epochs are captured."""
+    """Training steps and evaluations between epochs are captured."""
 
     class Counted(cuda_graph.CUDAGraph):
         def replay(self):
@@ -313,7 +319,7 @@ def test_captured_steps_match_uncaptured_steps(run_train, deterministic, tmp_pat
         replays = []
         code, report = run_train(*flags, "--cuda-graph", captured, "--output-dir", tmp_path / captured)
         assert code == 0
-        # The first two of six training steps, and of four full evaluation batches, are not captured.
+        # The first two of six training steps and the first two of four full evaluation batches are not captured.
         assert len(replays) == (4 + 2 if captured == "true" else 0)
         [saved] = (tmp_path / captured).glob("*/1/*.pdparams")
         results.append((losses(report), pickle.loads(saved.read_bytes())))
@@ -341,7 +347,7 @@ def test_network_with_nondeterministic_operators_is_not_captured(run_train, monk
 
 @pytest.mark.parametrize("flags", [O2, FP32_NHWC], ids=["O2", "fp32"])
 def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deterministic, capsys, flags):
-    """The runs use mixup, CutMix and dropout, and the check of untested operators passes."""
+    """The runs use mixup, CutMix and dropout. The check of untested operators must pass."""
     flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
     flags += ["--drop-path", "0.3"]
     code, expected = run_train(*flags, "--cuda-graph", "false")
@@ -364,8 +370,8 @@ def test_each_stage_has_its_own_captured_step(run_train, deterministic):
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
 def test_quantization_aware_training_in_every_precision(run_train, deterministic, capsys, tmp_path, flags):
-    """Fake quantization runs in float32, and the check of untested operators passes. An evaluation by itself, with
-    float32 kernels of a GPU, and the exported network have nearly the loss of the training run's evaluation."""
+    """Fake quantization runs in float32, and the check of untested operators passes. A separate evaluation with float32
+    kernels must have nearly the same loss as the evaluation during training."""
     flags = ["--qat", "--epochs", "3", "--print-interval", "1", *flags, "--kernels", "native"]
     code, expected = run_train(*flags, "--cuda-graph", "false", "--output-dir", tmp_path / "uncaptured")
     assert code == 0
@@ -382,7 +388,8 @@ def test_quantization_aware_training_in_every_precision(run_train, deterministic
 
 
 def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
-    """Replays do not change memory that is free after capture. Regression: graphs wrote to freed cuDNN workspaces."""
+    """Regression test: graphs wrote to freed cuDNN workspaces. A replay must not change memory that is free after the
+    capture."""
 
     class Watched(cuda_graph.CUDAGraph):
         def replay(self):
@@ -402,12 +409,12 @@ def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
     graphs = []
     monkeypatch.setattr(cuda_graph, "CUDAGraph", Watched)
     assert run_train(*O2, "--epochs", "2", "--kernels", "native")[0] == 0
-    assert len(graphs) == 2  # training and evaluation
+    assert len(graphs) == 2  # one graph for training, one for evaluation
 
 
 def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
-    """Graphs are freed before the variables of a process, so no variable may be in a graph's memory. With such
-    variables, three of five processes crashed at exit."""
+    """Graphs are freed before the variables of a process, so no variable may use memory of a graph. When variables used
+    such memory, three of five processes crashed at exit."""
     flags = [*TINY, *O2, "--image-root", photos, "--batch-size", "5", "--epochs", "2", "--kernels", "native"]
     flags += ["--stages", "4"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -430,7 +437,7 @@ def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
 
 @pytest.mark.parametrize(("kernels", "captured"), [("native", "true"), ("native", "false"), ("paddle", "false")])
 def test_evaluation_is_bit_identical_when_repeated(run_train, kernels, captured):
-    """The host runs ahead of the GPU, so later batches must not overwrite one that the GPU still reads."""
+    """The host is ahead of the GPU, so a new batch must not overwrite a batch that the GPU has not read yet."""
     flags = ["--run-scope", "eval_only", "--benchmark", "--benchmark-steps", "60", "--benchmark-warmup-steps", "2"]
     results = []
     for _ in range(2):
@@ -442,7 +449,7 @@ def test_evaluation_is_bit_identical_when_repeated(run_train, kernels, captured)
 
 
 def test_batches_are_not_overwritten_before_gpu_has_copied_them(parse, photos):
-    """The copy waits for all pending work of the GPU, while DALI continues."""
+    """The copy of a batch waits for all pending work of the GPU, while DALI continues with the next batches."""
     flags = [*O2, "--image-shape", "4,224,224", "--crop-size", "224", "--resize-short", "256"]
     args = parse("--image-root", photos, *flags)
     work = static.Program()
@@ -466,7 +473,7 @@ def test_batches_are_not_overwritten_before_gpu_has_copied_them(parse, photos):
         paddle.device.cuda.synchronize()
         results.append(list(map(np.array, kept)))
     assert len(results[0]) == 9
-    assert is_ahead  # the host received batches whose copies were pending
+    assert is_ahead  # the copies of some batches were still pending
     for expected, images in zip(*results, strict=True):
         np.testing.assert_array_equal(images, expected)
 
@@ -498,7 +505,8 @@ FUSED = {
         "1 native_check_finite, 1 native_loss, 1 native_loss_grad, 1 native_max_pool, "
         "1 native_max_pool_backward, 1 native_momentum"
     ),
-    # Fused are the last BN, addition and ReLU of each residual unit, and other BN followed by ReLU.
+    # Paddle fuses the last BN, the addition and ReLU of each residual unit, and every other BN that is followed by
+    # ReLU.
     "paddle": (
         "9 fused_batch_norm_act, 9 fused_batch_norm_act_grad, 4 fused_bn_add_activation, 4 fused_bn_add_activation_grad"
     ),
@@ -516,7 +524,7 @@ def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
 
 @pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
 def test_native_and_paddle_kernels_have_similar_losses(run_train, deterministic, flags, tolerance):
-    """The first losses are computed with the same parameters; later losses diverge because of rounding."""
+    """The first losses are computed with identical parameters. Later losses differ more, because rounding differs."""
     results = {}
     for kernels in ("native", "paddle"):
         choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]
@@ -535,7 +543,8 @@ PADDLE_KERNELS = {
 
 @pytest.fixture
 def two_gpus(photos, tmp_path):
-    """Run a job on two GPUs; returns its report entries, or [log of each rank] if a fault is injected."""
+    """Return a function that runs a job on two GPUs and returns its report entries. If the job has a fault, the
+    function returns [log of each rank] instead."""
     need_two_gpus()
 
     def two_gpus(*flags, fault=None, gpus=2, environment=None):
@@ -569,7 +578,7 @@ def two_gpus(photos, tmp_path):
     ids=["raises", "killed", "hangs"],
 )
 def test_failed_rank_stops_job_on_two_gpus(two_gpus, fault, message):
-    """Rank 0 waits in NCCL inside a CUDA graph, which does not return by itself."""
+    """Rank 0 waits for NCCL in a CUDA graph, and this wait never ends by itself."""
     logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", *O2, fault=fault)
     assert_one_error(logs[0], [message])
 
@@ -584,12 +593,14 @@ def test_two_gpus_have_identical_parameters(two_gpus, tmp_path, flags):
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, SPARSE], ids=["fp32 NHWC", "O2 ASP"])
 def test_two_gpus_captured_steps_match_uncaptured_steps(two_gpus, tmp_path, flags):
-    """All-reduces are captured too. Training and evaluation are captured once each for all epochs."""
+    """The all-reduces are captured as well. Training steps are captured once for all epochs, and so are evaluation
+    steps."""
     results = []
     for captured in ("true", "false"):
         report = two_gpus(*flags, "--epochs", "4", "--print-interval", "1", "--cuda-graph", captured)
         captures = re.findall(r"^captures: (\d+)$", (tmp_path / "log/workerlog.0").read_text(), re.MULTILINE)
-        assert captures[-1] == ("2" if captured == "true" else "0")  # the second job appends to the log of the first
+        # The second job appends to the log of the first job.
+        assert captures[-1] == ("2" if captured == "true" else "0")
         results.append((losses(report), dict(np.load(tmp_path / "rank1.npz"))))
     (captured_losses, parameters), (expected, plain) = results
     assert captured_losses == expected
@@ -598,7 +609,7 @@ def test_two_gpus_captured_steps_match_uncaptured_steps(two_gpus, tmp_path, flag
 
 
 def test_two_hosts_with_one_gpu_each_have_identical_parameters(launch_nodes):
-    """Gradient all-reduces overlap with the backward pass, without a CUDA graph."""
+    """The gradient all-reduces overlap with the backward pass, and steps are not captured."""
     need_two_gpus()
     nodes, folder = launch_nodes(*O2, "--batch-size", "5", "--epochs", "2", "--stages", "4", on_gpus=True)
     assert [node.wait(200) for node in nodes] == [0, 0]
@@ -612,7 +623,7 @@ TWO_GPU_FLAGS = ["--shares", "--data-format", "synthetic", "--epochs", "2"]
 
 
 def test_two_gpus_match_one_with_twice_the_batch_without_bn(two_gpus, tmp_path):
-    """The network has no batch normalization, whose statistics are per process, and TF32 is disabled."""
+    """The network has no batch normalization, because batch statistics are computed per process. TF32 is disabled."""
     results, environment = [], {"NVIDIA_TF32_OVERRIDE": "0"}
     for gpus, batch_size, rate in ((1, 24, 0.002), (2, 12, 0.001)):
         flags = [*FP32, *TWO_GPU_FLAGS, "--model-arch-name", "Plain", "--batch-size", batch_size, "--lr", rate]
@@ -622,14 +633,15 @@ def test_two_gpus_match_one_with_twice_the_batch_without_bn(two_gpus, tmp_path):
         assert one.keys() == two.keys()
         for name in one:
             np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
-    # The parameters have changed, so the comparison would detect a wrong gradient.
+    # The parameters change noticeably, so the comparison would detect a wrong gradient.
     before, after = (one["linear_0.w_0"] for one in results[0])
     assert np.abs(after - before).max() > 0.01 * np.abs(after).max()
 
 
 @pytest.mark.parametrize("kernels", ["native", "paddle"])
 def test_two_gpus_track_one_with_twice_the_batch_with_bn(two_gpus, kernels):
-    """Batch normalization uses 24 or 12 images, and the network runs in half precision."""
+    """The batch statistics cover 24 images on one GPU, but only 12 on each of two GPUs. The network runs in half
+    precision."""
     results = []
     for gpus, batch_size, rate in ((1, 24, 0.02), (2, 12, 0.01)):
         flags = [*O2, *TWO_GPU_FLAGS, "--kernels", kernels, "--batch-size", batch_size, "--lr", rate, "--epochs", "8"]

@@ -25,5 +25,6 @@ def test_package_installs_all_its_files():
     ).stdout.split()
     needed = {name for name in tracked if name.partition("/")[0] in ("config.py", "train.py", "paddle_resnet", "utils")}
     assert {str(path.relative_to(ROOT)) for path in installed} == needed - NOT_INSTALLED
-    assert settings["packages"]["find"]["namespaces"] is False  # otherwise find_packages differs from the installation
+    # Otherwise find_packages would differ from the installation.
+    assert settings["packages"]["find"]["namespaces"] is False
     assert (ROOT / settings["dynamic"]["dependencies"]["file"][0]).is_file()

@@ -1,5 +1,5 @@
-"""--iter-unit batch: a run has an exact number of steps, and evaluates and saves after given steps. Epochs have three
-steps."""
+"""Runs with --iter-unit batch, which have an exact number of steps, and evaluate and save after given numbers of steps.
+In these tests, an epoch has three steps."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def trained_steps(report):
 
 
 def evaluations(report):
-    """Return [(epoch, steps since its start or None at its end, top1)]."""
+    """Return [(epoch, step, top1)] for all evaluations. For an evaluation at the end of an epoch, the step is None."""
     actual = [(e["step"], e["data"]) for e in report if len(e["step"]) == 1 and "val.top1" in e["data"]]
     return [(step[0], data.get("val.step"), data["val.top1"]) for step, data in actual]
 
@@ -97,7 +97,8 @@ def test_profile_steps_after_first_stop_is_an_error(run_train, capsys):
 
 
 def test_two_processes_average_bn_statistics_before_evaluation(launch):
-    """After averaging, both ranks evaluate the same network, even inside an epoch."""
+    """The processes average their BN statistics before an evaluation, so both ranks evaluate the same network, even
+    inside an epoch."""
     flags = [*STEPS, "--num-iter", "2", "--batch-size", "4", "--eval-interval", "1"]
     report, (first, second) = launch(2, *flags)
     assert [evaluation[:2] for evaluation in evaluations(report)] == [(0, 1), (0, 2)]
@@ -145,7 +146,8 @@ def test_stops_count_steps_of_each_stage(parse, flags):
 
 
 def test_schedule_counts_steps_of_each_stage(run_train, caplog):
-    """The stages have 3, 7 and 3 steps; the second has half the batch size and half the learning rate."""
+    """The stages have 3, 7 and 3 steps. The second stage has half the batch size and half the learning rate of the
+    others."""
     flags = ["--epochs", "3", "--sizes", "32:0,24:1:4:0.5,32:2", "--print-interval", "1", "--lr", "0.1"]
     code, report = run_train(*flags, "--warmup-epochs", "1")
     assert code == 0
@@ -153,7 +155,7 @@ def test_schedule_counts_steps_of_each_stage(run_train, caplog):
     cosine = [0.05 * (1 + np.cos(np.pi * step / 10)) for step in range(10)]
     expected = [0, 0.1 / 3, 0.2 / 3, *(rate / 2 for rate in cosine[:7]), *cosine[7:]]
     np.testing.assert_allclose(rates, expected, rtol=1e-6, atol=1e-9)
-    assert not caplog.messages  # DALI may warn about unexpected results
+    assert not caplog.messages  # DALI logs a warning if it may return unexpected results
 
 
 def test_num_iter_may_end_inside_a_stage(run_train):

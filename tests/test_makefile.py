@@ -1,4 +1,4 @@
-"""`make venv` with a fake Python that only records the calls of pip."""
+"""The command `make venv` with a fake Python that only records the calls of pip."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Replaces the system's Python and the one in .venv; the file `packages` replaces site-packages.
+# A fake Python that replaces the system's Python and the one in .venv. Its file `packages` replaces site-packages.
 PYTHON = r"""#!/bin/bash
 set -eu
 packages=$(dirname "$0")/packages
@@ -27,7 +27,7 @@ esac
 
 @pytest.fixture
 def make(tmp_path):
-    """Run `make` in a copy of the files it reads; returns (pip's calls, make's output)."""
+    """Run `make` with copies of the files that it reads, and return (calls of pip, output of make)."""
     for name in ("Makefile", "requirements.txt", "requirements-cpu.txt", "requirements-base.txt"):
         shutil.copy(ROOT / name, tmp_path)
     python = tmp_path / "python"
@@ -38,7 +38,7 @@ def make(tmp_path):
         calls = tmp_path / "calls"
         calls.unlink(missing_ok=True)
         command = ["make", "--no-print-directory", f"PYTHON={python}", "HAS_GPU=", *arguments]
-        # Variables of the make process that runs the tests must not leak into the tested make.
+        # Remove variables of the make process that runs the tests, because the tested make must not inherit them.
         of_make = ("PADDLE", "PADDLE_WORDS", "VENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
         environment = {name: value for name, value in os.environ.items() if name not in of_make}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
@@ -103,7 +103,7 @@ def test_paddle_installed_by_user_is_kept(make, tmp_path):
     assert (tmp_path / ".venv/bin/packages").read_text() == "paddlepaddle-gpu==3.3.1\n"
 
 
-def test_chosen_paddle_is_kept_on_later_makes(make):
+def test_chosen_paddle_is_kept_by_later_makes(make):
     chosen = "paddlepaddle-gpu==3.3.1 -i https://index.example/cu126/"
     assert make("venv", f"PADDLE={chosen}")[0] == ["requirements", f"install {chosen}"]
     assert make("venv")[0] == []
@@ -133,7 +133,7 @@ def test_next_make_repairs_failed_replacement(make, tmp_path):
     assert make("venv")[0] == ["requirements", "install paddlepaddle==2.6.2"]
 
 
-def test_paddle_range_is_not_a_redirection(make, tmp_path):
+def test_version_range_of_paddle_is_not_a_redirection(make, tmp_path):
     assert make("venv", "PADDLE=paddlepaddle>=3,<4")[0] == ["requirements", "install paddlepaddle>=3,<4"]
     assert not (tmp_path / "=3,").exists()
 

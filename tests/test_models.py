@@ -13,7 +13,7 @@ EXPECTED_PARAMETERS |= {
     "EfficientNet_Lite2": 6_092_072,
     "MobileNetV3_Large": 5_483_032,
     "MobileNetV3_Small": 2_542_856,
-    "GhostNet": 5_182_508,  # timm's ghostnet_100
+    "GhostNet": 5_182_508,  # number for timm's ghostnet_100
 }
 
 
@@ -46,14 +46,15 @@ def set_parameters(program, arrays):
 
 
 def randomized(program):
-    """Return parameters with BN statistics and scales other than 0 and 1, so that swapped values are detected."""
+    """Return parameters whose BN statistics and scales differ from 0 and 1, so that the tests detect swapped values."""
     random = np.random.RandomState(0)
     return [a + random.uniform(0.1, 0.3, a.shape).astype("float32") if a.ndim == 1 else a for a in parameters(program)]
 
 
 def projections_last(arrays, depths, convolutions):
-    """Reorder weights of paddle.vision.models, which builds a block's projection before its branch."""
-    per_layer = 5  # convolution, then scale, shift, mean and variance
+    """Change the order of the weights of paddle.vision.models, which creates the projection of a block before its
+    branch."""
+    per_layer = 5  # weight of the convolution, then scale, shift, mean and variance
     result, arrays = arrays[:per_layer], arrays[per_layer:]
     for stage, depth in enumerate(depths):
         for i in range(depth):
@@ -80,8 +81,8 @@ def test_resnet_logits_match_paddle_vision(arch, depths, convolutions):
 
 
 def vision_network(name):
-    """Return the network of paddle.vision without dropout, and with the BN epsilon and momentum of the network's
-    authors."""
+    """Return a network of paddle.vision without dropout. Its BN layers have the epsilon and momentum that the authors
+    of the network used."""
     model = getattr(paddle.vision.models, name)()
     for layer in model.sublayers():
         if isinstance(layer, paddle.nn.Dropout):
@@ -93,7 +94,8 @@ def vision_network(name):
 
 @pytest.fixture
 def float64():
-    """Use float64: in float32, a different summation order flips decisions of ReLU6, which 52 layers amplify."""
+    """Use float64. In float32, a different order of summation changes the sign of some inputs of ReLU6, and 52 layers
+    amplify the difference."""
     paddle.set_default_dtype("float64")
     yield
     paddle.set_default_dtype("float32")
@@ -101,7 +103,7 @@ def float64():
 
 @pytest.mark.parametrize("layout", [pytest.param("NCHW", marks=pytest.mark.soak), "NHWC"])
 @pytest.mark.parametrize(
-    ("arch", "vision_name", "parameters"),  # a ConvBN has 3, squeeze-and-excitation 4, a Linear 2
+    ("arch", "vision_name", "parameters"),  # 3 parameters per ConvBN, 4 per squeeze-and-excitation, 2 per Linear
     [
         ("MobileNetV2", "mobilenet_v2", 52 * 3 + 2),
         ("MobileNetV3_Small", "mobilenet_v3_small", 34 * 3 + 9 * 4 + 2 * 2),
@@ -134,7 +136,8 @@ def test_mobilenet_logits_and_gradients_match_paddle_vision(float64, layout, arc
 
 
 def test_resnet50_parameter_names_match_nvidia_example():
-    """Checkpoints are loaded by name: 53 convolutions with BN, projections after their branch, and the classifier."""
+    """Checkpoints are loaded by name. The names belong to 53 convolutions with BN, in which projections follow the
+    branch, and to the classifier."""
     program, _, _ = describe(MODELS["ResNet50"], (3, 64, 64))
     names = [p.name for p in program.all_parameters()]
     expected = []
@@ -142,7 +145,8 @@ def test_resnet50_parameter_names_match_nvidia_example():
         expected += [f"conv2d_{i}.w_0", *(f"batch_norm_{i}.{part}" for part in ("w_0", "b_0", "w_1", "w_2"))]
     assert names == [*expected, "linear_0.w_0", "linear_0.b_0"]
     shapes = {p.name: list(p.shape) for p in program.all_parameters()}
-    assert shapes["conv2d_4.w_0"] == [256, 64, 1, 1]  # the projection of the first block, after its three convolutions
+    # Projection of the first block, which follows the three convolutions of the branch.
+    assert shapes["conv2d_4.w_0"] == [256, 64, 1, 1]
     assert shapes["conv2d_5.w_0"] == [64, 256, 1, 1]
 
 
@@ -164,7 +168,7 @@ def test_stride_is_in_3x3_convolution():
     block = program.global_block()
     strided = [op for op in block.ops if op.type == "conv2d" and op.attr("strides") == [2, 2]]
     kernels = [block.var(op.input("Filter")[0]).shape[2] for op in strided]
-    # These are the filters of the stem, and of the branch and projection of three stages.
+    # The strided convolutions are those of the stem, and those in the branches and projections of three stages.
     assert sorted(kernels) == [1, 1, 1, 3, 3, 3, 7]
 
 
@@ -199,7 +203,7 @@ def test_unknown_model_is_an_error():
 
 
 UNIFORM = 3**-0.5  # standard deviation of a uniform distribution between -1 and 1
-TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut off at 2
+TRUNCATED = 0.8796  # standard deviation of a normal distribution that is truncated at 2
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,7 @@ TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut of
         ),
     ],
 )
-def test_initialization_and_batch_normalization_are_those_of_the_reference_code(arch, norm, filters):
+def test_initialization_and_batch_normalization_match_reference_code(arch, norm, filters):
     paddle.seed(0)
     main, _, _ = build(MODELS[arch], (3, 32, 32))
     found = {(round(op.attr("epsilon"), 8), round(op.attr("momentum"), 6)) for op in norms(main)}

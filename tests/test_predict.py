@@ -20,14 +20,14 @@ KINDS = ["checkpoint", "export", "uint8 export", "ONNX", "uint8 ONNX"]
 
 @pytest.fixture
 def val_images(photos):
-    """Return paths and labels of the validation images."""
+    """Return the paths and the labels of the validation images."""
     paths = sorted(map(str, (photos / "val").glob("*/*.jpg")))
     return paths, [int(path.split("/class")[1][0]) for path in paths]
 
 
 @pytest.fixture
 def model_of(tmp_path):
-    """Return a function that creates a model of a given kind from a checkpoint and returns its path."""
+    """Return a function that creates a model of a given kind from a checkpoint, and returns the path of the model."""
 
     def model_of(kind, checkpoint):
         if kind == "checkpoint":
@@ -52,7 +52,7 @@ def probabilities(path, images, **options):
     [*((kind, "4,32,32") for kind in KINDS), ("checkpoint", "3,32,48"), ("uint8 export", "4,48,32")],
 )
 def test_predictions_match_evaluation(run_train, tmp_path, model_of, val_images, kind, shape):
-    """Preprocessing, channels, width and height come from the checkpoint."""
+    """The model takes preprocessing, channels, width and height from the checkpoint."""
     preprocessing = ["--resize-short", "44", "--interp", "cubic", "--normalize-mean", "0.5,0.4,0.3"]
     code, report = run_train(*preprocessing, *NHWC, "--image-shape", shape)
     expected = phase(report, [0], "val.")
@@ -90,9 +90,10 @@ def test_predictions_do_not_depend_on_batch_size(checkpoint, val_images):
 
 
 def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_path, capfd, monkeypatch):
-    """Each file has one line on stderr. capfd also captures output of C libraries, which must not write anything."""
+    """There must be one line on stderr per file. The fixture capfd also captures the output of C libraries, which must
+    be empty."""
     real = predict.find_images
-    folder = tmp_path / ".cache/mixed"  # folders above an argument may be hidden
+    folder = tmp_path / ".cache/mixed"  # a folder above an argument may be hidden
     folder.mkdir(parents=True)
     for i, path in enumerate(sorted((photos / "val").glob("*/*.jpg"))[:9]):
         (folder / f"{i}.jpg").write_bytes(path.read_bytes())
@@ -132,7 +133,7 @@ def test_invalid_image_files_are_reported_and_skipped(checkpoint, photos, tmp_pa
 
 
 def test_folders_are_searched_like_in_training(photos, tmp_path, capsys):
-    """Links to folders are followed, but no folder is read twice."""
+    """The command follows links to folders, but reads no folder twice."""
     folder = tmp_path / "mixed"
     (folder / "below").mkdir(parents=True)
     (folder / "link").symlink_to(photos / "val/class1")
@@ -178,7 +179,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
         assert [entry["probability"] for entry in prediction["top"]] == expected[i][best[i]].tolist()
     rows = list(csv.reader(table.open()))
     top = [f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")]
-    # The columns are those of --predictions with three classes.
+    # The columns are the same as those of --predictions for three classes.
     assert rows[0] == ["image", "prediction", "predicted_class", *top]
     for i, row in enumerate(rows[1:]):
         assert len(row) == len(rows[0])
@@ -189,7 +190,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
     assert capsys.readouterr().out.startswith(f"{paths[0]}: class{best[0][0]} {expected[0].max():.4f}, class")
 
 
-def test_top_returns_five_classes():
+def test_top_returns_the_five_most_probable_classes():
     actual = predict.top(np.array([0.1, 0.3, 0.1, 0.2, 0.1, 0.1, 0.1]), list("abcdef"))
     assert [label for label, *_ in actual] == [1, 3, 0, 2, 4]
     assert actual[0] == (1, "b", 0.3)
@@ -211,7 +212,7 @@ def test_benchmark_measures_every_available_engine(checkpoint, model_of, capsys,
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "session"])
-def test_benchmark_skips_broken_engine_with_a_warning(checkpoint, tmp_path, capsys, monkeypatch, package):
+def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, capsys, monkeypatch, package):
     pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     if package == "session":

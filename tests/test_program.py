@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parent / "goldens" / "tiny_losses.json"
 
 
 class Batches:
-    """A loader of fixed batches [(images, labels)]."""
+    """A loader that returns fixed batches [(images, labels)]."""
 
     step = 0
 
@@ -44,7 +44,7 @@ class Batches:
         pass
 
     def write_into(self, targets):
-        assert not targets  # steps are not captured
+        assert not targets  # None, because steps are not captured on a CPU
 
 
 def tensor(array):
@@ -64,8 +64,9 @@ def losses(args, batches):
 
 
 def test_first_losses_match_golden_values(parse, four_stages):
-    """CPUs with different vector instructions sum in different orders, and each step amplifies the difference up to
-    tenfold: without AVX-512, the last three losses differed by 4e-5, 1.5e-4 and 1.5e-3."""
+    """CPUs with different vector instructions sum in different orders, and each step amplifies the difference by up to
+    a factor of ten. On a CPU without AVX-512, the relative differences of the last three losses were 4e-5, 1.5e-4 and
+    1.5e-3."""
     actual = losses(parse(), random_batches(5, batch=32))
     for step, (loss, golden) in enumerate(zip(actual, json.loads(GOLDEN.read_text()), strict=True)):
         assert loss == pytest.approx(golden, rel=(1e-6, 1e-5, 2e-4, 5e-4, 5e-3)[step]), (
@@ -79,7 +80,7 @@ def test_losses_are_bit_identical_when_repeated(parse):
 
 
 def gradients(args, batch):
-    """Compute the gradient of every parameter from one step with learning rate 1."""
+    """Run one step with learning rate 1 and return the gradient of every parameter."""
     compiled, exe, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters() if p.trainable}
     exe.run(compiled, {"data": batch[0], "label": batch[1]})
@@ -216,7 +217,7 @@ def test_evaluation_program_shares_parameters_and_uses_running_statistics(parse)
         exe.run(compiled_eval, {"data": images[i : i + 1], "label": labels[i : i + 1]}, [fetchs["loss"][0]])[0]
         for i in range(len(images))
     ]
-    # With batch statistics, the loss of an image would depend on the other images.
+    # If the evaluation used batch statistics, the loss of an image would depend on the other images of the batch.
     np.testing.assert_allclose(whole, np.concatenate(one_by_one), rtol=1e-4)
     for name, value in before.items():
         np.testing.assert_array_equal(variable(name), value)
@@ -233,7 +234,7 @@ def test_evaluation_does_not_depend_on_batch_size(parse, photos):
         assert result["images"] == 23
         assert result["top1"] == results[0]["top1"]
         assert result["top5"] == results[0]["top5"] == 1
-        # The float32 loss of an image may round differently in a larger matrix product; the sum adds no error.
+        # The float32 loss of an image may depend on the size of the matrix product. The summation adds no error.
         assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-6)
 
 
@@ -241,12 +242,12 @@ def test_confusion_matrix_matches_numpy(parse):
     args = parse("--num-of-class", "7")
     compiled, exe, fetchs, _, main = build(args, is_train=False)
     logits = next(op for op in reversed(main.global_block().ops) if op.type == "elementwise_add").output("Out")[0]
-    batches = random_batches(4, classes=6)  # no image of class 6
+    batches = random_batches(4, classes=6)  # there are no images of class 6
     expected = np.zeros((7, 7), int)
     for images, labels in batches:
         [out] = exe.run(main, {"data": images, "label": labels}, [logits])
         np.add.at(expected, (labels[:, 0], out.argmax(axis=1)), 1)
-    for _ in range(2):  # each evaluation starts from zero
+    for _ in range(2):  # each evaluation starts with zero counts
         result = program.run(args, Batches(batches), exe, compiled, fetchs, 0, Mode.EVAL)
         pairs = expected.nonzero()
         np.testing.assert_array_equal(result["confusion"], np.column_stack([*pairs, expected[pairs]]))
@@ -299,14 +300,14 @@ def test_epoch_loss_is_mean_over_images(parse):
     assert result["loss"] == pytest.approx(expected, rel=1e-7)
 
 
-# An empty program for fake Executors that do not run it.
+# An empty program for fake Executors, which never execute it.
 COMPILED = SimpleNamespace(
     _program=static.Program(), write_scalars=lambda: None, captured=None, trace=None, accumulating=None
 )
 
 
 class Trace:
-    """Fake Executor and results that record when a step is dispatched and a metric read."""
+    """A fake Executor that records when steps are dispatched and when their metrics are read."""
 
     def __init__(self):
         self.events = []
@@ -344,7 +345,7 @@ def test_host_reads_only_step_n_minus_1_after_dispatching_step_n(parse):
 
 
 def test_late_read_returns_metrics_of_its_own_step(parse):
-    """Paddle must not write step n's metrics into the tensors that step n-1 returned."""
+    """While the host reads metrics late, Paddle must not overwrite the metrics of step n-1 with those of step n."""
     args = parse("--lr", "0.1")
     compiled, exe, fetchs, lr_scheduler, _ = build(args)
     handles, immediate = [], []
@@ -365,7 +366,7 @@ class FakeTime:
 
 
 class TimedLoader:
-    """Fake loader of batches of 4 images that takes 20 ms per batch and 5 ms per restart."""
+    """A fake loader of batches of 4 images. It takes 20 ms per batch and 5 ms per restart."""
 
     def __init__(self, time, batches):
         self.time, self.batches = time, batches
@@ -394,7 +395,7 @@ class TimedLoader:
 
 
 class TimedExecutor:
-    """Fake Executor: step i takes i + 1 ms, each of the first two (warm-up) 1 s."""
+    """A fake Executor. Step i takes i + 1 ms, except for the two warm-up steps, which take 1 s each."""
 
     def __init__(self, time):
         self.time = time
@@ -419,7 +420,8 @@ def test_benchmark_includes_loader_restarts_in_time(parse, monkeypatch, batches)
 
     assert exe.steps == 12
     assert loader.restarts == 11 // batches
-    # Steps 2 to 11 take 3 to 12 ms. Each waits for its batch, and some also wait for a restart of the loader.
+    # Steps 2 to 11 take 3 to 12 ms. Each step also waits for its batch, and some steps wait for a restart of the
+    # loader.
     compute = np.arange(3, 13)
     data = 20 + 5 * np.array([step % batches == 0 for step in range(2, 12)])
     batch = compute + data
@@ -470,7 +472,8 @@ def test_epoch_time_excludes_checkpoints(parse, monkeypatch):
 
 
 def on_two_ranks(monkeypatch, function, *arguments):
-    """Run a function in two threads that exchange numbers like two ranks, each with its own arguments."""
+    """Run a function in two threads that act as two ranks. Each rank has its own arguments, and the ranks exchange
+    numbers."""
     barrier, sent, local = threading.Barrier(2, timeout=10), [None, None], threading.local()
 
     def all_gather(values):
@@ -490,7 +493,8 @@ def on_two_ranks(monkeypatch, function, *arguments):
 
 
 def test_metrics_are_combined_over_ranks(monkeypatch):
-    """Losses are summed over images, and times are those of the slower rank. Rank 1 has one step fewer."""
+    """Losses are summed over all images, and times are those of the slower rank. Rank 1 runs one step fewer than rank
+    0."""
     ranks = []
     for losses, times in (([2.0, 4.0], [1.0, 3.0]), ([9.0], [8.0])):
         meter = AverageMeter("loss")
@@ -518,7 +522,7 @@ def test_confusion_matrices_are_summed_over_ranks(monkeypatch):
 
 
 def test_confusion_counts_need_no_matrix():
-    """A matrix of 2^24 classes would need 2 PiB."""
+    """If the counts were stored as a matrix, 2^24 classes would need 2 PiB."""
     meter = ConfusionMeter(2**24)
     meter.update(np.array([[2**24 - 1, 2**24 - 1], [2**24 - 1, 0]]), 2)
     actual = program._confusion_over_all_processes(meter)
@@ -567,7 +571,7 @@ def test_unsupported_fuse_resunit_is_an_error(parse):
 
 
 class Losses:
-    """Fake Executor that returns fixed losses."""
+    """A fake Executor that returns fixed losses."""
 
     def __init__(self, values):
         self.values = iter(values)
@@ -604,7 +608,7 @@ def test_non_finite_losses_do_not_stop_evaluation(parse):
 
 
 def test_mean_loss_omits_non_finite_losses_of_all_ranks(parse, monkeypatch):
-    """Rank 0 has losses of 1 and infinity, rank 1 has 4 and 4."""
+    """The losses are 1 and infinity on rank 0, and 4 and 4 on rank 1."""
     sent_values = []
 
     def all_gather(own):
@@ -620,9 +624,9 @@ def test_mean_loss_omits_non_finite_losses_of_all_ranks(parse, monkeypatch):
 
 @pytest.mark.parametrize(("scale", "stops"), [(2.0, False), (1.0, True)])
 def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, stops):
-    """Dynamic loss scaling handles overflows until the scale reaches its minimum."""
+    """Until the loss scale reaches its minimum, dynamic loss scaling handles overflows."""
     args = parse("--max-bad-steps", "3")
-    args.use_dynamic_loss_scaling = True  # without --amp, which requires a GPU
+    args.use_dynamic_loss_scaling = True  # set directly, because --amp requires a GPU
     static.global_scope().var(program.LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
     if stops:
         with pytest.raises(RunError, match="up to step 2 of epoch 0"):
@@ -633,7 +637,7 @@ def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, 
 
 
 def test_fused_operators_are_counted(parse, monkeypatch):
-    """Paddle's CPU build supports only one kind of fusion."""
+    """The test covers the only kind of fusion that Paddle's CPU build supports."""
     strategy = program.create_strategy
 
     def fusing(args, is_train=True):
@@ -646,7 +650,7 @@ def test_fused_operators_are_counted(parse, monkeypatch):
     assert program.fused_operators(args, compiled) == {}
     monkeypatch.setattr(program, "create_strategy", fusing)
     compiled, exe, fetchs, *_ = build(args)
-    # relu(a + b) at the end of each of the two residual units, forward and backward.
+    # Both residual units end with relu(a + b), which is fused in the forward and the backward pass.
     counts = {"fused_elemwise_add_activation": 2, "fused_elemwise_add_activation_grad": 2}
     assert program.fused_operators(args, compiled) == counts
     images, labels = random_batches(1)[0]
@@ -655,7 +659,7 @@ def test_fused_operators_are_counted(parse, monkeypatch):
 
 
 class Shifted(ResNet):
-    """Adds [1, 32], with fewer dimensions than the images."""
+    """A network that adds a tensor [1, 32], which has fewer dimensions than the images."""
 
     def forward(self, images):
         return super().forward(paddle.nn.functional.relu(images + paddle.linspace(-1, 1, 32).unsqueeze(0)))
@@ -663,7 +667,7 @@ class Shifted(ResNet):
 
 @pytest.mark.parametrize("network", [partial(ResNet, se=True), Shifted], ids=["bias", "fewer dimensions"])
 def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, monkeypatch, network):
-    """Paddle's fused addition and activation computes only the first image of a batch if the bias is [1, C, 1, 1]."""
+    """If the bias has the shape [1, C, 1, 1], Paddle's fused operator computes only the first image of a batch."""
     monkeypatch.setitem(models.MODELS, "Tiny", partial(network, BottleneckBlock, (1, 1), width=8))
     args, batches, strategy = parse(), random_batches(2), program.create_strategy
 
@@ -678,7 +682,7 @@ def test_fused_addition_does_not_change_results_of_broadcast_additions(parse, mo
 
 
 def test_batch_may_contain_additional_feeds(parse, monkeypatch):
-    """The additional feed contains class weights that replace the label in the loss."""
+    """The additional feed contains class weights, which replace the label in the loss function."""
     args, [(images, labels)] = parse("--lr", "0"), random_batches(1)
     expected = [losses(args, [(images, (labels + k) % 3)])[0] for k in (0, 1)]
     create_feeds = program.create_feeds

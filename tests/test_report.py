@@ -25,7 +25,7 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
     args = parse("--report-file", tmp_path / "run.json")
     confusion = np.array([[0, 0, 5], [0, 2, 2], [2, 0, 3], [2, 2, 1]])
     result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
-    report.write_classes(args, result, ["dog, small", "cat"])  # the third output has no class name
+    report.write_classes(args, result, ["dog, small", "cat"])  # the third class has no name
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
         ["0", "dog, small", "7", "5", "0.714286"],
         ["1", "cat", "0", "0", ""],
@@ -58,7 +58,7 @@ def test_unwritable_class_table_is_an_error(parse, tmp_path):
 
 
 def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
-    """A parameter of the network is NaN."""
+    """One parameter of the network is NaN."""
     assert run_train("--run-scope", "eval_only", "--from-pretrained-params", checkpoint)[0] == 0
     assert "not a number" not in capsys.readouterr().err
     state = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
@@ -96,7 +96,7 @@ def test_training_report_is_replaced_only_with_overwrite(run_train, tmp_path, ca
         message = f"--report-file {kept}: the report of a training run; choose a different file"
         assert_one_error(capsys.readouterr().err, [message, "or replace it with --overwrite"])
         assert {path: path.read_bytes() for path in tmp_path.glob("kept*")} == tables
-    assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append to a report
+    assert run_train(*flags, *elsewhere, "--resume")[0] == 2  # --resume would append to the report
     message = f"--report-file {kept}: the report of a different training run; choose a different file"
     assert_one_error(capsys.readouterr().err, [message])
     assert run_train(*flags, *elsewhere, "--overwrite")[0] == 0
@@ -134,7 +134,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
     ]
     assert not list(folder.glob(".report*"))
     flags = ["--from-checkpoint", folder, "--last-epoch-of-checkpoint", "auto", "--epochs", "2"]
-    assert run_train(*default, *flags)[0] == 0  # continues the run of this report
+    assert run_train(*default, *flags)[0] == 0  # this run continues the run of the report
     assert [epoch for epoch, kind in losses(read_report(folder / "report.json")) if kind == "train"] == [0, 1]
 
 
@@ -148,7 +148,8 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
         (["--report-file", "{}/tiny/tiny.pdparams"], ["--report-file", "tiny is for a checkpoint"]),
         (["--report-file", "{}/pre.pdparams", "--from-pretrained-params", "{}/pre"], ["as --from-pretrained-params"]),
         (["--report-html", "{}/data/val/class0/page.html"], ["--report-html", "would change the data set's"]),
-        (["--report-html", "{}/data/val.txt"], ["--report-html", "would change the data set's"]),  # a new file list
+        # A new file val.txt would be a file list.
+        (["--report-html", "{}/data/val.txt"], ["--report-html", "would change the data set's"]),
         (["--tensorboard-dir", "{}/data/train/board"], ["--tensorboard-dir", "would change the data set's"]),
         (["--output-dir", "{}/tiny/output"], ["--output-dir", "tiny is for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/0/report.json"], ["0 is for a checkpoint"]),
@@ -202,7 +203,7 @@ def test_benchmark_report_ends_with_metrics_versions_and_command(run_train, caps
     assert 0 < last["data"]["train.first_step_s"] < float(last["elapsedtime"])
     assert last["data"]["versions"]["paddle"] == paddle.__version__
     assert last["data"]["command"].endswith("--benchmark --benchmark-steps 2 --benchmark-warmup-steps 1")
-    assert not any("memory" in name for name in last["data"])  # memory is a metric of GPUs only
+    assert not any("memory" in name for name in last["data"])  # memory is reported only on GPUs
     table = capsys.readouterr().out
     for part in ("latency_p99_ms", "ips", f"paddle {paddle.__version__}", "--benchmark-steps 2"):
         assert part in table
@@ -242,7 +243,7 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     args = parse().copy(**{"device": "gpu", "dali_device": "gpu", "dali_num_threads": 8} | flags)
     trained = {"data_time": 0.03, "batch_time": 0.1, "steps": 40}
-    assert not report.advise_on_loader(args, 0, trained)  # the first epoch is short
+    assert not report.advise_on_loader(args, 0, trained)  # no advice, because the first epoch is short
     assert not report.advise_on_loader(args, 1, trained | {"data_time": 0.01})
     assert capsys.readouterr().err == ""
     assert report.advise_on_loader(args, 1, trained)

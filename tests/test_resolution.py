@@ -1,4 +1,4 @@
-"""Resolution of flags that depend on the machine and the data."""
+"""Resolution of flags whose values depend on the machine and the data."""
 
 import paddle
 import pytest

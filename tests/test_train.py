@@ -1,4 +1,4 @@
-"""train.py end to end, with real images and programs."""
+"""Tests of train.py from start to end, with real images and programs."""
 
 import importlib.util
 import pickle
@@ -74,7 +74,7 @@ def test_training_supports_nhwc_and_fp16_input(run_train, flags):
 
 
 def test_report_starts_with_flags_and_ends_with_summary(run_train):
-    _, report = run_train("--model-arch-name", "tINY")  # model names are case-insensitive
+    _, report = run_train("--model-arch-name", "tINY")  # the name of a network is not case-sensitive
     assert report[0]["step"] == "PARAMETER"
     assert report[0]["data"]["model_arch_name"] == "Tiny"
     assert report[-1]["step"] == []
@@ -115,7 +115,7 @@ def test_sparse_training_keeps_masks(run_train, tmp_path, capsys):
     for epoch in (0, 1):
         params = pickle.loads((tmp_path / f"output/Tiny/{epoch}/tiny.pdparams").read_bytes())
         assert_sparse(params)
-    # Sparsity is inherited; training that makes the weights dense requires a flag.
+    # A run inherits --asp from its checkpoint. Training that makes sparse weights dense requires an explicit flag.
     elsewhere = ["--output-dir", tmp_path / "branch", "--epochs", "2"]
     assert run_train("--from-checkpoint", tmp_path / "output/Tiny/1", *elsewhere)[0] == 0
     assert_sparse(pickle.loads((tmp_path / "branch/Tiny/1/tiny.pdparams").read_bytes()))
@@ -188,8 +188,8 @@ OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
 )
 @pytest.mark.parametrize("flags", [["--kernels", "native", *NHWC], [], ["--label-smoothing", "0"]])
 def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad, label, flags):
-    """Labels of record files are not all read before the first step. An invalid label must stop the run instead of
-    causing NaN gradients or counting as a different class."""
+    """Some labels of record files are not read before the first step. If such a label is invalid, the run must stop.
+    The label must not cause NaN gradients or count as a different class."""
 
     original = listing.list_folder
 

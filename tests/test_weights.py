@@ -1,5 +1,5 @@
-"""python -m paddle_resnet.weights: converts a file or an installed package to a checkpoint for training, evaluation,
-export and prediction."""
+"""The command python -m paddle_resnet.weights, which converts a file or an installed package to a checkpoint. The
+checkpoint can be used for training, evaluation, export and prediction."""
 
 import json
 import pickle
@@ -25,13 +25,13 @@ PREPROCESSING = {"interp": "cubic", "normalize_mean": [0.4, 0.5, 0.6]}
 
 @pytest.fixture
 def small(monkeypatch):
-    """Register the tiny network like a network of the package, with its own preprocessing."""
+    """Register the tiny network as if it belonged to the package, with its own preprocessing."""
     network = models.Network("resnet", "ResNet", "1512.03385", OPTIONS, 32, 1.25, PREPROCESSING)
     monkeypatch.setitem(models.MODELS, "Small", network)
 
 
 def tensors(classes=1000, arch="Small"):
-    """Return a state_dict with torchvision's names and random values."""
+    """Return a state_dict with random values and the parameter names of torchvision."""
     random, state = np.random.default_rng(0), {}
     for name, parameter in weights._parameters(arch, classes).items():
         name = name.replace("stem.0.conv", "conv1").replace("stem.0.bn", "bn1").replace("classifier", "fc")
@@ -59,7 +59,7 @@ def run(*arguments):
     return weights.main([*map(str, arguments)])
 
 
-def test_file_becomes_a_checkpoint(file, tmp_path, capsys):
+def test_weights_file_is_converted_to_checkpoint(file, tmp_path, capsys):
     assert run(file, "--arch", "small", "--output", tmp_path / "new/out") == 0
     out = capsys.readouterr().out
     assert "47 parameters of Small, with the names of torchvision, timm, paddle.vision" in out
@@ -82,7 +82,7 @@ def test_preprocessing_flags_replace_the_defaults(file, tmp_path):
     assert (recorded["normalize_mean"], recorded["normalize_std"]) == ([0.4, 0.5, 0.6], [0.5, 0.5, 0.5])
 
 
-def test_other_numbers_of_classes_have_no_names(small, tmp_path):
+def test_class_names_are_omitted_unless_there_are_1000_classes(small, tmp_path):
     path = tmp_path / "seven.pdparams"
     path.write_bytes(pickle.dumps(tensors(7), 4))
     meta = weights.convert(path, tmp_path / "out", "Small")
@@ -101,7 +101,7 @@ def test_fine_tuning_inherits_the_preprocessing_and_logs_it(file, run_bare, tmp_
     assert meta["classes"] == ["class0", "class1", "class2"]
 
 
-def test_training_from_the_checkpoint_itself_is_rejected(file, run_train, tmp_path, capsys):
+def test_continuing_from_converted_checkpoint_is_rejected(file, run_train, tmp_path, capsys):
     weights.convert(file, tmp_path / "out", "Small")
     assert (
         run_train("--from-checkpoint", tmp_path / "out", "--model-arch-name", "Small", "--num-of-class", 1000)[0] == 2
@@ -122,8 +122,8 @@ def some_classes(tmp_path):
     return tmp_path / "some"
 
 
-def test_verify_matches_some_of_the_classes_by_name(small, some_classes, run_bare, tmp_path, capsys):
-    """The network always predicts label 701, parachute."""
+def test_verify_matches_subset_of_classes_by_name(small, some_classes, run_bare, tmp_path, capsys):
+    """The network always predicts label 701, which is the class "parachute"."""
     state = tensors()
     state["fc.weight"][:], state["fc.bias"] = 0, np.arange(1000, dtype=np.float32)[::-1] / 1000
     state["fc.bias"][701] = 2
@@ -150,7 +150,7 @@ def error(capsys, *arguments):
     return line.removeprefix("paddle_resnet.weights: error: ")
 
 
-def test_usage_errors(file, tmp_path, capsys):
+def test_invalid_command_is_an_error(file, tmp_path, capsys):
     out = ["--output", tmp_path / "out"]
     assert error(capsys, file, *out) == f"{file}: not a published model, so its network is unknown; set --arch"
     assert "unknown network; use one of" in error(capsys, file, *out, "--arch", "Nothing")
@@ -170,7 +170,7 @@ def test_usage_errors(file, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_unreadable_and_unsuitable_files(small, tmp_path, capsys):
+def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     out = ["--output", tmp_path / "out", "--arch", "Small"]
     path = tmp_path / "file.pth"
     path.write_bytes(b"<html>")
@@ -193,7 +193,7 @@ def test_unreadable_and_unsuitable_files(small, tmp_path, capsys):
 
 
 def package(root, name, file, content):
-    """Create an installed package that contains a file and raises an error if it is imported."""
+    """Create an installed package that contains the file. Importing the package raises an error."""
     module = name.replace("-", "_")
     (root / module).mkdir(parents=True)
     (root / module / "__init__.py").write_text("raise AssertionError('imported')")
@@ -223,7 +223,7 @@ def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, 
     assert (meta["arguments"]["crop_size"], meta["arguments"]["interp"]) == (40, "cubic")
 
 
-def test_classes_of_imagenet():
+def test_imagenet_classes_have_names_and_wordnet_ids():
     wnids, names = zip(*published.imagenet_classes(), strict=True)
     assert len({*wnids}) == len({*names}) == 1000
     assert list(wnids) == sorted(wnids)

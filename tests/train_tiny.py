@@ -1,7 +1,7 @@
-"""train.py with the tiny network, as a separate process or as a worker of a job.
+"""Run train.py with the tiny network, as a separate process or as a worker of a job.
 
-Usage: `train_tiny.py OPTIONS FLAGS`. OPTIONS are those of `parse_options`, and FLAGS are those of train.py. The network
-"Plain" has no batch normalization. With $SHARE_GPU in the environment, the ranks of a job share a GPU.
+Usage: `train_tiny.py OPTIONS FLAGS`. The function `parse_options` defines OPTIONS, and FLAGS are flags of train.py. The
+network "Plain" has no batch normalization. If $SHARE_GPU is set, the ranks of a job share a GPU.
 """
 # ruff: noqa: E402, I001
 
@@ -15,8 +15,8 @@ import threading
 import time
 from functools import partial
 
-gc.disable()  # garbage collection would take a fifth of the import time
-import paddle_resnet  # noqa: F401  sets Paddle's environment; must precede Paddle
+gc.disable()  # garbage collection would add a fifth to the import time
+import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede Paddle
 import numpy as np
 import paddle
 from paddle import static
@@ -38,7 +38,7 @@ gc.enable()
 
 
 def parse_options():
-    """Remove the options of this program from sys.argv; the flags of train.py remain."""
+    """Remove the options of this program from sys.argv, so that only flags of train.py remain."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add = parser.add_argument
     add("--parameters", help="folder to which each rank writes its state after each epoch and its final parameters")
@@ -59,7 +59,8 @@ def parse_options():
     return options
 
 
-if "SHARE_GPU" in os.environ:  # NCCL allows this only for ranks of different hosts that are connected by sockets
+# NCCL lets ranks share a GPU only if they are on different hosts that are connected by sockets.
+if "SHARE_GPU" in os.environ:
     os.environ |= {"NCCL_HOSTID": str(processes.rank()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
@@ -83,7 +84,8 @@ def raise_error():
 
 
 def wait_with_gil():
-    """Wait for a mutex that this thread holds. Unlike a sleep, this cannot be interrupted by signals."""
+    """Wait for a mutex that this thread holds. Signals cannot interrupt this wait, whereas they can interrupt a
+    sleep."""
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -131,7 +133,7 @@ def slow(function, seconds):
 
 
 class Shares(dali.SyntheticIterator):
-    """Generates this process's part of the global batch in each step."""
+    """Generates the images and labels of this process, which are a part of the global batch of a step."""
 
     def __next__(self):
         if self._left == 0:
@@ -151,10 +153,11 @@ class Shares(dali.SyntheticIterator):
 
 
 def scale_losses(dist_optimizer):
-    """Scale the loss as with --amp, but without float16 operators, which CPUs do not support."""
+    """Scale the loss as --amp does, but without float16 operators, which CPUs do not support."""
 
     def wrapped(args, optimizer):
-        vars(args)["use_dynamic_loss_scaling"] = True  # otherwise set by --amp; the settings are frozen
+        # Set directly, because --amp is not supported and the settings are frozen.
+        vars(args)["use_dynamic_loss_scaling"] = True
         operators = {op.type for op in static.default_main_program().global_block().ops}
         lists = static.amp.AutoMixedPrecisionLists(custom_black_list=operators | {"scale", "sum", "elementwise_mul"})
         scaled = static.amp.decorate(optimizer, lists, init_loss_scaling=1024.0, use_dynamic_loss_scaling=True)
@@ -225,7 +228,7 @@ if __name__ == "__main__":
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
-    if "gpu" in sys.argv:  # test_gpu.py also tests normal exits
+    if "gpu" in sys.argv:  # returns normally, because test_gpu.py also tests the exit of the process
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ from utils.mode import Mode
 
 
 def contents(root, mode=Mode.EVAL):
-    """Return [(bytes of the image, label)] of a split, in stored order."""
+    """Return [(bytes of the image, label)] of a split, in the stored order."""
     return [records.read(image) for image in listing.images(str(root), mode)[2]]
 
 
@@ -36,7 +36,7 @@ def test_conversion_keeps_bytes_labels_and_class_names(photos, converted, to):
     for mode in Mode:
         expected, actual = contents(photos, mode), contents(converted[to], mode)
         if mode is Mode.TRAIN:
-            assert actual != expected  # records are in random order
+            assert actual != expected  # the order of records is random
             expected, actual = sorted(expected), sorted(actual)
         assert actual == expected
     assert (converted[to] / "classes.txt").read_text() == "class0\nclass1\nclass2\n"
@@ -72,7 +72,7 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
     pixels = np.zeros((100, 200, 3), np.uint8)
     pixels[:, 100:] = 255
     exif = Image.Exif()
-    exif[0x0112] = 6  # rotate by 90 degrees clockwise
+    exif[0x0112] = 6  # orientation 6: rotate by 90 degrees clockwise
     Image.fromarray(pixels).save(folder / "0.jpg", exif=exif, quality=95)
     Image.fromarray(pixels[:40, :80]).save(folder / "1.png")
     Image.fromarray(pixels).convert("CMYK").save(folder / "2.tif")
@@ -92,7 +92,7 @@ def test_resize_short_shrinks_large_images_upright_and_keeps_small_ones(tmp_path
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
 def test_resize_short_scales_16_bit_images(tmp_path, suffix):
-    """Values are scaled like in DALI and not clipped at 255."""
+    """The values are scaled as DALI does, and not clipped at 255."""
     folder = tmp_path / "source" / "val" / "a"
     folder.mkdir(parents=True)
     values = np.tile(np.linspace(0, 65535, 100).astype(np.uint16), (100, 1))
@@ -120,13 +120,14 @@ def test_skipped_images_are_omitted(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
-# LMDB is a database, and RecordIO has two files; the other formats write several files one after another.
+# LMDB is a single database, and RecordIO consists of two files. The other formats consist of several files, which are
+# written one after the other.
 SHARDED = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
 
 
 @pytest.mark.parametrize("to", [*convert.SINGLE_FILE, *SHARDED])
 def test_killed_conversion_resumes_with_same_images(photos, converted, tmp_path, to):
-    """The command is killed whenever a new file appears."""
+    """The test kills the command whenever a new file appears."""
     output = tmp_path / "x"
     command = [sys.executable, "-m", "paddle_resnet.dataset", "convert", "--from", photos, "--to", to]
     command += ["--output", output, "--workers", "1", "--unchecked"]
@@ -172,7 +173,7 @@ def test_finished_files_are_not_rewritten(photos, tmp_path, to):
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     convert.convert(photos, output, to, shards=shards, workers=1)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
-    # Only the completion mark is missing.
+    # Remove only the mark that the conversion is complete.
     manifest = json.loads((output / "convert.json").read_text())
     (output / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
     done = []
@@ -280,7 +281,7 @@ sys.stdin.read()
 
 
 def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, capsys):
-    """A second conversion would write every record twice. Rejected conversions leave no files behind."""
+    """A second conversion would write every record twice. A rejected conversion must not leave any files."""
     (tmp_path / "x").mkdir()
     command = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -323,7 +324,8 @@ def test_all_undecodable_images_are_reported_before_writing(photos, tmp_path, ca
 
 
 def test_recordio_payload_may_contain_magic_number(tmp_path):
-    """Images that contain the magic number are split at that number and joined again when they are read."""
+    """When an image contains the magic number, the writer splits the image at this number. The reader joins the parts
+    again."""
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     images = [magic, b"abcd" + magic + b"efgh" + magic, b"ab" + magic, 3 * magic + b"x", b"", b"1234567"]
     (tmp_path / "source" / "val" / "a").mkdir(parents=True)
@@ -331,7 +333,7 @@ def test_recordio_payload_may_contain_magic_number(tmp_path):
         (tmp_path / "source" / "val" / "a" / f"{i}.jpg").write_bytes(image)
     convert.convert(tmp_path / "source", tmp_path / "x", "recordio", workers=1)
     assert contents(tmp_path / "x") == [(image, 0) for image in images]
-    # Every magic number at a multiple of 4 bytes starts a record or part.
+    # Every magic number at a multiple of 4 bytes is the start of a record or of a part.
     data = (tmp_path / "x" / "val.rec").read_bytes()
     places = [i for i in range(0, len(data), 4) if data[i : i + 4] == magic]
     assert all(struct.unpack_from("<I", data, i + 4)[0] & (1 << 29) - 1 <= len(data) for i in places)
@@ -358,7 +360,7 @@ def test_unwritable_index_exits_with_code_2(converted, tmp_path, capsys):
     shutil.copytree(converted["recordio"], tmp_path / "x")
     index = tmp_path / "x/train.idx"
     index.unlink()
-    files.partial_path(index).mkdir()  # permissions do not stop root
+    files.partial_path(index).mkdir()  # a read-only folder would not stop root
     assert dataset.main(["index", str(tmp_path / "x")]) == 2
     assert "the index cannot be written (Is a directory); make the folder writable" in capsys.readouterr().err
 
@@ -381,7 +383,8 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
     assert f"{photos}: no val images to convert; add some, or shorten --skip-list" in capsys.readouterr().err
 
 
-# Converts in blocks of four images. After some images, it prints the process IDs of its workers and kills itself.
+# A program that converts in blocks of four images. After some images, it prints the process IDs of its workers and
+# kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
 from paddle_resnet.tools import convert, writers
@@ -399,7 +402,7 @@ convert.convert(*sys.argv[1:], workers=2, progress=progress)
 @pytest.mark.parametrize("to", convert.SINGLE_FILE)
 def test_killed_conversion_stops_workers_and_keeps_images(photos, converted, tmp_path, to):
     output = tmp_path / "x"
-    output_file = tmp_path / "stdout"  # surviving workers would keep a pipe open
+    output_file = tmp_path / "stdout"  # a file, because surviving workers would keep a pipe open
     with open(output_file, "w") as f:
         killed = subprocess.run([sys.executable, "-c", KILLED, str(photos), str(output), to], cwd=ROOT, stdout=f)
     assert killed.returncode == -signal.SIGKILL
@@ -420,14 +423,14 @@ def test_killed_conversion_stops_workers_and_keeps_images(photos, converted, tmp
 def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] != "Z"  # a zombie has exited
+            return f.read().rpartition(")")[2].split()[0] != "Z"  # a zombie process has already exited
     except OSError:
         return False
 
 
 @pytest.mark.parametrize("to", ["lmdb", "recordio"])
 def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, to):
-    """RLIMIT_FSIZE makes every write beyond a size fail. The same command resumes once there is space."""
+    """RLIMIT_FSIZE makes writes beyond a file size fail. When there is enough space, the same command resumes."""
     code = (
         "import resource, sys; limit = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
     )
@@ -443,7 +446,7 @@ def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, to):
     assert "30 train and 23 val images" in done.stdout
 
 
-def test_partial_record_of_killed_conversion_is_removed(tmp_path):
+def test_incomplete_record_of_killed_conversion_is_removed(tmp_path):
     images = [(b"x" * 101, 0), (b"y" * 50, 1)]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

@@ -10,7 +10,7 @@ from paddle_resnet.tools import drawing
 
 
 def splits(count):
-    """Return the result of info for `count` classes; class i has i images in train and one in val."""
+    """Return the result of `dataset info` for `count` classes. Class i has i images in train and one in val."""
     names = [f"[b]$class$ {i}" for i in range(count)]
     sizes = np.array([[40, 30], [50, 60]])
     return {
@@ -47,11 +47,11 @@ def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count):
     assert 400 < height < 3000
 
 
-def test_balance_of_one_split(tmp_path):
+def test_balance_of_single_split_can_be_drawn(tmp_path):
     drawing.save(drawing.balance({"val": splits(3)["val"]}), tmp_path / "x.png")
 
 
-NAME = "猫 \u2312 a\x1b"  # no matplotlib font has the first character, only STIX the second
+NAME = "猫 \u2312 a\x1b"  # no matplotlib font contains the first character, and only STIX contains the second
 
 
 def test_character_without_font_is_escaped(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def colors(tmp_path):
-    """Create ten training images, each of a single color and in its own class."""
+    """Create ten training images. Each image has a single color and its own class."""
     for i in range(10):
         folder = tmp_path / "colors" / "train" / f"c{i}"
         folder.mkdir(parents=True)
@@ -77,7 +77,7 @@ def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
 
 
 def test_info_distinguishes_classes_with_same_name(colors):
-    """ImageNet, for example, has several classes with the same name."""
+    """ImageNet contains several classes with the same name, for example."""
     (colors / "classes.txt").write_text("crane\ncrane\nwren\n")
     (colors / "train.txt").write_text("train/c0/x.png 0\ntrain/c1/x.png 1\ntrain/c2/x.png 1\ntrain/c3/x.png 2\n")
     (colors / "train").rename(colors / "images")

@@ -45,7 +45,7 @@ def deep():
 
 pytestmark = pytest.mark.usefixtures("verify_here")
 JPEG = encoded()
-# name: (bytes, whether training fails, unusual properties)
+# {name: (bytes of the file, whether training fails, unusual properties)}
 FILES = {
     "good.jpg": (JPEG, False, []),
     "progressive.jpg": (encoded(progressive=True), False, []),
@@ -107,7 +107,7 @@ def test_training_and_evaluation_apply_exif_rotation(parse, tmp_path):
 
 @pytest.fixture
 def unusual(photos, tmp_path):
-    """Copy the photos, then add unusual folders, and all unusual files to train/class0."""
+    """Copy the photos, add unusual folders, and add all unusual files to train/class0."""
     root = tmp_path / "unusual"
     shutil.copytree(photos, root)
     for name, (data, _, _) in FILES.items():
@@ -120,7 +120,7 @@ def unusual(photos, tmp_path):
 
 @pytest.fixture
 def reports(monkeypatch):
-    """Collect the reports of verify."""
+    """Return a list to which each call of verify adds its report."""
     collected, original = [], verify.verify
     monkeypatch.setattr(verify, "verify", lambda *args: collected.append(original(*args)) or collected[-1])
     return collected
@@ -164,7 +164,8 @@ def test_training_accepts_fix_list_as_skip_list(unusual, run_train, tmp_path, ca
 
 @pytest.fixture
 def unusual_data_sets(unusual, tmp_path, request):
-    """Convert the unusual folder to file lists and the requested record formats; returns {format: root}."""
+    """Convert the folder with unusual files to a file list and to the requested record formats, and return {format:
+    root}."""
     roots = {"filelist": tmp_path / "filelist"}
     roots["filelist"].mkdir()
     for mode in Mode:
@@ -212,7 +213,7 @@ def test_every_format_is_verified_and_trains_without_failing_images(
             assert run_train(*flags, "--skip-list", bad, image_root=root)[0] == 0
 
 
-def test_label_without_class_fails(converted, tmp_path):
+def test_label_without_class_fails_verification(converted, tmp_path):
     shutil.copytree(converted["tfrecord"], tmp_path / "x")
     (tmp_path / "x" / "classes.txt").write_text("a\nb\n")
     report = verify.verify(tmp_path / "x")
@@ -221,7 +222,7 @@ def test_label_without_class_fails(converted, tmp_path):
     assert set(report.failing.values()) == {"has label 2, which is not one of 2 classes"}
 
 
-def test_folder_without_decodable_images_fails(tmp_path, capsys):
+def test_folder_without_decodable_images_fails_verification(tmp_path, capsys):
     for name in [f"{split}/a/{i:02d}.jpg" for split in ("train", "val") for i in range(30)]:
         (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "x" / name).write_bytes(JPEG[:20])
@@ -231,7 +232,7 @@ def test_folder_without_decodable_images_fails(tmp_path, capsys):
     assert out.count("fails: ") == 51
 
 
-def test_valid_folder_passes(photos, tmp_path):
+def test_valid_folder_passes_verification(photos, tmp_path):
     assert dataset.main(["verify", str(photos), "--fix-list", str(tmp_path / "bad.txt")]) == 0
     assert (tmp_path / "bad.txt").read_text() == ""
 
@@ -244,7 +245,7 @@ def test_unwritable_fix_list_is_rejected_before_verification(photos, tmp_path, m
     assert f"--fix-list {path}: cannot be written (Not a directory)" in capsys.readouterr().err
 
 
-def test_class_only_in_val_fails(photos, tmp_path):
+def test_class_only_in_val_fails_verification(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     shutil.copytree(photos / "val" / "class0", tmp_path / "root" / "val" / "class9")
     report = verify.verify(tmp_path / "root")
@@ -256,7 +257,7 @@ def test_class_only_in_val_fails(photos, tmp_path):
     ("name", "message"),
     [(None, "create it, or run `python -m paddle_resnet.dataset split"), ("Valid", "rename Valid/ to val/")],
 )
-def test_missing_val_fails_except_for_train_only(photos, tmp_path, capsys, name, message):
+def test_missing_val_fails_verification_except_for_train_only(photos, tmp_path, capsys, name, message):
     root = tmp_path / "root"
     shutil.copytree(photos / "train", root / "train")
     if name is not None:
@@ -286,7 +287,7 @@ def test_copies_in_two_classes_are_reported(photos, tmp_path, capsys, data_forma
     assert "the same file in train and val" not in report.unusual
 
 
-def test_empty_files_are_not_copies(photos, tmp_path):
+def test_empty_files_are_not_reported_as_copies(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "root")
     for name in ("train/class0/x.jpg", "val/class1/x.jpg"):
         (tmp_path / "root" / name).touch()
@@ -332,5 +333,5 @@ def test_folder_without_splits_is_rejected(tmp_path, capsys):
     [(partial(os._exit, 3), "exit code 3"), (partial(signal.raise_signal, signal.SIGKILL), "SIGKILL")],
 )
 def test_crash_of_reader_process_is_reported(crash, message):
-    """DALI's readers crash on some damaged record files."""
+    """DALI's readers crash when they read certain damaged record files."""
     assert verify._in_a_process(crash) == ([], f"its process ended with {message}")

@@ -17,7 +17,7 @@ UUIDS = {"GPU-aaaa": 0, "GPU-bbbb": 1}
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """Simulate a container with 8 cores whose processes may use 0, 1, 3, 4, 70 and 127; returns the list of
+    """Simulate a container with 8 cores. Its processes may use the cores 0, 1, 3, 4, 70 and 127. Return the list of
     bindings."""
     bound = []
     monkeypatch.setattr(logger, "_quiet", False)
@@ -30,7 +30,7 @@ def machine(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nvml(monkeypatch):
-    """Replace pynvml by a fake driver with three GPUs."""
+    """Replace pynvml with a fake driver that has three GPUs."""
 
     def gpu(known, key):
         if key not in known:
@@ -52,7 +52,7 @@ def nvml(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)
     yield module
-    assert state.open == 0  # NVML is shut down in every case
+    assert state.open == 0  # NVML is always shut down
 
 
 def fail(error):

@@ -12,14 +12,14 @@ OTHER_USER = 54321
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """Return the path of the cache. The fixture also clears the memoized private folder."""
+    """Return the path of the cache, and clear the memoized path of the private folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache._private_folder.cache_clear()
     return tmp_path / "paddle_resnet"
 
 
 def change_owner(path, monkeypatch):
-    """Make a path belong to a different user than this process."""
+    """Change the owner of a path to a user that does not run this process."""
     if os.geteuid() == 0:
         os.chown(path, OTHER_USER, OTHER_USER)
     else:
@@ -53,7 +53,7 @@ def test_cache_writable_by_others_is_not_used(home, monkeypatch, tmp_path, capsy
     stderr = capsys.readouterr().err
     assert f"cache {home}: belongs to another user or is writable by others" in stderr
     assert "set XDG_CACHE_HOME" in stderr
-    assert cache.folder() == private  # the warning and the private folder appear only once
+    assert cache.folder() == private  # no second warning, and the same private folder
     assert capsys.readouterr().err == ""
 
 
@@ -67,7 +67,7 @@ def test_private_folder_is_deleted_at_exit(home):
 
 
 def test_cache_owned_by_root_is_used(home, monkeypatch):
-    """Root may have filled the cache of a container image that a different user runs."""
+    """In a container image, root may have filled the cache before a different user runs the container."""
     home.mkdir()
     home.chmod(0o555)
     if os.geteuid() == 0:

@@ -44,7 +44,7 @@ def test_control_c_exits_with_code_130_in_every_command(monkeypatch, capsys, nam
 @pytest.mark.parametrize("arguments", [["--help"], None], ids=["help", "result"])
 @pytest.mark.parametrize("name", TOOLS)
 def test_unwritable_stdout_exits_with_code_1(monkeypatch, capsys, name, arguments):
-    """/dev/full can be opened but rejects every byte. 20,000 lines exceed the buffer of stdout."""
+    """/dev/full can be opened, but all writes to it fail. The 20,000 lines exceed the buffer of stdout."""
     main, default_arguments, target = TOOLS[name]
     monkeypatch.setattr(*target, lambda *args, **options: [print("x") for _ in range(20_000)])
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
@@ -81,7 +81,7 @@ def children(process):
 
 
 def control_c(process):
-    """Send SIGINT to all processes of the command, like Control-C; returns the last line of stderr."""
+    """Send SIGINT to all processes of a command, as Control-C does, and return the last line of stderr."""
     os.killpg(process.pid, signal.SIGINT)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130
@@ -90,8 +90,8 @@ def control_c(process):
 
 
 def start(*arguments):
-    """Start a command as from a terminal. Otherwise, tests in the background of a shell would inherit an ignored
-    SIGINT."""
+    """Start a command as a terminal does, with the default handler of SIGINT. A test that runs in the background of a
+    shell inherits an ignored SIGINT."""
     command = [sys.executable, "-m", *map(str, arguments)]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
     as_default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -107,7 +107,7 @@ def test_control_c_during_imports_exits_with_code_130():
 
 
 def test_control_c_with_decoding_processes_exits_with_code_130(photos, tmp_path):
-    """The signal is sent once the first decoding process has started."""
+    """The test sends the signal when the first decoding process has started."""
     for name in ("train", "val"):
         for path in (photos / "train").glob("*/*"):
             for i in range(60):
@@ -115,7 +115,8 @@ def test_control_c_with_decoding_processes_exits_with_code_130(photos, tmp_path)
                 (tmp_path / name / path.parent.name / f"{i}_{path.name}").symlink_to(path)
     process = start("paddle_resnet.dataset", "verify", tmp_path)
     deadline = time.monotonic() + 30
-    while len(children(process)) < 2 and time.monotonic() < deadline:  # the first child is Python's resource tracker
+    # The first child is the resource tracker of Python.
+    while len(children(process)) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert control_c(process) == "paddle_resnet.dataset: interrupted"
 
@@ -154,7 +155,8 @@ def test_out_of_memory_exits_with_code_1_and_an_error(capsys, error, message):
 
 
 def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, verify_here, capsys):
-    """The test simulates ulimit -n 16. An image that cannot be opened for this reason is not damaged."""
+    """The test simulates `ulimit -n 16`. If an image cannot be opened because of this limit, the image must not be
+    reported as damaged."""
 
     def read(image):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), image.path)

@@ -14,7 +14,7 @@ from utils.errors import RunError, UsageError
 
 @pytest.fixture(autouse=True)
 def own_log(monkeypatch):
-    """Restore the log for other tests: open, on rank 0, without a report."""
+    """Give each test a logger that is open, on rank 0 and without a report, and restore the logger after the test."""
     monkeypatch.setattr(logger, "_quiet", False)
     yield
     logger.close()
@@ -33,7 +33,7 @@ def begin(path, rank=0, append=False):
 
 
 def entries(path):
-    """Return all entries except those that begin a report."""
+    """Return the entries of a report without the PARAMETER entries."""
     lines = path.read_text().splitlines()
     assert all(line.startswith("DLLL ") for line in lines)
     parsed = [json.loads(line.removeprefix("DLLL ")) for line in lines]
@@ -82,7 +82,7 @@ def test_existing_report_is_kept_until_begin(report, capsys):
     logger.log((0, 1), {"train.loss": 2.0})
     assert "loss 2" in capsys.readouterr().out
     logger.close()
-    logger.begin({"lr": 0.2})  # no report has been set up
+    logger.begin({"lr": 0.2})  # writes nothing, because no report has been set up
     assert report.read_bytes() == before
 
 
@@ -102,7 +102,8 @@ def test_info_and_warnings_are_not_in_the_report(report, capsys):
 
 
 def test_each_line_is_one_write():
-    """A datagram socket preserves the boundaries of writes. They matter if several processes share a log file."""
+    """A datagram socket preserves the boundaries of writes. The boundaries are important if several processes share a
+    log file."""
     receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     program = "from utils import logger; logger.info('a'); logger.warn('b'); logger.log((0,), {'train.loss': 1.0})"
     with receiver, sender:
@@ -161,7 +162,7 @@ def test_metrics_are_only_printed_without_report(capsys):
 
 
 def test_full_disk_raises_run_error():
-    """/dev/full can be opened but rejects every byte."""
+    """/dev/full can be opened, but all writes to it fail."""
     logger.setup("/dev/full")
     try:
         with pytest.raises(
@@ -200,7 +201,8 @@ sys.stdin.read()
 
 
 def test_second_run_with_same_report_is_rejected(tmp_path):
-    """The error is raised at setup if the first run has begun, otherwise at begin, even if the path is a link."""
+    """If the first run has begun its report, setup raises the error; otherwise, begin does. The path may also be a
+    link."""
     report, link = tmp_path / "report.json", tmp_path / "link.json"
     link.symlink_to(report)
     logger.setup(report)
@@ -235,7 +237,7 @@ for step in range(3):
 
 
 def run_logging_program(tmp_path, **options):
-    """Run a process that logs three steps and non-ASCII names, and check its report; returns the finished process."""
+    """Run a process that logs three steps and non-ASCII names, check its report, and return the finished process."""
     report = tmp_path / "report.json"
     code = LOGGING_PROGRAM.format(report=str(report))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)

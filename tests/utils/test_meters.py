@@ -19,7 +19,7 @@ def test_accuracy_is_exact_over_many_float32_batches():
     assert meter.sum == sum(correct)
     assert meter.count == sum(sizes)
     assert meter.sum / meter.count == sum(correct) / sum(sizes)
-    assert rounded.sum != sum(correct)  # the exact counts require is_ratio
+    assert rounded.sum != sum(correct)  # the counts are exact only with is_ratio
 
 
 @pytest.mark.parametrize("is_ratio", [False, True])
@@ -106,7 +106,7 @@ def test_confusion_counts_pairs_of_label_and_prediction():
     meter = ConfusionMeter(10)
     batch = np.array([[3, 4], [0, 0], [3, 4]])
     meter.update(batch, 3)
-    batch[:] = 9  # the training loop may reuse this memory
+    batch[:] = 9  # the training loop may reuse the memory of a batch
     meter.update(np.array([[9, 8]]), 1)
     codes, counts = meter.counts()
     assert codes.tolist() == [0, 34, 98]
@@ -132,7 +132,7 @@ def test_non_finite_values_are_counted_and_not_averaged():
 
 
 def test_confusion_omits_images_without_prediction():
-    """For NaN logits, Paddle's top_k returns invalid class numbers, which do not count as predictions."""
+    """If logits are NaN, Paddle's top_k operator returns invalid class numbers. They do not count as predictions."""
     meter = ConfusionMeter(10)
     meter.update(np.array([[3, -(2**32) + 7], [0, 2**32 + 9], [3, -1], [4, 10], [3, 4]]), 5)
     codes, counts = meter.counts()
@@ -177,8 +177,8 @@ def test_step_clock_measures_steps_without_pauses(monkeypatch):
     assert clock.since_last_log() == {"ips": 2, "data_time": 0, "compute_time": 4, "batch_time": 4}
     assert clock.recent() == pytest.approx((4 / 3, 14 / 3))
     now[0] += 1
-    clock.close_step()  # the metrics of the last step have arrived
-    now[0] += 100  # time for a checkpoint
+    clock.close_step()  # the metrics of the last step are available now
+    now[0] += 100  # simulates writing a checkpoint
     clock.resume()
     step(1, 1, 8)
     assert clock.batch_times == [3, 7, 5, 2]

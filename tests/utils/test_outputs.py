@@ -10,7 +10,7 @@ from utils.errors import UsageError
 
 @pytest.fixture
 def root(tmp_path):
-    """Create a folder that contains a run folder with a checkpoint, a data set, and links to them."""
+    """Create a run folder with a checkpoint, a data set, and links to both, and return their parent folder."""
     (tmp_path / "run/3").mkdir(parents=True)
     (tmp_path / "run/.lock").touch()
     for name in ("tiny.pdparams", "tiny.pdopt"):
@@ -84,10 +84,10 @@ def test_harmful_outputs_are_rejected(root, monkeypatch, files, folders, message
 
 
 def test_claim_does_not_close_pipe_of_reader(tmp_path):
-    """Opening and closing the write end would signal end of file to the reader."""
+    """If `claim` opened and closed the write end, the reader would reach the end of the file."""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     outputs.claim({"--csv": tmp_path / "pipe"})
-    with pytest.raises(BlockingIOError):  # not b"", the end of the file
+    with pytest.raises(BlockingIOError):  # at the end of the file, the result would be b""
         os.read(reader, 1)
     os.close(reader)

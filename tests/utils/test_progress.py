@@ -16,10 +16,10 @@ from utils import progress
 
 
 def run_in_terminal(command, columns, **environment):
-    """Run a command in a terminal; returns (exit code, output including stderr)."""
+    """Run a command in a terminal and return (exit code, output including stderr)."""
     controller, terminal = pty.openpty()
     ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    # pytest-xdist sets COLUMNS for its workers, which would override the width of the terminal.
+    # pytest-xdist sets COLUMNS in its workers. This variable would override the width of the terminal.
     environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": ""} | environment
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=terminal)
     os.close(terminal)
@@ -27,7 +27,7 @@ def run_in_terminal(command, columns, **environment):
     while True:
         try:
             data = os.read(controller, 65536)
-        except OSError:  # the terminal is closed
+        except OSError:  # the terminal has been closed
             break
         received += data
     os.close(controller)
@@ -35,7 +35,7 @@ def run_in_terminal(command, columns, **environment):
 
 
 def plain(text):
-    """Remove colors and cursor movements."""
+    """Remove colors and cursor movements from terminal output."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
@@ -61,11 +61,11 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, tmp_pat
     pattern = r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  waiting for data \d+%  lr [\d.e-]+"
     assert re.fullmatch(pattern, trained), trained
     assert "GPU memory" not in text
-    # The line of each epoch is printed once, above the live line; lines of steps appear only in the report.
+    # The line of each epoch appears once, above the live line. Lines of steps appear only in the report.
     lines = re.split(r"[\r\n]+", text)
     assert len([line for line in lines if line.startswith("epoch 0 train  loss ")]) == 1
     assert not any(line.startswith("epoch 0 step ") for line in lines)
-    assert received.rfind("\x1b[?25h") >= received.rfind("\x1b[?25l")  # the cursor is visible
+    assert received.rfind("\x1b[?25h") >= received.rfind("\x1b[?25l")  # the cursor is visible again
     command = train_command(photos, tmp_path / "plain", *flags)
     piped = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True

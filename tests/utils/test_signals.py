@@ -31,7 +31,7 @@ def test_signal_is_recorded_and_repeats_are_ignored(name):
         for _ in range(3):
             send(name)
             assert signals.received() == name
-    send(name)  # while the process exits
+    send(name)  # arrives while the process exits
 
 
 def test_sighup_stays_ignored_under_nohup():
@@ -63,7 +63,7 @@ def test_handlers_are_restored_after_completed_run():
 
 
 def test_deferred_restores_sigterm_handler_of_c_code():
-    """Paddle installs a C handler that Python's signal module does not know."""
+    """Paddle installs a handler in C, which Python's signal module cannot see."""
 
     def caught():
         with open("/proc/self/status") as f:
@@ -99,12 +99,12 @@ def test_sigterm_is_ignored_after_failure_only_in_launched_process(monkeypatch):
 
 
 def test_sigterm_after_last_line_does_not_change_exit_code(tmp_path):
-    """A launcher or batch system may send SIGTERM while the process exits, which takes Paddle some time."""
+    """A launcher or a batch system may send SIGTERM while the process exits, because exiting takes Paddle some time."""
     command = [sys.executable, "train.py", *TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic"]
     command += ["--dry-run", "--output-dir", tmp_path]
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert any(line.startswith("dry run: ") for line in process.stdout)
-        time.sleep(0.1)  # until main() has returned
+        time.sleep(0.1)  # waits until main() has returned
         while process.poll() is None:
             process.terminate()
             time.sleep(0.01)
