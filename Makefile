@@ -3,26 +3,26 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 
-# The first of these commands that runs Python 3.10, 3.11 or 3.12; choose a different one with `make PYTHON=... venv`.
+# By default, the first command that runs Python 3.10, 3.11 or 3.12. To choose another one: make PYTHON=... venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
-# Set VENV to keep a second Paddle version in its own folder: make test VENV=.venv/paddle3 PADDLE=3.3.1
+# To keep a second version of Paddle in its own folder, set VENV: make test VENV=.venv/paddle3 PADDLE=3.3.1
 VENV = .venv
 BIN := $(VENV)/bin
-# Number of pytest processes. 3 suits two cores, since multi-process tests mostly wait; use 8 with a GPU and 16 cores.
+# Number of pytest processes. The default suits two cores, because job tests mostly wait. Use 8 on 16 cores with a GPU.
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# The Paddle to install: a requirement with pip's options, or a version number of the CPU build: make venv PADDLE=3.3.1
+# Paddle to install: a version number of the CPU build (make venv PADDLE=3.3.1), or a requirement with options of pip.
 PADDLE ?= $(shell cat $(VENV)/paddle 2>/dev/null)
 PADDLE_WORDS := $(if $(filter 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(PADDLE)),paddlepaddle==$(PADDLE),$(PADDLE))
 export PADDLE PADDLE_WORDS
-# requirements-base.txt applies to every Paddle version, $(REQUIREMENTS) only to Paddle 2.6.
+# requirements-base.txt applies to every version of Paddle. $(REQUIREMENTS) applies only to Paddle 2.6.
 LISTS := requirements-base.txt $(if $(and $(PADDLE_WORDS),$(if $(findstring 2.6,$(PADDLE_WORDS)),,yes)),,$(REQUIREMENTS))
 PIN := $(shell grep '^paddlepaddle' $(REQUIREMENTS))
-# The name of this stamp file contains a checksum of the requirement files and PADDLE.
+# The name of this stamp file contains a checksum of the requirement files and of PADDLE.
 INSTALLED := $(VENV)/installed-$(firstword $(shell { cat $(REQUIREMENTS) requirements-base.txt; echo '$(PADDLE)'; } | cksum))
 
 .PHONY: help venv data train test clean
@@ -39,8 +39,8 @@ $(BIN)/pip:
 	@echo "creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Updates .venv in place. Keeps the Paddle that is installed in .venv, unless PADDLE specifies a different one.
-# The stamp is written last, so that an interrupted installation starts again.
+# Update .venv in place. Keep the installed version of Paddle unless PADDLE specifies a different one.
+# The stamp file is written last, so that `make` repeats an interrupted installation.
 $(INSTALLED): | $(BIN)/pip
 	@if ls $(VENV)/installed-* >/dev/null 2>&1; then echo "updating $(VENV) in place: the requirements changed"; \
 	else echo "installing into $(VENV): about 2 GB without a GPU, more with one; some minutes"; fi
