@@ -79,13 +79,13 @@ def _run(args, argv):
 def _evaluate_only(args, argv, exe, checkpoint, evaluation):
     from paddle_resnet.checkpoints import restore
 
-    logger.begin(args.as_dict())
+    logger.begin(args.as_entry())
     epoch = restore.log_evaluated(args, checkpoint)
     report.conclude(args, argv, _evaluate(args, exe, evaluation, durations.Stop(epoch)), Mode.EVAL)
 
 
 def _benchmark_training(args, argv, exe, checkpoint, training):
-    logger.begin(args.as_dict(), append=report.resumes(args, checkpoint))
+    logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     report.conclude(args, argv, _train(exe, training, durations.Stop(0)), Mode.TRAIN)
 
 
@@ -97,7 +97,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
     saver = Saver(args, training.program, training.lr_scheduler, training.loader, training.fetchs, checkpoint)
     training = phases.show_on_tensorboard(args, training, checkpoint)
-    logger.begin(args.as_dict(), append=report.resumes(args, checkpoint))
+    logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
     resumed = checkpoint and checkpoint.trained  # if not None, only the evaluation at the first stop is pending

@@ -5,18 +5,21 @@ import math
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 460, 270
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 34
+RIGHT, TOP, BOTTOM = 24, 12, 34
+CHARACTER = 8.2  # width of a digit on narrow screens, where the style sheet enlarges the text
+OUTLIER = 3  # the y axis ends at the 98th percentile if the largest value exceeds it by this factor
 TINY = 1e-30  # the ticks of smaller differences and values would exceed the precision of float64
 
 
-def chart(series, xlabel="epochs done", mark=None, from_zero=False):
+def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
     """Draw lines with a common x axis.
 
     Args:
         series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
         xlabel: label of the x axis.
-        mark: (x, y) of a point to mark, or None.
+        mark: (x, y, text) of a point to mark, or None.
         from_zero: begin the y axis at 0. Otherwise the axis is logarithmic if positive values span a factor of 30.
+        last_x: minimum for the end of the x axis, so that several charts can have the same axis.
     Returns:
         Markup of an <svg>, or "" if there are no points.
     """
@@ -24,29 +27,32 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False):
     points = [p for _, _, line in series for p in line]
     if not points:
         return ""
-    xs = ticks(0, max(x for x, _ in points))
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    right = max(last_x, *(x for x, _ in points)) or 1
+    xs = ticks(0, right)
+    low, high = min(y for _, y in points), _without_outliers([y for _, y in points])
     is_log = not from_zero and 0 < 30 * low < high
     scale = math.log10 if is_log else float
     ys = decades(low, high) if is_log else ticks(0 if from_zero else low, high)
-    right = max(x for x, _ in points) or 1
+    left = 16 + CHARACTER * max(len(label(y)) for y in ys)
 
     def px(x):
-        return LEFT + (x - xs[0]) / (right - xs[0]) * (WIDTH - LEFT - RIGHT)
+        return left + (x - xs[0]) / (right - xs[0]) * (WIDTH - left - RIGHT)
 
     def py(y):
-        fraction = (scale(y) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
+        fraction = (scale(min(y, ys[-1])) - scale(ys[0])) / (scale(ys[-1]) - scale(ys[0]))
         return HEIGHT - BOTTOM - fraction * (HEIGHT - TOP - BOTTOM)
 
     names = ", ".join(name for name, _, line in series if line)
     svg = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(names)}">']
     for y in ys:
-        svg.append(f'<path class="grid" d="M{LEFT} {py(y):.1f}H{WIDTH - RIGHT}"/>')
-        svg.append(f'<text x="{LEFT - 7}" y="{py(y) + 4:.1f}" text-anchor="end">{label(y)}</text>')
+        svg.append(f'<path class="grid" d="M{left:.1f} {py(y):.1f}H{WIDTH - RIGHT}"/>')
+        svg.append(f'<text x="{left - 7:.1f}" y="{py(y) + 4:.1f}" text-anchor="end">{label(y)}</text>')
     for x in xs:
         if x <= right:
             svg.append(f'<text x="{px(x):.1f}" y="{HEIGHT - 17}" text-anchor="middle">{label(x)}</text>')
-    svg.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 2}" text-anchor="middle">{escape(xlabel)}</text>')
+    svg.append(
+        f'<text x="{(left + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 2}" text-anchor="middle">{escape(xlabel)}</text>'
+    )
     for name, css, line in series:
         css, title = escape(css), f"<title>{escape(name)}</title>"
         path = "L".join(f"{px(x):.1f} {py(y):.1f}" for x, y in line)
@@ -58,8 +64,19 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False):
                 for x, y in line
             ]
     if mark is not None:
-        svg.append(f'<circle class="mark" cx="{px(mark[0]):.1f}" cy="{py(mark[1]):.1f}" r="5.5"/>')
+        x, y, text = px(mark[0]), py(mark[1]), escape(mark[2])
+        svg.append(f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>')
+        anchor, start = ("end", x - 9) if x > WIDTH / 2 else ("start", x + 9)
+        svg.append(f'<text class="mark-text" x="{start:.1f}" y="{y + 16:.1f}" text-anchor="{anchor}">{text}</text>')
     return Markup("".join([*svg, "</svg>"]))
+
+
+def _without_outliers(values):
+    """Return the largest of at least 10 values, or their 98th percentile if the largest is much larger. A curve leaves
+    the chart at the top where it exceeds this value."""
+    values = sorted(values)
+    limit = values[int(0.98 * (len(values) - 1))]
+    return limit if len(values) >= 10 and 0 < OUTLIER * limit < values[-1] else values[-1]
 
 
 def ticks(low, high):

@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from utils import files
 from utils.errors import RunError, UsageError
 from utils.mode import Mode
 
-WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 144  # number of classes, images per class, pixels
+WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288  # number of classes, images per class, longer side in pixels
 MATRIX = 24  # maximum number of classes in the confusion matrix
 
 
@@ -67,6 +68,7 @@ def _templates():
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["duration"] = _duration
+    environment.filters["readable"] = _readable
     return environment
 
 
@@ -74,19 +76,24 @@ def _metrics(run):
     """Return [(value, description)], the most important first."""
     best, is_trained = run.best(), bool(run.curve("train.loss"))
     metrics = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
-    ips = ("train.ips", ",.0f", "images/s in training") if is_trained else ("val.ips", ",.0f", "images/s")
     last = (
         ("val.top1", ".2%", "top1 at the end"),
         ("val.top5", ".2%", "top5 at the end"),
         ("val.loss", ".4g", "validation loss"),
-        ips,
     )
     metrics += [(format(run.last(name), form), what) for name, form, what in last if run.last(name) is not None]
+    ips = run.mean_ips("train" if is_trained else "val")
+    metrics += [(f"{ips:,.0f}", "images/s in training, mean" if is_trained else "images/s")] if ips else []
     return [*metrics, (_duration(run.total_s), "total time")]
 
 
 def _duration(seconds):
     return str(timedelta(seconds=min(round(seconds), reading.LIMIT_S)))
+
+
+def _readable(name):
+    """Return a class name without a wnid in front of it, such as "tench" for "n01440764_tench"."""
+    return re.sub(r"^n\d{8}[ _-]+(?=.)", "", name)
 
 
 def _charts(run):
@@ -101,11 +108,14 @@ def _charts(run):
     best = run.best()
     loss = [("training, steps", "faint", run.step_curve("train.loss")), *of("loss")]
     title = f"top1, best {best[1]:.4f} in epoch {best[0]}" if best else "top1"
+    mark = best and (best[0] + 1, best[1], f"epoch {best[0]}")
+    lr = [("", "train", run.step_curve("train.lr"))]
+    last_x = max(x for _, _, points in [*loss, *of("top1"), *of("ips"), *lr] for x, _ in points)
     charts = [
-        ("loss", loss, chart(loss)),
-        (title, of("top1"), chart(of("top1"), mark=best and (best[0] + 1, best[1]))),
-        ("images/s", of("ips"), chart(of("ips"), from_zero=True)),
-        ("learning rate", [], chart([("", "train", run.step_curve("train.lr"))], from_zero=True)),
+        ("loss", loss, chart(loss, last_x=last_x)),
+        (title, of("top1"), chart(of("top1"), mark=mark, last_x=last_x)),
+        ("images/s", of("ips"), chart(of("ips"), from_zero=True, last_x=last_x)),
+        ("learning rate", [], chart(lr, from_zero=True, last_x=last_x)),
     ]
     return [(title, [line[:2] for line in series], svg) for title, series, svg in charts if svg]
 
@@ -160,7 +170,7 @@ def _thumbnail(image):
     try:
         source = files.open_regular(image.path) if image.kind is None else io.BytesIO(records.read(image)[0])
         with source, Image.open(source) as picture:
-            small = ImageOps.fit(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL))
+            small = ImageOps.contain(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     out = io.BytesIO()
@@ -172,14 +182,16 @@ def _matrix(classes, confusion):
     """Return the confusion matrix for the template: class names, cells (column, row, row of confusion.csv, fraction),
     and the total number of classes."""
     of_label = {row["label"]: row for row in classes if int(row["images"])}
-    errors = {label: int(row["images"]) - int(row["correct"]) for label, row in of_label.items()}
-    shown = sorted(sorted(errors, key=lambda label: -errors[label])[:MATRIX], key=int)
+    wrong = [row for row in confusion if row["label"] in of_label and row["predicted"] in of_label]
+    wrong = sorted((row for row in wrong if row["label"] != row["predicted"]), key=lambda row: -int(row["images"]))
+    worst = dict.fromkeys(label for row in wrong for label in (row["label"], row["predicted"]))  # worst pairs first
+    shown = sorted(list(worst | dict.fromkeys(of_label))[:MATRIX], key=int)
     place = {label: i for i, label in enumerate(shown)}
-    names = [of_label[label]["class"] for label in shown]
+    names = [_readable(of_label[label]["class"]) for label in shown]
     cells = [
         (place[row["predicted"]], place[row["label"]], row, int(row["images"]) / int(of_label[row["label"]]["images"]))
         for row in confusion
         if row["label"] in place and row["predicted"] in place
     ]
     names = [name if len(name) <= 13 else f"{name[:12]}…" for name in names]
-    return {"names": names, "cells": cells, "classes": len(errors)} if names else None
+    return {"names": names, "cells": cells, "classes": len(of_label)} if names else None

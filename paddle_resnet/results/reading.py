@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paddle_resnet.settings import parsing
-from paddle_resnet.settings.values import network_name
+from paddle_resnet.settings.values import EXPLICIT, network_name
 from utils import files
 from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
@@ -80,6 +80,7 @@ class Run:
     Attributes:
         path: path of the report.
         parameters: {flag: value} of the last start.
+        explicit: names of the flags that the user has set in the last start; None if the report does not list them.
         steps: {(epoch, step): {"train.loss": ...}}; None for values that are not finite.
         epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; None as in steps.
         summary: {name: value}; empty if the run has not finished.
@@ -95,6 +96,7 @@ class Run:
 
     path: Path
     parameters: dict = field(default_factory=dict)
+    explicit: list | None = None
     steps: dict = field(default_factory=dict)
     epochs: dict = field(default_factory=dict)
     summary: dict = field(default_factory=dict)
@@ -140,8 +142,18 @@ class Run:
         return _rows(path or files.companion(self.path, kind), COLUMNS[kind])
 
     def changed_flags(self):
-        """Return {flag: value} of the parameters that differ from the defaults."""
-        return parsing.changed(self.parameters)
+        """Return {flag: value} of the explicit parameters of the last start. A report of an older version does not list
+        them; for such a report, return the parameters that differ from the defaults."""
+        if self.explicit is None:
+            return parsing.changed(self.parameters)
+        return {name: self.parameters[name] for name in self.explicit if name in self.parameters}
+
+    def mean_ips(self, phase):
+        """Return the images/s of all epochs together in "train" or "val"; None if there are none."""
+        rates = [(data.get(f"{phase}.ips"), data.get(f"{phase}.epoch_time")) for data in self.epochs.values()]
+        rates = [(ips, seconds) for ips, seconds in rates if ips and seconds]
+        total_s = sum(seconds for _, seconds in rates)
+        return sum(ips * seconds for ips, seconds in rates) / total_s if rates else self.summary.get(f"{phase}.ips")
 
 
 def _rows(path, columns):
@@ -260,10 +272,13 @@ def _add(run, entry):
     elapsed_s = _elapsed_s(entry)
     if is_start:
         _check_parameters(data)
+        explicit = data.pop(EXPLICIT, None)
+        if not is_none_or(is_list_of(is_text))(explicit):
+            raise _SchemaError(f"data.{EXPLICIT} is {reprlib.repr(explicit)}")
         if not is_text(entry.get("datetime")):
             raise _SchemaError(f"datetime is {reprlib.repr(entry.get('datetime'))}")
         _close_epoch(run)
-        run.parameters, run.summary = data, {}
+        run.parameters, run.explicit, run.summary = data, explicit, {}
         run.when = run.when or entry["datetime"][:16]
         run.start_s += elapsed_s
         run.before_s = run.total_s

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+EXPLICIT = "explicit_flags"
+
 
 class Settings:
     """One attribute per flag, with underscores: `settings.batch_size` is --batch-size.
@@ -89,6 +91,11 @@ class Settings:
         """Return the flags that describe the run, as plain data."""
         values = {name: value for name, value in vars(self).items() if name not in ("config", "print_config")}
         return values | {"run_scope": self.run_scope.value}
+
+    def as_entry(self):
+        """Return the first entry of the report: as_dict, and the names of the explicit flags under EXPLICIT."""
+        values = self.as_dict()
+        return values | {EXPLICIT: [name for name in values if self.is_explicit(name)]}
 
 
 def flag(name):

@@ -79,6 +79,10 @@ def test_page_is_complete_and_self_contained(trained):
     ):
         assert part in html_page.text, part
     assert all(part in html_page.text for part in ("model_arch_name: Tiny", "paddle", "--report-html"))
+    flags_of_run = text.partition("<h3>Flags of this run</h3>")[2].partition("</table>")[0]
+    names = re.findall("<th>(.+?)</th>", flags_of_run)
+    assert {"epochs", "lr", "print_interval"} <= set(names)
+    assert not {"kernels", "cuda_graph", "explicit_flags", "seed"} & set(names)  # not on the command line
     assert html_page.tags.count("svg") == 5  # loss, top1, images/s, learning rate, confusion matrix
 
 
@@ -87,7 +91,9 @@ def test_thumbnails_show_misclassified_images_per_class(trained, photos):
     wrong = [row for row in rows if row["label"] != row["prediction"]]
     assert wrong  # without wrong predictions, there would be no thumbnails to check
     text = (trained / "page.html").read_text()
-    shown = dict(re.findall(r'<figure title="([^"]+)"><img src="data:image/jpeg;base64,([^"]+)"', text))
+    shown = dict(
+        re.findall(r'<figure title="([^"]+)"><img src="data:image/jpeg;base64,([^"]+)" alt="[^"]+" tabindex', text)
+    )
     assert set(shown) <= {row["image"] for row in wrong}
     assert len(shown) == sum(min(6, sum(w["label"] == str(c) for w in wrong)) for c in range(3))
     for label in "012":  # wrong predictions with the highest probability come first
@@ -96,7 +102,8 @@ def test_thumbnails_show_misclassified_images_per_class(trained, photos):
         assert [name for name in shown if name in names] == names[:6]
     for name, data in shown.items():
         thumbnail = Image.open(io.BytesIO(base64.b64decode(data)))
-        assert thumbnail.size == (144, 144)
+        assert max(thumbnail.size) == 288
+        assert f"<br>{os.path.basename(name)}</figcaption>" in text
         label = next(int(row["label"]) for row in rows if row["image"] == name)
         color = thumbnail.resize((1, 1)).getpixel((0, 0))
         assert max(range(3), key=color.__getitem__) == label
@@ -156,7 +163,7 @@ def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
     text = (tmp_path / "many.html").read_text()
     html_page = Reader(text)
     assert html_page.open == [] and "b" not in html_page.tags[html_page.tags.index("h2") :]
-    assert "the 24 of 1000 classes with most errors" in " ".join(html_page.text.split())
+    assert "the 24 of 1000 classes in the most frequent confusions" in " ".join(html_page.text.split())
     assert names[0] in html_page.text
     assert len(text) < 200_000
 
@@ -276,12 +283,70 @@ def test_chart_places_points_at_their_values():
     marks a point is at the position of this point."""
     for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
-        svg = curves.chart([("a", "train", points)], mark=points[1], **kind)
+        svg = curves.chart([("a", "train", points)], mark=(*points[1], "<1>"), **kind)
         (x1, y1), (x2, y2), (x3, y3) = centers(svg, "dot")
-        assert 46 < x1 < x2 < x3 == curves.WIDTH - curves.RIGHT
+        assert 16 < x1 < x2 < x3 == curves.WIDTH - curves.RIGHT
         assert curves.HEIGHT - curves.BOTTOM >= y1 > y2 > y3 >= curves.TOP
         assert (x2 - x1, y1 - y2) == pytest.approx((x3 - x2, y2 - y3), abs=0.15)
         assert centers(svg, "mark") == [(x2, y2)]
+        assert "&lt;1&gt;</text>" in svg
+
+
+def test_labels_of_chart_are_inside_it():
+    """The style sheet enlarges the text to 14.5 px, with digits of about 8 px, on narrow screens."""
+    for values in ([0.00012345, 0.00054321], [1, 123456], [-99999, 0.5]):
+        svg = curves.chart([("a", "train", list(zip((0, 100), values, strict=True)))])
+        for x, anchor, text in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([^<]+)', svg):
+            width = 8 * len(text)
+            left = float(x) - {"end": width, "middle": width / 2}[anchor]
+            assert left >= 0 and left + width <= curves.WIDTH, text
+
+
+def test_outlier_does_not_flatten_chart():
+    """A single loss of 300 leaves the chart at the top; the other losses use its height. A chart of a smooth curve is
+    unchanged."""
+    losses_ = [2 - i / 100 for i in range(100)]
+    [smooth, with_outlier] = (
+        [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", curves.chart([("a", "train", list(enumerate(line)))]))]
+        for line in (losses_, [300, *losses_])
+    )
+    assert max(smooth) - min(smooth) > 180
+    assert max(with_outlier) - min(with_outlier[1:]) > 180
+    assert min(with_outlier) == curves.TOP
+
+
+def test_charts_of_a_page_have_the_same_x_axis(trained):
+    text = (trained / "page.html").read_text()
+    charts = re.findall(r'<svg class="chart".+?</svg>', text)
+    axes = [re.findall(rf'y="{curves.HEIGHT - 17}" text-anchor="middle">([^<]+)', svg) for svg in charts]
+    assert len(charts) == 4 and len(set(map(tuple, axes))) == 1
+
+
+def test_class_names_are_shown_without_wnid():
+    assert page._readable("n01440764_tench") == "tench"
+    assert [page._readable(name) for name in ("n01440764", "n01440764_", "nine", "n0144_x")] == [
+        *("n01440764", "n01440764_", "nine", "n0144_x")
+    ]
+
+
+def test_matrix_of_many_classes_has_the_worst_pairs():
+    """Class 40 has the most errors, but they are spread over many classes; the largest pair is (50, 51)."""
+    classes = [{"label": str(i), "class": f"c{i}", "images": "60", "correct": "55"} for i in range(100)]
+    pairs = [(40, k, 1) for k in range(30)] + [(50, 51, 9), (60, 61, 8)] + [(i, i, 50) for i in range(100)]
+    confusion = [{"label": str(a), "predicted": str(b), "images": str(n), "predicted_class": ""} for a, b, n in pairs]
+    matrix = page._matrix(classes, confusion)
+    assert len(matrix["names"]) == 24 and {"c50", "c51", "c60", "c61", "c40"} <= set(matrix["names"])
+
+
+def test_mean_speed_covers_all_epochs(tmp_path):
+    lines = [entry("PARAMETER", 0.5).replace('"data": {}', '"data": {"lr": 1}')]
+    for e, (images, seconds) in enumerate([(100, 10), (100, 2)]):
+        line = entry([e], 5 + e).replace(
+            '"data": {}', f'"data": {{"train.ips": {images / seconds}, "train.epoch_time": {seconds}}}'
+        )
+        lines.append(line)
+    (tmp_path / "report.json").write_text("".join(lines))
+    assert reading.read(tmp_path).mean_ips("train") == pytest.approx(200 / 12)
 
 
 def test_documented_report_reader_runs(trained, monkeypatch):
