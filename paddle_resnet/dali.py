@@ -17,25 +17,25 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# --data-format synthetic uses the size of ImageNet-1k, so that an epoch has its usual length.
+# --data-format synthetic simulates the size of ImageNet-1k.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
-# --interp: "linear" reads the four pixels around a point. The other methods widen their filter when they shrink an
-# image, so that every pixel contributes (antialiasing).
+# --interp: "linear" reads the four pixels around a point. When an image is shrunk, the other methods widen their
+# filters so that every pixel contributes (antialiasing).
 INTERPOLATION = {
     "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
     "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
     "cubic": {"interp_type": types.INTERP_CUBIC, "antialias": True},
     "lanczos3": {"interp_type": types.INTERP_LANCZOS3, "antialias": True},
 }
-# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values, for pixel values from 0 to 255 as is customary. They
-# define the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
-# NeurIPS 2012, section 4.1.
+# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values, for pixel values from 0 to 255. They define the
+# lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", NeurIPS 2012,
+# section 4.1.
 PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 PCA_VALUES = np.array([55.46, 4.794, 1.148])
-# Size of the largest image in ImageNet's train/. nvJPEG allocates buffers for this size at the start, because growing
-# them later would stall the GPU each time.
+# Size of the largest image in ImageNet's train/. nvJPEG preallocates buffers of this size, because each later
+# reallocation would stall the GPU.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
-# Conditions that determine the order of the training images. The order is the same for any number of processes.
+# Conditions that determine the order of the training images. The order does not depend on the number of processes.
 ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "number of images", "DALI version")
 
 LIST = "list of images and labels (hash)"
@@ -46,8 +46,8 @@ def warn_of_unused_outputs(args, loader):
     classes = len(loader.classes)
     if args.num_of_class > classes > 0:
         logger.warn(
-            f"--num-of-class {args.num_of_class} is more than the {classes} classes of {args.image_root}: no image is "
-            "of the others"
+            f"--num-of-class {args.num_of_class}: {args.image_root} has only {classes} classes; no image "
+            "has a larger label"
         )
 
 
@@ -55,21 +55,21 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags. If device and number of classes are not resolved yet, this function resolves them, which changes
-            the flags.
-        mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is omitted. Mode.EVAL: every
-            image of the data set once, in order, with a shorter last batch.
-        state: result of state() of this process's training loader, to resume with the next batch. If the flags have
-            changed, a warning states the change: at the end of an epoch, the order of the images continues, and the
-            random numbers of the augmentation start again; inside an epoch, or with a different data set, the loader
-            starts with the order of the first epoch.
-        trained: class of each output of a trained network, which then defines the labels of class folders. If None, the
-            data set defines the labels.
+        args: flags. This function resolves the device and the number of classes in place if necessary.
+        mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
+            image of the data set once, in order; the last batch may be smaller.
+        state: result of state() of this process's training loader, to resume with the next batch. If flags have
+            changed, a warning lists them. If the state is from the end of an epoch, the order of the images then
+            continues, and the augmentation's random numbers restart. If the state is from within an epoch or from a
+            different data set, the loader restarts with the order of the first epoch.
+        trained: class name of each output of a trained network, to assign labels to class folders. If None, the data
+            set defines the labels.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
-        images. Attributes: `len()`: number of steps per epoch (in training, the same on every process); `step`:
-        number of steps done; `data_set_size`: number of images in the split, over all processes; `classes` and, for
-        reports, `class_names`: in label order; `digest`: digest of the readers.DataSet, None for synthetic images.
+        images. `len()` is the number of steps per epoch; for training, it is equal on all processes. Attributes:
+        `step`: number of steps done in the epoch; `data_set_size`: number of images in the split, over all processes;
+        `classes` and, for reports, `class_names`: names in label order; `digest`: readers.DataSet.digest, or None for
+        synthetic images.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
@@ -120,7 +120,7 @@ def build_dataloader(args, mode, state=None, trained=None):
             )
         if images == 0:
             return EmptyIterator(data_set)
-        # DALI does not support empty shards, so there is one shard per image, for the processes that have an image.
+        # DALI does not support empty shards, so each process with an image reads one of `data_set.size` shards.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
     make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions)
@@ -128,8 +128,8 @@ def build_dataloader(args, mode, state=None, trained=None):
 
 
 def open_data_set(args, mode, trained=None):
-    """Return the readers.DataSet of a split, without the images of --skip-list. Raises the same UsageError as
-    build_dataloader."""
+    """Return the readers.DataSet of a split, without the images of --skip-list. Raise UsageError if the data set cannot
+    be used."""
     skip = frozenset()
     if args.skip_list is not None:
         skip = listing.read_skip_list(args.skip_list, args.image_root, args.allow_outside)
@@ -148,8 +148,8 @@ def _conditions(args, data_format, size, digest=None):
 
 
 def _restored(pipeline, make):
-    """Return the iterator of a pipeline with a DALI checkpoint. The pipeline is built first, because errors in the
-    build mean that the checkpoint is damaged, not that images cannot be decoded.
+    """Return the iterator of a pipeline that resumes from a DALI checkpoint. The pipeline is built separately, because
+    an error in the build indicates a damaged checkpoint instead of a damaged image.
 
     Raises:
         StateError: the checkpoint is damaged.
@@ -173,16 +173,16 @@ def _state_error(reason):
 
 
 def _usable(args, state, conditions, steps):
-    """Return the usable part of a loader state, and log the conditions that have changed.
+    """Compare a loader state with the current conditions, and log the conditions that have changed.
 
     Returns:
-        (state, or None if it cannot be used; whether only the order of the images continues).
+        (state, or None if it cannot be used; whether only the order of the images is resumed).
     Raises:
         StateError: the step in the state exceeds the steps per epoch.
     """
     if state is None:
         return None, False
-    # Older checkpoints contain neither these flags nor the list.
+    # Older checkpoints do not contain these three conditions.
     older = {"--cpu-decoder-load": 0.0, "--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
     before = older | state["conditions"]
     changes = {
@@ -195,7 +195,7 @@ def _usable(args, state, conditions, steps):
             f"{', '.join(changes.values())}: the order of the images continues, and the random numbers of the "
             "augmentation start again"
         )
-        (logger.info if args.sizes else logger.warn)(text)  # warn only if the flags have changed, not at a new stage
+        (logger.info if args.sizes else logger.warn)(text)  # not a warning at a new stage of --sizes
         return state, True
     if changes:
         logger.warn(
@@ -209,13 +209,14 @@ def _usable(args, state, conditions, steps):
 
 
 def _with_reader_of(checkpoint, fresh):
-    """Return a fresh checkpoint of a pipeline, with the reader's position from the checkpoint of a different pipeline.
-    Both are protobuf messages that begin with the state of the first operator, the reader."""
+    """Return the checkpoint `fresh`, with the reader's position from `checkpoint`. DALI checkpoints are protobuf
+    messages that begin with the state of the first operator, the reader."""
     return _first_operator(checkpoint) + fresh[len(_first_operator(fresh)) :]
 
 
 def _first_operator(checkpoint):
-    """Return the first field of a protobuf message. The field is itself a message: tag, length as a varint, content."""
+    """Return the first field of a protobuf message. This field is a nested message: tag, length as a varint,
+    content."""
     length, place = 0, 1
     while True:
         byte = checkpoint[place : place + 1]
@@ -228,13 +229,13 @@ def _first_operator(checkpoint):
 
 
 def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=None):
-    """Define the DALI pipeline of one shard; it is not built yet.
+    """Define the DALI pipeline of one shard. The caller must build it.
 
     Args:
         args: flags.
         data_set: readers.DataSet.
-        mode: Mode.TRAIN: random-resized crop, color jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
-            shorter side to --resize-short, center crop.
+        mode: Mode.TRAIN: random resized crop, color jitter, rotation, horizontal flip, PCA lighting noise. Mode.EVAL:
+            resize of the shorter side to --resize-short, center crop.
         shard_id: number of the shard, counted from 0.
         num_shards: number of shards.
         checkpoint: DALI checkpoint (bytes) from which a training pipeline resumes, or None.
@@ -249,9 +250,9 @@ def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=
         # Each shard has its own seed, so that random crops differ between shards.
         seed=args.dali_random_seed + shard_id,
         prefetch_queue_depth=args.dali_prefetch,
-        # With the dynamic executor, DALI's default, the plugin releases batches while Paddle is still copying them.
-        # With the older executor, DALI copies the batches itself, and its stream waits for the copy before it reuses
-        # the buffer. The older executor is as fast (benchmarks/log/loss_head_h200_2026-11-22.md).
+        # With the dynamic executor, DALI's default, the Paddle plugin releases batches while Paddle is still copying
+        # them. With the older executor, DALI copies the batches, and its stream waits for each copy before it reuses
+        # the buffer. Both executors are equally fast (benchmarks/log/loss_head_h200_2026-11-22.md).
         exec_dynamic=False,
         enable_checkpointing=mode is Mode.TRAIN,
         checkpoint=checkpoint,
@@ -271,9 +272,9 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
         }
     else:
         decoder = {"device": "cpu"}
-    # In a large batch, DALI 2.4's decoders read the headers in several threads and lose errors: the decoder continues
-    # with a header that was not read, and crashes. This operator raises the error instead. It runs first, because the
-    # input of the decoder depends on it; the bytes are not copied.
+    # For large batches, DALI 2.4's decoders parse the headers in several threads and ignore errors, so they crash on an
+    # invalid header. `peek_image_shape` raises the error instead. The reshape makes the decoder's input depend on
+    # `peek_image_shape`, so that it runs first; the bytes are not copied.
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]
@@ -281,8 +282,8 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     mean = [m / args.normalize_scale for m in args.normalize_mean]
     std = [s / args.normalize_scale for s in args.normalize_std]
     if mode is Mode.TRAIN:
-        # DALI assigns seeds in the order of the random operators in the graph. The augmentations have explicit seeds,
-        # so crop and flip draw the same random numbers with and without them.
+        # DALI assigns seeds in the order of the random operators in the graph. The optional augmentations have explicit
+        # seeds, so that they do not change the random numbers of crop and flip.
         seeds = np.random.SeedSequence([args.dali_random_seed, shard_id]).generate_state(6).tolist()
         images = _random_resized_crop(args, encoded, decoder, resize, seeds[5])
         mirror = fn.random.coin_flip(probability=0.5)
@@ -294,7 +295,7 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
             mean = types.Constant(np.float32(mean)) - _lighting(args.lighting, seeds[4])
     else:
         images = fn.decoders.image(encoded, output_type=types.RGB, **decoder)
-        # This matches serving/preprocessing.py. For a square crop, the shorter side becomes --resize-short.
+        # This computation matches serving/preprocessing.py. For a square crop, the shorter side becomes --resize-short.
         covered = [int(args.resize_short * side / args.crop_size + 0.5) for side in args.image_shape[1:]]
         images = fn.resize(images, size=covered, mode="not_smaller", **resize)
         mirror = 0
@@ -317,8 +318,8 @@ def _decoded_by_cpu(args):
 
 
 def _random_resized_crop(args, encoded, decoder, resize, seed):
-    """Decode random crops and resize them. With --cpu-decoder-load, the CPU does this for some images of each batch,
-    drawn at random. CPU and GPU then draw separate crops, so crops and flips differ from those without the flag.
+    """Decode random crops and resize them. With --cpu-decoder-load, the CPU decodes and resizes a random subset of each
+    batch. The CPU and GPU operators then draw separate random numbers, so the flag changes crops and flips.
     """
     decode = functools.partial(
         fn.decoders.image_random_crop,
@@ -334,8 +335,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
         return resize(decode(encoded, **decoder))
     if on_cpu == args.batch_size:
         return resize(decode(encoded, device="cpu")).gpu()
-    # DALI splits the batch image by image. The number of images on the CPU is constant, so neither part is ever empty:
-    # DALI cannot checkpoint an operator whose batch was empty.
+    # DALI evaluates the condition for each image. The number of images on the CPU is constant, so that neither branch
+    # is ever empty; DALI cannot checkpoint an operator whose batch was empty.
     if fn.batch_permutation(seed=seed) < on_cpu:
         images = resize(decode(encoded, device="cpu")).gpu()
     else:
@@ -344,8 +345,8 @@ def _random_resized_crop(args, encoded, decoder, resize, seed):
 
 
 def _jitter(images, strength, seeds):
-    """Scale saturation, contrast (about 128) and brightness, in this order and with a single rounding, each by its own
-    factor from [max(0, 1 - strength), 1 + strength].
+    """Scale saturation, contrast (about the level 128) and brightness, in this order, each by a random factor from
+    [max(0, 1 - strength), 1 + strength]. Values are rounded only once, at the end.
     """
     factors = (fn.random.uniform(range=[max(0, 1 - strength), 1 + strength], seed=seed) for seed in seeds)
     brightness, contrast, saturation = factors
@@ -353,14 +354,15 @@ def _jitter(images, strength, seeds):
 
 
 def _rotate(images, degrees, seed):
-    """Rotate about the center by an angle from [-degrees, degrees], on the same canvas with black corners."""
+    """Rotate images about the center by a random angle from [-degrees, degrees]. The size is unchanged, and the corners
+    are filled with black."""
     angle = fn.random.uniform(range=[-degrees, degrees], seed=seed)
     return fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_LINEAR)
 
 
 def _lighting(std, seed):
-    """Return the offset [3] for the RGB values (0 to 255) of an image: the sum of ImageNet's eigenvectors, each
-    multiplied by its eigenvalue and a number from N(0, std).
+    """Return the offset [3] to add to the RGB values (0 to 255) of an image: the sum of ImageNet's eigenvectors, each
+    multiplied by its eigenvalue and a random number from N(0, std).
     """
     alpha = fn.random.normal(shape=[3], mean=0, stddev=std, seed=seed)
     return fn.reductions.sum(types.Constant(np.float32(PCA_VECTORS * PCA_VALUES)) * alpha, axes=[1])

@@ -17,15 +17,16 @@ from utils import exit_codes, files, locks, logger, numbers, outputs, signals
 from utils.errors import RunError, UsageError, printable
 
 # Tolerances of --verify for differences between an engine and the checkpoint. If the two largest probabilities of an
-# image differ by less than TIE, rounding decides which class is first; top1 may differ only for such images. Losses are
-# computed from logits, because probabilities below 1e-38 become zero, and some engines clip even larger ones.
-LOSS_TOLERANCE = 1e-4  # for the mean loss; relative to the loss if it is above 1
+# image differ by less than TIE, rounding decides which class is first, so the predicted class of this image may differ.
+# Losses are computed from logits, because float32 probabilities below 1e-38 become zero and some engines clip even
+# larger probabilities.
+LOSS_TOLERANCE = 1e-4  # difference of the mean losses, relative if the loss exceeds 1
 TIE = 1e-4
 PROBABILITY_TOLERANCE = 1e-4
-PADDLE_CLIP = 64  # Paddle's CPU kernels clip logits to the maximum minus 64, so recorded losses can be lower
+PADDLE_CLIP = 64  # Paddle's CPU kernels raise logits to at least the maximum minus 64, so recorded losses can be lower
 TRITON_MAX_BATCH = 64
-# Tolerances for quantized networks. Different rounding of a sum can change an activation by one level.
-INT8_TOP1_TOLERANCE = 0.005  # decrease of top1
+# Tolerances for quantized networks. An engine may round a sum differently, which changes an activation by one level.
+INT8_TOP1_TOLERANCE = 0.005  # maximum decrease of top1
 INT8_PROBABILITY_TOLERANCE = 0.1
 
 
@@ -34,7 +35,7 @@ class Calibration(NamedTuple):
 
     Attributes:
         image_root: folder of a data set, whose training images are used.
-        method: "percentile": the range covers 99.99 % of the values; "entropy": the range with the smallest
+        method: "percentile": the range that covers 99.99 % of the values; "entropy": the range that minimizes the
             Kullback-Leibler divergence between the values and the quantized values.
         images: maximum number of images.
     """
@@ -58,28 +59,28 @@ def export(
     """Write the inference network, with float32 parameters and without masks and optimizer state.
 
     The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
-    preprocessing, classes), labels.txt (one class per line) and preprocess.py (preprocessing.py, which runs
-    standalone).
+    preprocessing, classes), labels.txt (one class per line) and preprocess.py (a copy of serving/preprocessing.py,
+    which runs standalone).
 
     Args:
         checkpoint: see inference.load_checkpoint.
-        output: folder to create. It is created atomically, when all its files are complete.
+        output: folder to create. The folder appears only when all its files are complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
-        verify: folder of a data set; all exported networks must match the checkpoint on its validation images. None
-            skips this check.
+        verify: folder of a data set, on whose validation images all exported networks must match the checkpoint, or
+            None to skip this check.
         uint8: whether the input "images" is uint8 [N, H, W, 3], which the network normalizes. Otherwise, the input is
             normalized float32 [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is
             always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
         model_arch_name: see inference.load_checkpoint.
-        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. None: float32, but
-            quantized for onnxruntime after training with --qat.
-        calibration: Calibration for int8; None after training with --qat.
+        int8: engine for which model.onnx is quantized, "onnxruntime" or "tensorrt"; implies onnx. If None, model.onnx
+            is float32, except for a checkpoint trained with --qat, which is quantized for onnxruntime.
+        calibration: Calibration for int8, or None for a checkpoint trained with --qat.
     Returns:
         content of model.json.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or was saved inside an epoch; the output exists or cannot
-            be written; a package for ONNX is missing.
+        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; the output exists or cannot
+            be written; or a package for ONNX is missing.
         RunError: the results of an exported network differ from those of the checkpoint. All written files are removed.
     """
     if model_arch_name is not None:
@@ -95,7 +96,7 @@ def export(
         from paddle_resnet.serving import inference, onnx_writer
 
     checkpoint = inference.resolve(checkpoint)
-    # The list is empty if the folder contains no parameters; load_checkpoint then reports an error.
+    # If the folder contains no parameters, this list is empty and load_checkpoint raises an error.
     read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
     read += [("the data set", root) for root in (verify, calibration and calibration.image_root) if root]
     outputs.claim(folders={"OUT": output}, protected=read)
@@ -106,10 +107,10 @@ def export(
         int8 = int8 or "onnxruntime"
     if int8 and network.args.qat and calibration:
         raise UsageError(
-            f"--calibrate {calibration.image_root}: {checkpoint} has the ranges of --qat; remove --calibrate"
+            f"--calibrate {calibration.image_root}: {checkpoint} already has ranges from --qat; remove --calibrate"
         )
     if int8 and not network.args.qat and not calibration:
-        raise UsageError("--int8: requires images that determine the ranges of the activations; add --calibrate")
+        raise UsageError("--int8: requires training images to determine activation ranges; add --calibrate")
     try:
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}
@@ -131,9 +132,9 @@ def export(
 
 @contextlib.contextmanager
 def _partial_folder(output):
-    """Create the folder .NAME.partial/NAME next to the output for incomplete files, and rename it to the output at the
-    end. If an export is killed, the next export to the same output removes its folder. A lock prevents concurrent
-    exports to the same output.
+    """Create the folder .NAME.partial/NAME next to the output for incomplete files. After the last file, rename the
+    folder to the output. If an export is killed, the next export to the same output removes its folder. A lock prevents
+    concurrent exports to the same output.
 
     Raises:
         UsageError: another export is writing to the same output.
@@ -154,7 +155,7 @@ def _partial_folder(output):
 
 
 def _write_paddle(network, folder):
-    """Write the two files of Paddle Inference; returns their entries for model.json."""
+    """Write the two files of Paddle Inference, and return their entries for model.json."""
     from paddle import static
 
     from paddle_resnet.checkpoints import folders
@@ -165,14 +166,14 @@ def _write_paddle(network, folder):
         parameters = static.serialize_persistables(*ends, network.exe, program=network.program.clone())
     program = static.deserialize_program(static.serialize_program(*ends, program=network.program.clone()))
     block = program.global_block()
-    # Paddle 2.6 appends a multiplication by 1, whose output has a different name.
+    # Paddle 2.6 appends a multiplication by 1, so the output has a different name than the probabilities.
     written, name = block.ops[-1].input("X")[0], network.probabilities.name
     if written != name:
         block._rename_var(name, "softmax")
         block._rename_var(written, name)
     program = program._remove_training_info()
     for op in program.global_block().ops:
-        if op.has_attr("op_callstack"):  # this attribute contains paths on this machine
+        if op.has_attr("op_callstack"):  # it contains paths of the machine that exports
             op._remove_attr("op_callstack")
     # Python writes the files, because Paddle's C++ function ignores a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)
@@ -194,13 +195,13 @@ def _write_texts(description, folder):
 
 
 def _write_int8(network, folder, engine, calibration):
-    """Quantize a network with folded batch normalizations in place, and write model.onnx. After training with --qat, it
-    is already quantized, and keeps the levels of its weights."""
+    """Quantize a network with folded batch normalizations in place, and write model.onnx. A network trained with --qat
+    is already quantized, and the levels of its weights are unchanged."""
     from paddle_resnet.passes import quantization
     from paddle_resnet.serving.calibration import WEIGHT_BITS, quantize
 
     bits = 8 if network.args.qat else WEIGHT_BITS[engine]
-    source = "ranges of --qat"
+    source = "ranges from --qat"
     if not network.args.qat:
         source = f"calibrated with {quantize(network, bits, *calibration)} training images ({calibration.method})"
     quantization.use_levels_of(engine, network.program, bits)
@@ -230,7 +231,7 @@ def _write_onnx(network, folder, unsigned=False, tolerance=PROBABILITY_TOLERANCE
 
 
 def _verify(network, folder, image_root, is_int8=False):
-    """Evaluate the checkpoint and the exported networks on the CPU, with all validation images.
+    """Evaluate the checkpoint and the exported networks on the CPU with all validation images, and compare the results.
 
     Args:
         network: Network of the checkpoint with normalized images as input.
@@ -257,7 +258,8 @@ def _verify(network, folder, image_root, is_int8=False):
         else:
             _check_agreement(model.engine, score, "the checkpoint's network", expected)
     recorded = network.meta["evaluated"]
-    # An evaluation on a GPU is not comparable: it uses different decoders, and convolutions in TF32 or half precision.
+    # An evaluation on a GPU is not comparable, because it uses different decoders, and convolutions in TF32 or half
+    # precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
     is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded loss omits non-finite losses
     if is_comparable and recorded.get("images") == expected["images"]:
@@ -268,8 +270,8 @@ def _verify(network, folder, image_root, is_int8=False):
 
 
 def _score(network, model, image_root):
-    """Evaluate a Model with logits. Returns {"images", "correct", "ties" (images whose two largest probabilities differ
-    by less than TIE), "loss", "clipped_loss" (as Paddle computes it on a CPU)}.
+    """Evaluate a Model that also returns logits. Return {"images", "correct", "ties" (images whose two largest
+    probabilities differ by less than TIE), "loss", "clipped_loss" (loss as Paddle computes it on a CPU)}.
 
     Raises:
         RunError: the model's probabilities are not the softmax of its logits.
@@ -303,8 +305,8 @@ def _score(network, model, image_root):
 
 
 def _log_softmax(logits, clip=np.inf):
-    """Return log probabilities, float64 [N, classes], computed without underflow. Logits are clipped to the maximum
-    minus `clip`."""
+    """Return log probabilities, float64 [N, classes], computed without underflow. Logits are raised to at least the
+    row's maximum minus `clip`."""
     logits = logits.astype(np.float64)
     logits = np.maximum(logits - logits.max(axis=1, keepdims=True), -clip)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -334,8 +336,8 @@ def _check_quantized(score, reference):
 
 
 def _write_triton(description, folder):
-    """Write a model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with the file names that the backend
-    expects."""
+    """Write a Triton model repository: triton/MODEL/config.pbtxt, and triton/MODEL/1/ with the file names that the
+    backend expects."""
     backends = {"paddle": ("pdmodel", "pdiparams"), "onnxruntime": ("onnx",)}
     for backend, suffixes in backends.items():
         files = [folder / f"model.{suffix}" for suffix in suffixes]
@@ -365,38 +367,38 @@ dynamic_batching {{ }}
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 1 an exported network differs from the checkpoint, 2 usage error or
-    unusable checkpoint, 130 interrupted. The output is kept only if the code is 0."""
+    """Run the command and return the exit code: 0 for success, 1 if an exported network differs from the checkpoint, 2
+    for a usage error or an unusable checkpoint, 130 if interrupted. The output is kept only if the exit code is 0."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint or run folder, such as output/ResNet50")
     parser.add_argument("output", metavar="OUT", help="folder to create")
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
-    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to compare the exports")
+    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to compare exports and checkpoint")
     parser.add_argument("--uint8", action="store_true", help="uint8 input [N, H, W, 3], normalized by the network")
     parser.add_argument("--int8", action="store_true", help="quantize model.onnx; implies --onnx")
     parser.add_argument(
-        "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine the ranges of --int8"
+        "--calibrate", metavar="IMAGE_ROOT", help="data set whose training images determine the activation ranges"
     )
     defaults = Calibration._field_defaults
     parser.add_argument(
         "--calibration-method",
         choices=["percentile", "entropy"],
-        help=f"function that determines the ranges (default: {defaults['method']})",
+        help=f"method that determines the activation ranges (default: {defaults['method']})",
     )
     parser.add_argument(
         "--calibration-images",
         type=numbers.integer(1),
         metavar="N",
-        help=f"maximum number of images to use (default: {defaults['images']})",
+        help=f"maximum number of calibration images (default: {defaults['images']})",
     )
     parser.add_argument(
         "--int8-engine",
         choices=["onnxruntime", "tensorrt"],
-        help="engine that runs --int8; tensorrt requires int8 with zero point 0 (default: onnxruntime)",
+        help="engine that runs the INT8 model; tensorrt requires zero point 0 (default: onnxruntime)",
     )
     parser.add_argument("--triton", action="store_true", help="also write triton/, a model repository")
     parser.add_argument(
-        "--model-arch-name", metavar="FILE.py:NAME", help="network of the checkpoint, if it is defined in a file"
+        "--model-arch-name", metavar="FILE.py:NAME", help="user file and name of the checkpoint's network"
     )
     return exit_codes.of("paddle_resnet.export", lambda: _main(parser.parse_args(argv)))
 

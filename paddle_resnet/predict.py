@@ -41,8 +41,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
         device: device on which DALI decodes, "cpu" or "gpu".
         threads: number of DALI's CPU threads.
     Returns:
-        iterator. probabilities are float32 [classes]; for a file that cannot be decoded, they are None and problem
-        describes the error.
+        iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
+        `problem` describes the error.
     """
     for files_read, images in _images(model.description, paths, batch_size, device, threads):
         rows = iter(() if images is None else model.run(images))
@@ -53,8 +53,8 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
 def _images(description, paths, batch_size, device, threads):
     """Yield ([(path, problem or None)], images of the files without a problem) for each batch.
 
-    DALI decodes a few batches in advance and stops at the first image that it cannot decode. All images of the batches
-    already read are then decoded one by one."""
+    DALI decodes a few batches in advance and stops at the first image that it cannot decode. The images of all batches
+    read so far are then decoded one by one."""
     remaining, ahead = iter(paths), deque()
 
     def batches():
@@ -81,13 +81,12 @@ def _images(description, paths, batch_size, device, threads):
                 yield _alone(description, path, problem, device, threads, error)
             ahead.clear()
         else:
-            yield from ((files_read, None) for files_read in ahead)  # the last image has been decoded
+            yield from ((files_read, None) for files_read in ahead)  # files after the last valid image
             return
 
 
 def _alone(description, path, problem, device, threads, error):
-    """Decode a single image after DALI has stopped at this or a different image. Return an item in the format of
-    _images."""
+    """Decode a single image, after DALI failed to decode a batch. Return an item in the format that _images yields."""
     from paddle_resnet.data import bad_images
 
     encoded, problem = (None, problem) if problem else _read(path)
@@ -105,8 +104,8 @@ def _alone(description, path, problem, device, threads, error):
 
 
 def _read(path):
-    """Return (bytes of an image file, uint8 [size], None), or (None, problem). DALI does not open the files itself,
-    because it would block on pipes and read devices endlessly."""
+    """Return (content of an image file as uint8 [size], None), or (None, problem) if the file cannot be used. DALI does
+    not open the files itself, because it would block on pipes and read devices endlessly."""
     from paddle_resnet.data import bad_images
 
     try:
@@ -120,8 +119,8 @@ def _read(path):
 
 
 def _decoded(description, batches, batch_size, device, threads):
-    """Decode batches of encoded images, and yield the input of the network for each. DALI raises RuntimeError for an
-    image that it cannot decode."""
+    """Decode batches of encoded images, and yield the network's input for each batch. DALI raises RuntimeError if it
+    cannot decode an image."""
     from paddle_resnet import dali
     from paddle_resnet.data import readers
     from paddle_resnet.serving import inference
@@ -212,14 +211,14 @@ def _images_below(folder):
 
 
 def top(probabilities, classes):
-    """Return [(label, class name, probability)] of the most probable classes; classes with equal probabilities are in
-    label order."""
+    """Return [(label, class name, probability)] of the TOP most probable classes, in descending order. Classes with
+    equal probabilities are in label order."""
     names = classes + [str(i) for i in range(len(classes), len(probabilities))]
     return [(i, names[i], float(probabilities[i])) for i in np.argsort(-probabilities, kind="stable")[:TOP].tolist()]
 
 
 def benchmark(models, batch_sizes):
-    """Measure a list of inference.Model, from random images in host memory to probabilities in host memory. Yield
+    """Measure each inference.Model in a list on random images, including the copies from and to host memory. Yield
     {"engine", "batch", "ips" (images/s), "latency_{mean,p50,p90,p95,p99}_ms"} for each batch size and model.
     """
     random = np.random.default_rng(0)
@@ -241,7 +240,7 @@ def benchmark(models, batch_sizes):
 @contextlib.contextmanager
 def engines(path, device, model_arch_name=None):
     """Yield a list with one inference.Model for each engine that can run the model. A checkpoint is first exported to a
-    temporary folder. If onnx or onnxruntime is missing or broken, onnxruntime is omitted with a warning."""
+    temporary folder. If onnx or onnxruntime is missing or broken, a warning is logged and onnxruntime is omitted."""
     from paddle_resnet import export
     from paddle_resnet.serving import inference
 
@@ -269,12 +268,13 @@ def engines(path, device, model_arch_name=None):
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 1 some files are not images, 2 usage error, 130 interrupted."""
+    """Run the command and return the exit code: 0 if all images are classified, 1 if some files are not images, 2 for a
+    usage error, 130 if interrupted."""
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.predict", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, run or export, or an ONNX file")
     parser.add_argument("images", nargs="*", metavar="IMAGE|FOLDER|-", help="images; - reads paths from stdin")
     parser.add_argument(
-        "--model-arch-name", metavar="FILE.py:NAME", help="network of the checkpoint, if it is from a file"
+        "--model-arch-name", metavar="FILE.py:NAME", help="user file and name of the checkpoint's network"
     )
     parser.add_argument("--csv", metavar="FILE|-", help="CSV file to write, one line per image; - is stdout")
     parser.add_argument("--json", action="store_true", help="print a JSON object per image, one per line")
@@ -348,7 +348,8 @@ def _claim_csv(args, paths):
 
 @contextlib.contextmanager
 def _csv_writer(path, k):
-    """Yield a function that writes a line with the k most probable classes; yield None if there is no path."""
+    """Yield a function that writes one line to the CSV file, with columns for the k most probable classes. If path is
+    None, yield None."""
     if path is None:
         yield None
         return
@@ -356,7 +357,7 @@ def _csv_writer(path, k):
     try:
         if path != "-":
             files.touch(path)
-        # File names may not be valid UTF-8.
+        # With backslashreplace, file names that are not valid UTF-8 can be written.
         options = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
         with contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", **options) as file:
             write = csv.writer(file, lineterminator="\n").writerow
@@ -376,5 +377,5 @@ def _print_benchmark(args, device):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command without an error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` stops the command without an error message
     sys.exit(main())

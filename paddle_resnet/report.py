@@ -25,8 +25,8 @@ STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step in which the GPU
 
 
 def default_name(args):
-    """Return the name of the report in the run's folder, for runs without --report-file. An evaluation does not replace
-    the training report."""
+    """Return the name of the report in the run's folder, for runs without --report-file. The name of an evaluation's
+    report differs, so that the training report is not replaced."""
     if args.benchmark:
         return "report.benchmark.json"
     return "report.json" if args.run_scope.trains else "report.eval.json"
@@ -50,20 +50,21 @@ def _tables(args):
     if args.benchmark or not args.run_scope.evaluates:
         return {}
     kinds = ["classes", "confusion", *(["predictions"] if args.report_html else [])]
-    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # such as /dev/null or a pipe
+    if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # for example, /dev/null or a pipe
         kinds = []
     paths = {kind: files.companion(args.report_file, f"{kind}.csv") for kind in kinds}
     return paths | ({"predictions": args.predictions} if args.predictions is not None else {})
 
 
 def resumes(args, checkpoint):
-    """Return whether the run appends to its report: if --resume is set, or if it continues the run of a checkpoint."""
+    """Return whether the run appends to an existing report, because --resume is set or because the run continues the
+    run of a checkpoint."""
     trains = args.run_scope.trains and not args.benchmark
     return trains and (args.resume or (checkpoint is not None and checkpoint.resumes))
 
 
 def check_replaced(args, checkpoint, run_folder):
-    """Check the file that the report would replace or append to.
+    """Check the file that this run's report would replace or append to.
 
     Args:
         args: flags.
@@ -77,8 +78,8 @@ def check_replaced(args, checkpoint, run_folder):
     if not path.is_file():
         if args.report_html is not None and path.exists():
             raise UsageError(
-                f"--report-html {args.report_html}: {path} does not store the report that the page needs; choose a "
-                "regular file for --report-file"
+                f"--report-html {args.report_html}: needs a report in a regular file, which {path} is not; choose a "
+                "different --report-file"
             )
         return
     from paddle_resnet.results import reading
@@ -102,8 +103,8 @@ def check_replaced(args, checkpoint, run_folder):
 
 
 def _is_of_run(path, checkpoint, run_folder):
-    """Return whether a report belongs to the run that this run resumes. The run folder may have been moved with the
-    report."""
+    """Return whether a report belongs to the run that this run resumes. The run folder may have been moved together
+    with the report."""
     from paddle_resnet.results import reading
 
     own = {run_folder, *([Path(checkpoint.folder).parent] if checkpoint else [])}
@@ -118,7 +119,7 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
     Args:
         args: flags.
-        train_loader, eval_loader: None for a loader that the run does not use.
+        train_loader, eval_loader: loaders, or None if the run does not use them.
         fused_operators: {operator: count} of the program that the line describes.
         gradient_all_reduces: number of gradient all-reduces per training step.
         is_captured: whether the steps of that program are captured as a CUDA graph.
@@ -144,25 +145,25 @@ def start_line(args, train_loader, eval_loader, fused_operators, gradient_all_re
 
 
 def all_done(args, checkpoint):
-    """Log that all steps are done.
+    """Log that no steps remain, or raise an error without --resume.
 
     Raises:
-        UsageError: --resume is not set. With --resume there is no error, so a command can be repeated until all steps
-            are done.
+        UsageError: --resume is not set. With --resume, this is not an error, so a command can be repeated until all
+            steps are done.
     """
     folder = checkpoint.folder
     if not args.resume:
         if args.iter_unit == "batch":
-            raise UsageError(f"--num-iter {args.num_iter}: all are done in {folder}; use a larger number")
-        raise UsageError(f"--epochs {args.epochs}: all are done in {folder}; use more than {checkpoint.epoch}")
+            raise UsageError(f"--num-iter {args.num_iter}: already completed in {folder}; use a larger number")
+        raise UsageError(f"--epochs {args.epochs}: already completed in {folder}; use more than {checkpoint.epoch}")
     length = f"{args.epochs} epochs" if args.iter_unit == "epoch" else f"{args.num_iter} steps"
     logger.info(f"--resume: all {length} are done in {folder}")
 
 
 def advise_on_loader(args, epoch, trained):
     """Warn if a GPU waits for the loader for more than a fifth of an epoch, and suggest a flag. On a CPU, there is no
-    warning, because the program shares the cores with the loader, so waiting does not indicate a slow loader. A short
-    first epoch is ignored, because it is mostly startup.
+    warning: the network shares the cores with the loader, so waiting does not indicate a slow loader. A short first
+    epoch is ignored, because it is mostly startup.
 
     Args:
         args: flags.
@@ -175,7 +176,7 @@ def advise_on_loader(args, epoch, trained):
     if args.device != "gpu" or fraction <= STARVED_FRACTION or (epoch == 0 and trained["steps"] < 50):
         return False
     logger.warn(
-        f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; try {_loader_flag(args)}, or measure "
+        f"epoch {epoch}: the GPU waited for images {fraction:.0%} of the time; set {_loader_flag(args)}, or measure "
         f"the loader alone with `python -m paddle_resnet.dataset speed {shlex.quote(args.image_root)}`"
     )
     return True
@@ -197,7 +198,7 @@ def _loader_flag(args):
 def conclude(args, argv, result, mode):
     """Log the result of a benchmark or of an evaluation without training as the summary of the run.
 
-    A benchmark adds peak memory, versions and command, and prints a table instead of a line.
+    For a benchmark, peak memory, versions and the command are added, and a table is printed instead of a line.
 
     Args:
         args: flags.
@@ -220,8 +221,8 @@ def conclude(args, argv, result, mode):
 
 
 def _peak_memory(device):
-    """Return the peak memory of Paddle's allocator in MiB, maximum over processes, or {} on a CPU, for which the
-    allocator keeps no statistics."""
+    """Return the peak memory of Paddle's GPU allocator in MiB as the maximum over all processes. On a CPU, return {},
+    because Paddle keeps no statistics there."""
     if device == "cpu":
         return {}
     import paddle
@@ -251,7 +252,7 @@ def _versions(device):
 
 
 def _driver():
-    """Return the version of NVIDIA's driver, or None if the kernel module does not report it."""
+    """Return the version of NVIDIA's driver, or None if the kernel module does not report its version."""
     path = Path("/sys/module/nvidia/version")
     return path.read_text().strip() if path.is_file() else None
 
@@ -347,14 +348,14 @@ def write_classes(args, result, classes):
     nothing, because it does not evaluate the entire data set.
 
     REPORT.classes.csv has one line per class: label, class, images, correct, top1. REPORT.confusion.csv has one line
-    per pair that occurred, the most frequent pair first: label, predicted, images, class, predicted_class.
-    REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file. Each evaluation
-    replaces the files of the previous one.
+    per pair of label and prediction that occurred, the most frequent pair first: label, predicted, images, class,
+    predicted_class. REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file. Each
+    evaluation replaces the files of the previous one.
 
     Args:
         args: flags.
         result: result of program.run with Mode.EVAL.
-        classes: class names in label order; there may be fewer names than network outputs.
+        classes: class names in label order; the network may have more outputs than there are names.
     Returns:
         the result without its arrays.
     """

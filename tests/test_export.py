@@ -219,7 +219,7 @@ def test_int8_export_with_lower_accuracy_is_not_kept(checkpoint, photos, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--int8"], "--int8: requires images that determine the ranges of the activations; add --calibrate"),
+        (["--int8"], "--int8: requires training images to determine activation ranges; add --calibrate"),
         (["--calibrate", "DATA"], "--calibrate DATA: requires --int8; add it"),
         (["--int8-engine", "tensorrt"], "--int8-engine tensorrt: requires --int8; add it"),
         (["--int8", "--calibration-images", "9"], "--calibration-images 9: requires --calibrate IMAGE_ROOT; add it"),
@@ -407,7 +407,7 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
     preprocessing.main([str(image)])
     output = capsys.readouterr()
     assert output.out.splitlines() == lines[:1]
-    assert output.err == "onnxruntime: not installed; install it for predictions\n"
+    assert output.err == "onnxruntime: not installed; to print predictions, run `pip install onnxruntime`\n"
 
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
@@ -528,7 +528,7 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
     description = export.export(tmp_path / "run", tmp_path / "exported")
     stderr = capsys.readouterr().err
     assert f"{tmp_path}/run: uses the checkpoint {checkpoint}" in stderr
-    message = "no meta.json, so the architecture is inferred from the parameters (Tiny), the preprocessing is that of"
+    message = "contains no meta.json, so the architecture is inferred from the parameters (Tiny), the preprocessing"
     assert f"warning: {checkpoint}: {message}" in stderr
     assert description["input"]["shape"] == [None, 3, 224, 224] and description["output"]["shape"] == [None, 3]
     assert (description["classes"], description["epoch"], description["evaluated"]) == ([], 89, None)
@@ -543,7 +543,7 @@ def test_checkpoint_of_nvidia_example_is_exported(checkpoint, tmp_path, capsys, 
     images = np.zeros((1, 3, 224, 224), np.float32)
     assert inference.open_model(tmp_path / "run", "cpu").run(images).shape == (1, 3)
     monkeypatch.setattr(inference, "MODELS", {})
-    with pytest.raises(UsageError, match=r"no meta.json, and the parameters do not match any supported network"):
+    with pytest.raises(UsageError, match=r"no meta.json, and its parameters match no supported network"):
         export.export(checkpoint, tmp_path / "none")
     with pytest.raises(UsageError, match="own: contains neither meta.json nor parameters; choose a checkpoint"):
         export.export(tmp_path / "own", tmp_path / "none")

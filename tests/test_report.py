@@ -154,7 +154,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
         (["--output-dir", "{}/tiny/output"], ["--output-dir", "tiny is for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/0/report.json"], ["0 is for a checkpoint"]),
         (["--output-dir", "{}/out", "--report-file", "{}/out/Tiny/latest"], ["latest is for a checkpoint"]),
-        (["--report-html", "{}/page.html", "--report-file", "/dev/null"], ["/dev/null does not store the report"]),
+        (["--report-html", "{}/page.html", "--report-file", "/dev/null"], ["which /dev/null is not"]),
         (["--report-file", "{}/out/profile/steps_0_1_rank0.json", "--profile-steps", "0:1", "--output-dir", "{}/out"],
          ["the trace of --profile-steps", "the same file as --report-file"]),
     ],
@@ -249,7 +249,7 @@ def test_slow_loader_logs_a_warning_with_flag_to_try(parse, capsys, monkeypatch,
     assert report.advise_on_loader(args, 1, trained)
     assert report.advise_on_loader(args, 0, trained | {"steps": 50})
     [line, _] = capsys.readouterr().err.splitlines()
-    assert f"the GPU waited for images 30% of the time; try {message}, or measure" in line
+    assert f"the GPU waited for images 30% of the time; set {message}, or measure" in line
 
 
 def test_slow_loader_logs_no_warning_on_cpu(run_train, parse, capsys, monkeypatch):

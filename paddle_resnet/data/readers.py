@@ -1,14 +1,14 @@
-"""Readers: one function per storage format, which opens a split as a DataSet for the DALI pipeline.
+"""Readers for all storage formats. Each reader opens a split as a DataSet for the DALI pipeline.
 
-`DataSet.read` adds the format's DALI reader to the pipeline under construction. docs/data.md describes the layout of
-each format.
+`DataSet.read` adds the DALI reader of the storage format to the pipeline under construction. docs/data.md describes the
+layout of each format.
 
-DALI is set to read without mmap, because truncating a mapped file would end the process with SIGBUS. Its LMDB reader
+The readers disable mmap, because truncating a mapped file would kill the process with SIGBUS. Only DALI's LMDB reader
 always uses mmap.
 
 Order of the images: class folders and file lists are fully shuffled before each epoch. Record files are read in stored
-order through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition, TFRecord and
-WebDataset shards are read in a new random order each epoch, which is the same on every process.
+order through a buffer of SHUFFLE_BUFFER images, from which the next image is drawn at random. In addition, the shards
+of TFRecord and WebDataset are read in a new random order each epoch. All processes use the same order.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Images per process, about 450 MB for ImageNet. `convert` writes in random order, so the buffer only mixes neighbors.
+# Number of images per process; for ImageNet, they need about 450 MB. This suffices, because `dataset convert` writes
+# images in random order.
 SHUFFLE_BUFFER = 4096
 # Number of labels checked before step 1, evenly spread over the split.
 CHECKED_LABELS = 256
@@ -43,9 +44,9 @@ class DataSet:
         classes: class names in label order; for class folders, the folder names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
-            every process runs the same number of steps; ShardIterator removes the copies.
-        digest: sha256 of the images in the order of listing: for image files, their names and labels; for record files,
-            file names, the places of all records, and the labels that were checked.
+            every process runs the same number of steps. ShardIterator removes the copies.
+        digest: sha256 that identifies the images and their order. For image files, it covers names and labels; for
+            record files, file names, the offsets of all records, and the labels that were checked.
     """
 
     data_format: str
@@ -74,21 +75,21 @@ def open_split(
 
     Args:
         image_root: the folder that contains both splits.
-        data_format: one of listing.STORAGE_FORMATS, or "auto" to detect and log it.
+        data_format: one of listing.STORAGE_FORMATS, or "auto" to detect and log the format.
         mode: Mode.TRAIN or Mode.EVAL.
-        num_of_class: number of outputs of the network, or None for any number; then only classes.txt and class folders
-            define the classes.
+        num_of_class: number of outputs of the network. If None, only classes.txt and class folders define the classes.
         seed: seed of the training order.
-        skip: names (listing.Image.name) of images to omit. A class that becomes empty keeps its label.
+        skip: names (listing.Image.name) of images to omit. If a class becomes empty, the labels of the other classes do
+            not change.
         allow_outside: whether a file list may contain files outside image_root.
-        allow_empty: whether class folders of train/ may be empty.
-        trained: class of each output of a trained network, which then defines the labels of class folders; None if the
-            data set defines them.
+        allow_empty: whether class folders in train/ may be empty.
+        trained: class name of each output of a trained network, to assign labels to class folders. If None, the data
+            set defines the labels.
     Returns:
         DataSet.
     Raises:
-        UsageError: a file is missing, incomplete or damaged, the network has no output for a label, or list_folder or
-            list_filelist fails.
+        UsageError: a file is missing, incomplete or damaged; the network has no output for a label; or list_folder or
+            list_filelist raises UsageError.
     """
     image_root = str(image_root)
     if data_format == "auto":
@@ -126,7 +127,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         listing.check_listed(image_root, mode, files)
     digest = _digest("\n".join([*files, *map(str, labels)]))
     if mode is Mode.TRAIN:
-        # DALI's own shuffle has a fixed seed. This shuffle makes the order depend on --dali-random-seed.
+        # DALI's own shuffle has a fixed seed, so this shuffle makes the order depend on --dali-random-seed.
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
@@ -136,7 +137,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
 
 
 def encoded_images(batches):
-    """Open images without labels. `batches` yields each batch as a list of image files, each as uint8 [size]."""
+    """Open encoded images without labels. `batches` yields each batch as a list of images, uint8 [size]."""
 
     def read(name, shard_id, num_shards, shuffle):
         encoded = fn.external_source(source=batches, name=name, dtype=types.UINT8, ndim=1)
@@ -177,7 +178,7 @@ def _file_reader(image_root, files, labels):
 def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
     """Open MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
-    The arguments of this and the other record readers are those of open_split.
+    See open_split for the arguments of this and the other record readers.
     """
     shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
 
@@ -196,7 +197,7 @@ def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
 def tfrecord(image_root, mode, num_of_class, seed, skip, trained=None):
     """Open TFRecord shards: IMAGE_ROOT/train-00000-of-00008 ... and val-... or validation-..., each with an index.
 
-    The features are image/encoded (bytes) and image/class/label (one int64, counted from 0).
+    Each record has the features image/encoded (bytes) and image/class/label (one int64, counted from 0).
     """
     shards, indexes, classes, size, digest = _open_shards(image_root, mode, "tfrecord", num_of_class, skip, trained)
 
@@ -222,7 +223,7 @@ def lmdb(image_root, mode, num_of_class, seed, skip, trained=None):
     [path] = listing.shards(image_root, mode, "lmdb")
     if _skipped(skip, path):
         raise UsageError(
-            f"--skip-list: contains records of {path}, but DALI's LMDB reader cannot skip records; convert the source "
+            f"--skip-list: contains records of {path}, but the LMDB reader cannot skip records; convert the source "
             "again with `python -m paddle_resnet.dataset convert --skip-list`"
         )
     classes = listing.class_names(image_root, num_of_class, trained)
@@ -267,15 +268,15 @@ def webdataset(image_root, mode, num_of_class, seed, skip, trained=None):
 
 
 def _to_integer(number):
-    """Add DALI operators that convert a float label to int64; a label that is not a whole number becomes -1."""
+    """Add DALI operators that convert a float label to int64. A label that is not an integer becomes -1."""
     label = fn.cast(number, dtype=types.INT64)
     is_whole = fn.cast(fn.cast(label, dtype=types.FLOAT) == number, dtype=types.INT64)
     return (label + 1) * is_whole - 1
 
 
 def _decimal(text):
-    """Add DALI operators that parse up to LABEL_DIGITS ASCII digits, optionally followed by blanks, to an int64 [1];
-    any other text becomes -1."""
+    """Add DALI operators that parse a label, int64 [1], from up to LABEL_DIGITS ASCII digits and optional trailing
+    blanks. Any other text becomes -1."""
     places = records.LABEL_DIGITS
     length = text.shape()
     is_digit = fn.cast((text >= ord("0")) & (text <= ord("9")), dtype=types.INT64)
@@ -298,7 +299,8 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
         return {**arguments, "stick_to_shard": True}
     return {
         **arguments,
-        # In each epoch, DALI reads the images of a different shard; its buffer never mixes two epochs.
+        # In each epoch, the reader processes the images of a different shard. Its shuffle buffer never mixes two
+        # epochs.
         "stick_to_shard": False,
         "random_shuffle": True,
         "initial_fill": min(SHUFFLE_BUFFER, -(-size // num_shards)),
@@ -307,18 +309,19 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
 
 
 def _shard_order(shuffle, seed):
-    # All processes use the same seed, because they divide one order of shards among themselves.
+    # All processes use the same seed, because they partition a common order of the shards.
     return {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": seed} if shuffle else {}
 
 
 def _skipped(skip, shard):
-    """Return the places, as text, of the skipped records of a record file."""
+    """Return the offsets, as text, of the skipped records in a record file."""
     named = (name.rpartition("@") for name in skip)
     return [place for name, _, place in named if name == os.path.basename(shard)]
 
 
 def _open_shards(image_root, mode, data_format, num_of_class, skip, trained):
-    """Open a split's record files and check some labels. Return (paths, [Index], class names, images, digest)."""
+    """Open a split's record files and check some labels. Return (paths, [Index], class names, number of images,
+    digest)."""
     classes = listing.class_names(image_root, num_of_class, trained)
     shards, indexes, total = [], [], 0
     for shard in listing.shards(image_root, mode, data_format):

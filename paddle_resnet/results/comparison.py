@@ -13,7 +13,7 @@ from utils import exit_codes, files, outputs
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = {"val.top1": "top1", "val.loss": "validation loss", "train.loss": "training loss", "train.ips": "images/s"}
-# Flags that affect only where and what a run writes, not its computation.
+# Flags that affect only what a run writes and where, but not its computation.
 PLACES = {"output_dir", "report_file", "report_html", "tensorboard_dir", "predictions", "show_config", "print_interval"}
 
 
@@ -53,7 +53,7 @@ def _compare(runs, html):
 
 
 def _claim_page(html, runs):
-    """Check that the page would not replace one of the files or data sets that it is created from."""
+    """Check that the page does not replace a file or data set from which it is created."""
     read = [("RUN", run.path) for run in runs]
     read += [("RUN's table", files.companion(run.path, kind)) for run in runs for kind in reading.COLUMNS]
     read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]
@@ -63,7 +63,7 @@ def _claim_page(html, runs):
 
 
 def _names(places):
-    """Return a name for each run: its path without the common prefix of all paths, numbered if a path is repeated."""
+    """Return a name for each run: its path without the common prefix of all paths. A repeated path gets a number."""
     parts = [place.rstrip("/").removesuffix("/report.json").split("/") for place in places]
     while len(places) > 1 and all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
         parts = [p[1:] for p in parts]
@@ -72,7 +72,7 @@ def _names(places):
 
 
 def metrics(runs):
-    """Return the metrics to compare: [(name, [value of each run, as text])]."""
+    """Return the metrics to compare: [(name, [formatted value of each run])]."""
 
     def of(run):
         best = run.best()
@@ -93,7 +93,8 @@ def metrics(runs):
 
 
 def flags(runs):
-    """Return [(flag, [value of each run])] for the flags that differ. Reports of other versions may lack some flags."""
+    """Return [(flag, [value of each run])] for the flags that differ. If a report was written by a different version
+    and lacks a flag, its value is "-"."""
     names = dict.fromkeys(name for run in runs.values() for name in run.parameters if name not in PLACES)
     rows = [(name, [str(run.parameters.get(name, "-")) for run in runs.values()]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
@@ -107,7 +108,7 @@ def first_difference(first, other):
         if "train.loss" in a and "train.loss" in other.steps.get(step, {})
     ]
     for i, ((epoch, step), a, b) in enumerate(steps):
-        if repr(a) != repr(b):  # None if the loss is not finite
+        if repr(a) != repr(b):  # None for a loss that is not finite
             before = f"; equal in the {i} logged steps before" if i else ", the first logged step"
             return f"first differs at epoch {epoch} step {step}: loss {b!r} instead of {a!r}{before}"
     return f"same losses in all {len(steps)} common steps" if steps else "no step in common with the first run"

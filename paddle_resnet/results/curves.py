@@ -1,4 +1,4 @@
-"""Line charts as SVG, colored by the style sheet of the page."""
+"""Draws line charts as SVG. The style sheet of the page defines the colors."""
 
 import math
 
@@ -8,7 +8,7 @@ WIDTH, HEIGHT = 460, 270
 RIGHT, TOP, BOTTOM = 24, 12, 34
 CHARACTER = 8.2  # width of a digit on narrow screens, where the style sheet enlarges the text
 OUTLIER = 3  # the y axis ends at the 98th percentile if the largest value exceeds it by this factor
-TINY = 1e-30  # the ticks of smaller differences and values would exceed the precision of float64
+TINY = 1e-30  # for smaller values, the ticks would exceed the precision of float64
 
 
 def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
@@ -18,7 +18,8 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
         series: [(name, CSS class, [(x, y)])]; values below TINY are drawn as 0.
         xlabel: label of the x axis.
         mark: (x, y, text) of a point to mark, or None.
-        from_zero: begin the y axis at 0. Otherwise the axis is logarithmic if positive values span a factor of 30.
+        from_zero: begin the y axis at 0. Otherwise, the axis is logarithmic if all values are positive and span more
+            than a factor of 30.
         last_x: minimum for the end of the x axis, so that several charts can have the same axis.
     Returns:
         Markup of an <svg>, or "" if there are no points.
@@ -72,7 +73,8 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
 
 
 def _without_outliers(values):
-    """Return the largest of at least 10 values, or their 98th percentile if the largest is much larger. A curve leaves
+    """Return the upper end of the y axis: the largest value or, if that is an outlier among at least 10 values, the 98th
+    percentile. A curve leaves
     the chart at the top where it exceeds this value."""
     values = sorted(values)
     limit = values[int(0.98 * (len(values) - 1))]
@@ -80,7 +82,7 @@ def _without_outliers(values):
 
 
 def ticks(low, high):
-    """Return about five round numbers; the first is at most low and the last at least high."""
+    """Return about five round numbers that span the range from low to high."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     rough = (high - low) / 4
@@ -91,8 +93,8 @@ def ticks(low, high):
 
 
 def decades(low, high):
-    """Return 1, 2 and 5 times powers of ten, or only the powers; the first is at most low and the last at least
-    high."""
+    """Return powers of ten that span the range from low to high. If the range is short, their multiples by 2 and 5 are
+    included."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]
     first = max(i for i, y in enumerate(values) if y <= low)

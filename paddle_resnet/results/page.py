@@ -1,4 +1,4 @@
-"""The page of a run (--report-html): one self-contained HTML file, created from the report and its tables."""
+"""Writes the HTML page of a run (--report-html): one self-contained file, created from the report and its tables."""
 
 import base64
 import functools
@@ -27,8 +27,8 @@ def write(path, report_file, environment=None):
 
     Args:
         path: path of the page to write.
-        report_file: path of a report. The CSV files next to it are from the last evaluation of the run.
-        environment: {name: value} to show, or None.
+        report_file: path of a report. The CSV files next to the report are from the last evaluation of the run.
+        environment: {name: value} of the machine and the software to show, or None.
     Raises:
         UsageError: report_file or a table next to it does not match the schema.
         RunError: the page cannot be written.
@@ -54,11 +54,11 @@ def write(path, report_file, environment=None):
 
 
 def save(path, template, **content):
-    """Fill in a template of this folder and write the page."""
+    """Render a template of this folder and write the page."""
     try:
         files.touch(path)
         text = _templates().get_template(template).render(content)
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")  # names may have lone surrogates
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")  # for lone surrogates in file names
     except OSError as e:
         raise RunError(f"{path}: cannot be written ({e.strerror}); free disk space or choose a different file") from e
 
@@ -73,7 +73,7 @@ def _templates():
 
 
 def _metrics(run):
-    """Return [(value, description)], the most important first."""
+    """Return [(value, description)] of the metrics, the most important metric first."""
     best, is_trained = run.best(), bool(run.curve("train.loss"))
     metrics = [(f"{best[1]:.2%}", f"best top1, epoch {best[0]}")] if best and is_trained else []
     last = (

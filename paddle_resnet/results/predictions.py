@@ -1,9 +1,9 @@
 """Writes the predictions of an evaluation to a CSV file (--predictions).
 
-The file contains a row per image, in the order of the data set: image (listing.Image.name), label, prediction, class
+The file contains one row per image, in the order of the data set: image (listing.Image.name), label, prediction, class
 and predicted_class (the names of label and prediction), then label_1, class_1, probability_1 and so on for the five
-most probable classes. `python -m paddle_resnet.predict --csv` writes the same columns without label and class.
-The fields of a class whose logit is NaN are empty, and so is a probability that is not finite.
+most probable classes. `python -m paddle_resnet.predict --csv` writes the same columns, except for label and class.
+Fields are empty for classes with a NaN logit and for probabilities that are not finite.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ def write(path, args, predictions, names):
 
     Args:
         path: path of the file.
-        args: settings of the data set, to list its images.
+        args: flags; those of the data set are used to list its images.
         predictions: result of program.run.
         names: class names of all outputs of the network.
     Raises:
-        RunError: the data set has changed since the start, or the file cannot be written.
+        RunError: the data set has changed since the start of the run, or the file cannot be written.
     """
     images = _images(args)
     if len(images) != len(predictions):
@@ -38,7 +38,7 @@ def write(path, args, predictions, names):
     header = ["image", "label", "prediction", "class", "predicted_class"]
     header += top_columns(k)
     path = os.path.realpath(path)
-    is_special = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/null or a pipe
+    is_special = os.path.exists(path) and not os.path.isfile(path)  # for example, /dev/null or a pipe
     place = contextlib.nullcontext(path) if is_special else files.written(path, f"{path}.partial")
     try:
         with place as partial:
@@ -60,7 +60,7 @@ def top_columns(k):
 
 
 def top_cells(top):
-    """Return the cells for top_columns, given [(label, class name, probability)] of an image."""
+    """Return the cells of an image for top_columns. `top` is [(label, class name, probability)]."""
     return [cell for label, name, p in top for cell in (label, name, f"{p:.7g}" if math.isfinite(p) else "")]
 
 

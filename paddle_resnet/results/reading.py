@@ -1,6 +1,6 @@
-"""Reads a run's report and the tables next to it, which must match the schema below.
+"""Reads and validates a run's report and the tables next to the report.
 
-docs/reports.md describes the files.
+docs/reports.md describes the format of the files.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from utils import files
 from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
 
-LIMIT_BYTES = 1 << 30  # maximum size, enough for a report of ten million steps
+LIMIT_BYTES = 1 << 30  # maximum size of a file; a report of ten million steps is smaller
 LINE_BYTES = 1 << 20
 LIMIT_S = 1e10  # maximum duration of a run
 
 
 def _is_loss(value):
-    return is_number(value) and abs(value) < 1e39  # slightly above the range of float32
+    return is_number(value) and abs(value) < 1e39  # the limit is slightly above the range of float32
 
 
 def _is_size(value):
@@ -44,14 +44,16 @@ def _is_flag(value):
     return _is_scalar(value) or is_list_of(_is_scalar)(value)
 
 
-# Checks of metrics in steps, epochs and the summary, by name without "train." and "val."; others must be numbers.
+# {metric without the prefix "train." or "val.": check} for steps, epochs and the summary. All other metrics must be
+# numbers.
 METRICS = {
     **dict.fromkeys(("top1", "top5"), is_ratio),
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
     **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),
     **dict.fromkeys(("epoch_time", "data_time", "compute_time", "batch_time"), _is_duration),
 }
-# Required columns: for a column of numbers, its type, its check and whether a cell may be empty; for texts, None.
+# Required columns of each file. Columns of numbers have (type, check, whether a cell may be empty); columns of text
+# have None.
 COLUMNS = {
     "classes.csv": {
         **dict.fromkeys(("label", "images", "correct"), (int, is_count, False)),
@@ -66,32 +68,32 @@ COLUMNS = {
         **{"probability_1": (float, is_ratio, True), **dict.fromkeys(("image", "predicted_class"))},
     },
 }
-PATHS = ("image_root", "data_format", "predictions")  # parameters that must be text
+PATHS = ("image_root", "data_format", "predictions")  # flags whose value must be text
 
 
 class _SchemaError(ValueError):
-    """A field and its value that do not match the schema."""
+    """Raised if a field does not match the schema. The message names the field and its value."""
 
 
 @dataclass
 class Run:
-    """The content of a report. If a step has several entries, the last one counts.
+    """The content of a report. If a step has several entries, the last entry is used.
 
     Attributes:
         path: path of the report.
         parameters: {flag: value} of the last start.
         explicit: names of the flags that the user has set in the last start; None if the report does not list them.
-        steps: {(epoch, step): {"train.loss": ...}}; None for values that are not finite.
-        epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; None as in steps.
+        steps: {(epoch, step): {"train.loss": ...}}; values that are not finite are None.
+        epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; values that are not finite are None.
         summary: {name: value}; empty if the run has not finished.
-        start_s: seconds from a start of the run to the first entry after it, summed over all starts.
-        total_s: seconds from a start of the run to the last entry after it, summed over all starts.
+        start_s: seconds from each start of the run to its first entry, summed over all starts.
+        total_s: seconds from each start of the run to its last entry, summed over all starts.
         when: date and time of the first entry.
-        before_s: total_s of all starts except the last.
-        spent_s: seconds spent in "train" and "val", including incomplete epochs, and the part of "train" spent
-            "waiting" for images.
-        open_s: like spent_s, for the epoch whose end has not been read yet.
-        epoch_s: total_s at the end of the last complete epoch, or at the last start if that is later.
+        before_s: part of total_s from before the last start.
+        spent_s: {"train", "val": seconds spent, including incomplete epochs; "waiting": part of "train" spent waiting
+            for images}.
+        open_s: like spent_s, but only for the epoch that is not complete yet.
+        epoch_s: total_s at the end of the last complete epoch or at the last start, whichever is later.
     """
 
     path: Path
@@ -126,7 +128,8 @@ class Run:
         return (-max(results)[1] - 1, max(results)[0]) if results else None
 
     def last(self, name):
-        """Return the last value of an epoch metric, or its value in the summary; None if no value is finite."""
+        """Return the last value of an epoch metric. Without epochs, return its value in the summary. Return None if the
+        value is missing or not finite."""
         values = [data[name] for _, data in sorted(self.epochs.items()) if name in data]
         return values[-1] if values else self.summary.get(name)
 
@@ -172,7 +175,7 @@ def _rows(path, columns):
 
 def _check_row(row, line, columns):
     if None in row or None in row.values():
-        raise _SchemaError(f"line {line} does not have the columns of the first line")
+        raise _SchemaError(f"line {line} and the first line have different numbers of columns")
     for name, numeric in columns.items():
         text = row.get(name)
         if text is None:
@@ -202,7 +205,7 @@ def read(place):
     run = Run(path)
     try:
         with files.open_regular(path, LIMIT_BYTES) as f:
-            lines = f.read().decode().split("\n")[:-1]  # a last line without a newline is incomplete
+            lines = f.read().decode().split("\n")[:-1]  # omit an incomplete last line, which has no newline
         for number, line in enumerate(lines, 1):
             _add_line(run, number, line)
     except OSError as e:
@@ -217,8 +220,8 @@ def read(place):
 
 
 def kind(path):
-    """Return the kind of a report: "training", "evaluation" or "benchmark"; "" if it contains nothing but the flags of
-    starts; None if the file is not a report.
+    """Return the kind of a report: "training", "evaluation" or "benchmark"; "" if the report contains only flags and no
+    results; None if the file is not a report.
 
     Raises:
         OSError: the file cannot be read.
@@ -235,11 +238,11 @@ def kind(path):
                 result = "benchmark" if data.get("benchmark") else result
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return None
-        return "" if b"DLLL ".startswith(line[:5]) else None  # an incomplete line
+        return "" if b"DLLL ".startswith(line[:5]) else None  # the last line may be incomplete
 
 
 def run_folders(path):
-    """Return the folders of the runs that a report contains, with the paths in their flags.
+    """Return the folders of the runs that a report describes, according to the flags in the report.
 
     Raises:
         OSError: the file cannot be read.
@@ -320,11 +323,11 @@ def _check_parameters(data):
 
 
 def _metric(name, value, is_summary):
-    """Check a value of an entry and return it, or None if it is not finite: older reports contain Infinity and NaN."""
+    """Check a value of an entry and return it. Return None for Infinity and NaN, which older reports contain."""
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:
-        return value  # possibly a text, such as a version
+        return value  # may be text, such as a version
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if not METRICS.get(metric, _is_loss)(value):
@@ -333,7 +336,8 @@ def _metric(name, value, is_summary):
 
 
 def _spend(run, data):
-    """Add the time since the end of the last epoch. If the run is interrupted, no other entry may contain this time."""
+    """Add the time since the end of the last epoch. If the run is interrupted within an epoch, only the entries of
+    steps contain this time."""
     phase = "val" if any(name.startswith("val.") for name in data) else "train"
     batch_times = run.open_s["batch_times"] + (data.get("train.batch_time") or 0)
     data_times = run.open_s["data_times"] + (data.get("train.data_time") or 0)
@@ -343,7 +347,7 @@ def _spend(run, data):
 
 
 def _spend_epoch(run, data):
-    """Add the time of a complete epoch, in place of the time of its steps."""
+    """Add the time of a complete epoch, which replaces the time that was added for its steps."""
     run.epoch_s, run.open_s = run.total_s, Counter()
     for phase in ("train", "val"):
         run.spent_s[phase] += data.get(f"{phase}.epoch_time") or 0

@@ -1,8 +1,9 @@
-"""TensorBoard events of a run (--tensorboard-dir): the report's scalars, the first augmented batch, the configuration.
+"""Writes TensorBoard events (--tensorboard-dir): the report's scalars, the first augmented batch, and the
+configuration.
 
-The metrics of a step are in "train/", at the number of training steps before that step. The metrics of an epoch are in
-"train_epoch/" and "val/", at the last step of the epoch. When a run resumes, events that the previous run wrote after
-the step at which it starts are hidden.
+The metrics of a step have the tag prefix "train/" and the global step number, counted from 0. The metrics of an epoch
+have the tag prefixes "train_epoch/" and "val/" and the global step number of the last step of the epoch. When a run
+resumes, TensorBoard hides events that the previous run wrote beyond the step from which the run resumes.
 """
 
 import contextlib
@@ -25,15 +26,15 @@ PICTURES = 64
 
 
 def follow(args, loader, timeline, checkpoint):
-    """Start writing events, on rank 0, until logger.close().
+    """Write events from now until logger.close(), on rank 0 only.
 
     Args:
-        args: --tensorboard-dir, --device and the preprocessing settings.
+        args: flags; used are --tensorboard-dir, --device and those of the preprocessing.
         loader: training loader.
         timeline: durations.Timeline.
         checkpoint: restore.StartCheckpoint or None.
     Returns:
-        the loader to use for training. It writes its first batch as an event.
+        the loader to use for training. It wraps `loader` and writes the first batch as an event.
     Raises:
         UsageError: the folder cannot be written.
     """
@@ -63,7 +64,8 @@ class _Board:
 
     def __init__(self, folder, timeline, first_step):
         self._timeline, self._first_step = timeline, first_step
-        # tensorboardX's file names only differ if a second has passed; two starts of a run must not share a file.
+        # tensorboardX's file names have a resolution of one second. The suffix prevents two starts of a run from
+        # sharing a file.
         suffix = f".{time.time_ns()}"
         record_writer.register_writer_factory(_FILES, SimpleNamespace(open=_EventFile, directory_check=_make_folder))
         self._writer = SummaryWriter(f"{_FILES}:{folder}", purge_step=first_step, filename_suffix=suffix)
@@ -77,18 +79,18 @@ class _Board:
             before = self._timeline.batches_before(step[0])
             self._add(data, {"train": "train_epoch", "val": "val"}, before + done - 1)
             self._writer.flush()
-        elif len(step) == 2:  # an evaluation step is not at a training step
+        elif len(step) == 2:  # steps of an evaluation are omitted, because they have no training step
             self._add(data, {"train": "train"}, self._timeline.batches_before(step[0]) + step[1])
 
     def _add(self, data, tags, step):
         for name, value in data.items():
             phase, _, metric = name.partition(".")
-            if phase in tags and math.isfinite(value):  # the report has null for other values
+            if phase in tags and math.isfinite(value):  # the report stores other values as null
                 self._writer.add_scalar(f"{tags[phase]}/{metric}", value, step)
 
     def show(self, args, batch):
         if args.device == "gpu":
-            paddle.device.cuda.synchronize()  # the loader copies on a different stream
+            paddle.device.cuda.synchronize()  # wait for the loader, which copies on a different stream
         images = pixels.pictures(
             batch["data"], args.data_layout, args.normalize_scale, args.normalize_mean, args.normalize_std
         )[:PICTURES]
@@ -111,7 +113,7 @@ class _EventFile:
 
     def __init__(self, path):
         self._path = path.removeprefix(f"{_FILES}:")
-        self._file = open(self._path, "wb")  # noqa: SIM115  open until the run ends
+        self._file = open(self._path, "wb")  # noqa: SIM115  stays open until the run ends
 
     def write(self, data):
         self._call("write", data)
@@ -129,7 +131,7 @@ class _EventFile:
             getattr(self._file, name)(*args)
         except OSError as e:
             failed, self._file = self._file, None
-            with contextlib.suppress(OSError):  # closing writes the same data again
+            with contextlib.suppress(OSError):  # closing flushes the same data again
                 failed.close()
             logger.warn(f"{self._path}: can no longer be written ({e.strerror}), so the run continues without it")
 

@@ -1,4 +1,4 @@
-"""Post-training calibration: ranges of the activations of a network from some of its training images."""
+"""Post-training quantization: determines the activation ranges of a network from training images."""
 
 import numpy as np
 from paddle import static
@@ -12,19 +12,20 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
 from utils.mode import Mode
 
-# On x86 CPUs without VNNI instructions, the sum of two products of uint8 and int8 overflows if both have 8 bits.
+# Weights for onnxruntime have 7 bits, because on x86 CPUs without VNNI instructions, the sum of two products of 8-bit
+# activations and 8-bit weights can overflow.
 WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048
-PERCENTILE = 99.99  # percentage of the values that method percentile represents without clipping
+PERCENTILE = 99.99  # percentage of values that the method "percentile" does not clip
 
 
 class Histogram:
-    """Histogram of the absolute values of an activation. Zeros are not counted, because INT8 represents them exactly.
+    """Histogram of the absolute values of an activation. Zeros are omitted, because INT8 represents them exactly.
 
     Attributes:
-        counts: float64 [BINS], numbers of values per interval.
-        limit: end of the last interval.
+        counts: float64 [BINS], number of values in each interval.
+        limit: upper end of the last interval.
     """
 
     def __init__(self):
@@ -36,14 +37,14 @@ class Histogram:
             return
         largest = float(values.max())
         self.limit = self.limit or largest
-        while largest > self.limit:  # each interval becomes twice as wide
+        while largest > self.limit:  # double the width of each interval
             self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2)])
             self.limit *= 2
         places = (values * np.float32(BINS / self.limit)).astype(np.int32)
         self.counts += np.bincount(np.minimum(places, BINS - 1), minlength=BINS)
 
     def range(self, method):
-        """Return the value that becomes the last INT8 level; larger values are clipped to it."""
+        """Return the value that the highest INT8 level represents. Larger values are clipped to this value."""
         if self.limit == 0:
             return 1.0
         bins = {"entropy": _entropy_bins, "percentile": _percentile_bins}[method](self.counts)
@@ -55,15 +56,15 @@ def _percentile_bins(counts):
 
 
 def _entropy_bins(counts):
-    """Return the number of intervals to represent, so that the distribution of the quantized values has the smallest
-    Kullback-Leibler divergence from that of the values: Migacz, "8-bit Inference with TensorRT", GTC 2017."""
+    """Return the number of intervals not to clip. It minimizes the Kullback-Leibler divergence between the
+    distributions of the values and of the quantized values: Migacz, "8-bit Inference with TensorRT", GTC 2017."""
     levels = 128
     used = int(np.flatnonzero(counts)[-1]) + 1
     best, best_divergence = used, np.inf
     for bins in range(levels, used + 1, 4):
         expected = counts[:bins].copy()
         expected[-1] += counts[bins:].sum()  # clipped values
-        # Each level spreads its values evenly over those of its intervals that are not empty.
+        # The values of a level are distributed evenly over its intervals that are not empty.
         level_of = np.arange(bins) * levels // bins
         is_used = counts[:bins] > 0
         sums = np.bincount(level_of, counts[:bins], levels)
@@ -76,24 +77,24 @@ def _entropy_bins(counts):
 
 
 def _divergence(expected, actual):
-    """Return the Kullback-Leibler divergence. Clipped values may be the only ones of their level, whose `actual` is
-    then 0 and must not make the divergence infinite."""
+    """Return the Kullback-Leibler divergence. If a level contains only clipped values, its `actual` is 0. A lower limit
+    for `actual` keeps the divergence finite in this case."""
     used = expected > 0
     return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
 
 
 def quantize(network, bits, image_root, method, images):
-    """Quantize a network in place: insert fake-quantization operators, determine the ranges of the activations from
-    training images with the preprocessing of evaluation, and correct the biases.
+    """Quantize a network in place: insert fake-quantization operators, determine the activation ranges from training
+    images, and correct the biases. The images are preprocessed as in an evaluation.
 
     Args:
         network: inference.Network on a CPU, with folded batch normalizations.
-        bits: number of bits of the weights, for which the biases are corrected.
+        bits: number of bits of the weights.
         image_root: folder of the data set.
         method: "percentile" or "entropy".
-        images: maximum number of images.
+        images: maximum number of images to use.
     Returns:
-        number of images used.
+        number of images that were used.
     Raises:
         UsageError: the data set cannot be used.
     """
@@ -118,17 +119,17 @@ def quantize(network, bits, image_root, method, images):
 
 
 def _mean_error(layer, weight, means, bits):
-    """Return the mean change of each output channel by the quantization of the weights: Nagel et al., arXiv:1906.04721,
-    section 4.2. The padding of convolutions is neglected.
+    """Return how much the quantization of the weights changes the mean of each output channel: Nagel et al.,
+    arXiv:1906.04721, section 4.2. The padding of convolutions is ignored.
 
     Args:
         layer: quantization.Layer.
-        weight: its weight.
-        means: mean of each input channel.
+        weight: array with the weights of the layer.
+        means: mean value of each input channel.
         bits: number of bits of the weights.
     """
     levels, scales = quantization.quantized(weight, layer.axis, bits)
-    errors = np.moveaxis(levels * scales - weight, layer.axis, 0)  # [output channels, inputs of a group, ...]
+    errors = np.moveaxis(levels * scales - weight, layer.axis, 0)  # [output channels, input channels of a group, ...]
     errors = errors.reshape(*errors.shape[:2], -1).sum(axis=2)
     inputs = means.reshape(layer.groups, -1).repeat(len(errors) // layer.groups, axis=0)
     return (errors * inputs).sum(axis=1)
@@ -140,7 +141,7 @@ def _set(network, name, values):
 
 
 def _batches(description, image_root, images):
-    """Yield training images as input of a network. Image files come in random order."""
+    """Yield batches of training images as input of the network. The order of image files is random."""
     args = inference.loader_args(description, BATCH)
     args.image_root, args.num_of_class = str(image_root), None
     args.data_format = listing.detect(args.image_root, Mode.TRAIN)

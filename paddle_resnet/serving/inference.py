@@ -1,7 +1,7 @@
-"""Inference networks from checkpoints, exports and ONNX files, all with the same interface.
+"""Opens checkpoints, exports and ONNX files as inference networks with a common interface.
 
-Images and probabilities are NumPy arrays. The `description` of a network, which is the content of model.json, defines
-its input.
+Images and probabilities are NumPy arrays. The input format is defined by the network's `description`, the content of
+model.json.
 """
 
 import json
@@ -32,18 +32,18 @@ from utils.errors import UsageError
 
 NAME = "model"  # file name without suffix: model.pdmodel, model.pdiparams, model.json, model.onnx
 SUFFIXES = ("pdmodel", "pdiparams")  # files of Paddle Inference
-MAX_ONNX_BYTES = 2**31  # protobuf's limit
+MAX_ONNX_BYTES = 2**31  # maximum size of a protobuf message
 
 
 @dataclass
 class Model:
-    """A network that is ready to run.
+    """An inference network that is ready to run.
 
     Attributes:
         engine: "Executor", "paddle.inference" or "onnxruntime".
         description: content of model.json.
-        outputs: function that maps images (shape and type: description["input"]) to [probabilities] or, if opened with
-            logits, to [probabilities, logits]. Both are float32 [N, classes].
+        outputs: function that maps images, whose shape and type description["input"] defines, to [probabilities] or, if
+            the network was opened with logits=True, to [probabilities, logits]. Both arrays are float32 [N, classes].
     """
 
     engine: str
@@ -59,9 +59,10 @@ class Network:
     """The inference network of a checkpoint: float32, NCHW, three channels, without masks or optimizer.
 
     Attributes:
-        args: flags of the training run, but with the device and layout of this network.
+        args: flags of the training run, with the device and layout replaced by those of this network.
         meta: content of meta.json.
-        program, images, probabilities, logits: a static.Program, its input, its output and the input of its softmax.
+        program, images, probabilities, logits: static.Program, its input Variable, its output Variable, and the input
+            Variable of its softmax.
         description: content of model.json.
         scope: scope that contains the parameters.
     """
@@ -83,7 +84,7 @@ class Network:
         return np.array(self.scope.find_var(name).get_tensor())
 
     def model(self, logits=False):
-        """Return a Model that runs in the Executor and is compiled like an evaluation program."""
+        """Return a Model that runs in the Executor. Its program is compiled like that of an evaluation."""
         compiled, exe = compile_prog(self.args, self.program, is_train=False), self.exe
         fetched = [self.probabilities, self.logits] if logits else [self.probabilities]
 
@@ -98,19 +99,19 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
 
     Args:
         checkpoint: folder of a run, or of a checkpoint saved at the end of an epoch (folders.resolve). Its meta.json
-            contains the architecture, the classes, the image shape, the file names and the preprocessing. NVIDIA's
-            example does not write a meta.json: then the architecture is inferred from the shapes of the parameters, and
-            the preprocessing is that of the example.
+            contains the architecture, the classes, the image shape, the file names and the preprocessing. If meta.json
+            is missing, as in checkpoints of NVIDIA's example, the architecture is inferred from the shapes of the
+            parameters, and the preprocessing of the example is used.
         device: "cpu" or "gpu".
-        uint8: whether the input consists of pixels, uint8 [N, H, W, 3], which the network normalizes. Otherwise it
-            consists of normalized images, float32 [N, 3, H, W].
+        uint8: whether the input is uint8 pixels [N, H, W, 3], which the network normalizes. Otherwise, the input is
+            normalized float32 images [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
         fold: whether to fold the batch normalizations into the convolutions.
     Returns:
         Network.
     Raises:
-        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch, or the file that defines its
-            network is missing or not specified.
+        UsageError: the checkpoint does not exist, is damaged or was saved within an epoch; or the file that defines its
+            network does not exist or is not specified.
     """
     checkpoint = resolve(checkpoint)
     meta = _read_meta(checkpoint)
@@ -128,7 +129,8 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
         network.exe.run(startup)
         variables.load(args, checkpoint, trained, processes.place(args.device), log=_log)
         if channels > 3:
-            # The loader's fourth channel is zero, so the filters for this channel do not contribute to the output.
+            # In training, the fourth channel of the images was zero, so removing its filters does not change the
+            # output.
             stem = ends(program).first
             network.scope.find_var(stem).get_tensor().set(
                 np.ascontiguousarray(network.parameter(stem)[:, :3]), processes.place(args.device)
@@ -147,7 +149,7 @@ def resolve(folder):
 
 
 def _log(line):
-    """Print a line on stderr, because stdout is reserved for results."""
+    """Print a line to stderr, because stdout is reserved for results."""
     logger.write_line(line, sys.stderr)
 
 
@@ -174,7 +176,8 @@ def _read_meta(checkpoint):
 
 
 def _meta_of_example(checkpoint):
-    """For a checkpoint of NVIDIA's example, which has no meta.json, return the entries of it that inference needs."""
+    """Return the entries of meta.json that inference needs, for a checkpoint of NVIDIA's example, which has no
+    meta.json."""
     args = parsing.from_dict({})
     prefix = folders.foreign_prefix(args, checkpoint)
     path = checkpoint / f"{prefix}.pdparams"
@@ -186,25 +189,25 @@ def _meta_of_example(checkpoint):
     filters, outputs = shapes.get("conv2d_0.w_0", ()), shapes.get("linear_0.b_0", ())
     if len(filters) == 4 and filters[1] in (3, 4) and len(outputs) == 1 and outputs[0] > 0:
         flags = {"model_prefix": prefix, "num_of_class": outputs[0], "image_shape": [filters[1], 224, 224]}
-        flags |= {"interp": "triangular"}  # the rest of the example's preprocessing is the default
+        flags |= {"interp": "triangular"}  # otherwise, the example's preprocessing uses the default flags
         for arch in MODELS:
             flags["model_arch_name"] = arch
             if _parameter_shapes(parsing.from_dict(flags)) == shapes:
                 logger.warn(
-                    f"{checkpoint}: no {folders.META}, so the architecture is inferred from the parameters ({arch}), "
-                    "the preprocessing is that of NVIDIA's example, and the classes have no names"
+                    f"{checkpoint}: contains no {folders.META}, so the architecture is inferred from the parameters "
+                    f"({arch}), the preprocessing is that of NVIDIA's example, and the classes have no names"
                 )
                 at = folders.position(checkpoint.resolve().name)
                 meta = {"epoch": at and at[0], "step": None, "classes": [], "evaluated": None}
                 return {**meta, "arguments": flags}
     raise UsageError(
-        f"{checkpoint}: no {folders.META}, and the parameters do not match any supported network; use a checkpoint of "
+        f"{checkpoint}: contains no {folders.META}, and its parameters match no supported network; use a checkpoint of "
         f"one of {', '.join(MODELS)}"
     )
 
 
 def _parameter_shapes(args):
-    """Return {name: shape} for a network's parameters and BN statistics."""
+    """Return {name: shape} of a network's parameters and BN statistics."""
     paddle.enable_static()
     program, *_ = _build(args)
     parameters = (var for var in program.list_vars() if isinstance(var, paddle.base.framework.Parameter))
@@ -212,7 +215,7 @@ def _parameter_shapes(args):
 
 
 def _build(args, uint8=False, quantize=False):
-    """Return (program, its startup program, images, probabilities, logits)."""
+    """Return (program, startup program, images, probabilities, logits)."""
     program, startup = static.Program(), static.Program()
     with static.program_guard(program, startup), paddle.utils.unique_name.guard():
         channels, *size = args.image_shape
@@ -262,10 +265,11 @@ def _describe(args, meta, images, probabilities):
 
 
 def open_model(path, device, model_arch_name=None):
-    """Open the folder of a checkpoint or an export, or an ONNX file. For model_arch_name, see load_checkpoint.
+    """Open the folder of a checkpoint or an export, or an ONNX file, as a Model. For model_arch_name, see
+    load_checkpoint.
 
     Raises:
-        UsageError: the path is something else or is damaged, or the required engine is not installed.
+        UsageError: the path does not contain a network, a file is damaged, or the required engine is not installed.
     """
     path = Path(path)
     is_export = path.suffix == ".onnx" or os.path.lexists(path / f"{NAME}.json")
@@ -277,23 +281,23 @@ def open_model(path, device, model_arch_name=None):
         return open_paddle(path, device)
     if path.is_dir():
         return load_checkpoint(path, device, model_arch_name=model_arch_name).model()
-    raise UsageError(f"{path}: does not exist; use the folder of a checkpoint or of an export, or an ONNX file")
+    raise UsageError(f"{path}: does not exist; choose the folder of a checkpoint or export, or an ONNX file")
 
 
 def open_paddle(folder, device, logits=False):
-    """Open the network in the folder of an export with Paddle Inference. Raises the errors of open_model."""
+    """Open the network in the folder of an export with Paddle Inference. For exceptions, see open_model."""
     from paddle import inference
 
     description = _read_description(folder)
     paths = [Path(folder) / f"{NAME}.{suffix}" for suffix in SUFFIXES]
     if not is_table(description.get("files"), **{path.name: _is_file for path in paths}):
-        raise UsageError(f"{folder}/{NAME}.json: files lacks the size and sha256 of {NAME}.*; export it again")
-    try:  # check the files first, because Paddle crashes when it reads a damaged file
+        raise UsageError(f"{folder}/{NAME}.json: size or sha256 of {NAME}.* missing in files; export it again")
+    try:  # check sizes and hashes first, because Paddle crashes when it reads a damaged file
         for path in paths:
             folders.verify_file(path, description["files"][path.name], f"{NAME}.json")
     except folders.DamagedError as e:
         raise UsageError(f"{folder}: damaged ({e}); export it again") from e
-    program, parameters = (path.read_bytes() for path in paths)  # Paddle opens only paths in UTF-8
+    program, parameters = (path.read_bytes() for path in paths)  # Paddle cannot open paths that are not valid UTF-8
     program = _with_logits(program) if logits else program
     settings = inference.Config()
     settings.set_model_buffer(program, len(program), parameters, len(parameters))
@@ -318,7 +322,7 @@ def open_paddle(folder, device, logits=False):
 
 
 def _with_logits(serialized):
-    """Add the softmax's input as a second output to the program of an export. Takes and returns serialized bytes."""
+    """Add the softmax's input as a second output to a serialized program of an export. Return the serialized result."""
     program = static.deserialize_program(serialized)
     block = program.global_block()
     [logits] = [op.input("X")[0] for op in block.ops if op.type == "softmax"]
@@ -328,7 +332,7 @@ def _with_logits(serialized):
 
 
 def open_onnx(path, device, logits=False):
-    """Open an ONNX file of an export with onnxruntime. Raises the errors of open_model."""
+    """Open an ONNX file of an export with onnxruntime. For exceptions, see open_model."""
     onnxruntime = onnx_writer.require("onnxruntime")
     try:
         with files.open_regular(path, MAX_ONNX_BYTES) as file:
@@ -349,19 +353,19 @@ def open_onnx(path, device, logits=False):
     try:
         session = open_session()
         text = session.get_modelmeta().custom_metadata_map.get(onnx_writer.METADATA, "")
-    except Exception as e:  # onnxruntime's errors have no common class
+    except Exception as e:  # the errors of onnxruntime have no common base class
         reason = str(e).strip().splitlines()[-1]
         raise UsageError(f"{path}: cannot be opened by onnxruntime ({reason}); export it again") from e
     description = _checked_description(text, path)
     if is_table(description.get("int8"), weight_bits=lambda bits: bits == 8):
-        # On x86 CPUs without VNNI instructions, weights of 8 bits overflow without this option.
+        # This option prevents overflows with 8-bit weights on x86 CPUs without VNNI instructions.
         session = open_session(x64quantprecision="1")
     name = description["input"]["name"]
     return _checked_model(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)
 
 
 def _checked_model(model, path):
-    """Run a model on an image of zeros to check it, then return it.
+    """Return a model after a test run on an image of zeros.
 
     Raises:
         UsageError: the network does not match its description.
@@ -369,7 +373,7 @@ def _checked_model(model, path):
     image, expected = model.description["input"], [1, *model.description["output"]["shape"][1:]]
     try:
         shape = list(model.run(np.zeros([1, *image["shape"][1:]], image["dtype"])).shape)
-    except Exception as e:  # the engines' errors have no common class
+    except Exception as e:  # the errors of the engines have no common base class
         reason = errors.core(e)
         raise UsageError(f"{path}: the network does not match its description ({reason}); export it again") from e
     if shape != expected:
@@ -402,18 +406,20 @@ def _is_file(value):
 
 
 def resolve_device(device):
-    """Resolve "auto" to "cpu" or "gpu". Raises UsageError if device is "gpu" and Paddle cannot use a GPU."""
+    """Return "cpu" or "gpu" for "auto", "cpu" or "gpu". Raise UsageError if the device is "gpu" and Paddle cannot use a
+    GPU."""
     return gpus.resolve(device, processes.local_gpu(), processes.world_size() > 1)
 
 
 def loader_args(description, batch_size, device="cpu", threads=4):
-    """Return flags with which dali.py produces a network's input images. Even pixels have the type float32.
+    """Return flags for dali.py to produce a network's input images. DALI returns pixels as float32 even if the
+    network's input is uint8.
 
     Args:
         description: content of model.json.
         batch_size: images per batch.
         device: "cpu" or "gpu".
-        threads: number of CPU threads for DALI.
+        threads: number of DALI's CPU threads.
     """
     recorded, is_pixels = description["preprocessing"], description["input"]["dtype"] == "uint8"
     crop = preprocessing.sides(recorded)

@@ -1,4 +1,4 @@
-"""Translates an inference network to ONNX, operator by operator. A network has one or two dozen types of operators."""
+"""Translates an inference network to ONNX, operator by operator."""
 
 import numpy as np
 from paddle.base.data_feeder import convert_dtype
@@ -7,8 +7,8 @@ from paddle_resnet.machine import compat
 from paddle_resnet.passes import quantization
 from utils.errors import UsageError
 
-OPSET = 13  # of 2020; supported since onnxruntime 1.7 and TensorRT 8
-IR_VERSION = 7  # version of the file format in the same ONNX release
+OPSET = 13  # released in 2020; supported by onnxruntime 1.7 and TensorRT 8 or later
+IR_VERSION = 7  # version of the file format in the ONNX release that introduced OPSET
 INSTALL = "pip install -r requirements-onnx.txt"
 METADATA = "paddle_resnet"  # metadata key that stores the content of model.json
 
@@ -21,7 +21,7 @@ def require(name):
     """
     try:
         return __import__(name)
-    except Exception as e:  # a broken package can raise any kind of error
+    except Exception as e:  # importing a broken package can raise any exception
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UsageError(f"{name}: cannot be imported, but is required for ONNX ({reason}); run {INSTALL}") from e
 
@@ -30,13 +30,13 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
     """Translate an inference program to ONNX.
 
     Args:
-        program: static.Program of a network in models/, in NCHW, that computes outputs from inputs.
+        program: static.Program of a network in models/ that computes outputs from inputs, in the layout NCHW.
         inputs: input Variables [None, ...] of the program. The batch size remains variable.
         outputs: output Variables [None, ...] of the program.
         read: function that returns the array of a parameter, given its name.
         metadata: text to store in the file.
-        unsigned: whether the quantized activations of passes/quantization.py are uint8 instead of int8. The type does
-            not change their levels: a signed activation has the zero point 128.
+        unsigned: whether activations quantized by passes/quantization.py are stored as uint8 instead of int8. The
+            levels do not depend on the type: for uint8, signed activations have the zero point 128.
     Returns:
         onnx.ModelProto that has passed ONNX's checker.
     Raises:
@@ -74,7 +74,7 @@ def to_onnx(program, inputs, outputs, read, metadata, unsigned=False):
 
 
 def with_logits(serialized):
-    """Add the softmax's input as a second output to a model written by to_onnx. Takes and returns serialized bytes."""
+    """Add the softmax's input as a second output to a serialized model of to_onnx. Return the serialized result."""
     onnx = require("onnx")
     model = onnx.load_from_string(serialized)
     [logits] = [node.input[0] for node in model.graph.node if node.op_type == "Softmax"]
@@ -87,7 +87,7 @@ def with_logits(serialized):
 def _append(onnx, op, translation, output, nodes, constants):
     """Append the ONNX node that computes `output`. `translation` describes it: (ONNX operator, operands, attributes).
 
-    An operand is an input slot of `op`, a constant, or the translation of another node, which is appended first.
+    An operand is an input slot of `op`, a constant, or the translation of a different node, which is appended first.
     """
     kind, operands, attributes = translation
     names = []
@@ -104,13 +104,13 @@ def _append(onnx, op, translation, output, nodes, constants):
 
 
 def _is_folded_shift(block, op):
-    """Return whether an operator adds the shift of a batch normalization to the output of its convolution, as in
-    passes/folding.py."""
+    """Return whether an operator adds the shift of a folded batch normalization (passes/folding.py) to the output of a
+    convolution."""
     return op.type == "elementwise_add" and op.attr("axis") == 1 and block.var(op.input("Y")[0]).persistable
 
 
 def _add_bias(onnx, op, nodes, constants, read):
-    """Turn an addition into the bias of the convolution whose output it reads."""
+    """Replace an addition to the output of a convolution by a bias of this convolution."""
     at, conv = next((i, node) for i, node in enumerate(nodes) if node.output[0] == op.input("X")[0])
     bias, output = op.input("Y")[0], op.output("Out")[0]
     constants[bias] = read(bias)
@@ -180,7 +180,7 @@ def _pads(op):
 
 def _conv(op):
     attributes = {"strides": op.attr("strides"), "group": op.attr("groups")}
-    if op.attr("padding_algorithm") == "SAME":  # in this case, Paddle ignores dilations
+    if op.attr("padding_algorithm") == "SAME":  # Paddle then ignores dilations
         return "Conv", ["Input", "Filter"], "Output", attributes | {"auto_pad": "SAME_UPPER"}
     attributes |= {"pads": _pads(op), "dilations": op.attr("dilations")}
     return "Conv", ["Input", "Filter"], "Output", attributes
@@ -206,7 +206,7 @@ def _pool(op):
 
 def _flatten(op):
     last = len(op.block.var(op.input("X")[0]).shape) - 1
-    if op.attr("stop_axis") not in (-1, last):  # ONNX's result always has two dimensions
+    if op.attr("stop_axis") not in (-1, last):  # Flatten in ONNX always returns two dimensions
         raise _untranslatable(op, "stop_axis")
     return "Flatten", ["X"], "Out", {"axis": 1}
 
@@ -214,7 +214,7 @@ def _flatten(op):
 _FLOAT = 5  # Paddle's VarType.FP32
 _WINDOW = {"data_format": ("NCHW", "AnyLayout"), "padding_algorithm": ("EXPLICIT",)}
 _CONV = _WINDOW | {"padding_algorithm": ("EXPLICIT", "SAME")}
-# Attributes that the translations below do not read, with the values for which the translations are correct.
+# {Paddle operator: {attribute: supported values}} for attributes that the translations below do not read.
 _SUPPORTED = {
     "conv2d": _CONV,
     "depthwise_conv2d": _CONV,
@@ -230,7 +230,7 @@ _SUPPORTED = {
     "dropout": {"dropout_implementation": ("upscale_in_train",), "is_test": (True,)},
 }
 _SILU = "Mul", ["X", ("Sigmoid", ["X"], {})], "Out", {}
-# {Paddle operator: function that returns (ONNX operator, operands as in _append, output slot, attributes)}
+# {Paddle operator: function that returns (ONNX operator, operands of _append, output slot, attributes)}
 _TRANSLATIONS = {
     "conv2d": _conv,
     "depthwise_conv2d": _conv,

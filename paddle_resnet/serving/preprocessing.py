@@ -1,7 +1,7 @@
-"""Image preprocessing for an exported network, using only PIL and NumPy. The pixels differ from those of an evaluation
-with DALI on a CPU by at most one of 255 levels.
+"""Image preprocessing for an exported network, using only PIL and NumPy. The resulting pixels differ by at most one of
+255 levels from those of DALI on a CPU.
 
-An export contains a copy of this file, preprocess.py. The file imports nothing from the project, so that it can run
+Each export contains a copy of this file, preprocess.py. The file imports nothing from the project, so that it can run
 alone: `python preprocess.py IMAGE...`
 """
 
@@ -41,7 +41,7 @@ FILTERS = {
 
 
 LAYOUTS = {"float32": "NCHW", "uint8": "NHWC"}
-MAX_PIXELS = 2**28  # maximum number of pixels to decode, as in training
+MAX_PIXELS = 2**28  # maximum number of pixels in an image file, as in training
 MAX_JSON_BYTES = 2**24
 MAX_SIDE = 8192  # maximum side of resized images in pixels, as in training
 
@@ -61,7 +61,7 @@ def _is_text(value):
 _is_side = _is_in(1, MAX_SIDE, (int,))
 _is_sides = _is_list_of(_is_side, 2)
 _is_scale = _is_in(1e-12, 1e12, (int, float))
-# Required entries of model.json, and their checks. The list of files is checked separately.
+# {required entry of model.json: check}. The list of files is checked separately.
 SCHEMA = {
     "preprocessing.resize_short": _is_side,
     "preprocessing.center_crop": lambda value: _is_side(value) or _is_sides(value),
@@ -79,7 +79,7 @@ SCHEMA = {
 
 
 def problem(model):
-    """Return a short description of the first error in the content of model.json, or None."""
+    """Return a short description of the first error in the content of model.json, or None if the content is valid."""
     for path, is_valid in SCHEMA.items():
         value = model
         for name in path.split("."):
@@ -127,7 +127,7 @@ def pixels(image, preprocessing):
     crop, interp = sides(preprocessing), preprocessing["interp"]
     covered = [int(preprocessing["resize_short"] * side / min(crop) + 0.5) for side in crop]
     scale = max(covered[0] / levels.shape[0], covered[1] / levels.shape[1])
-    for side in crop:  # first the height ([H, W, 3] to [W, side, 3]), then the width
+    for side in crop:  # first the height, from [H, W, 3] to [W, side, 3], then the width
         weights = _weights(levels.shape[0], scale, side, interp)
         levels = np.moveaxis(np.tensordot(levels, weights, axes=(0, 1)), 2, 1)
     return np.rint(levels).clip(0, 255).astype(np.uint8)
@@ -149,14 +149,15 @@ def _weights(size, scale, crop, interp):
 
 
 def preprocess(image, preprocessing):
-    """Like pixels, but return normalized values: float32 [3, H, W]."""
+    """Like pixels(), but return normalized values: float32 [3, H, W]."""
     mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
     levels = pixels(image, preprocessing) * np.float32(preprocessing["scale"])
     return ((levels - mean) / std).transpose(2, 0, 1)
 
 
 def model_input(image, model):
-    """Return an image as a batch of one, in the type and layout of `model`, the content of model.json."""
+    """Return an image as a batch of size 1, in the type and layout that `model`, the content of model.json,
+    specifies."""
     prepare = pixels if model["input"]["dtype"] == "uint8" else preprocess
     return prepare(image, model["preprocessing"])[None]
 
@@ -165,7 +166,7 @@ def read_model(path):
     """Read and check model.json.
 
     Raises:
-        ValueError: the file cannot be read or is not a valid description of a network.
+        ValueError: the file cannot be read, or its content is not valid.
     """
     try:
         if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # opening a pipe would block
@@ -179,11 +180,12 @@ def read_model(path):
 
 
 def main(paths):
-    """Print the shape and range of each preprocessed image and, with model.onnx and onnxruntime, its five most probable
-    classes.
+    """Print the shape and range of each preprocessed image. If model.onnx exists and onnxruntime is installed, also
+    print the five most probable classes of each image.
 
     Returns:
-        exit code: 0 for success, 1 if some files are not images, 2 without images or a usable model.json.
+        exit code: 0 for success, 1 if some files are not images, 2 if there are no arguments or model.json is not
+            usable.
     """
     folder = Path(__file__).parent
     if not paths:
@@ -192,25 +194,25 @@ def main(paths):
         model = read_model(folder / "model.json")
     except ValueError as e:
         return _report(e, 2)
-    Image.MAX_IMAGE_PIXELS = None  # _checked_input applies the limit that training uses
+    Image.MAX_IMAGE_PIXELS = None  # _checked_input applies the limit of training instead
     session = None
     if (folder / "model.onnx").is_file():
         try:
             import onnxruntime
 
             options = onnxruntime.SessionOptions()
-            options.add_session_config_entry("session.x64quantprecision", "1")  # otherwise INT8 sums may overflow
+            options.add_session_config_entry("session.x64quantprecision", "1")  # prevents overflows of INT8 sums
             session = onnxruntime.InferenceSession(folder / "model.onnx", options)
         except ImportError:
-            _report("onnxruntime: not installed; install it for predictions")
-        except Exception as e:  # onnxruntime's errors have no common class
+            _report("onnxruntime: not installed; to print predictions, run `pip install onnxruntime`")
+        except Exception as e:  # the errors of onnxruntime have no common base class
             _report(f"{folder / 'model.onnx'}: cannot be used for predictions ({_reason(e)}); export it again")
     code = 0
     for path in paths:
         try:
             images = _checked_input(path, model)
             (probabilities,) = session.run(None, {model["input"]["name"]: images})[0] if session else ((),)
-        except Exception as e:  # Pillow's plugins raise many types of errors for damaged files
+        except Exception as e:  # Pillow raises many types of errors for damaged files
             code = _report(f"{path}: cannot be used ({_reason(e)})", 1)
             continue
         print(f"{path}: {images.dtype} {list(images.shape)}, from {images.min():g} to {images.max():g}")
@@ -220,7 +222,7 @@ def main(paths):
 
 
 def _checked_input(path, model):
-    """Like model_input, but only for a regular file with up to MAX_PIXELS pixels."""
+    """Like model_input, but raise ValueError unless the path is a regular file with at most MAX_PIXELS pixels."""
     if not Path(path).is_file():
         raise ValueError("not a regular file")
     with Image.open(path) as image:
@@ -239,5 +241,5 @@ def _report(message, code=0):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be valid UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are not valid UTF-8
     sys.exit(main(sys.argv[1:]))

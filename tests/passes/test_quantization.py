@@ -85,7 +85,7 @@ def test_qat_keeps_accuracy_of_float_network_and_exports_it(run_train, photos, t
         capsys.readouterr()
         export.export(checkpoint, tmp_path / engine, int8=engine, verify=photos)
         out = capsys.readouterr().out
-        assert f"model.onnx: INT8 for {engine}, ranges of --qat" in out
+        assert f"model.onnx: INT8 for {engine}, ranges from --qat" in out
         assert "onnxruntime: top1 1, " in out
     network = inference.load_checkpoint(checkpoint)
     images = np.random.RandomState(0).uniform(-2, 2, (8, 3, 32, 32)).astype("float32")
@@ -176,7 +176,7 @@ def test_calibration_of_qat_checkpoint_is_an_error(trained, photos, tmp_path, ca
     folder, _ = trained()
     flags = ["--int8", "--calibrate", str(photos)]
     assert export.main([str(folder), str(tmp_path / "exported"), *flags]) == 2
-    assert "has the ranges of --qat; remove --calibrate" in capsys.readouterr().err
+    assert "already has ranges from --qat; remove --calibrate" in capsys.readouterr().err
 
 
 def test_weights_of_linear_layers_are_quantized_alike_on_gpus(parse):
