@@ -73,9 +73,8 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
 
 
 def _without_outliers(values):
-    """Return the upper end of the y axis: the largest value or, if that is an outlier among at least 10 values, the 98th
-    percentile. A curve leaves
-    the chart at the top where it exceeds this value."""
+    """Return the upper end of the y axis: the largest value or, if this is an outlier among at least 10 values, the
+    98th percentile. Larger values are above the chart."""
     values = sorted(values)
     limit = values[int(0.98 * (len(values) - 1))]
     return limit if len(values) >= 10 and 0 < OUTLIER * limit < values[-1] else values[-1]
