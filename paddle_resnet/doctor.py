@@ -1,6 +1,6 @@
 """Check whether this machine can train, and suggest remedies: `python -m paddle_resnet.doctor --help`.
 
-Code that loads native libraries runs in its own process, so that a crash is reported as a problem.
+Checks that load native libraries run in child processes, so that a crash is reported as a problem.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LEAST_MEMORY, LEAST_DISK, LEAST_SHARED_MEMORY = 4 * GIB, 2 * GIB, 1 * GIB
 LEAST_OPEN_FILES = 1024
 TIMEOUT_S = 300
 LIBRARIES = [("libcudnn.so", "cuDNN"), ("libcublas.so", "cuBLAS"), ("libnccl.so", "NCCL")]
-# Training with train.py on a tiny network, for four steps, so that a GPU also replays a captured step.
+# Flags of train.py for a test with a tiny network. Four steps are enough for a GPU to capture and replay a step.
 STEP = [
     *("--model-arch-name", "ResNet18", "--num-of-class", "8", "--image-shape", "4,32,32", "--crop-size", "32"),
     *("--resize-short", "36", "--batch-size", "8", "--data-layout", "NHWC", "--data-format", "synthetic"),
@@ -33,12 +33,13 @@ STEP = [
 ]
 STEP_ON_A_GPU = ["--amp", "--amp-level", "O2", "--use-dynamic-loss-scaling"]
 
-# One row of the table. status: "ok"; "note": training works nevertheless; "no": training would fail.
+# One row of the table. Values of status: "ok"; "note" for a problem that does not prevent training; "no" if training
+# would fail.
 Row = namedtuple("Row", "what detail status remedy", defaults=["ok", ""])
 
 
 def examine(output_dir):
-    """Examine this machine, then test the operations that training requires; yields a Row for each result."""
+    """Check this machine, then test the operations that training requires. Yield a Row for each result."""
     facts, problem = _in_child(_library_facts)
     gpus = _nvidia_gpus()
     facts = facts or {}
@@ -55,7 +56,7 @@ def examine(output_dir):
 
 
 def _nvidia_gpus():
-    """Return [name, memory, driver] of each GPU as a list, from nvidia-smi; [] without a driver."""
+    """Return [[name, memory, driver]] of all GPUs according to nvidia-smi, or [] without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -66,7 +67,7 @@ def _nvidia_gpus():
 
 def _gpu_rows(gpus, facts):
     if not gpus:
-        yield Row("driver", "no NVIDIA driver: training runs on the CPU")
+        yield Row("driver", "no NVIDIA driver; training uses the CPU")
         return
     yield Row("driver", gpus[0][2])
     for index, (name, memory, _) in enumerate(gpus):
@@ -76,7 +77,7 @@ def _gpu_rows(gpus, facts):
 
 
 def _library_facts():
-    """Return facts that Paddle, DALI and NVRTC report. Runs in a child process."""
+    """Return rows and settings that require importing Paddle, DALI or NVRTC. This function runs in a child process."""
     import paddle
 
     from paddle_resnet.machine import compat, gpus, libraries
@@ -95,7 +96,7 @@ def _library_facts():
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
-        # train.py shows the same messages.
+        # train.py prints the messages of gpus.problem, too.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
         rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None
@@ -113,7 +114,7 @@ def _library_facts():
 
 def _library(libraries, name, what):
     if not libraries.is_served():
-        return (what, "located by this Paddle build itself", "ok")
+        return (what, "found by this Paddle build", "ok")
     path = libraries.find(name)
     return (what, path, "ok") if path else (what, "not found", "note", "python -m pip install -r requirements.txt")
 
@@ -129,8 +130,8 @@ def _dali(device):
 
 
 def _has_jpeg_unit():
-    """Return whether GPU 0 has a hardware JPEG decoder. The driver reports the decoder's utilization only if it
-    does."""
+    """Return whether GPU 0 has a hardware JPEG decoder, that is, whether the driver reports the decoder's
+    utilization."""
     import pynvml
 
     try:
@@ -203,13 +204,13 @@ def _limit(value):
 
 
 def _available_memory():
-    """Return the number of bytes that processes can still allocate, considering the container's memory limit."""
+    """Return the number of bytes of memory that are available, within the container's memory limit."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):  # there is no cgroup v2, or no memory limit
+    except (OSError, ValueError):  # without cgroup v2 or a memory limit
         return available
 
 
@@ -227,10 +228,10 @@ def _disk(folder):
 
 
 def _tests(device, missing):
-    """Run the operations that training requires."""
+    """Test the operations that training requires, and yield a Row for each test."""
     _, problem = _in_child(_decode_image, device)
     yield Row("test: image", problem or "decoded by DALI", "no" if problem else "ok")
-    # If the custom kernels are missing, a GPU trains with Paddle's kernels.
+    # If the custom kernels cannot be built, test Paddle's kernels, which training would then use.
     flags = [*STEP, "--device", device, *(STEP_ON_A_GPU if device == "gpu" else [])]
     yield _test_training("test: training step", [], [*flags, "--kernels", "paddle" if missing else "native"], missing)
     launch = ["-m", "paddle.distributed.launch", *(["--nproc_per_node", "2"] if device == "cpu" else [])]
@@ -238,7 +239,7 @@ def _tests(device, missing):
 
 
 def _decode_image(device):
-    """Decode a JPEG. Runs in a child process."""
+    """Decode a JPEG image with DALI. This function runs in a child process."""
     import numpy as np
     from nvidia.dali import fn, pipeline_def
     from PIL import Image
@@ -275,7 +276,7 @@ def _test_training(what, launcher, flags, missing):
 
 
 def _in_child(function, *arguments):
-    """Call a function in a child process; returns (its result, None) or (None, the problem)."""
+    """Call a function in a child process. Return (result, None) or (None, problem)."""
     code = f"from paddle_resnet import doctor; doctor._answer(doctor.{function.__name__}, *{arguments!r})"
     done = _run(["-c", code])
     if done.returncode == 0:
@@ -285,7 +286,7 @@ def _in_child(function, *arguments):
 
 def _answer(function, *arguments):
     print(json.dumps(function(*arguments)), flush=True)
-    os._exit(0)  # libraries may crash at exit
+    os._exit(0)  # skip the exit handlers of libraries, because they may crash
 
 
 def _run(arguments):
@@ -297,10 +298,13 @@ def _run(arguments):
 
 
 def _reason(returncode, output):
-    """Return the last error message in the output of a single- or multi-process run, or the signal that ended it."""
+    """Return the last error message in the output of a run with one or several processes, or the signal that killed
+    it."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "rror: " in line] or lines[-1:]
-    errors = [line for line in errors if " failed first: " not in line] or errors  # the failed rank has more details
+    errors = [
+        line for line in errors if " failed first: " not in line
+    ] or errors  # the failed rank has a detailed message
     if returncode < 0:
         errors = [f"killed by {signal.Signals(-returncode).name} {' '.join(errors[-1:])}".strip()]
     return errors[-1] if errors else f"exit code {returncode}"
@@ -322,7 +326,8 @@ def _print_table(rows):
 
 
 def main(argv=None):
-    """Examine this machine; returns the exit code: 0 training works, 1 training would fail, 130 interrupted."""
+    """Check this machine and return the exit code: 0 if training works, 1 if training would fail, 130 if
+    interrupted."""
     import config
     from utils import exit_codes
 
@@ -330,7 +335,7 @@ def main(argv=None):
     parser.add_argument(
         "--output-dir",
         default=config.parse_args([]).output_dir,
-        help="folder for checkpoints to check (default %(default)s)",
+        help="folder for checkpoints, to check disk space (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return exit_codes.of("paddle_resnet.doctor", lambda: _main(parser.parse_args(argv)))

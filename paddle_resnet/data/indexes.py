@@ -1,9 +1,9 @@
-"""Index files of record files: their location, creation and checks.
+"""Locates, creates and checks the index files of record files.
 
-DALI needs an index for each TFRecord shard and RecordIO file; a tar shard needs one to start without a scan. Index
-files have DALI's formats. TFRecord: a line `offset size` per record. RecordIO: a line `key offset` per record.
-WebDataset: a line `v1.1 COUNT`, then a line per sample with `extension offset size` for each of its files. Offsets and
-sizes are in bytes.
+DALI requires an index for each TFRecord shard and RecordIO file. For a tar shard, the index avoids a scan at the start.
+Index files have DALI's formats, with offsets and sizes in bytes. TFRecord: one line `offset size` per record. RecordIO:
+one line `key offset` per record. WebDataset: a line `v1.1 COUNT`, then one line per sample with `extension offset size`
+for each of its files.
 
 This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
@@ -21,21 +21,20 @@ from paddle_resnet.data.records import IMAGE_EXTENSIONS
 from utils import cache, files, logger
 from utils.errors import UsageError
 
-# Number of records per RecordIO file or tar shard whose headers are compared with the rows of the index.
+# For each RecordIO file or tar shard, the headers of this number of records are compared with the index.
 CHECKED_RECORDS = 256
 CHECKED_TAR_HEADERS = 16
 
 
 @dataclass
 class Index:
-    """An index file and its content.
+    """Path and content of an index file.
 
     Attributes:
         path: the index file.
-        images: int64 [n, 2], offset and size in bytes of each record (for "webdataset": of each image file). A
-            RecordIO index stores no sizes, so they are 0 here.
-        labels: int64 [n, 2], offset and size of the record or file that contains each label: the record itself, or for
-            "webdataset" the .cls file.
+        images: int64 [n, 2], offset and size in bytes of each record; for "webdataset", of each image file. For
+            "recordio", all sizes are 0, because the index does not contain sizes.
+        labels: int64 [n, 2], offset and size in bytes of each record; for "webdataset", of each .cls file.
     """
 
     path: str
@@ -47,14 +46,15 @@ class Index:
 
 
 def open_index(shard, kind, skip=frozenset()):
-    """Open the index of a record file; create the index first if it does not exist.
+    """Open the index of a record file, and create the index if it does not exist.
 
-    The index is stored in the shard's folder, or in the user's cache folder if the shard's folder is not writable.
+    A new index is stored in the shard's folder. If that folder is not writable, the index is stored in the user's cache
+    folder.
 
     Args:
         shard: path of the record file.
         kind: "tfrecord", "recordio" or "webdataset".
-        skip: offsets of images to omit. The reduced index is written to the cache folder.
+        skip: offsets of images to omit. The index without these images is written to the cache folder.
     Returns:
         Index.
     Raises:
@@ -87,7 +87,7 @@ def _open_full_index(shard, kind):
 
 
 def _reduced_index(index, shard, kind, skip):
-    """Write a copy of the index to the cache folder, without the images at the skipped offsets."""
+    """Write a copy of the index, without the images at the skipped offsets, to the cache folder."""
     starts = index.images[:, 0]
     unknown = sorted(skip.difference(starts.tolist()))
     if unknown:
@@ -121,7 +121,8 @@ def index_path(shard):
 
 
 def _cached_index_path(shard, skip=frozenset()):
-    # The name in the cache depends on the shard's size and modification time, so a rewritten shard gets a new index.
+    # The name of the cached index depends on the shard's size and modification time, so a modified shard gets a new
+    # index.
     shard, state = os.path.realpath(shard), os.stat(shard)
     key = f"{shard} {state.st_size} {state.st_mtime_ns} {sorted(skip)}"
     key = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
@@ -129,7 +130,8 @@ def _cached_index_path(shard, skip=frozenset()):
 
 
 def write_file(path, data):
-    """Write bytes to a file atomically, even if several processes write it. Creates the folder if necessary."""
+    """Write bytes to a file atomically, even if several processes write the same file. Create the folder if
+    necessary."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with files.written(path, sync=True) as partial:
         partial.write_bytes(data)
@@ -184,7 +186,7 @@ def _scan_webdataset(shard):
         with records.open_regular(shard) as f, tarfile.open(fileobj=f, mode="r:") as tar:
             for member in tar:
                 if member.size < 0 or tar.offset <= offset:
-                    raise tarfile.ReadError(f"a negative size at byte {member.offset}")
+                    raise tarfile.ReadError(f"the size at byte {member.offset} is negative")
                 offset = tar.offset
                 if _is_sample_file(member):
                     folder, _, name = member.name.rpartition("/")
@@ -195,18 +197,18 @@ def _scan_webdataset(shard):
                         samples.append([])
                         last_key = (folder, base)
                     samples[-1].append((extension, member.offset_data, member.size))
-                tar.members = []  # otherwise tarfile would keep all members in memory
-            # A valid archive ends with a block of zeros, but tarfile also accepts a file that ends without it.
+                tar.members = []  # otherwise, tarfile would keep all members in memory
+            # tarfile accepts truncated archives, so check for the block of zeros that ends a valid archive.
             f.seek(tar.offset)
             if f.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("its end is missing")
+                raise tarfile.ReadError("truncated")
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as e:
         raise UsageError(f"{shard}: damaged ({e}); write or copy it again") from e
     return [" ".join(f"{extension} {offset} {size}" for extension, offset, size in sample) + "\n" for sample in samples]
 
 
 def _is_sample_file(member):
-    """Whether a tarfile.TarInfo belongs to a sample: a regular file KEY.EXTENSION."""
+    """Return whether a tarfile.TarInfo is part of a sample, that is, a regular file KEY.EXTENSION."""
     base, _, extension = member.name.rpartition("/")[2].partition(".")
     return member.isreg() and bool(base and extension)
 
@@ -214,8 +216,8 @@ def _is_sample_file(member):
 def check_index(shard, path, kind):
     """Read an index and check it against its shard.
 
-    All rows are checked for records that are missing, listed twice, out of order or outside the shard. For some evenly
-    spread records, the header must match the row.
+    All rows are checked for records that are missing, repeated, out of order or outside the shard. For up to
+    CHECKED_RECORDS evenly spread records, the header must match the row.
 
     Args:
         shard: path of the record file.
@@ -224,7 +226,7 @@ def check_index(shard, path, kind):
     Returns:
         Index.
     Raises:
-        UsageError: the index does not match the shard, or one of these files cannot be read.
+        UsageError: the index does not match the shard, or the index or the shard cannot be read.
     """
     read_rows = {"tfrecord": _tfrecord_rows, "recordio": _recordio_rows, "webdataset": _webdataset_rows}[kind]
     try:
@@ -251,11 +253,11 @@ def _tfrecord_rows(data, f, shard_size):
 
 def _recordio_rows(data, f, shard_size):
     keys, offsets = _numbers(data.split(), None).reshape(-1, 2).T
-    offsets = np.sort(offsets)  # DALI sorts them and ignores the keys
+    offsets = np.sort(offsets)  # DALI sorts the offsets and ignores the keys
     ends = np.append(offsets[1:], shard_size)
     if len(offsets) == 0 or offsets[0] != 0 or (ends <= offsets).any():
         raise ValueError
-    # If the keys are 0 to n-1, no row is missing, so checking some headers is enough.
+    # If the keys are 0 to n-1, no row is missing, so it suffices to check some headers.
     is_complete = np.array_equal(np.sort(keys), np.arange(len(keys)))
     for i in _spread(len(offsets), CHECKED_RECORDS if is_complete else len(offsets)):
         if records.recordio_end(f, int(offsets[i]), shard_size) != ends[i]:
@@ -299,14 +301,14 @@ def _part(extension):
 
 
 def _check_tar_places(f, places, shard_size):
-    """Check that an archive has sample files at these places, in this order, and nowhere else.
+    """Check that the sample files of an archive are exactly at these places, in this order.
 
     Args:
-        f: the open archive.
+        f: open file of the archive.
         places: int64 [n, 2], offsets and sizes of the sample files.
         shard_size: length of the archive in bytes.
     Raises:
-        ValueError, tarfile.TarError: the archive is different or damaged.
+        ValueError, tarfile.TarError: the archive is damaged or does not match the places.
     """
     headers = places[:, 0] - tarfile.BLOCKSIZE
     blocks = -(-places[:, 1] // tarfile.BLOCKSIZE)
@@ -324,7 +326,7 @@ def _check_tar_places(f, places, shard_size):
 
 
 def _check_between(f, position, stop):
-    """Check that an archive has no sample file between two positions, or up to its end if stop is None."""
+    """Check that an archive has no sample file between two positions. If `stop` is None, check up to the end."""
     while position != stop:
         f.seek(position)
         if stop is None and f.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
@@ -345,7 +347,8 @@ def _tar_header(f, position):
 
 
 def _numbers(texts, limit):
-    """Parse decimal digits to int64 [n]. Raises ValueError for other texts and for numbers above the limit, if any."""
+    """Parse texts of decimal digits to int64 [n]. Raise ValueError for other texts and for numbers above the limit, if
+    any."""
     if not all(map(bytes.isdigit, texts)) or len(max(texts, key=len, default=b"")) > 18:  # 19 digits may overflow
         raise ValueError
     numbers = np.array(texts, dtype=np.int64)
@@ -355,5 +358,5 @@ def _numbers(texts, limit):
 
 
 def _spread(count, at_most):
-    """Return up to `at_most` evenly spread indices of `count` items, including the first and the last."""
+    """Return up to `at_most` evenly spread indices from 0 to `count` - 1, including both."""
     return np.unique(np.linspace(0, count - 1, min(count, at_most)).astype(int)).tolist()
