@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def make_files(root, entries):
-    """Create class folders root/folder/train/CLASS/, and root/filelist/ with a file list of the same images."""
+    """Create class folders root/folder/train/CLASS/, and root/filelist/ with a file list of these images."""
     from PIL import Image
 
     sources = root / "sources"
@@ -47,8 +47,8 @@ def make_files(root, entries):
 
 
 def measure(image_root, data_format):
-    """Print the import time in s, the time to the first batch in s, the speed after it in images/s, and the peak
-    resident memory in MB."""
+    """Print the import time in s, the time to the first batch in s, the speed after the first batch in images/s, and
+    the peak resident memory in MB."""
     start = perf_counter()
     import config
     import paddle_resnet  # noqa: F401  sets Paddle's environment, so it must precede any import of Paddle

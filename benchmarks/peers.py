@@ -103,7 +103,7 @@ def choose(wanted):
 
 
 def measure(args, arch, row, folder):
-    """Run one process. Return {"ips": images/s, "first_step_s": seconds, ...} or {"error": its last line of output}."""
+    """Run one process. Return {"ips": images/s, "first_step_s": seconds, ...} or {"error": last line of the output}."""
     task, trainer, arguments = ROWS[row]
     report = folder / "report.json"
     report.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ def own_command(args, arch, task, report):
     command += ["--benchmark-steps", str(args.steps), "--benchmark-warmup-steps", str(args.warmup_steps)]
     command += ["--batch-size", str(args.batch_size), "--data-layout", "NHWC", "--model-arch-name", arch]
     command += ["--crop-size", side, "--image-shape", f"4,{side},{side}", "--device", args.device]
-    command += ["--interp", "linear"]  # like the pipeline of the baselines
+    command += ["--interp", "linear"]  # the baselines use the same filter
     command += ["--show-config", "false", "--print-interval", str(10**9)]
     command += HALF if args.device == "gpu" else []
     if "synthetic" in task:
@@ -255,7 +255,7 @@ def worker(args):
             torch.cuda.synchronize()
 
     batches = iter(torch_batches(args, training, device))
-    # Copies, because the next replay of a CUDA graph overwrites its outputs.
+    # The values are copied, because the next replay of a CUDA graph overwrites the outputs of the graph.
     previous = [metric.clone() for metric in step(*next(batches))]
     loss, first_step_at = previous[0].item(), time.time()
     for i in range(1, args.warmup_steps + args.steps):
@@ -291,8 +291,8 @@ def torch_batches(args, training, device):
             yield images, labels
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-    # If the iterator does not know the size of the reader, it never ends an epoch. The measurement therefore excludes
-    # the time between epochs, like the benchmark of this project.
+    # An iterator that does not know the size of the reader never ends an epoch. The measurement therefore excludes the
+    # time between epochs, like the benchmark of this project.
     for batch in DALIGenericIterator([dali_pipeline(args, training, device)], ["data", "label"], auto_reset=False):
         yield batch[0]["data"].permute(0, 3, 1, 2), batch[0]["label"][:, 0].long()
 

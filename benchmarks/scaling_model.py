@@ -68,7 +68,7 @@ def all_reduce_s(setup, gpus, size):
 
 def exposed_s(setup, gpus, step_s):
     """Return the seconds of exposed communication per step. Within a node, all communication is exposed. Between nodes,
-    the exposed time is the part that exceeds the backward pass, but at least the time of the last bucket, because its
+    the exposed time is the part that exceeds the backward pass, but at least the time of the last bucket, whose
     gradients are computed last."""
     if gpus <= setup.gpus_per_node:
         return all_reduce_s(setup, gpus, setup.gradient_bytes)
@@ -100,8 +100,8 @@ def fit(setup, measured):
 
 
 def fit_jitter(setup, measured):
-    """Like fit, but attribute the lost time to jitter. This is the worst case, because jitter grows with the number of
-    GPUs."""
+    """Like fit, but attribute the lost time to jitter. The result is the worst case, because jitter grows with the
+    number of GPUs."""
     alone, rows = _losses(setup, measured)
     return alone, 0.0, max(0.0, sum(x * y for x, y in rows) / sum(x * x for x, _ in rows))
 

@@ -59,7 +59,7 @@ def measure(row, common, python, limit_s):
         try:
             output, errors = process.communicate(timeout=limit_s)
         except BaseException as e:
-            os.killpg(process.pid, signal.SIGKILL)  # kills the launcher's processes too
+            os.killpg(process.pid, signal.SIGKILL)  # kills all processes that the launcher has started
             process.wait()
             if isinstance(e, subprocess.TimeoutExpired):
                 return {"error": f"not finished after {limit_s:g} s", "command": arguments}

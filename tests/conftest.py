@@ -47,13 +47,13 @@ TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
 # Paddle stores the Python call stack in each operator that it appends, and inspects the stack for a warning about each
-# sum. Under pytest, the stack has about 50 frames. Reading all of them would take half of the time of the tests that
-# run in this process, so the patches below keep only the innermost frames.
+# sum. Under pytest, the stack has about 50 frames. Reading all frames would take half of the time of the tests that run
+# in this process, so the following patches keep only the innermost frames.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])  # file and line
 
-# The ports that the launcher may use. Its default range overlaps with the ephemeral ports of the system, so other
-# programs could take a port before the processes of a job listen on it.
+# The ports that the launcher may use. The launcher's default range overlaps with the ephemeral ports of the system.
+# Other programs could take such a port before the processes of a job listen on the port.
 os.environ["PORT_RANGE"] = "12000:32000"
 
 
@@ -61,7 +61,8 @@ run_executor = static.Executor.run
 
 
 class FakeGraph:
-    """A fake CUDA graph. It stores the calls of the Executor during a capture, and replay() repeats these calls."""
+    """A fake CUDA graph. FakeGraph stores the calls of the Executor during a capture, and replay() repeats the stored
+    calls."""
 
     recording, made = None, []
 
@@ -95,7 +96,7 @@ class FakeGraph:
 
 
 def pytest_collection_modifyitems(config, items):
-    if "soak" not in config.option.markexpr:  # excludes soak tests, also with -m gpu
+    if "soak" not in config.option.markexpr:  # -m gpu excludes soak tests, too
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
@@ -116,7 +117,7 @@ def pytest_unconfigure(config):
     Other tests check the exit code of train.py in separate processes."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hasattr(config, "exit_status"):  # set if a session has started
+    if hasattr(config, "exit_status"):  # exit_status is set if a session has started
         os._exit(config.exit_status)
 
 
@@ -149,8 +150,8 @@ def four_stages(monkeypatch):
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory, worker_id):
-    """Return a function once(name, make). It returns a folder that all worker processes of pytest-xdist share and that
-    make(folder) has filled in one of them. Tests must not change the folder."""
+    """Return a function once(name, make), which returns a folder that all worker processes of pytest-xdist share. One
+    of the processes fills the folder by calling make(folder). Tests must not change the folder."""
     root = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         root = root.parent
@@ -264,7 +265,7 @@ def run_bare(photos, tmp_path):
 
 @pytest.fixture
 def checkpoint(once, run_train, tmp_path):
-    """Return a copy of a checkpoint that was saved after one epoch. All tests share the run."""
+    """Return a copy of a checkpoint that was saved after one epoch. All tests use the same run."""
 
     def make(folder):
         assert run_train("--output-dir", folder)[0] == 0
@@ -375,7 +376,7 @@ def assert_sparse(params, algorithm="mask_1d"):
     filters = {name for name in params if name.startswith("conv2d_") and name.endswith(".w_0")}
     assert set(pruned) == filters  # the classifier is not pruned, as in NVIDIA's example
     for name in pruned:
-        if params[name].shape[1] < 4:  # first layer of a network with three input channels
+        if params[name].shape[1] < 4:  # a first layer with three input channels is not pruned
             assert (params[f"{name}.asp_mask"] == 1).all()
             continue
         density = params[f"{name}.asp_mask"].mean()  # the greedy algorithm may keep fewer than two of four weights
@@ -399,7 +400,7 @@ def need_two_gpus():
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Emulate step capture on the CPU and return FakeGraph. Its list `made` contains the captured graphs."""
+    """Emulate step capture on the CPU and return FakeGraph. The list `FakeGraph.made` contains the captured graphs."""
     if native.missing() is not None:
         pytest.skip(native.missing())
 
@@ -461,7 +462,7 @@ def launch(photos, tmp_path):
 @pytest.fixture
 def two_processes(once, launch, tmp_path):
     """Run TWO_EPOCHS as a job of two processes and return (report entries, [parameters of each rank], folder of the
-    checkpoints). All tests share the job."""
+    checkpoints). All tests use the same job."""
 
     def make(folder):
         launch(2, *TWO_EPOCHS, "--output-dir", folder / "output")

@@ -1,4 +1,4 @@
-"""Networks of the registry with fewer blocks. Each reduced network still contains all kinds of layers of the full
+"""Networks of the registry with fewer blocks. Each smaller network still contains all kinds of layers of the full
 network."""
 
 import importlib

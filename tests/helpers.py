@@ -39,7 +39,7 @@ META = {
 OPTIONS_EXAMPLE, NETWORK_EXAMPLE = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs/networks.md").read_text(), re.MULTILINE | re.DOTALL
 )
-# A program that locks the folder in its argument.
+# A program that locks the folder whose path is the first argument.
 HOLDER = """
     import sys, time
     from paddle_resnet.checkpoints import folders
@@ -116,8 +116,8 @@ def write_checkpoint(root, name, text="abc", sequence=0, **meta):
 
 
 def predict(folder, images, output=""):
-    """Compute probabilities with Paddle Inference. Use a separate process without this project and its settings for
-    Paddle, as in a deployment."""
+    """Compute probabilities with Paddle Inference. As in a deployment, use a separate process without this project and
+    without its Paddle settings."""
     np.save(folder / "images.npy", images)
     environment = {name: value for name, value in os.environ.items() if name != "FLAGS_enable_pir_api"}
     done = subprocess.run(

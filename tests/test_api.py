@@ -20,7 +20,7 @@ from paddle_resnet.serving import inference, preprocessing
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# The tests leave out --num-of-class and --device, which are resolved from the data and the machine.
+# The tests omit --num-of-class and --device, whose values then depend on the data and the machine.
 FLAGS = [flag for flag in TINY if flag not in ("--num-of-class", "3", "--device", "cpu")]
 
 

@@ -1,5 +1,5 @@
-"""The commands in README and docs. Their flags must be valid, and the commands must run as written in a copy of the
-repository."""
+"""The commands in README and docs. The flags of all commands must be valid, and the commands must run as written in a
+copy of the repository."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ import config
 from conftest import ROOT
 from helpers import NETWORK_EXAMPLE
 
-# The tutorial must come first, because later pages use its output.
+# The tutorial must come first, because later pages use the output of the tutorial.
 PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/*.md"))]
 STARTS = ("make ", "find ", "python ", ".venv/bin/python ")
 NOT_RUN = {

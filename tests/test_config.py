@@ -17,7 +17,8 @@ from utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
 
-# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. The commands of its users depend on them.
+# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. Commands that were written for the example depend on these
+# defaults.
 NVIDIA = {
     "output-dir": "./output/",
     "run-scope": RunScope.TRAIN_EVAL,
@@ -25,7 +26,7 @@ NVIDIA = {
     "save-interval": 1,
     "eval-interval": 1,
     "print-interval": 10,
-    "report-file": None,  # depends on the kind of run, see tests/test_report.py
+    "report-file": None,  # the default depends on the kind of run, see tests/test_report.py
     "data-layout": "NCHW",
     "benchmark": False,
     "benchmark-steps": 100,

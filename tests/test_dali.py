@@ -223,8 +223,8 @@ def test_batch_follows_layout_channels_and_dtype_flags(parse, photos, flags, sha
     ("flags", "size", "rows", "columns"),
     [
         ([], (36, 50), slice(2, 34), slice(9, 41)),
-        # The crops are 32 x 48 and 48 x 32. Multiplied by 36 / 32, they become 36 x 54 and 54 x 36. Each image is at
-        # least that large, and one of its sides has exactly this length, so the image is not resized.
+        # The crops of 32 x 48 and 48 x 32 pixels require images of at least 36 x 54 and 54 x 36 pixels (36 / 32 times
+        # the size of the crop). One side of each image has exactly the required length, so the image is not resized.
         (["--image-shape", "3,32,48"], (50, 54), slice(9, 41), slice(3, 51)),
         (["--image-shape", "3,48,32"], (54, 70), slice(3, 51), slice(19, 51)),
     ],
@@ -373,7 +373,7 @@ def test_undecodable_image_is_reported_with_path(parse, photos, tmp_path, monkey
     assert len(np.concatenate(epoch(loader)[1])) == (22 if name.startswith("val") else 23)
 
 
-# The evaluation pipeline decodes with a different operator.
+# The evaluation pipeline uses a different decoding operator than the training pipeline.
 QUICK = [("train_only", "cut in the image"), ("train_only", "not an image"), ("eval_only", "cut in the image")]
 LARGE_BATCHES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
@@ -384,7 +384,8 @@ LARGE_BATCHES = [
 @pytest.mark.parametrize(("scope", "damage"), LARGE_BATCHES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_undecodable_image_in_large_batch_stops_the_run(train_process, tmp_path, damage, scope, device):
-    """Training runs in a separate process, because DALI's decoders have crashed when they decoded such batches."""
+    """Training runs in a separate process, because DALI's decoders have crashed with large batches of damaged
+    images."""
     for i in range(64):
         folder = tmp_path / f"{'train' if scope == 'train_only' else 'val'}/class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -443,8 +444,8 @@ def random_image(side, low=0, high=255):
 
 @pytest.fixture
 def without_flips(parse, copies):
-    """Return a function that reads an epoch of copies of an image, as [N, 32, 32, 3] with values from 0 to 255. The
-    function undoes flips.
+    """Return a function that reads an epoch of copies of an image, as [N, 32, 32, 3] with values from 0 to 255. Flips
+    are undone.
 
     To detect flips, the function also reads an epoch without augmentation flags. Augmentation must not change which
     images are flipped.
@@ -481,8 +482,8 @@ def test_random_crop_follows_scale_and_ratio_ranges(parse, copies):
 
 
 def test_default_augmentation_matches_plain_dali_operators(parse, photos):
-    """The reference consists of plain DALI operators. Their number and order must be the same, because DALI derives
-    seeds from them."""
+    """The reference consists of plain DALI operators. The reference and the pipeline must use the same operators in the
+    same order, because DALI derives seeds from the order."""
 
     @pipeline_def(batch_size=8, num_threads=2, device_id=None, seed=42)
     def plain():
@@ -541,7 +542,7 @@ def test_lighting_adds_principal_components_to_each_image(without_flips):
 
 
 def test_color_jitter_scales_saturation_contrast_and_brightness(without_flips):
-    pixels = random_image(32, 100, 156)  # range that is narrow enough to avoid clipping
+    pixels = random_image(32, 100, 156)  # the narrow range of values avoids clipping
     images = without_flips(pixels, "--color-jitter", "0.3")
     luma = pixels @ LUMA
     chroma = pixels - luma[..., None]
@@ -667,7 +668,7 @@ def test_training_shards_of_every_format_have_equal_length_and_no_common_image(
         orders.append([label for batches in epochs for label in np.concatenate(batches)[:, 0].tolist()])
         assert len(set(orders[-1])) == len(orders[-1])
     assert len({tuple(order) for order in orders}) == 4
-    # Rank 0 reads different shards in different epochs.
+    # Rank 0 must read different shards in different epochs.
     assert len(seen_by_rank_0) > 37 // world_size + 1 or world_size == 1
 
 

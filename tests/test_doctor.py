@@ -33,8 +33,8 @@ def test_doctor_passes_on_healthy_machine(tmp_path):
 
 @pytest.fixture
 def facts(once, monkeypatch):
-    """Query the versions of the libraries only once, because importing the libraries takes seconds. Tests of other
-    checks use these versions."""
+    """Query the versions of the libraries only once, because importing the libraries takes seconds. Tests that do not
+    concern the libraries use the stored versions."""
 
     def make(folder):
         (folder / "facts.json").write_text(json.dumps(doctor._in_child(doctor._library_facts)))

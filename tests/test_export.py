@@ -145,7 +145,7 @@ def test_int8_network_is_quantized_for_its_engine(run_train, photos, tmp_path, c
         if node.op_type in ("Conv", "MatMul", "Add", "GlobalAveragePool", "MaxPool"):
             operands = [name for name in node.input if name not in constants]
             if node.op_type == "Conv":
-                assert len(node.input) == 3  # with a bias, which is the shift of the folded BN
+                assert len(node.input) == 3  # the third input is the bias, which is the shift of the folded BN
                 levels, scales = (constants[name] for name in producers[node.input[1]].input[:2])
                 assert levels.dtype == np.int8 and scales.shape == levels.shape[:1]
                 assert np.abs(levels).max() == (127 if engine == "tensorrt" else 63)
@@ -288,7 +288,7 @@ def test_verify_compares_logits_of_network_with_saturated_probabilities(
 
 
 def test_verify_detects_wrong_softmax(checkpoint, photos, tmp_path, monkeypatch):
-    """The logits of the inference engine are correct. Only its softmax is wrong."""
+    """The inference engine computes correct logits. Only the softmax of the engine is wrong."""
     real = inference.open_paddle
 
     def open_paddle(*args, **options):
@@ -397,8 +397,8 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
     assert lines[0].startswith(f"{image}: uint8 [1, 32, 32, 3], from ")
     assert len(lines) == 4
     assert sum(float(line.split()[0]) for line in lines[1:]) == pytest.approx(1, abs=1e-5)
-    # The module prints the same result as its copy in the export. If onnxruntime is missing, it prints only the shape
-    # of the image.
+    # The module prints the same result as its copy in the export. If onnxruntime is missing, the module prints only the
+    # shape of the image.
     monkeypatch.setattr(preprocessing, "__file__", str(tmp_path / "exported/preprocess.py"))
     capsys.readouterr()
     preprocessing.main([str(image)])
@@ -412,7 +412,7 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
 def test_triton_repository_layout(checkpoint, tmp_path, uint8):
-    """This test only checks the files. It does not load them into Triton."""
+    """This test only checks the files. The files are not loaded into Triton."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=onnx, uint8=uint8, triton=True)
     root = tmp_path / "exported/triton"
@@ -562,7 +562,7 @@ def test_full_disk_exits_with_code_2_and_leaves_no_output(checkpoint, tmp_path, 
     export.export(checkpoint, tmp_path / "whole")
     sizes = [(tmp_path / "whole" / f"model.{ending}").stat().st_size for ending in ("pdmodel", "pdiparams")]
     assert sizes[0] < sizes[1]
-    (tmp_path / "exported.partial").mkdir()  # a folder of the user with a similar name
+    (tmp_path / "exported.partial").mkdir()  # an unrelated folder with a similar name, which must be kept
     for limit in (sizes[0] - 1, sizes[1] - 1):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

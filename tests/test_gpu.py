@@ -1,4 +1,4 @@
-"""Tests that require a GPU. They are skipped on machines without one."""
+"""Tests that require a GPU. Machines without a GPU skip these tests."""
 
 import json
 import os
@@ -34,7 +34,8 @@ from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
 
-# A network of four stages contains more kinds of convolutions than one of two stages, so cuDNN uses more algorithms.
+# A network of four stages contains more kinds of convolutions than a network of two stages, so cuDNN uses more
+# algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
 # These flags disable the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open the
@@ -133,7 +134,7 @@ def test_loader_decoding_on_cpu_and_gpu_resumes_with_next_batch(parse, photos, c
         pytest.param(lambda data: data[:300], 0, id="header"),
         pytest.param(lambda data: b"no image", 0, id="garbage"),
         pytest.param(lambda data: b"no image", 0.5, id="garbage, both decode"),
-        # The GPU decoder fills in missing pixels. In one of the epochs, the CPU decodes this image.
+        # The GPU decoder fills in missing pixels. In one of the epochs, the CPU decodes the damaged image.
         pytest.param(lambda data: data[: len(data) // 2], 0.8, id="half, both decode"),
     ],
 )
@@ -230,7 +231,7 @@ def test_overflows_are_skipped_until_loss_scale_is_low_enough(run_train):
     assert code == 0
     scales = [phase(report, [epoch], "train.")["loss_scale"] for epoch in range(12)]
     assert scales[0] < 4194304
-    assert 1 <= scales[-1] == scales[-2]  # the scale no longer decreases
+    assert 1 <= scales[-1] == scales[-2]  # the loss scale has stopped decreasing
     assert np.isfinite(phase(report, [11], "val.")["loss"])
 
 
@@ -524,7 +525,8 @@ def test_start_line_counts_fused_operators(run_train, capsys, flags, kernels):
 
 @pytest.mark.parametrize("flags, tolerance", [(FP32_NHWC, 1e-4), (O1, 5e-3), (O2, 5e-3)], ids=["fp32", "O1", "O2"])
 def test_native_and_paddle_kernels_have_similar_losses(run_train, deterministic, flags, tolerance):
-    """The first losses are computed with identical parameters. Later losses differ more, because rounding differs."""
+    """The first losses are computed with identical parameters. Later losses diverge, because rounding errors
+    accumulate."""
     results = {}
     for kernels in ("native", "paddle"):
         choice = ["--kernels", kernels, "--print-interval", "1", "--lr", "0.01", "--epochs", "2", "--overwrite"]
@@ -578,7 +580,7 @@ def two_gpus(photos, tmp_path):
     ids=["raises", "killed", "hangs"],
 )
 def test_failed_rank_stops_job_on_two_gpus(two_gpus, fault, message):
-    """Rank 0 waits for NCCL in a CUDA graph, and this wait never ends by itself."""
+    """Rank 0 waits for NCCL in a CUDA graph, and the wait never ends by itself."""
     logs = two_gpus("--epochs", "3", "--comm-timeout-s", "20", *O2, fault=fault)
     assert_one_error(logs[0], [message])
 

@@ -147,7 +147,7 @@ def test_stops_count_steps_of_each_stage(parse, flags):
 
 def test_schedule_counts_steps_of_each_stage(run_train, caplog):
     """The stages have 3, 7 and 3 steps. The second stage has half the batch size and half the learning rate of the
-    others."""
+    other stages."""
     flags = ["--epochs", "3", "--sizes", "32:0,24:1:4:0.5,32:2", "--print-interval", "1", "--lr", "0.1"]
     code, report = run_train(*flags, "--warmup-epochs", "1")
     assert code == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# A fake Python that replaces the system's Python and the one in .venv. Its file `packages` replaces site-packages.
+# A fake Python that replaces the system's Python and the one in .venv. A file named `packages` replaces site-packages.
 PYTHON = r"""#!/bin/bash
 set -eu
 packages=$(dirname "$0")/packages

@@ -81,7 +81,7 @@ def test_resnet_logits_match_paddle_vision(arch, depths, convolutions):
 
 
 def vision_network(name):
-    """Return a network of paddle.vision without dropout. Its BN layers have the epsilon and momentum that the authors
+    """Return a network of paddle.vision without dropout. The BN layers have the epsilon and momentum that the authors
     of the network used."""
     model = getattr(paddle.vision.models, name)()
     for layer in model.sublayers():

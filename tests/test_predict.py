@@ -27,7 +27,7 @@ def val_images(photos):
 
 @pytest.fixture
 def model_of(tmp_path):
-    """Return a function that creates a model of a given kind from a checkpoint, and returns the path of the model."""
+    """Return a function that creates a model of a given kind from a checkpoint and returns the model's path."""
 
     def model_of(kind, checkpoint):
         if kind == "checkpoint":
@@ -179,7 +179,7 @@ def test_text_json_and_csv_output(checkpoint, val_images, tmp_path, capsys, monk
         assert [entry["probability"] for entry in prediction["top"]] == expected[i][best[i]].tolist()
     rows = list(csv.reader(table.open()))
     top = [f"{name}_{i}" for i in (1, 2, 3) for name in ("label", "class", "probability")]
-    # The columns are the same as those of --predictions for three classes.
+    # With three classes, the columns are the same as those of --predictions.
     assert rows[0] == ["image", "prediction", "predicted_class", *top]
     for i, row in enumerate(rows[1:]):
         assert len(row) == len(rows[0])

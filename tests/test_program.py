@@ -44,7 +44,7 @@ class Batches:
         pass
 
     def write_into(self, targets):
-        assert not targets  # None, because steps are not captured on a CPU
+        assert not targets  # there are no targets, because steps are not captured on a CPU
 
 
 def tensor(array):
@@ -300,7 +300,7 @@ def test_epoch_loss_is_mean_over_images(parse):
     assert result["loss"] == pytest.approx(expected, rel=1e-7)
 
 
-# An empty program for fake Executors, which never execute it.
+# An empty program that is passed to fake Executors, which do not execute programs.
 COMPILED = SimpleNamespace(
     _program=static.Program(), write_scalars=lambda: None, captured=None, trace=None, accumulating=None
 )
@@ -366,7 +366,7 @@ class FakeTime:
 
 
 class TimedLoader:
-    """A fake loader of batches of 4 images. It takes 20 ms per batch and 5 ms per restart."""
+    """A fake loader of batches of 4 images. Each batch takes 20 ms, and each restart takes 5 ms."""
 
     def __init__(self, time, batches):
         self.time, self.batches = time, batches

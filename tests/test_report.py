@@ -58,7 +58,7 @@ def test_unwritable_class_table_is_an_error(parse, tmp_path):
 
 
 def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
-    """One parameter of the network is NaN."""
+    """To produce non-finite losses, the test sets a parameter of the network to NaN."""
     assert run_train("--run-scope", "eval_only", "--from-pretrained-params", checkpoint)[0] == 0
     assert "not a number" not in capsys.readouterr().err
     state = pickle.loads((checkpoint / "tiny.pdparams").read_bytes())
@@ -230,7 +230,8 @@ def test_start_line_lists_operators_learning_rate_and_steps(parse, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"dali_num_threads": 2}, "--dali-num-threads 6"),  # 8 of 16 cores per process, minus two
+        # The suggested number is 8 of 16 cores per process, minus two.
+        ({"dali_num_threads": 2}, "--dali-num-threads 6"),
         ({"dali_device": "cpu"}, "--dali-device gpu"),
         ({"hw_decoder_load": 0.5}, "--hw-decoder-load 0.9"),
         ({}, "--cpu-decoder-load 0.1"),

@@ -59,7 +59,7 @@ def parse_options():
     return options
 
 
-# NCCL lets ranks share a GPU only if they are on different hosts that are connected by sockets.
+# Ranks can share a GPU only if NCCL assumes that the ranks are on different hosts that are connected by sockets.
 if "SHARE_GPU" in os.environ:
     os.environ |= {"NCCL_HOSTID": str(processes.rank()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
@@ -84,8 +84,7 @@ def raise_error():
 
 
 def wait_with_gil():
-    """Wait for a mutex that this thread holds. Signals cannot interrupt this wait, whereas they can interrupt a
-    sleep."""
+    """Wait for a mutex that this thread holds. Signals can interrupt a sleep, but not a wait for a mutex."""
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -228,7 +227,7 @@ if __name__ == "__main__":
         names += [f"batch_norm_{i}.{part}" for i in range(count) for part in ("w_0", "b_0", "w_1", "w_2")]
         arrays = {name: np.array(static.global_scope().find_var(name).get_tensor()) for name in names}
         np.savez(f"{options.parameters}/rank{processes.rank()}.npz", **arrays)
-    if "gpu" in sys.argv:  # returns normally, because test_gpu.py also tests the exit of the process
+    if "gpu" in sys.argv:  # exits normally, because test_gpu.py also tests the exit of the process
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

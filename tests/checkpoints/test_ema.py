@@ -19,7 +19,8 @@ EPOCH = "Tiny/2"
 
 @pytest.fixture
 def averaged(once, run_train, tmp_path):
-    """Copy the output folder of a run with --ema; return the copy and the report entries. All tests share the run."""
+    """Copy the output folder of a run with --ema; return the copy and the report entries. All tests use the same
+    run."""
 
     def make(folder):
         code, report = run_train(*EMA, "--output-dir", folder / "output")
@@ -106,8 +107,8 @@ def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp
 
 
 def test_resume_adds_or_removes_averages(run_train, tmp_path, capsys):
-    """If the checkpoint contains no averages, the averages start with its weights. With --ema None, averages in the
-    checkpoint are ignored."""
+    """If the checkpoint contains no averages, the averages start with the weights of the checkpoint. With --ema None,
+    averages in the checkpoint are ignored."""
     assert run_train(*FLAGS, "--epochs", "1")[0] == 0
     output = tmp_path / "output/Tiny"
     assert not list(output.glob("*/*.pdema"))

@@ -35,7 +35,7 @@ def test_commit_records_size_and_digest_of_each_file(tmp_path):
 
 
 def test_commit_flushes_files_before_rename(tmp_path, monkeypatch):
-    """The order is: flush the files, then their folder, then the parent folder after the rename."""
+    """The expected order is: flush the files, flush their folder, rename the folder, and flush the parent folder."""
     flushed, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
     write_checkpoint(tmp_path, "3")
@@ -207,7 +207,7 @@ def commit_in_a_child(root, form, fatal):
     number `fatal`, counted from 0.
 
     Returns:
-        The exit code of the child. If the child was not killed, this is the number of changes.
+        The exit code of the child. If the child was not killed, the exit code is the number of changes.
     """
     changes = 0
 
@@ -220,7 +220,7 @@ def commit_in_a_child(root, form, fatal):
                 os.kill(os.getpid(), signal.SIGKILL)
             changes += 1
 
-    pid = os.fork()  # fork, because starting a Python process would dominate the test time
+    pid = os.fork()  # os.fork is used because starting a Python process would dominate the test time
     if pid == 0:
         try:
             sys.addaudithook(audit)
@@ -255,7 +255,7 @@ def test_kill_before_any_change_keeps_checkpoints_valid(tmp_path, form):
         if form == "rename" or newest == "2":
             assert content["2"] == ("new" if newest == "2" else "old")  # clean() restores the older checkpoint
         else:
-            assert content.get("2", "old") == "old"  # an older checkpoint that is replaced in place can be lost
+            assert content.get("2", "old") == "old"  # a checkpoint that is replaced in place can be lost
         assert damaged == []
         assert not [name for name in names(root) if name.startswith(".")]
         if code != -signal.SIGKILL:

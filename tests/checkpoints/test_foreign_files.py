@@ -1,5 +1,5 @@
-"""Weight files of other projects. Every supported format is read exactly; damaged and malicious files are rejected, and
-no code in them is executed."""
+"""Weight files of other projects. Every supported format is read exactly. Damaged and malicious files are rejected, and
+code in such files is never executed."""
 
 import io
 import json

@@ -43,7 +43,8 @@ def of_vision(name, classes=5):
 
 
 def as_torch(state, classifier):
-    """Convert a state of paddle.vision to PyTorch's names and layout. The layer names of torchvision are the same."""
+    """Convert a state of paddle.vision to PyTorch's names and layout. torchvision uses the same layer names as
+    paddle.vision."""
     names = {"_mean": "running_mean", "_variance": "running_var"}
     found = {re.sub(r"_mean$|_variance$", lambda match: names[match[0]], key): value for key, value in state.items()}
     found[f"{classifier}.weight"] = found[f"{classifier}.weight"].T
@@ -69,7 +70,8 @@ def logits(arch, params, images):
     [("ResNet18", "resnet18", "fc"), ("ResNet50", "resnet50", "fc"), ("MobileNetV2", "mobilenet_v2", "classifier.1")],
 )
 def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
-    """MobileNetV2 in this project has a different BN epsilon. The converted BN scales compensate for the difference."""
+    """This project's MobileNetV2 has a different BN epsilon than that of paddle.vision. The converted BN scales
+    compensate for the difference."""
     family = MODELS[arch].module
     state, images, expected = of_vision(vision)
     assert foreign_names.number_of_classes(family, state) == 5

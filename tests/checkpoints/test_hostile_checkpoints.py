@@ -1,5 +1,5 @@
-"""Untrusted and damaged checkpoints. No file may execute code, crash or hang the program, or be accepted although it is
-invalid."""
+"""Untrusted and damaged checkpoints. A checkpoint file must not execute code, crash the program or make it hang.
+Invalid files must be rejected."""
 
 import base64
 import contextlib
@@ -179,7 +179,7 @@ def test_memory_is_bounded_by_file_size(tmp_path):
 
 def mutated(data, generator):
     """Return the data with one to four mutations: a flipped bit, a random byte, an extreme integer, or a piece that is
-    removed, duplicated or copied over other data. One in ten results is also truncated."""
+    removed, duplicated or copied over other data. In addition, one in ten results is truncated."""
     data = bytearray(data)
     for _ in range(generator.randint(1, 4)):
         at = generator.randrange(len(data))
@@ -310,7 +310,7 @@ IMPOSSIBLE = {
     + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
     + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
 }
-# Invalid contents of meta.json. Some of them take much time or memory to parse.
+# Invalid contents of meta.json. Some contents take much time or memory to parse.
 CONTENTS = {
     "list": b"[1]",
     "number": b"1",
@@ -347,7 +347,7 @@ def test_valid_meta_json_is_accepted(tmp_path, valid):
 DAMAGED_STATES = {
     "text": {"pipeline": base64.b64encode(b"garbage").decode()},
     "empty pipeline": {"pipeline": ""},
-    "no pipeline": {},  # the test removes this field
+    "no pipeline": {},  # the test removes the field "pipeline"
     "earlier step": {"step": 1},
     "step after the end": {"step": 4},
 }
@@ -455,7 +455,8 @@ def stray(root, valid):
 
 
 def test_invalid_folders_stop_neither_run_nor_resume(run_train, tmp_path, capsys):
-    """Create invalid folders next to the checkpoint of epoch 0. Resuming and later saves ignore these folders."""
+    """Create invalid folders next to the checkpoint of epoch 0. A resumed run and later saves ignore the invalid
+    folders."""
     root, flags = tmp_path / "output/Tiny", ["--keep-checkpoints", "2"]
     assert run_train("--epochs", "1")[0] == 0
     count = stray(root, folders.read_meta(root / "0"))
@@ -476,7 +477,7 @@ def test_unreadable_folder_does_not_stop_resume(run_train, tmp_path, monkeypatch
     (root / "99/notes").write_text("of the user")
     real = os.open
 
-    def deny(path, *arguments, **options):  # simulates permissions, which do not restrict root
+    def deny(path, *arguments, **options):  # simulates missing permissions, because permissions do not restrict root
         if "/99" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)

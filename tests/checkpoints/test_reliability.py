@@ -77,7 +77,7 @@ def runs(photos, tmp_path):
 
 @pytest.fixture(scope="session")
 def expected(photos, once):
-    """Run an uninterrupted training run in a separate process and return its losses."""
+    """Train without interruption in a separate process and return the losses."""
 
     def make(folder):
         code, output = Runs(photos, folder).run(*FLAGS)
@@ -201,7 +201,7 @@ def handles_sigterm(process):
 
 
 def test_train_py_stops_on_sigterm(tmp_path):
-    """When Paddle is imported, it replaces the SIGTERM handler that train.py has already installed."""
+    """When Paddle is imported, Paddle replaces the SIGTERM handler that train.py has already installed."""
     report, output = tmp_path / "report.json", tmp_path / "output"
     flags = ["--data-format", "synthetic", "--model-arch-name", "ResNet18", "--print-interval", "1", "--epochs", "1"]
     places = ["--output-dir", output, "--report-file", report, "--run-scope", "train_only"]
@@ -236,8 +236,8 @@ def start_blocked(runs, step):
 
 
 def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
-    """The first run continues. If the second run were allowed to start, with or without --resume, it would delete or
-    replace the checkpoints and the report of the first run."""
+    """The first run continues. If the second run were allowed to start, with or without --resume, the second run would
+    delete or replace the checkpoints and the report of the first run."""
     process, unblock = start_blocked(runs, 2)
     runs.wait_for(process, '"step": [0, 0]')
     places = ["--image-root", photos, "--output-dir", runs.folder / "output", "--report-file", runs.report]
@@ -267,8 +267,8 @@ def test_second_run_in_same_folder_is_rejected(runs, expected, photos):
 def test_failed_checkpoint_write_stops_run(runs, expected, fault):
     """RLIMIT_FSIZE makes writes fail beyond a size, as on a full disk. A file in place of the checkpoint folder
     simulates a read-only folder, because root can write to read-only folders."""
-    process, unblock = start_blocked(runs, 4)  # second step of the second epoch
-    wait_until((runs.root / "0").exists, 120)  # waits, because checkpoints are written asynchronously
+    process, unblock = start_blocked(runs, 4)  # waits before the second step of the second epoch
+    wait_until((runs.root / "0").exists, 120)  # checkpoints are written asynchronously, so the test waits
     if fault == "full disk":
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     else:
@@ -292,7 +292,7 @@ def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_k
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)
     runs.wait_for(process, '"step": [0, 0]')
     code, output = stop(runs, process, times=1)
-    assert code == signal.SIGTERM, output  # exit code of the launcher; its workers exit with 75
+    assert code == signal.SIGTERM, output  # the launcher exits with SIGTERM's number, its workers with 75
     assert all_have_exited(runs)
     assert "stopped by SIGTERM; the same command with --resume continues" in runs.logs()
     assert folders.position(runs.check()[0][0])[1]  # the newest checkpoint was saved inside an epoch

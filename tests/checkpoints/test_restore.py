@@ -73,7 +73,8 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    assert len((saved / "meta.json").read_text().splitlines()) < 200  # indented, so that humans can read the file
+    # meta.json is indented, so that humans can read it.
+    assert len((saved / "meta.json").read_text().splitlines()) < 200
 
 
 def test_restore_inside_epoch(args, run):
@@ -167,9 +168,9 @@ def test_different_number_of_processes_triggers_warning(args, run, monkeypatch, 
 
 def test_same_position_is_saved_once(args, run, tmp_path):
     saver, _, _ = run
-    saver.save(0, 0)  # has no effect, because no step has run
+    saver.save(0, 0)  # saves nothing, because no step has run
     saver.save(1)
-    saver.save(2, 0)  # has no effect, because this is the position at the end of epoch 1
+    saver.save(2, 0)  # saves nothing, because the position at the end of epoch 1 is already saved
     saver.finish()
     assert sorted(p.name for p in (tmp_path / "Tiny").iterdir() if p.name.isdigit() or "_" in p.name) == ["1"]
 
@@ -285,7 +286,7 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
     assert find(args, tmp_path, "auto").folder == str(root / "8_2")
     assert find(args, tmp_path, 7).folder == str(root / "7")
     (root / "best").unlink()
-    assert find(args, tmp_path).folder == str(root / "7")  # not 8_2, because 8_2 was saved inside an epoch
+    assert find(args, tmp_path).folder == str(root / "7")  # 8_2 is not selected, because it was saved inside an epoch
     args.from_checkpoint, args.last_epoch_of_checkpoint = None, None
     args.from_pretrained_params = str(tmp_path)
     assert restore.find(args) is None

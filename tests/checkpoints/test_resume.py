@@ -13,7 +13,7 @@ from paddle_resnet.checkpoints import folders, restore, saver
 from paddle_resnet.job import processes
 from utils.errors import UsageError
 
-STEPS = 3  # per epoch: 30 images in batches of 8; the partial last batch is dropped
+STEPS = 3  # steps per epoch: 30 images in batches of 8, without the partial last batch
 FLAGS = ["--epochs", "3", "--print-interval", "1", "--warmup-epochs", "1"]
 
 
@@ -37,8 +37,8 @@ STOPS = [
     ({"train_step": 0}, None),
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
     ({"train_step": 4}, "1_1"),
-    ({"train_step": 6}, "1"),  # between two epochs, after the checkpoint has been written
-    ({"eval_step": 1}, "1_3"),  # in the second epoch, because an evaluation of three batches polls only once
+    ({"train_step": 6}, "1"),  # stops between two epochs, after the checkpoint has been written
+    ({"eval_step": 1}, "1_3"),  # the run stops in the second epoch, because an evaluation of three batches polls once
     ({"train_step": 8}, "2_2"),
 ]
 
@@ -73,7 +73,7 @@ def test_every_format_resumes_inside_epoch(run_train, losses_with_a_stop, conver
     assert code == 0
     expected = losses(report)
     assert len(expected) == 2 * (STEPS + 2)
-    result = losses_with_a_stop(4, *flags, image_root=converted[data_format])  # stops in the second epoch
+    result = losses_with_a_stop(4, *flags, image_root=converted[data_format])  # the run stops in the second epoch
     assert result == expected
 
 
@@ -231,7 +231,8 @@ def test_finished_command_can_be_repeated(run_train, capsys):
 
 
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path):
-    """Stop a run, resume it, and start it again after it has finished. All three processes write to the same report."""
+    """Stop a run, resume the run, and repeat the command after the run has finished. All three processes write to the
+    same report."""
     expected = uninterrupted()
     report = tmp_path / "uninterrupted.json"
     for stop, code in ((4, 75), (None, 0), (None, 0)):
@@ -492,7 +493,7 @@ def test_check_folder_ignores_unfinished_checkpoints(parse, tmp_path):
     )
     with pytest.raises(UsageError, match=message):
         saver.check_folder(args, None)
-    # Allowed, because the run resumes from this checkpoint.
+    # Checkpoints in the folder are allowed, because the run resumes from one of them.
     saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 5))
     with pytest.raises(UsageError, match="different program"):
         saver.check_folder(args, restore.StartCheckpoint(str(root / "4"), 0))

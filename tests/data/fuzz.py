@@ -1,9 +1,9 @@
 """Damage small data sets at random, train on them, and verify them: `python fuzz.py DIR FORMAT:N ...`.
 
 Mutation N of a format is the same in every run. test_fuzz.py runs this script in a separate process, because a mutation
-may crash the process. The script prints a line `start FORMAT:N` before each mutation and `end FORMAT:N OUTCOME` after
-it. An outcome that begins with "BAD" is a defect of this project. SIGALRM stops the process if a mutation takes more
-than LIMIT_S seconds.
+may crash the process. The script prints a line `start FORMAT:N` before each mutation and a line `end FORMAT:N OUTCOME`
+after the mutation. An outcome that begins with "BAD" indicates a defect of this project. SIGALRM stops the process if a
+mutation takes more than LIMIT_S seconds.
 """
 
 import contextlib
@@ -202,7 +202,7 @@ def run(base, work, data_format, number, intact):
         verify.show(report)
         lists_images = data_format in ("folder", "filelist") or mode is Mode.TRAIN
         if lists_images and data_format not in ("folder", "filelist") and not isinstance(result, str):
-            # Compares only the number of images, because they are shuffled and augmented.
+            # Images are shuffled and augmented, so only the number of images is compared.
             lists_images = len(result) == IMAGES
         return done, classify(intact, result, report, lists_images)
     except Exception:

@@ -24,7 +24,7 @@ def fuzz(folder, mutations):
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         for mutation, outcome in re.findall(r"^(?:start|end) (\w+:\d+) ?(.*)$", done.stdout, re.MULTILINE):
             outcomes[mutation] = outcome or f"BAD exit code {done.returncode}: {done.stderr[-2000:]}"
-        assert mutations[0] in outcomes, done.stderr  # fails if the script itself failed
+        assert mutations[0] in outcomes, done.stderr  # otherwise, the script itself has failed
         mutations = [mutation for mutation in mutations if mutation not in outcomes]
     return outcomes
 
@@ -33,7 +33,7 @@ def check(outcomes):
     bad = {mutation: text for mutation, text in outcomes.items() if text.startswith("BAD")}
     assert not bad, "\n".join(f"{mutation}: {text}" for mutation, text in bad.items())
     counts = collections.Counter(text.partition(" (")[0] for text in outcomes.values())
-    assert counts["rejected"] > len(outcomes) // 3, counts  # a sufficient number of mutations causes errors
+    assert counts["rejected"] > len(outcomes) // 3, counts  # at least a third of the mutations must cause errors
     print(counts)
 
 

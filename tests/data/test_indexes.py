@@ -63,7 +63,7 @@ def test_index_of_read_only_folder_is_written_to_cache(tmp_path, cache, monkeypa
     assert index.path in capsys.readouterr().out
     assert not os.path.exists(default_path)
     assert len(index) == 5
-    # The next call uses the cached index and does not scan the file.
+    # If the cached index is used, the record file is not scanned.
     monkeypatch.setattr(indexes, "scan", None)
     assert indexes.open_index(str(shard), kind).path == index.path
 

@@ -91,7 +91,7 @@ def test_file_list_with_contradictory_labels_is_rejected(photos, tmp_path):
 
 @pytest.mark.parametrize("label", [2, 10_000_000])
 def test_file_list_label_above_image_count_is_rejected(tmp_path, label):
-    """Without this limit, a typing error in a label could create a network with millions of outputs."""
+    """If labels were not limited, a typing error in a label could create a network with millions of outputs."""
     for name in ("a", "b"):
         (tmp_path / name).touch()
     (tmp_path / "train.txt").write_text(f"a 0\nb {label}\n")
@@ -131,7 +131,7 @@ def test_labels_of_class_folders_come_from_trained_network(root, with_train):
     data_set = readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED)
     assert data_set.classes == TRAINED
     names = listing.own_classes(root, Mode.EVAL)
-    # --predictions lists images with this function.
+    # --predictions also calls listing.images.
     assert len(listing.images(root, Mode.EVAL, classes=names)[2]) == data_set.size
     if not with_train:
         assert set(listing.list_folder(root, Mode.EVAL)[1]) == {0, 1}
@@ -176,7 +176,8 @@ def test_names_of_class_folders_come_from_classes_txt(root):
     (root / "classes.txt").write_text("class0\nclass2\nclass1\n")
     with pytest.raises(UsageError, match=r"has the names of the class folders in a different order; write them in the"):
         readers.open_split(root, "auto", Mode.EVAL, 3, 0)
-    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")  # with a byte order mark and Windows line endings
+    # The text has a byte order mark and Windows line endings.
+    (root / "classes.txt").write_text("\ufeffcat\r\ndog\r\nox\r\n")
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val/class1")
     assert readers.open_split(root, "auto", Mode.EVAL, 3, 0, trained=TRAINED).class_names == ["cat", "dog", "ox"]

@@ -309,7 +309,7 @@ def test_unfinished_conversion_is_rejected(converted, tmp_path):
 
 def test_file_list_may_contain_spaces_and_tabs(make):
     root = make("some place/a b.jpg", "x.jpg")
-    make_list(root, "val", "\ufeffsome place/a b.jpg 2", "", "x.jpg\t0")  # starts with a byte order mark
+    make_list(root, "val", "\ufeffsome place/a b.jpg 2", "", "x.jpg\t0")  # the file list starts with a byte order mark
     data_set = readers.open_split(root, "filelist", Mode.EVAL, 10, 0)
     assert data_set.classes == ["0", "1", "2"]
     assert contents(data_set) == [("some place/a b.jpg", 2), ("x.jpg", 0)]
@@ -368,7 +368,7 @@ def test_skipped_records_are_omitted(converted, tmp_path, monkeypatch, data_form
     root = converted[data_format]
     for mode in Mode:
         _, _, images = listing.images(str(root), mode)
-        # Keeps the first validation image, or half of the training images.
+        # The test keeps only the first validation image, or half of the training images.
         skipped = images[:: 1 if mode is Mode.EVAL else 2][1:]
         data_set = readers.open_split(root, data_format, mode, 3, 0, frozenset(image.name for image in skipped))
         expected = [records.read(image) for image in images if image not in skipped]
@@ -443,7 +443,7 @@ def test_digest_depends_on_list_and_not_on_location(converted, photos, tmp_path,
     if data_format != "lmdb":  # the LMDB reader cannot skip records
         name = listing.images(str(root), Mode.EVAL)[2][3].name
         assert digest(root, skip=frozenset([name])) != expected
-    # The images are the same, but one of them has moved to a different class.
+    # Only one image has moved to a different class.
     moved = shutil.copytree(photos, tmp_path / "moved")
     (moved / "val/class0/00.jpg").rename(moved / "val/class1/00.jpg")
     if data_format == "filelist":

@@ -1,4 +1,5 @@
-"""Exchange of host values between ranks. The tests run several ranks in one process with a store in memory."""
+"""Exchange of values between the CPU processes of different ranks. The tests run several ranks in one process with a
+store in memory."""
 
 import contextlib
 import socket
@@ -22,7 +23,7 @@ def test_exchanges_with_one_process():
 
 
 class Store:
-    """A store in memory for several ranks in one process. It replaces Paddle's TCP store."""
+    """A store in memory that replaces Paddle's TCP store for several ranks in one process."""
 
     def __init__(self):
         self.values, self.counts = {}, {}
@@ -120,7 +121,7 @@ def test_finish_delivers_remaining_items(streams, as_rank, monkeypatch):
         as_rank(rank)
         remaining = made[rank].finish()
         assert rank == 0 or remaining == []
-    # Rank 1 does not know that rank 0 has read the first batch of rank 1, so it sends this batch again.
+    # Rank 1 does not know that rank 0 has read the first batch of rank 1, so rank 1 sends this batch again.
     assert [data.decode() for data in left.values()] == ["[]", '["a1", "b1"]', '["a2"]']
 
 
@@ -136,7 +137,7 @@ def test_stream_stores_one_batch_per_rank(streams, as_rank):
 
 
 def test_wait_for_store_releases_gil():
-    """If Paddle's store client waited for the server, it would wait in C code that holds the GIL."""
+    """Paddle's store client would wait for the server in C code that holds the GIL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     thread = threading.Thread(target=exchange._wait_for_server, args=address, daemon=True)

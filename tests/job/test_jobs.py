@@ -1,4 +1,4 @@
-"""Jobs of two and three processes on the CPU. Paddle's launcher starts them as it does on GPUs."""
+"""Jobs of two and three processes on the CPU. Paddle's launcher starts CPU jobs in the same way as GPU jobs."""
 
 import contextlib
 import os
@@ -100,7 +100,7 @@ def test_processes_evaluate_and_predict_like_single_process(launch, two_processe
 
 
 def states(folder, processes, epochs):
-    """Check that the trained state is bit-identical on all ranks, and return it for the end of each epoch."""
+    """Check that the trained state is bit-identical on all ranks, and return the state at the end of each epoch."""
     epoch_states = []
     for epoch in range(epochs):
         first, *others = (np.load(folder / f"epoch{epoch}_rank{rank}.npz") for rank in range(processes))
@@ -133,8 +133,8 @@ def test_processes_train_like_single_process_with_larger_batch(launch, tmp_path,
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_gradient_norm_is_global(launch, tmp_path, kernels):
-    """Two processes clip gradients like a single process with twice the batch size. If each process used the norm of
-    its own gradients, the results would differ."""
+    """Two processes clip gradients like a single process with twice the batch size. If each process clipped by the norm
+    of its own gradients, the results would differ."""
     flags = [
         *SHARES,
         *NHWC,
@@ -179,7 +179,8 @@ def test_masks_are_identical_on_all_ranks_and_constant(launch, tmp_path, algorit
 
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels):
-    """Two of the four steps of an epoch overflow. Each overflow skips the step and halves the loss scale."""
+    """Two of the four steps of an epoch overflow. When a step overflows, its update is skipped and the loss scale is
+    halved."""
     flags = ["--scaling", "--overflow", "1 2 3", "--batch-size", "6", "--lr", "0.001", "--kernels", kernels]
     flags += NHWC if kernels == "native" else []
     report, _ = launch(2, *SHARES, *flags)
@@ -330,7 +331,7 @@ def test_differences_between_ranks_are_errors_before_first_step(launch, photos, 
 
 
 def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
-    """If the launcher is killed, the processes stop as if they had received SIGTERM, and write a checkpoint."""
+    """If the launcher is killed, the processes write a checkpoint and stop, as after SIGTERM."""
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 2, "--log_dir", tmp_path / "log"]
     flags = ["--batch-size", "2", "--epochs", "50", "--print-interval", "1"]

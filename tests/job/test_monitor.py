@@ -207,8 +207,8 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
 
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
-    # The rank is simulated in this process. The stopped process only provides the PID, so its state must not end the
-    # rank.
+    # The rank is simulated in this process. The stopped process only provides the PID, so the test replaces the check
+    # whether the rank has exited.
     monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 
     async def scenario(job, pid):
@@ -239,7 +239,7 @@ def test_unconnected_ranks_exit_after_timeout(capsys):
 
 
 def test_rank_exits_if_rank_0_is_silent(capsys):
-    """Rank 0 and its monitor send nothing if their machine stalls."""
+    """If the machine of rank 0 stalls, rank 0 and the monitor of rank 0 send nothing."""
 
     async def scenario(job):
         async def welcome(rank, reader, writer):
@@ -280,8 +280,8 @@ def test_unreachable_rank_0_is_reported(capsys, monkeypatch):
 
 @pytest.mark.parametrize("is_pid_reused", [False, True])
 def test_rank_that_does_not_exit_is_killed(capsys, monkeypatch, killed, is_pid_reused):
-    """A rank cannot exit while C code holds the GIL, so the monitor kills it. If a different process has reused the
-    PID, the monitor does not kill that process."""
+    """A rank cannot exit while C code holds the GIL, so the monitor kills the rank. If a different process has reused
+    the PID, the monitor does not kill that process."""
     monkeypatch.setattr(monitor, "GRACE_S", 0.1)
 
     async def scenario(job):
@@ -394,8 +394,8 @@ def start(listener):
 
 @pytest.mark.parametrize("sends_bye", [False, True])
 def test_monitor_exits_with_its_rank(capfd, tmp_path, monkeypatch, sends_bye):
-    """The monitor ignores signals. It also ignores modules in the working directory that have the names of its own
-    imports."""
+    """The monitor ignores signals. The monitor also ignores modules in the working directory, such as socket.py, whose
+    names equal those of its imports."""
     (tmp_path / "socket.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:

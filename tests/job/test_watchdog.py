@@ -29,7 +29,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Replace os._exit and return the list of exit codes passed to it."""
+    """Replace os._exit and return a list of the exit codes that os._exit receives."""
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     return codes
@@ -134,7 +134,7 @@ def test_report_failure_sends_cause_and_exit_code(monkeypatch):
         watchdog.report_failure(error)
     failures = [("bad.jpg", 2), ("no room", 1), ("KeyboardInterrupt", 130), ("ZeroDivisionError by 0", 1)]
     assert sent == [{"failed": cause, "code": code} for cause, code in failures]
-    assert armed == [(watchdog.END_S, True)] * 4  # ends the process if it does not exit by itself
+    assert armed == [(watchdog.END_S, True)] * 4  # the timer ends a process that does not exit by itself
 
 
 def test_master_on_different_machine_is_rejected():

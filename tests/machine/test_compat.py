@@ -231,8 +231,8 @@ GOLDENS = sorted((ROOT / "tests/goldens").glob("paddle_*"))
 
 @pytest.mark.parametrize("folder", GOLDENS, ids=lambda folder: folder.name)
 def test_files_of_each_version_are_readable(folder):
-    """The tolerance is large, because a different processor may have written the files. .ci/run compares both versions
-    on the same machine with a tolerance of 1e-5."""
+    """The tolerance is large, because the files may have been written on a machine with a different processor. .ci/run
+    compares both versions on the same machine with a tolerance of 1e-5."""
     other_paddle.check(folder, rtol=2e-4)
 
 

@@ -70,7 +70,7 @@ def opened(site, **environment):
 
 def test_library_of_package_is_opened(site):
     assert opened(site) == "package 8"
-    assert opened(site) == "package 8"  # the links already exist
+    assert opened(site) == "package 8"  # the second process finds the existing links
     (folder,) = (site.parent / "cache/paddle_resnet").iterdir()
     assert {"libcudnn.so", "libcudnn.so.8", "libphi.so"} <= {path.name for path in folder.iterdir()}
 

@@ -1,5 +1,5 @@
-"""Compute logits and gradients of timm and torchvision networks in a separate process, because PyTorch may crash if it
-is imported after Paddle. The arguments are a .npz file to write and a key of REFERENCES.
+"""Compute logits and gradients of timm and torchvision networks in a separate process, because importing PyTorch after
+Paddle may crash. The arguments are a .npz file to write and a key of REFERENCES.
 
 The file contains these arrays: "images" and "slopes"; "weight.N", the parameters and BN statistics in layer order and
 Paddle's layout; "evaluation" and "training", the logits in each mode; "gradient.N", the gradients of the mean of slopes
@@ -32,7 +32,7 @@ def results(model):
     tensors = [tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")]
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.ndim == 1:  # random, so that swapped scales, shifts or statistics change the results
+            if tensor.ndim == 1:  # random values, so that swapped scales, shifts or statistics change the results
                 tensor += torch.empty_like(tensor).uniform_(0.1, 0.3)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):

@@ -29,7 +29,7 @@ def run(add_head, classes, smoothing, is_train, feed=None, is_weighted=False):
         head = add_head(logits, {"label": static.data("y", [None, 1], "int64")} | weights, classes, smoothing, is_train)
         outputs = list(head.values())
         if is_train:
-            # Squares the loss, so that the output gradient is not 1.
+            # The loss is squared so that the output gradient is not 1.
             outputs += static.gradients(head["loss"] * head["loss"], logits)
     exe = static.Executor(paddle.CPUPlace())
     return dict(zip([*head, "gradient"], exe.run(main, feed, outputs), strict=False)), main
@@ -90,7 +90,7 @@ def test_ties_and_nan_have_same_order_everywhere(add_head):
     y = random.randint(0, 7, (400, 1))
     rows = np.arange(len(x))
     order = np.argsort(-x, axis=1, kind="stable")
-    order[np.isnan(x)[rows[:, None], order]] = 7  # 7 is not a class
+    order[np.isnan(x)[rows[:, None], order]] = 7  # a class that does not exist, because the classes are 0 to 6
     result = {is_train: run(add_head, 7, 0, is_train, {"x": x, "y": y})[0] for is_train in (True, False)}
     for head in result.values():
         assert head["top1"] == np.float32((order[:, :1] == y).mean())
@@ -99,7 +99,7 @@ def test_ties_and_nan_have_same_order_everywhere(add_head):
     np.testing.assert_array_equal(np.isnan(result[False]["loss"][:, 0]), has_nan)
     np.testing.assert_array_equal(
         np.isnan(result[True]["gradient"]).all(1), np.ones(len(x), bool)
-    )  # NaN, because the mean loss is NaN
+    )  # all gradients are NaN, because the mean loss is NaN
     np.testing.assert_array_equal(result[False]["confusion"], np.hstack([y, order[:, :1]]))
     confusion, top = ConfusionMeter(7), TopMeter(5)
     confusion.update(result[False]["confusion"], len(x))

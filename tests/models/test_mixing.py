@@ -36,15 +36,15 @@ def test_mixup_draws_one_ratio_for_all_pixels():
 
 
 def test_cutmix_draws_box_and_counts_pixels():
-    """According to arXiv:1905.04899, appendix A, the box has a random center and the area that the ratio requires.
-    Afterwards, the box is clipped at the edges of the image."""
+    """According to arXiv:1905.04899, appendix A, the box has a random center and the area that the ratio requires. The
+    box is then clipped at the edges of the image."""
     ratios = []
     for step in range(2000):
         rows, columns, ratio = mixing.draw(generator(step), {"cutmix": 1}, 200, 300)
         box = np.outer(rows, columns)
         assert set(np.unique(box)) <= {0, 1}
         assert ratio == pytest.approx(1 - box.mean())
-        for side in (rows, columns):  # the ones form a single interval
+        for side in (rows, columns):  # the values 1 form a single interval
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
         ratios.append(ratio)
     # If the center is distributed uniformly, a clipped box with the sides r h and r w has the mean area (r - r^2 /

@@ -10,10 +10,10 @@ from conftest import NHWC, assert_two_of_four, losses, phase
 from few_blocks import with_few_blocks
 from paddle_resnet import export, models, predict
 
-# These networks differ from the tested networks only in the number of blocks or channels.
+# The networks in COVERED differ from tested networks only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
-# These networks consist of layers that other tests cover. Most tests use ResNet18 or ResNet50, the "_vd" variants have
-# the same stem and shortcuts as XResNet50, and MobileNetV3_Small has the same layers as MobileNetV3_Large.
+# The networks in SOAK consist of layers that other tests cover. Most tests use ResNet18 or ResNet50, the "_vd" variants
+# have the same stem and shortcuts as XResNet50, and MobileNetV3_Small has the same layers as MobileNetV3_Large.
 SOAK = {"ResNet18", "ResNet50", "ResNet18_vd", "ResNet50_vd", "MobileNetV3_Small"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
@@ -36,10 +36,11 @@ def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypat
     checkpoint = tmp_path / "output" / arch / "1"
     assert_pruned(pickle.loads((checkpoint / "tiny.pdparams").read_bytes()), capsys.readouterr().out)
 
-    # Uncaptured steps have the same losses, even if the run is stopped inside an epoch and resumed.
+    # Captured and uncaptured steps have the same losses, even if the uncaptured run is stopped inside an epoch and
+    # resumed.
     assert losses_with_a_stop(4, *flags, "--resume", "--cuda-graph", "false") == expected
 
-    # An evaluation in NCHW with Paddle's kernels has the same loss.
+    # Evaluations in NCHW with Paddle's kernels and in NHWC with custom kernels have the same loss.
     evaluation = ["--run-scope", "eval_only", "--from-checkpoint", checkpoint, "--image-shape", "4,32,32"]
     code, report = run_train("--model-arch-name", arch, *evaluation)
     assert code == 0

@@ -10,8 +10,8 @@ from helpers import NETWORK_EXAMPLE, OPTIONS_EXAMPLE
 from paddle_resnet.models import MODELS, Network, __main__
 
 
-# The multiply-adds of convolutions and classifiers were counted with hooks in timm's networks. Torchvision documents
-# 1.814, 4.089, 4.230 and 0.301 billion for the networks that it contains.
+# The multiply-adds of convolutions and classifiers were counted with hooks in timm's networks. For all networks except
+# ResNet50_vd, torchvision documents the same numbers: 1.814, 4.089, 4.230 and 0.301 billion.
 @pytest.mark.parametrize(
     ("arch", "parameters", "multiply_adds"),
     [
@@ -29,12 +29,12 @@ def test_parameters_and_multiply_adds(arch, parameters, multiply_adds):
 
 def test_activations_of_small_network(tmp_path):
     """The backward pass reads convolution outputs, activations and pooled channels, but neither the logits nor the
-    images. Each activation counts once, although two gradient computations read it: its own and that of the next
-    layer."""
+    images. Each activation counts once, although the gradient computations of two layers read the activation."""
     path = tmp_path / "net.py"
     path.write_text(NETWORK_EXAMPLE)
     size = __main__.size(f"{path}:Net", 32, 10)
-    convolutions, pooled = 16 * 16 * 16 + 8 * 8 * 32, 2 * 32  # before and after the reshape
+    # The pooled channels count twice: before and after the reshape.
+    convolutions, pooled = 16 * 16 * 16 + 8 * 8 * 32, 2 * 32
     statistics = 2 * (16 + 32)  # mean and inverse standard deviation of each BN layer
     assert size["activation_bytes"] == 2 * (2 * convolutions + statistics + pooled)
     assert size["parameters"] == 9 * 3 * 16 + 9 * 16 * 32 + statistics + 32 * 10 + 10

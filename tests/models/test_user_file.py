@@ -55,7 +55,7 @@ def test_example_supports_resume_evaluation_export_and_prediction(own_run, file,
     assert export.main([str(trained / "1"), "exported", *flags]) == 0
     assert json.loads((tmp_path / "exported/model.json").read_text())["arch"] == "Net"
     image = str(next((photos / "val").glob("*/*.jpg")))
-    file.unlink()  # an export does not need the file, because it contains the network
+    file.unlink()  # an export contains the network, so the file is no longer needed
     capsys.readouterr()
     assert predict.main(["exported", image, "--device", "cpu"]) == 0
     from_export = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_training_requires_flag(run_train, file, trained, tmp_path, capsys, flag
 
 
 def forget():
-    """Remove imported network files from sys.modules, so that their next use executes them again."""
+    """Remove imported network files from sys.modules, so that Python executes the files again on their next use."""
     for name in [name for name in sys.modules if name.startswith(user_file.__name__ + "_")]:
         del sys.modules[name]
 

@@ -1,5 +1,5 @@
-"""Compute logits and gradients of timm networks in a separate process, because PyTorch crashes if it is imported after
-Paddle. The arguments are a .npz file to write and names of CASES.
+"""Compute logits and gradients of timm networks in a separate process, because importing PyTorch after Paddle crashes.
+The arguments are a .npz file to write and names of CASES.
 
 The file contains these arrays for each case: "CASE/images" and "CASE/slopes"; "CASE/weight.N", the parameters and BN
 statistics in the order of paddle_resnet.models.resnet; "CASE/evaluation" and "CASE/training", the logits in each mode;

@@ -31,7 +31,7 @@ EPSILON = 1e-5
 SHAPES = [(4, 7, 7, 64), (2, 5, 3, 24), (3, 1, 1, 8), (1, 1, 1, 8), (2, 3, 5, 296)]
 # This shape has so many rows that the kernels need more blocks than they can reduce in one step.
 EMULATED_SHAPE = (2, 25, 25, 96)
-# In half precision, these numbers of channels are multiples of 8-byte vectors, but not of 16-byte vectors.
+# In half precision, these channels can be divided into 8-byte vectors, but not into 16-byte vectors.
 NARROW_SHAPES = [(4, 7, 7, 12), (2, 5, 3, 36)]
 GPU_SHAPES = [*SHAPES, *NARROW_SHAPES, (8, 28, 28, 100), (16, 7, 7, 2048), (32, 28, 28, 128)]
 # Half a unit in the last place of results between 1 and 16, plus a margin for rounding errors in sums.
@@ -52,7 +52,7 @@ NARROW = [("cpu", "float32"), ("emulated", "float32"), ("emulated", "bfloat16")]
 
 @pytest.fixture(scope="module")
 def emulated_library(once):
-    """Build the operators for the emulated GPU and return their library."""
+    """Build the operators for the emulated GPU and return the library that contains the operators."""
     if paddle.is_compiled_with_cuda():
         pytest.skip("the emulated driver would replace that of CUDA")
 
@@ -62,7 +62,7 @@ def emulated_library(once):
         options = [f'-DKERNEL_SOURCE="{folder}/kernels.cu"', "-std=c++17", "-O1", "-fPIC", "-shared"]
         options.append(f"-Wl,-soname,{driver.name}")
         subprocess.run([*native._compiler(), *options, EMULATION / "driver.cc", "-o", driver], check=True)
-        with pytest.MonkeyPatch.context() as patch:  # halves the compilation time by disabling optimization
+        with pytest.MonkeyPatch.context() as patch:  # disabling optimization halves the compilation time
             patch.setattr(native, "COMPILER_FLAGS", [flag for flag in native.COMPILER_FLAGS if flag != "-O2"])
             native._compile_operators(folder / "operators.so", EMULATION / "operators.cc")
 
@@ -137,8 +137,8 @@ def gradients(dy, normalized, variance, scale):
 
 
 def check_gradients(results, g, normalized, variance, scale, dtype):
-    """Compare gradients with their formulas. `g` is the gradient with respect to the input of the activation. It is
-    rounded like in the kernels, so that the sums agree in all types."""
+    """Compare gradients with their formulas. `g` is the gradient with respect to the input of the activation. Like in
+    the kernels, `g` is rounded, so that the sums agree in all types."""
     dx, dscale, dbias = gradients(g, normalized, variance, scale)
     close(results[0], dx, dtype, size=np.abs(g).max() * (scale / np.sqrt(variance + EPSILON)).max())
     rows = g[..., 0].size
@@ -177,13 +177,13 @@ def test_bn_act(device, where, dtype, shape, activation):
     random, channels = Random(dtype), shape[-1]
     x, dy = random.images(shape, offset=np.arange(channels) % 7 - 3), random.images(shape)
     scale, bias, mean, variance = (random.channels(channels) for _ in range(4))
-    scale = 4 * scale  # covers both sides of each discontinuity
+    scale = 4 * scale  # larger scales produce values on both sides of each discontinuity
     old_mean, old_variance = wide(mean), wide(variance)
     function, derivative, bends = ACTIVATIONS[activation]
     y, coefficients = run("native_bn_act", x, scale, bias, mean, variance, 0.9, EPSILON, activation)[:2]
     expected, batch_mean, batch_variance, normalized = normalize(wide(x), wide(scale), wide(bias))
     rows = x.size // channels
-    # If there is only one row, its variance is 0, and two large summands cancel.
+    # The variance of a single row is 0, so two large summands cancel.
     close(y, function(expected), dtype, size=4 / EPSILON**0.5 if rows == 1 else 1)
     close(mean, 0.9 * old_mean + 0.1 * batch_mean, "float32")
     close(variance, 0.9 * old_variance + 0.1 * batch_variance * rows / max(1, rows - 1), "float32")
@@ -225,8 +225,8 @@ def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, sha
 @pytest.mark.parametrize("far", [30, 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_outlier_pixel_does_not_reduce_accuracy_of_variance(device, where, dtype, shape, far):
-    """The last pixel is an outlier. The operator subtracts an origin before it computes the variance, and the outlier
-    is not part of this origin."""
+    """The last pixel is an outlier. The operator subtracts an origin from the values before summing their squares. The
+    outlier must not affect the origin."""
     x = Random(dtype).images(shape).numpy()
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
@@ -309,7 +309,7 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
 @pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
-    + [("emulated", "float32", (2, 23, 26, 68))]  # several groups of channels and many tasks per slab
+    + [("emulated", "float32", (2, 23, 26, 68))]  # this shape has several groups of channels and many tasks per slab
     + [("emulated", "bfloat16", (2, 9, 8, 12)), ("emulated", "bfloat16", (2, 9, 8, 100))]
     + [pytest.param("gpu", dtype, (3, 17, 15, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40, 100)]
     + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
@@ -579,7 +579,7 @@ def test_ema(device, where, unscale):
     """The test computes the reference in float64. If the operator receives a scaling factor of 0, the averages must not
     change."""
     random = np.random.RandomState(0)
-    sizes = [*SIZES, *[16] * 100]  # exceeds the number of tensors that a launch supports
+    sizes = [*SIZES, *[16] * 100]  # a launch does not support so many tensors
     averages, values = ([paddle.to_tensor(random.randn(n).astype("float32")) for n in sizes] for _ in range(2))
     before = [wide(t) for t in averages]
     factor = None if unscale is None else paddle.to_tensor([unscale], "float32")
@@ -851,8 +851,8 @@ def test_both_compilers_run_concurrently(empty_cache, monkeypatch):
 
 
 def test_change_of_any_source_file_triggers_rebuild(tmp_path, monkeypatch):
-    """The source files include new files and files in subfolders. If only a kernel has changed, the operators are not
-    rebuilt."""
+    """The changed source file may also be a new file or a file in a subfolder. If only a kernel has changed, the
+    operators are not rebuilt."""
     sources = tmp_path / "native"
     shutil.copytree(native.SOURCES, sources)
     monkeypatch.setattr(native, "SOURCES", sources)

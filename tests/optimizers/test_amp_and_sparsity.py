@@ -18,8 +18,8 @@ from paddle_resnet.passes import all_reduces, fusion, updates
 
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
 def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
-    """All layers except the classifier are pruned, as in NVIDIA's example. In addition, Paddle does not prune filters
-    with three input channels."""
+    """All layers except the classifier are pruned, as in NVIDIA's example. Filters with three input channels are not
+    pruned either, because Paddle does not support them."""
     args = parse("--asp", "--prune-model", "--mask-algo", algorithm, "--image-shape", f"{channels},32,32")
     _, _, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters()}
@@ -41,7 +41,7 @@ def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
 
 def test_dense_layers_are_listed(parse, capfd):
     """Depthwise convolutions have only one input channel per group, so they remain dense. Paddle would log a warning
-    for each of them."""
+    for each depthwise convolution."""
     args = parse("--asp", "--prune-model", "--model-arch-name", "TinyMobile")
     main = build(args)[-1]
     sparsity.prune(main, paddle.CPUPlace(), args.mask_algo)
@@ -81,7 +81,8 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
 ):
     """This test only checks the rewritten program. test_gpu.py executes programs with AMP."""
     half = getattr(paddle, dtype)
-    args = parse("--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html")  # a page needs the logits
+    # --report-html requires the logits.
+    args = parse("--dali-output-fp16", "--data-layout", "NHWC", "--report-html", "page.html")
     if kernels == "native":
         native.load()
         args.kernels = "native"
@@ -93,7 +94,7 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
     fetchs, _, _, _ = program.build(frozen(args), main, static.Program(), 1, is_train=is_train)
     if not is_train:
         cast = []
-        for p in main.all_parameters():  # creates parameters, because no checkpoint is loaded
+        for p in main.all_parameters():  # the test creates the parameters itself, because no checkpoint is loaded
             static.global_scope().var(p.name).get_tensor().set(np.zeros(p.shape, "float32"), paddle.CPUPlace())
         monkeypatch.setattr(amp.fp16_utils, "cast_parameters_to_fp16", lambda *values: cast.append(values[3]))
         amp.cast_evaluation_program(main, paddle.CPUPlace(), dtype, level)
@@ -195,7 +196,7 @@ def test_bfloat16_parameters_follow_float32_masters(parse):
         with static.program_guard(main, startup), paddle.utils.unique_name.guard(), static.scope_guard(static.Scope()):
             x = static.data("x", [4, 4], "float32")
             weight = paddle.create_parameter([4, 4], "float32", default_initializer=paddle.nn.initializer.Assign(START))
-            weight.desc.set_dtype(dtype)  # as AMP level O2 does
+            weight.desc.set_dtype(dtype)  # AMP level O2 changes the type in the same way
             momentum = paddle.optimizer.Momentum(0.5, 0.9, weight_decay=paddle.regularizer.L2Decay(0.1))
             momentum._multi_precision = True
             grad = paddle.cast(x, dtype)
@@ -263,7 +264,7 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
     scale = static.global_scope().find_var(program.LOSS_SCALE).get_tensor()
     scale.set(np.array([3e38], "float32"), paddle.CPUPlace())
     classifier = static.global_scope().find_var("linear_0.w_0").get_tensor()
-    # Causes overflow in the gradients of the layers below.
+    # Large weights make the gradients of earlier layers overflow.
     classifier.set(100 * np.array(classifier), paddle.CPUPlace())
     before, after = step()
     np.testing.assert_allclose(variable(program.LOSS_SCALE), 1.5e38)
@@ -279,7 +280,7 @@ def test_overflow_does_not_change_parameters(request, parse, kernels, level, is_
     before, after = step()
     assert all(np.any(before[name] != after[name]) for name in velocities)
     assert np.isfinite(np.concatenate([after[name].ravel() for name in velocities])).all()
-    # The variance of these images in the first layer exceeds the range of float32.
+    # The variance of the first layer's output exceeds the range of float32.
     stem = {name: variable(name) for name in ("batch_norm_0.w_1", "batch_norm_0.w_2")}
     images, labels = next(batches)
     exe.run(compiled, {"data": images * np.float32(1e30), "label": labels}, [])

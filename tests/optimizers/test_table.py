@@ -41,7 +41,7 @@ class Run:
             self._loss = paddle.mean(nn.Linear(6, 3, **last)(x) ** 2)
             self._rate = schedules.build_lr_scheduler(args, durations.uniform(args, 10))
             optimizer = table.build_optimizer(args, self._rate)
-            if scale:  # dynamic loss scaling, although all operators run in float32
+            if scale:  # dynamic loss scaling also works in float32
                 types = {op.type for op in self.main.global_block().ops}
                 lists = static.amp.AutoMixedPrecisionLists(custom_black_list=types)
                 optimizer = static.amp.decorate(optimizer, lists, 1024.0, decr_every_n_nan_or_inf=1)
@@ -112,7 +112,7 @@ def test_custom_operator_equals_paddle_operators(name, scale):
     runs = [Run("--optimizer", name, fuse=fuse, scale=scale) for fuse in (False, True)]
     types = [op.type for op in runs[1].main.global_block().ops]
     assert types.count(table.OPTIMIZERS[name].native) == 1
-    assert runs[1].devices == {""}  # the updates run on the device of the program
+    assert runs[1].devices == {""}  # updates run on the same device as the program
     assert types.count("native_check_finite") == scale
     assert not {"memcpy", "check_finite_and_unscale", "update_loss_scaling", runs[0].paddle_updates[0].type} & set(
         types
@@ -143,7 +143,7 @@ def test_clipping_limits_global_norm(fuse, scale):
         after = run.state()
         names = [p.name for p in run.main.all_parameters() if p.trainable]
         changes.append(np.concatenate([(after[n] - before[n].astype("float64")).ravel() for n in names]))
-    norm = np.linalg.norm(changes[0]) / 0.1  # divides by the learning rate
+    norm = np.linalg.norm(changes[0]) / 0.1  # 0.1 is the learning rate
     assert norm > 0.1
     np.testing.assert_array_equal(changes[1], changes[0])
     np.testing.assert_allclose(changes[2], changes[0] * 0.05 / norm, rtol=1e-3, atol=1e-7)

@@ -66,8 +66,8 @@ def state(names):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_averages_match_formula(train, kernels):
-    """The test computes the averages in float64, from the initial weights on. They cover all trained parameters and
-    running statistics."""
+    """The test computes the averages in float64, from the initial weights on. There are averages of all trained
+    parameters and running statistics."""
     step, main = train(kernels)
     names = averages.of(main)
     trained = {p.name for p in main.all_parameters() if p.trainable}
@@ -81,7 +81,7 @@ def test_averages_match_formula(train, kernels):
         np.testing.assert_array_equal(variable(average), expected[name])
     for i in range(12):
         step()
-        decay = min(0.5, (1 + i) / (10 + i))  # reaches its limit of 0.5 in step 8
+        decay = min(0.5, (1 + i) / (10 + i))  # the decay reaches its limit of 0.5 in step 8
         expected = {n: decay * expected[n] + (1 - decay) * value.astype("float64") for n, value in state(names).items()}
     for name, average in names.items():
         assert np.any(variable(average) != variable(name))
@@ -120,7 +120,7 @@ def half_program(args, monkeypatch):
     program.build(frozen(args), main, static.Program(), 1, is_train=False)
     before = state(p.name for p in main.all_parameters())
     amp.cast_evaluation_program(main, PLACE, "float16", "O2")
-    # Restores float32, because the training program of this test does not use level O2.
+    # The test restores the float32 values, because its training program does not use level O2.
     for name, value in before.items():
         static.global_scope().find_var(name).get_tensor().set(value, PLACE)
     return main

@@ -158,7 +158,7 @@ def test_fused_evaluation_has_same_results(parse, network):
 def test_unsupported_layouts_and_widths_are_not_fused(parse, monkeypatch):
     main, startup = static.Program(), static.Program()
     program.build(frozen(parse()), main, startup, 10)
-    fusion.fuse(main)  # replaces only momentum, which does not depend on the layout
+    fusion.fuse(main)  # fusion replaces only momentum, which does not depend on the layout
     assert {name for name in types(main) if name.startswith("native_")} == {"native_momentum"}
     monkeypatch.setitem(models.MODELS, "Tiny", partial(ResNet, BasicBlock, (1, 1, 1, 1), width=6))
     main, startup = static.Program(), static.Program()

@@ -83,7 +83,8 @@ def test_page_is_complete_and_self_contained(trained):
     names = re.findall("<th>(.+?)</th>", flags_of_run)
     assert {"epochs", "lr", "print_interval"} <= set(names)
     assert not {"kernels", "cuda_graph", "explicit_flags", "seed"} & set(names)  # not on the command line
-    assert html_page.tags.count("svg") == 5  # loss, top1, images/s, learning rate, confusion matrix
+    # The page has charts of loss, top1, images/s and learning rate, and a confusion matrix.
+    assert html_page.tags.count("svg") == 5
 
 
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):
@@ -96,7 +97,7 @@ def test_thumbnails_show_misclassified_images_per_class(trained, photos):
     )
     assert set(shown) <= {row["image"] for row in wrong}
     assert len(shown) == sum(min(6, sum(w["label"] == str(c) for w in wrong)) for c in range(3))
-    for label in "012":  # wrong predictions with the highest probability come first
+    for label in "012":  # for each class, wrong predictions with the highest probability come first
         of_class = sorted((row for row in wrong if row["label"] == label), key=lambda row: -float(row["probability_1"]))
         names = [row["image"] for row in of_class]
         assert [name for name in shown if name in names] == names[:6]
@@ -227,7 +228,7 @@ def test_comparison_lists_differing_flags_and_first_differing_step(write_run, ca
     assert comparison.main(runs) == 0
     output = capsys.readouterr().out
     assert re.search(r"│ lr +│ 0.1 +│ 0.2 +│ 0.1 +│ 0.1 +│", output)
-    assert "output_dir" not in output  # a path does not affect the results of a run
+    assert "output_dir" not in output  # output_dir is not listed, because paths do not affect the results of a run
     assert "b: first differs at epoch 1 step 0: loss 1.000000000000001 instead of 1.0; equal in the" in output
     assert "c: same losses in all 4 common steps" in output
     assert "d: no step in common with the first run" in output
@@ -430,9 +431,9 @@ def mutated_table(rows, generator):
 
 @pytest.mark.timeout(120)
 def test_damaged_reports_and_tables_are_rejected_or_harmless(trained, tmp_path, capsys, monkeypatch):
-    """The command must neither raise an exception nor hang. It either writes a page, or exits with code 2 and an error
-    message that contains the path."""
-    monkeypatch.setattr(page, "_images", lambda run: {})  # skipped, because other tests cover thumbnails
+    """The command must neither raise an exception nor hang. The command either writes a page, or exits with code 2 and
+    an error message that contains the path."""
+    monkeypatch.setattr(page, "_images", lambda run: {})  # other tests cover thumbnails
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     report, intact = tmp_path / "report.json", (tmp_path / "report.json").read_text()
@@ -501,7 +502,7 @@ def test_unusable_table_is_reported(trained, tmp_path, monkeypatch):
 
 def test_reports_of_earlier_versions_may_contain_non_finite_losses(trained, tmp_path):
     """A non-finite loss in the last entry is read as None, like null in reports of this version. The loss of an earlier
-    epoch does not replace it."""
+    epoch is not used instead."""
     for text in ("Infinity", "NaN", "null"):
         lines = (trained / "report.json").read_text().splitlines()
         i = max(i for i, line in enumerate(lines) if '"step": [1]' in line and "val.loss" in line)

@@ -81,7 +81,7 @@ def test_loader_writes_to_inputs_of_captured_step(run_train, tmp_path, fake, mon
 
     monkeypatch.setattr(cuda_graph.CapturedStep, "__call__", call_and_record)
     results(run_train, tmp_path)
-    # The last batch of an evaluation is smaller, so the step is not captured.
+    # The last batch of an evaluation is smaller, so the last step is not captured.
     evaluation = [{"data", "label"}] * 2 + [set()]
     assert shared == ([{"data", "label"}] * 3 + evaluation) * 3
 
@@ -206,7 +206,8 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
     assert "operator leaky_relu, leaky_relu_grad is untested in a CUDA graph" in capsys.readouterr().out
     assert result[0] == expected[0] and result[1] == expected[1]
     training, _ = fake.made
-    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE  # the extra launch is the replay that is compared
+    # The additional launch is the replay whose results are compared.
+    assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
@@ -284,5 +285,5 @@ def test_free_memory_of_pool_is_reserved(monkeypatch):
     monkeypatch.setattr(paddle.device.cuda, "memory_reserved", lambda place: reserved[0])
     taken = cuda_graph._take_free_memory(paddle.CPUPlace())
     assert not free
-    assert sum(tensor.size for tensor in taken) == total  # excludes memory that was added to the pool
+    assert sum(tensor.size for tensor in taken) == total  # memory that was added to the pool is not reserved
     assert reserved[0] < 10**7 + 2 * 2**20

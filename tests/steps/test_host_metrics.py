@@ -50,7 +50,7 @@ def test_copied_values_equal_fetched_values(parse, is_train):
 
 
 def test_step_fetches_nothing(parse):
-    """If the Executor fetched values, it would block the host."""
+    """Fetching values with the Executor would block the host."""
 
     args = parse(*NATIVE)
     compiled, exe, variables = build(args, is_train=True)

@@ -120,8 +120,8 @@ def test_skipped_images_are_omitted(photos, tmp_path):
     assert contents(tmp_path / "x") == contents(photos)[1:]
 
 
-# LMDB is a single database, and RecordIO consists of two files. The other formats consist of several files, which are
-# written one after the other.
+# LMDB is a single database, and RecordIO consists of two files. Record files of the other formats are written one after
+# the other.
 SHARDED = [pytest.param(to, marks=pytest.mark.soak) for to in convert.SHARDED]
 
 
@@ -383,8 +383,8 @@ def test_skipping_every_image_of_a_split_exits_with_code_2(photos, tmp_path, cap
     assert f"{photos}: no val images to convert; add some, or shorten --skip-list" in capsys.readouterr().err
 
 
-# A program that converts in blocks of four images. After some images, it prints the process IDs of its workers and
-# kills itself.
+# A program that converts in blocks of four images. After some images, the program prints the process IDs of its workers
+# and kills itself.
 KILLED = """
 import multiprocessing, os, signal, sys
 from paddle_resnet.tools import convert, writers
@@ -402,7 +402,7 @@ convert.convert(*sys.argv[1:], workers=2, progress=progress)
 @pytest.mark.parametrize("to", convert.SINGLE_FILE)
 def test_killed_conversion_stops_workers_and_keeps_images(photos, converted, tmp_path, to):
     output = tmp_path / "x"
-    output_file = tmp_path / "stdout"  # a file, because surviving workers would keep a pipe open
+    output_file = tmp_path / "stdout"  # the output goes to a file, because surviving workers would keep a pipe open
     with open(output_file, "w") as f:
         killed = subprocess.run([sys.executable, "-c", KILLED, str(photos), str(output), to], cwd=ROOT, stdout=f)
     assert killed.returncode == -signal.SIGKILL

@@ -10,7 +10,7 @@ from paddle_resnet.tools import drawing
 
 
 def splits(count):
-    """Return the result of `dataset info` for `count` classes. Class i has i images in train and one in val."""
+    """Return the result of `dataset info` for `count` classes. Class i has i images in train/ and one image in val/."""
     names = [f"[b]$class$ {i}" for i in range(count)]
     sizes = np.array([[40, 30], [50, 60]])
     return {

@@ -53,7 +53,7 @@ def test_cache_writable_by_others_is_not_used(home, monkeypatch, tmp_path, capsy
     stderr = capsys.readouterr().err
     assert f"cache {home}: belongs to another user or is writable by others" in stderr
     assert "set XDG_CACHE_HOME" in stderr
-    assert cache.folder() == private  # no second warning, and the same private folder
+    assert cache.folder() == private  # the second call logs no warning and returns the same folder
     assert capsys.readouterr().err == ""
 
 

@@ -1,4 +1,4 @@
-"""Opening and writing of files. The tests of each command cover its errors for unusable files."""
+"""Opening and writing of files. Errors for unusable files are tested with each command."""
 
 import os
 

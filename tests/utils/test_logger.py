@@ -82,7 +82,7 @@ def test_existing_report_is_kept_until_begin(report, capsys):
     logger.log((0, 1), {"train.loss": 2.0})
     assert "loss 2" in capsys.readouterr().out
     logger.close()
-    logger.begin({"lr": 0.2})  # writes nothing, because no report has been set up
+    logger.begin({"lr": 0.2})  # no report is written, because none has been set up
     assert report.read_bytes() == before
 
 
@@ -201,8 +201,8 @@ sys.stdin.read()
 
 
 def test_second_run_with_same_report_is_rejected(tmp_path):
-    """If the first run has begun its report, setup raises the error; otherwise, begin does. The path may also be a
-    link."""
+    """If the first run has begun its report, setup raises the error. Otherwise, begin raises the error. The path may
+    also be a link."""
     report, link = tmp_path / "report.json", tmp_path / "link.json"
     link.symlink_to(report)
     logger.setup(report)

@@ -132,7 +132,8 @@ def test_non_finite_values_are_counted_and_not_averaged():
 
 
 def test_confusion_omits_images_without_prediction():
-    """If logits are NaN, Paddle's top_k operator returns invalid class numbers. They do not count as predictions."""
+    """If logits are NaN, Paddle's top_k operator returns invalid class numbers. Invalid class numbers do not count as
+    predictions."""
     meter = ConfusionMeter(10)
     meter.update(np.array([[3, -(2**32) + 7], [0, 2**32 + 9], [3, -1], [4, 10], [3, 4]]), 5)
     codes, counts = meter.counts()

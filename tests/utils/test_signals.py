@@ -31,7 +31,7 @@ def test_signal_is_recorded_and_repeats_are_ignored(name):
         for _ in range(3):
             send(name)
             assert signals.received() == name
-    send(name)  # arrives while the process exits
+    send(name)  # a further signal arrives while the process exits
 
 
 def test_sighup_stays_ignored_under_nohup():
@@ -104,7 +104,7 @@ def test_sigterm_after_last_line_does_not_change_exit_code(tmp_path):
     command += ["--dry-run", "--output-dir", tmp_path]
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert any(line.startswith("dry run: ") for line in process.stdout)
-        time.sleep(0.1)  # waits until main() has returned
+        time.sleep(0.1)  # main() returns in this time
         while process.poll() is None:
             process.terminate()
             time.sleep(0.01)
