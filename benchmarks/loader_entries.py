@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def make_files(root, entries):
-    """Create class folders root/folder/train/CLASS/, and root/filelist/ with a file list of these images."""
+    """Create class folders root/folder/train/CLASS/, and root/filelist/ with a file list of the images."""
     from PIL import Image
 
     sources = root / "sources"

@@ -1,7 +1,7 @@
 """Predict the speed of data-parallel training on many GPUs with a small model, fitted to measurements on a few GPUs.
 
 See `python benchmarks/scaling_model.py --help`; docs/scaling.md contains the resulting table. The step time of a job is
-the sum of
+the sum of these parts:
 - the step time of one GPU;
 - the exposed part of the ring all-reduces. Within a node, all-reduces follow the backward pass and are entirely
   exposed. Between nodes, buckets overlap with the backward pass, and at least one bucket is exposed;
@@ -28,8 +28,8 @@ class Setup:
     Attributes:
         batch: images per GPU and step.
         gradient_bytes: bytes that each GPU all-reduces per step.
-        buckets: number of all-reduces per step in a job of several nodes. They overlap with the backward pass. Within
-            a node, a single all-reduce follows the backward pass.
+        buckets: number of all-reduces per step in a job of several nodes. Such all-reduces overlap with the backward
+            pass. Within a node, a single all-reduce follows the backward pass.
         gpus_per_node: GPUs that NVLink connects.
         nvlink: bytes/s that a GPU sends over NVLink in an all-reduce.
         network: bytes/s that a node sends to other nodes, over all adapters.

@@ -48,12 +48,12 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
 # Paddle stores the Python call stack in each operator that it appends, and inspects the stack for a warning about each
 # sum. Under pytest, the stack has about 50 frames. Reading all frames would take half of the time of the tests that run
-# in this process, so the following patches keep only the innermost frames.
+# in this process, so these patches keep only the innermost frames.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])  # file and line
 
 # The ports that the launcher may use. The launcher's default range overlaps with the ephemeral ports of the system.
-# Other programs could take such a port before the processes of a job listen on the port.
+# Other programs could therefore take a port before the processes of a job listen on it.
 os.environ["PORT_RANGE"] = "12000:32000"
 
 
@@ -302,7 +302,7 @@ def stop_before(monkeypatch):
 
 @pytest.fixture
 def losses_with_a_stop(run_train, stop_before, tmp_path):
-    """Stop a run before its n-th training step, resume it with the same command, and return the losses of both
+    """Stop a run before its n-th training step, resume the run with the same command, and return the losses of both
     processes."""
 
     def losses_with_a_stop(train_step, *flags, **places):

@@ -1,8 +1,8 @@
 """Check that two versions of Paddle are compatible: exchange a checkpoint, the losses after it, and an exported model.
 
-`python tests/other_paddle.py write FOLDER` writes these files with the installed version of Paddle, and `python
-tests/other_paddle.py check FOLDER` compares them with its own results. .ci/run checks both directions. The folders
-tests/goldens/paddle_* were also written by this script.
+`python tests/other_paddle.py write FOLDER` writes a checkpoint, losses and an exported model with the installed version
+of Paddle, and `python tests/other_paddle.py check FOLDER` compares the files with its own results. .ci/run checks both
+directions. The folders tests/goldens/paddle_* were also written by this script.
 """
 # ruff: noqa: I001
 

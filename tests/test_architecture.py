@@ -116,7 +116,7 @@ def test_low_level_functions_take_no_settings_object(folder):
     paths = [*(ROOT / "paddle_resnet" / folder).glob("*.py")]
     assert paths
     assert not [(path.name, f) for path in paths for f, name in parameters(path) if name in ("args", "settings")]
-    # Verify that this check can find such parameters.
+    # Verify that the check can find a parameter called "args".
     assert ("create_strategy", "args") in parameters(ROOT / "paddle_resnet/program.py")
 
 

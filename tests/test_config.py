@@ -17,7 +17,7 @@ from utils.mode import RunScope
 
 ROOT = Path(__file__).parent.parent
 
-# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. Commands that were written for the example depend on these
+# Flags and defaults of NVIDIA's RN50v1.5 Paddle example. Commands that were written for the example depend on the
 # defaults.
 NVIDIA = {
     "output-dir": "./output/",
@@ -51,7 +51,7 @@ NVIDIA = {
     "normalize-std": [0.229, 0.224, 0.225],
     "resize-short": 256,
     "model-arch-name": "ResNet50",
-    "num-of-class": None,  # 1000 in the example; here, the default is taken from the data
+    "num-of-class": None,  # the example's default is 1000; this project takes the number from the data
     "bn-weight-decay": False,
     "iter-unit": "epoch",
     "accumulate-steps": 1,

@@ -292,7 +292,7 @@ def test_training_shards_have_equal_length_and_no_common_image(parse, numbered, 
         assert len(set(seen)) == len(seen)
 
 
-# These combinations contain each number of processes and each batch size; the rest run with -m soak.
+# The combinations without the soak marker contain each number of processes and each batch size.
 SHARDS_AND_BATCHES = [(1, 1), (1, 3), (1, 7), (1, 32), (2, 3), (3, 7), (4, 1), (10, 32), (11, 3), (23, 7)]
 
 
@@ -416,7 +416,7 @@ def test_unrelated_loader_error_is_not_attributed_to_an_image(parse, numbered):
         raise RuntimeError("CUDA runtime API error: out of memory")
 
 
-# The following tests compare augmentations with NumPy on PNG files. These flags disable cropping and normalization.
+# RAW disables cropping and normalization, so that tests can compare augmentations of PNG files with NumPy.
 RAW = [
     *("--normalize-scale", "1", "--normalize-mean", "0,0,0", "--normalize-std", "1,1,1", "--data-layout", "NHWC"),
     *("--rand-crop-scale", "1,1", "--rand-crop-ratio", "1,1"),

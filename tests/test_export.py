@@ -263,7 +263,7 @@ def test_export_that_fails_verification_is_not_kept(checkpoint, photos, tmp_path
 def test_verify_compares_logits_of_network_with_saturated_probabilities(
     trained, photos, tmp_path, monkeypatch, capsys, is_wrong
 ):
-    """Nearly all probabilities are 0 or 1. For such probabilities, Paddle's evaluation limits the loss to 64."""
+    """Nearly all probabilities are 0 or 1. If a probability is 0, Paddle's evaluation limits the loss to 64."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     checkpoint, recorded = trained("--lr", "5")
     assert 5 < recorded["loss"] <= 65
@@ -412,7 +412,7 @@ def test_preprocess_script_predicts_with_onnx_model(checkpoint, photos, tmp_path
 
 @pytest.mark.parametrize("uint8", [False, True], ids=["float32", "uint8"])
 def test_triton_repository_layout(checkpoint, tmp_path, uint8):
-    """This test only checks the files. The files are not loaded into Triton."""
+    """The test only checks the exported files. The files are not loaded into Triton."""
     onnx = importlib.util.find_spec("onnxruntime") is not None
     export.export(checkpoint, tmp_path / "exported", onnx=onnx, uint8=uint8, triton=True)
     root = tmp_path / "exported/triton"
@@ -497,7 +497,7 @@ def test_unusable_checkpoint_or_output_path_is_an_error(trained, tmp_path):
         export.export(tmp_path / "nowhere", tmp_path / "exported")
     with pytest.raises(UsageError, match=f"OUT {checkpoint}/x: would change CHECKPOINT {checkpoint}; choose a path"):
         export.export(checkpoint, checkpoint / "x")
-    # A later epoch may be saved there.
+    # A later epoch may be saved in the folder 7.
     with pytest.raises(UsageError, match="/Tiny/7 is for a checkpoint; choose a path outside it"):
         export.export(checkpoint, checkpoint.with_name("7"))
     (tmp_path / "taken").mkdir()

@@ -38,7 +38,7 @@ from utils.mode import Mode
 # algorithms.
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
-# These flags disable the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open the
+# FP32 disables the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open the
 # decoder and used GPU kernels instead. The pixels of the kernels differ slightly, so runs that must have equal results
 # would have different ones.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
@@ -277,7 +277,7 @@ CLOSE_TO_CPU |= {"bf16 O1": (0.02, 0.15), "bf16 O2": (0.02, 0.15)}
 
 
 def test_first_losses_match_cpu(run_train, tmp_path):
-    """The runs use all precisions and both kinds of kernels. All of them start with the same parameters and images."""
+    """The runs use all precisions and both kinds of kernels. All runs start with the same parameters and images."""
     channels = ["--image-shape", "4,32,32"]  # shape of all runs in NHWC
     assert run_train("--run-scope", "train_only", *channels)[0] == 0
     start = [*channels, "--from-pretrained-params", tmp_path / "output/Tiny/0", "--output-dir", tmp_path / "next"]
@@ -415,7 +415,7 @@ def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
 
 def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
     """Graphs are freed before the variables of a process, so no variable may use memory of a graph. When variables used
-    such memory, three of five processes crashed at exit."""
+    memory of a graph, three of five processes crashed at exit."""
     flags = [*TINY, *O2, "--image-root", photos, "--batch-size", "5", "--epochs", "2", "--kernels", "native"]
     flags += ["--stages", "4"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

@@ -134,7 +134,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
     ]
     assert not list(folder.glob(".report*"))
     flags = ["--from-checkpoint", folder, "--last-epoch-of-checkpoint", "auto", "--epochs", "2"]
-    assert run_train(*default, *flags)[0] == 0  # this run continues the run of the report
+    assert run_train(*default, *flags)[0] == 0  # the flags continue the run that wrote the report
     assert [epoch for epoch, kind in losses(read_report(folder / "report.json")) if kind == "train"] == [0, 1]
 
 

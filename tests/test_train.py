@@ -188,8 +188,8 @@ OTHER_LABELS = [(Mode.TRAIN, -1), (Mode.EVAL, 3)]
 )
 @pytest.mark.parametrize("flags", [["--kernels", "native", *NHWC], [], ["--label-smoothing", "0"]])
 def test_label_outside_classes_stops_the_run(run_train, capsys, monkeypatch, bad, label, flags):
-    """Some labels of record files are not read before the first step. If such a label is invalid, the run must stop.
-    The label must not cause NaN gradients or count as a different class."""
+    """Some labels of record files are not read before the first step. If an unread label is invalid, the run must stop
+    when it reads the label. The label must not cause NaN gradients or count as a different class."""
 
     original = listing.list_folder
 

@@ -70,7 +70,7 @@ def logits(arch, params, images):
     [("ResNet18", "resnet18", "fc"), ("ResNet50", "resnet50", "fc"), ("MobileNetV2", "mobilenet_v2", "classifier.1")],
 )
 def test_logits_equal_those_of_paddle_vision(arch, vision, classifier):
-    """This project's MobileNetV2 has a different BN epsilon than that of paddle.vision. The converted BN scales
+    """The BN epsilon of MobileNetV2 in this project differs from the one in paddle.vision. The converted BN scales
     compensate for the difference."""
     family = MODELS[arch].module
     state, images, expected = of_vision(vision)

@@ -87,8 +87,8 @@ def test_code_in_pickle_is_rejected_and_not_run(tmp_path, kind):
 
 
 def test_payloads_run_in_pickle_module(tmp_path):
-    """Verify that the pickle module executes the payloads. Otherwise, test_code_in_pickle_is_rejected_and_not_run could
-    never fail."""
+    """Verify that the pickle module executes the payloads. If the module did not,
+    test_code_in_pickle_is_rejected_and_not_run could never fail."""
     for i, kind in enumerate(payloads("")):
         path = tmp_path / str(i)
         with contextlib.suppress(Exception):  # pickle may raise an error after the payload has run
@@ -310,7 +310,7 @@ IMPOSSIBLE = {
     + [{"a.pdparams": FILE | change, "a.pdopt": FILE} for change in ({"size": -1}, {"size": "3"}, {"sha256": "0"})]
     + [{"a.pdparams": FILE, "a.pdopt": FILE, name: FILE} for name in ("../../secret", "/etc/passwd", ".", "", "a/b")],
 }
-# Invalid contents of meta.json. Some contents take much time or memory to parse.
+# Invalid contents of meta.json. Parsing some of the contents takes much time or memory.
 CONTENTS = {
     "list": b"[1]",
     "number": b"1",
@@ -390,7 +390,7 @@ def test_error_for_invalid_value_contains_field(tmp_path, valid, field):
         with pytest.raises(folders.DamagedError, match=rf"^meta.json is damaged: {field} is [^\n]{{1,200}}$"):
             folders.read_meta(tmp_path / "4")
     craft(tmp_path / "4", {name: value for name, value in valid.items() if name != field})
-    if field == "class_names":  # optional, because older checkpoints lack this field
+    if field == "class_names":  # class_names is optional, because older checkpoints do not contain it
         assert field not in folders.read_meta(tmp_path / "4")
         return
     with pytest.raises(folders.DamagedError, match=f"^meta.json is damaged: {field} is missing$"):
@@ -449,7 +449,8 @@ def stray(root, valid):
     (root / str(next(name))).write_text("a file")
     folder = root / str(next(name))
     folder.mkdir()
-    for end in ("pdparams", "pdopt"):  # files of NVIDIA's example, which has no meta.json; --resume must ignore them
+    # NVIDIA's example writes these two files without meta.json; --resume must ignore them.
+    for end in ("pdparams", "pdopt"):
         (folder / f"tiny.{end}").write_bytes((root / "0" / f"tiny.{end}").read_bytes())
     return next(name) - 1002  # excludes the dangling link and the file, which are not folders
 

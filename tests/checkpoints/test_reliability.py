@@ -100,7 +100,7 @@ def all_have_exited(runs):
 
 
 def kill_and_resume(runs, fatal):
-    """Run a command, kill it before change number `fatal` of the output folder, and run it again.
+    """Run a command, kill the process before change number `fatal` of the output folder, and run the command again.
 
     Returns:
         False if the run makes too few changes to be killed.
@@ -230,7 +230,8 @@ def test_second_sigint_stops_run_immediately(runs):
 
 
 def start_blocked(runs, step):
-    """Start a run that waits before its n-th training step. Return its process and a function that unblocks it."""
+    """Start a run that waits before its n-th training step. Return the process of the run and a function that unblocks
+    the run."""
     path = runs.folder / "unblocked"
     return runs.start(*FLAGS, "--fault", f"0 {step} none", "--fault-after", path), path.touch
 

@@ -73,7 +73,7 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    # meta.json is indented, so that humans can read it.
+    # The file meta.json is indented for human readers.
     assert len((saved / "meta.json").read_text().splitlines()) < 200
 
 
@@ -147,7 +147,8 @@ def test_schedule_is_restored_exactly(args, run):
     restore.restore(args, find(args, saver.folder.parent, "auto"), schedule, Loader(), fetchs, PLACE)
     assert schedule.state_dict() == lr_scheduler.state_dict()
     checkpoint = find(args, saver.folder.parent, "auto")
-    checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)  # a damaged meta.json may contain such an epoch
+    # A damaged meta.json may contain an epoch of this size.
+    checkpoint = dataclasses.replace(checkpoint, epoch=2**31 - 1)
     restore.restore(args, checkpoint, schedule, Loader(), fetchs, PLACE)
     assert schedule.last_epoch == (2**31 - 1) * 10 + 2
 

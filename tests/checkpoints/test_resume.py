@@ -231,8 +231,8 @@ def test_finished_command_can_be_repeated(run_train, capsys):
 
 
 def test_resumed_run_appends_to_report(run_train, uninterrupted, stop_before, tmp_path):
-    """Stop a run, resume the run, and repeat the command after the run has finished. All three processes write to the
-    same report."""
+    """Stop a run, resume the run, and repeat the command after the run has finished. The stopped, the resumed and the
+    repeated run write to the same report."""
     expected = uninterrupted()
     report = tmp_path / "uninterrupted.json"
     for stop, code in ((4, 75), (None, 0), (None, 0)):
@@ -302,7 +302,7 @@ def test_run_continues_from_checkpoint_of_nvidia_example(run_train, tmp_path, ca
     _, report = run_train(*FLAGS, "--overwrite")
     assert resumed == [e["data"]["train.lr"] for e in report if "train.lr" in e["data"]][-STEPS:]
     # If the output folder contains the example's checkpoint, the error message contains the flags that continue from
-    # it.
+    # this checkpoint.
     own = tmp_path / "own/Tiny"
     shutil.copytree(old, own / "1")
     start = ["--from-checkpoint", str(own), "--last-epoch-of-checkpoint", "auto"]
@@ -569,7 +569,7 @@ SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images; 3, 
 
 @pytest.mark.parametrize(("step", "newest"), [(1, "0_1"), (3, "0"), (4, "1_1"), (10, "1"), (12, "2_2")])
 def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_before, tmp_path, step, newest):
-    """Stop the run inside an epoch of each stage and between stages, and resume it."""
+    """Stop a run inside an epoch of each stage and between stages, and resume the run."""
     expected = uninterrupted(*SIZES)
     assert expected != uninterrupted()
     stop_before(train_step=step)

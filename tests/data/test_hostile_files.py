@@ -268,8 +268,8 @@ def test_invalid_label_text_is_rejected_and_never_becomes_a_class(parse, tmp_pat
     assert list(verify.verify(tmp_path).failing) == names[1:-1]
     with pytest.raises(UsageError, match="is not a number of up to 9 digits"):
         open_split(tmp_path)
-    # The check before step 1 may miss invalid labels. The reader turns such labels into -1, and the loss function
-    # rejects -1.
+    # The check before step 1 may miss invalid labels. The reader turns undetected invalid labels into -1, and the loss
+    # function rejects -1.
     monkeypatch.setattr(readers, "CHECKED_LABELS", 1)
     loader = dali.build_dataloader(parse("--image-root", tmp_path), Mode.EVAL)
     assert labels_of(loader) == [1, *[-1] * len(LABELS), 2]

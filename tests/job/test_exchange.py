@@ -121,7 +121,7 @@ def test_finish_delivers_remaining_items(streams, as_rank, monkeypatch):
         as_rank(rank)
         remaining = made[rank].finish()
         assert rank == 0 or remaining == []
-    # Rank 1 does not know that rank 0 has read the first batch of rank 1, so rank 1 sends this batch again.
+    # Rank 1 does not know that rank 0 has read the first batch of rank 1, so rank 1 sends the batch again.
     assert [data.decode() for data in left.values()] == ["[]", '["a1", "b1"]', '["a2"]']
 
 

@@ -248,7 +248,8 @@ FAULTS = {
     # report a position.
     "1 4 hangs,0 4 locks_soon": STALL.format(1) + " epoch 1 train, step 0, others wait in epoch 1 train, step 1",
 }
-# The same faults on the other rank, and faults that other tests cover (for SIGSTOP, see test_monitor.py).
+# MORE_FAULTS contains the faults of FAULTS on the other rank, and faults that other tests cover (for SIGSTOP, see
+# test_monitor.py).
 MORE_FAULTS = {
     "0 4 stopped": STOPPED.format(0),
     "0 4 killed": "rank 0 failed first: its process exited",

@@ -21,8 +21,8 @@ NO_ROOM = {"failed": "no room", "code": 2}
 
 @pytest.fixture(autouse=True)
 def killed(monkeypatch):
-    """Record the signals that monitors in this process would send. The monitors use the PID of this process's parent as
-    the PID of their ranks."""
+    """Record the signals that the monitors under test would send. The PID of each simulated rank is that of the parent
+    of the test process."""
     killed = []
     monkeypatch.setattr(monitor, "os", SimpleNamespace(**{**vars(os), "kill": lambda *args: killed.append(args)}))
     return killed
@@ -207,7 +207,7 @@ def test_progress_of_other_ranks_does_not_reset_timeout():
 
 
 def test_stopped_rank_is_reported_at_any_position_of_others(capsys, monkeypatch):
-    # The rank is simulated in this process. The stopped process only provides the PID, so the test replaces the check
+    # The test process simulates the rank. The stopped process only provides the PID, so the test replaces the check
     # whether the rank has exited.
     monkeypatch.setattr(monitor.Monitor, "_has_rank_ended", lambda self: self._is_rank_gone)
 

@@ -146,8 +146,8 @@ def test_master_on_different_machine_is_rejected():
 
 
 def test_monitors_connect_without_revealing_keys():
-    """The monitors are separate processes. This process acts as both ranks. No key appears in the store or on a command
-    line."""
+    """The monitors are separate processes. The test process acts as both ranks. No key appears in the store or on a
+    command line."""
     stored, ready = {}, threading.Barrier(2)
 
     def exchange_of(rank):

@@ -65,7 +65,8 @@ def test_pir_is_rejected(train_process, monkeypatch):
 
 @only_paddle_3
 def test_launched_processes_use_legacy_programs(monkeypatch, tmp_path):
-    """The environment of the job lacks the variable that importing conftest has set in this process."""
+    """The environment of the job does not contain FLAGS_enable_pir_api, which importing conftest sets in the test
+    process."""
     monkeypatch.delenv("FLAGS_enable_pir_api")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", 1, "--log_dir", tmp_path / "log"]
     flags = [*TINY, "--model-arch-name", "ResNet18", "--data-format", "synthetic", "--dry-run"]

@@ -83,7 +83,7 @@ def test_logits_and_gradients_equal_those_of_timm(references, float64, case, lay
     [
         ("ResNet18_vd", 11_708_744 + 64 * 64 + 2 * 64),  # timm's resnet18d and the additional projection of PaddleClas
         ("ResNet50_vd", 25_576_264),  # timm's resnet50d
-        ("SE_ResNet50_vd", 28_107_256),  # number for timm's ResNet with these options
+        ("SE_ResNet50_vd", 28_107_256),  # number of parameters of timm's ResNet with the same options
         ("ResNeXt50_32x4d", 25_028_904),  # torchvision's and timm's resnext50_32x4d
         ("XResNet50", 25_576_264),
     ],

@@ -84,5 +84,5 @@ def test_options_example_of_the_page_is_a_network(tmp_path):
     path = tmp_path / "net.py"
     path.write_text(OPTIONS_EXAMPLE)
     size = __main__.size(f"{path}:Small", 32, 10)
-    # In this network, the stem has 3x3 instead of 7x7 filters, and there are 10 classes.
+    # The example network has 3x3 instead of 7x7 filters in its stem, and 10 classes.
     assert size["parameters"] == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990

@@ -309,7 +309,7 @@ def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands
 @pytest.mark.parametrize(
     "where, dtype, shape",
     [("cpu", "float32", (2, 9, 8, 8)), ("emulated", "float32", (2, 9, 8, 8)), ("emulated", "bfloat16", (3, 17, 15, 40))]
-    + [("emulated", "float32", (2, 23, 26, 68))]  # this shape has several groups of channels and many tasks per slab
+    + [("emulated", "float32", (2, 23, 26, 68))]  # a shape with several groups of channels and many tasks per slab
     + [("emulated", "bfloat16", (2, 9, 8, 12)), ("emulated", "bfloat16", (2, 9, 8, 100))]
     + [pytest.param("gpu", dtype, (3, 17, 15, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40, 100)]
     + [pytest.param("gpu", dtype, (32, 56, 56, 144), marks=pytest.mark.gpu) for dtype in TOLERANCE],
@@ -435,8 +435,8 @@ def max_pool_gradient(x, dy, kernel, stride, padding):
 
 
 ALL_PLACES = ["cpu", "emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# Sizes of the tensors. Some are not multiples of the vector size, one is 1, one needs many blocks, and the number of
-# tensors exceeds the limit of a launch.
+# Sizes of the tensors. Some sizes are not multiples of the vector size, one size is 1, and one tensor needs many
+# blocks. There are more tensors than a launch supports.
 SIZES = [7, 8, 1, 64, 2048, 33, *[16] * 100, 999_001]
 UPDATED = [*NARROW, *[pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]]
 
@@ -792,7 +792,7 @@ def test_unavailable_kernels_are_reported(tmp_path, monkeypatch, capsys, kernels
     capability, problem = (9, 0), ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "register", native.register.__wrapped__)
-    if fault in ("compiler", "library"):  # these faults affect the operators, but kernels are built concurrently
+    if fault in ("compiler", "library"):  # faults of the operators, although kernels are built concurrently
         monkeypatch.setattr(native, "_compile_kernels", lambda capability, target: target.write_bytes(b"kernels"))
     if fault == "compiler":
         monkeypatch.setenv("CXX", "false")

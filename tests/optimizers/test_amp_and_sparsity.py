@@ -19,7 +19,7 @@ from paddle_resnet.passes import all_reduces, fusion, updates
 @pytest.mark.parametrize(("algorithm", "channels"), [*((name, 3) for name in MASK_ALGORITHMS), ("mask_1d", 4)])
 def test_pruning_keeps_two_of_four_weights(parse, algorithm, channels):
     """All layers except the classifier are pruned, as in NVIDIA's example. Filters with three input channels are not
-    pruned either, because Paddle does not support them."""
+    pruned either, because Paddle does not support pruning of such filters."""
     args = parse("--asp", "--prune-model", "--mask-algo", algorithm, "--image-shape", f"{channels},32,32")
     _, _, _, _, main = build(args)
     before = {p.name: variable(p.name) for p in main.all_parameters()}
@@ -225,7 +225,7 @@ START = np.linspace(-1, 1, 16, dtype="float32").reshape(4, 4)
 
 def pairs_first(*parameters):
     """Yield the product of three lists of two values. By default, only four combinations run, which contain each pair
-    of values exactly once. The other combinations run with -m soak."""
+    of values exactly once. The other four combinations run with -m soak."""
     for indices in itertools.product((0, 1), repeat=3):
         values = [values[i] for values, i in zip(parameters, indices, strict=True)]
         yield pytest.param(*values, marks=[pytest.mark.soak] if sum(indices) % 2 else [])

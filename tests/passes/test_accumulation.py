@@ -78,7 +78,8 @@ def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys, stop):
-    """An epoch has seven batches, of which two steps use six. A stopped run ends at the end of a step."""
+    """An epoch has seven batches. Its two steps use three batches each, and the last batch is not used. A stopped run
+    ends at the end of a step."""
     flags = [*FLAGS, "--resume", "--dropout", "0.5"]
     code, report = run_train(*flags)
     assert code == 0

@@ -49,7 +49,7 @@ class Reader(html.parser.HTMLParser):
 
 @pytest.fixture
 def trained(once, run_train, tmp_path):
-    """Return a folder with the files of a two-epoch run and its page. All tests share the run."""
+    """Return a folder with the files of a two-epoch run and its page. All tests use the same run."""
 
     def make(folder):
         flags = ["--epochs", "2", "--lr", "0.01"]  # a learning rate that is too low to classify all images correctly
@@ -146,7 +146,8 @@ def test_thumbnails_are_read_from_record_files(run_train, checkpoint, converted,
 
 
 def test_page_escapes_names_and_limits_number_of_classes(trained, tmp_path):
-    """If there are 1,000 classes, the page shows only those with the most errors. Markup in class names is escaped."""
+    """If there are 1,000 classes, the page shows only the classes with the most errors. Markup in class names is
+    escaped."""
     for path in trained.iterdir():
         shutil.copy(path, tmp_path / path.name)
     names = [f"<b>class</b> & '{i}' 猫" for i in range(1000)]
@@ -281,7 +282,7 @@ def centers(svg, css):
 
 def test_chart_places_points_at_their_values():
     """The y axis is logarithmic if the largest value exceeds the smallest by more than a factor of 30. The circle that
-    marks a point is at the position of this point."""
+    marks a point has the same position as the point."""
     for values, kind in (((1.0, 5.5, 10.0), {}), ((1.0, 10.0, 100.0), {}), ((0.0, 50.0, 100.0), {"from_zero": True})):
         points = list(enumerate(values, 1))
         svg = curves.chart([("a", "train", points)], mark=(*points[1], "<1>"), **kind)

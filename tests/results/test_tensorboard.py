@@ -60,7 +60,7 @@ def test_scalars_match_report(run_train, tmp_path):
 
 def test_loss_scale_is_written_and_non_finite_loss_is_null(run_train, tmp_path, monkeypatch):
     """Both the report and the checkpoint contain null, and the run can be resumed from the checkpoint. The event files
-    contain no point for this loss."""
+    contain no point for the non-finite loss."""
     from paddle_resnet import program
 
     run = program.run_and_save

@@ -30,7 +30,8 @@ def results(run_train, folder, *flags):
 
 
 def test_captured_run_has_same_results(run_train, tmp_path, fake):
-    """In this run, the learning rate changes, and the last batch of each evaluation is smaller than the others."""
+    """The learning rate changes during the run, and the last batch of each evaluation is smaller than the other
+    batches."""
     expected = results(run_train, tmp_path / "plain", "--cuda-graph", "false")
     assert not fake.made
     result = results(run_train, tmp_path / "recorded")
@@ -133,7 +134,7 @@ def test_step_is_captured_again_if_tensor_of_other_process_moves(run_train, tmp_
     monkeypatch.setattr(cuda_graph.exchange, "all_gather", gather)
     result = results(run_train, tmp_path / "recorded")
     assert result[0] == expected[0] and result[1] == expected[1]
-    # One graph per training epoch; each evaluation ends before the step that would be captured.
+    # Each training epoch captures one graph. Each evaluation ends before the step that would be captured.
     assert len(fake.made) == 3
 
 

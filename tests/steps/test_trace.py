@@ -13,7 +13,7 @@ BENCHMARK = ["--benchmark", "--benchmark-steps", "4", "--benchmark-warmup-steps"
 
 
 def events(path):
-    """Return how often each operator or step occurs in a trace. Paddle appends the duration to the name; this function
+    """Return how often each operator or step occurs in a trace. Paddle appends the duration to each name, and `events`
     removes the duration."""
     trace = json.loads(path.read_text())["traceEvents"]
     complete = [event for event in trace if event.get("ph") == "X"]

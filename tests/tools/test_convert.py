@@ -430,7 +430,8 @@ def is_alive(pid):
 
 @pytest.mark.parametrize("to", ["lmdb", "recordio"])
 def test_full_disk_exits_with_code_2_and_resumes(photos, tmp_path, to):
-    """RLIMIT_FSIZE makes writes beyond a file size fail. When there is enough space, the same command resumes."""
+    """RLIMIT_FSIZE makes writes beyond a file size fail. When there is enough space, the same command resumes the
+    conversion."""
     code = (
         "import resource, sys; limit = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
     )

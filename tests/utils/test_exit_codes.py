@@ -155,8 +155,8 @@ def test_out_of_memory_exits_with_code_1_and_an_error(capsys, error, message):
 
 
 def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, verify_here, capsys):
-    """The test simulates `ulimit -n 16`. If an image cannot be opened because of this limit, the image must not be
-    reported as damaged."""
+    """The test simulates `ulimit -n 16`. An image that cannot be opened because of the limit must not be reported as
+    damaged."""
 
     def read(image):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), image.path)

@@ -201,8 +201,8 @@ sys.stdin.read()
 
 
 def test_second_run_with_same_report_is_rejected(tmp_path):
-    """If the first run has begun its report, setup raises the error. Otherwise, begin raises the error. The path may
-    also be a link."""
+    """If the first run has begun its report, setup raises the error. If the first run has not begun its report, begin
+    raises the error. The path may also be a link."""
     report, link = tmp_path / "report.json", tmp_path / "link.json"
     link.symlink_to(report)
     logger.setup(report)

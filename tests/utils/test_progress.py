@@ -19,7 +19,7 @@ def run_in_terminal(command, columns, **environment):
     """Run a command in a terminal and return (exit code, output including stderr)."""
     controller, terminal = pty.openpty()
     ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    # pytest-xdist sets COLUMNS in its workers. This variable would override the width of the terminal.
+    # pytest-xdist sets COLUMNS in its workers. COLUMNS would override the width of the terminal.
     environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": ""} | environment
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=terminal)
     os.close(terminal)

@@ -104,7 +104,7 @@ def test_sigterm_after_last_line_does_not_change_exit_code(tmp_path):
     command += ["--dry-run", "--output-dir", tmp_path]
     with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert any(line.startswith("dry run: ") for line in process.stdout)
-        time.sleep(0.1)  # main() returns in this time
+        time.sleep(0.1)  # main() must have returned before the signals are sent
         while process.poll() is None:
             process.terminate()
             time.sleep(0.01)
