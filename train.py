@@ -101,9 +101,8 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     is_advised = False
     average_bn = all_reduces.bn_averager(exe, training.program)
     resumed = checkpoint and checkpoint.trained  # if not None, only the evaluation at the first stop is pending
-    for stop in durations.stops(
-        args, training.lr_scheduler.timeline, training.lr_scheduler.done - (resumed is not None)
-    ):
+    schedule = training.lr_scheduler
+    for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
         trained, resumed, evaluated = resumed, None, None
         try:
             if trained is None:
@@ -113,14 +112,15 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
                     average_bn()
                 is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(args, stop.epoch, trained))
             if evaluation and stop.evaluates:
-                evaluated = _evaluate(args, exe, evaluation, stop)
+                evaluated = _evaluate(args, exe, evaluation, stop, saver.record)
         except Exception as e:
             saver.save_on_error(e, stop.epoch, stop.step, trained)
             raise
-        if stop.saves:
-            saver.save(stop.epoch, stop.place().get("step"), trained if stop.ends_epoch else None, evaluated)
+        saver.save_if_due(stop, trained, evaluated)
+        if saver.ends_early:
+            break
     saver.finish()
-    report.summarize(args, argv, training.program, trained, evaluated, saver.best, saver.folder)
+    report.summarize(args, argv, training.program, stop, trained, evaluated, saver)
 
 
 def _train(exe, training, stop, save=None):
@@ -136,14 +136,14 @@ def _train(exe, training, stop, save=None):
     return result
 
 
-def _evaluate(args, exe, evaluation, stop):
+def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
     """Evaluate the current parameters; returns the result of program.run without its arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()
     result = program.run(args, evaluation.loader, exe, evaluation.compiled, evaluation.fetchs, stop.epoch, Mode.EVAL)
     program.log_info((stop.epoch,), result | stop.place(), Mode.EVAL)
-    return report.write_classes(args, result, evaluation.loader.class_names)
+    return report.write_classes(args, result, evaluation.loader.class_names, stop.epoch, is_best(stop, result))
 
 
 if __name__ == "__main__":

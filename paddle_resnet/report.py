@@ -152,6 +152,11 @@ def all_done(args, checkpoint):
             steps are done.
     """
     folder = checkpoint.folder
+    if checkpoint.ended_early(args):
+        text = f"{folder} is {checkpoint.evaluations_since_best} evaluations after the best; use a larger number"
+        if not args.resume:
+            raise UsageError(f"--patience {args.patience}: {text}")
+        return logger.info(f"--resume: ended by --patience {args.patience}: {text}")
     if not args.resume:
         if args.iter_unit == "batch":
             raise UsageError(f"--num-iter {args.num_iter}: already completed in {folder}; use a larger number")
@@ -274,29 +279,40 @@ def _print_table(title, result, environment):
     logger.info(drawn.getvalue().rstrip("\n"))
 
 
-def summarize(args, argv, program, trained, evaluated, best, folder):
-    """Log the results of a training run, and print a command that evaluates the last checkpoint and writes a separate
-    report.
+def summarize(args, argv, program, stop, trained, evaluated, saver):
+    """Log the results of a training run, and print a command that evaluates the best checkpoint, or the last one of a
+    run without evaluation, and writes a separate report.
 
     Args:
         args: flags.
         argv: arguments of the command line.
         program: training Program.
+        stop: the last durations.Stop.
         trained, evaluated: results of the last epoch; evaluated is None without evaluation.
-        best: result and epoch of the best evaluation, or None.
-        folder: folder of the last checkpoint.
+        saver: saver.Saver, with the best evaluation and the folders of its checkpoint and of the last one.
     """
     data = {f"train.{name}": trained[name] for name in ("loss", "top1", "top5", "ips")}
+    best, folder = saver.best, saver.folder
+    lines = [f"last checkpoint: {folder}"]
     if evaluated is not None:
-        data |= {f"val.{name}": evaluated[name] for name in ("loss", "top1", "top5", "images")}
+        names = ("loss", "top1", "top5", "images")
+        data |= {f"val.{name}": evaluated[name] for name in names}
+        data |= {f"last.{name}": value for name, value in {"epoch": stop.epoch, **stop.place()}.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        data |= {"best.val.top1": best["top1"]}
+        data |= {f"best.val.{name}": best[name] for name in names}
+        folder = saver.best_folder
+        lines = [
+            f"best checkpoint: {folder} (epoch {best['epoch']}, top1 {best['top1']:.4f})",
+            f"{lines[0]} (epoch {stop.epoch}, top1 {evaluated['top1']:.4f})",
+        ]
+    if saver.ends_early:
+        lines = [f"--patience {args.patience}: no higher top1 since epoch {best['epoch']}", *lines]
     if args.asp:
         from paddle_resnet.optimizers import sparsity
 
         data |= sparsity.counts(program)
     logger.log((), data)
-    logger.info(f"last checkpoint: {folder}\nreport: {args.report_file}")
+    logger.info("\n".join([*lines, f"report: {args.report_file}"]))
     _write_page(args, argv)
     if processes.rank() != 0:  # other ranks write no checkpoints
         return
@@ -308,7 +324,8 @@ def summarize(args, argv, program, trained, evaluated, best, folder):
         of_file = [flag for flag in OF_TRAINING if flag not in {argument.partition("=")[0] for argument in argv}]
         for flag in of_file:
             flags += [flag, "None"] if getattr(args, flag[2:].replace("-", "_")) else []
-        logger.info(f"evaluate it again: {_python()} train.py {shlex.join(flags)}")
+        what = "the last epoch" if evaluated is None else f"the best epoch, {best['epoch']},"
+        logger.info(f"evaluate {what} again: {_python()} train.py {shlex.join(flags)}")
 
 
 def _without(argv, flags):
@@ -343,19 +360,21 @@ def _python():
     return "python" if path.startswith("..") else path
 
 
-def write_classes(args, result, classes):
+def write_classes(args, result, classes, epoch, is_best=True):
     """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes
     nothing, because it does not evaluate the entire data set.
 
-    REPORT.classes.csv has one line per class: label, class, images, correct, top1. REPORT.confusion.csv has one line
-    per pair of label and prediction that occurred, the most frequent pair first: label, predicted, images, class,
-    predicted_class. REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file. Each
-    evaluation replaces the files of the previous one.
+    REPORT.classes.csv has one line per class: label, class, images, correct, top1, epoch. REPORT.confusion.csv has one
+    line per pair of label and prediction that occurred, the most frequent pair first: label, predicted, images, class,
+    predicted_class, epoch. REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file.
+    The files describe the best evaluation of the run.
 
     Args:
         args: flags.
         result: result of program.run with Mode.EVAL.
         classes: class names in label order; the network may have more outputs than there are names.
+        epoch: epoch of the evaluated parameters.
+        is_best: whether this is the best evaluation of the run so far; otherwise, the files are not replaced.
     Returns:
         the result without its arrays.
     """
@@ -369,19 +388,21 @@ def write_classes(args, result, classes):
             f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite; the mean loss omits "
             "these images; class accuracies and confusion counts omit images whose logits are all NaN"
         )
+    if not is_best:
+        return numbers
     tables = _tables(args)
     names = [*classes, *map(str, range(len(classes), len(class_top1)))]
     images, correct = (
         np.bincount(labels, n, len(class_top1)).astype(int) for n in (counts, counts * (labels == predictions))
     )
     rows = [
-        (label, names[label], images[label], correct[label], "" if images[label] == 0 else f"{top1:.6f}")
+        (label, names[label], images[label], correct[label], "" if images[label] == 0 else f"{top1:.6f}", epoch)
         for label, top1 in enumerate(class_top1)
     ]
-    _write(tables.get("classes"), ("label", "class", "images", "correct", "top1"), rows)
+    _write(tables.get("classes"), ("label", "class", "images", "correct", "top1", "epoch"), rows)
     pairs = sorted(result["confusion"].tolist(), key=lambda pair: -pair[2])
-    rows = [(*pair, names[pair[0]], names[pair[1]]) for pair in pairs]
-    _write(tables.get("confusion"), ("label", "predicted", "images", "class", "predicted_class"), rows)
+    rows = [(*pair, names[pair[0]], names[pair[1]], epoch) for pair in pairs]
+    _write(tables.get("confusion"), ("label", "predicted", "images", "class", "predicted_class", "epoch"), rows)
     if "predictions" in result:
         from paddle_resnet.results import predictions as table
 

@@ -10,7 +10,7 @@ from paddle import static
 
 import train
 from conftest import assert_one_error, losses, phase, read_report
-from paddle_resnet import report
+from paddle_resnet import program, report
 from paddle_resnet.job import exchange, processes
 from paddle_resnet.results import reading
 from utils.errors import RunError
@@ -25,18 +25,21 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
     args = parse("--report-file", tmp_path / "run.json")
     confusion = np.array([[0, 0, 5], [0, 2, 2], [2, 0, 3], [2, 2, 1]])
     result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
-    report.write_classes(args, result, ["dog, small", "cat"])  # the third class has no name
+    report.write_classes(args, result, ["dog, small", "cat"], 4)  # the third class has no name
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
-        ["0", "dog, small", "7", "5", "0.714286"],
-        ["1", "cat", "0", "0", ""],
-        ["2", "2", "4", "1", "0.250000"],
+        ["0", "dog, small", "7", "5", "0.714286", "4"],
+        ["1", "cat", "0", "0", "", "4"],
+        ["2", "2", "4", "1", "0.250000", "4"],
     ]
     assert [list(row.values()) for row in read(tmp_path / "run.confusion.csv")] == [
-        ["0", "0", "5", "dog, small", "dog, small"],
-        ["2", "0", "3", "2", "dog, small"],
-        ["0", "2", "2", "dog, small", "2"],
-        ["2", "2", "1", "2", "2"],
+        ["0", "0", "5", "dog, small", "dog, small", "4"],
+        ["2", "0", "3", "2", "dog, small", "4"],
+        ["0", "2", "2", "dog, small", "2", "4"],
+        ["2", "2", "1", "2", "2", "4"],
     ]
+    worse = result | {"confusion": confusion[:1]}
+    report.write_classes(args, worse, ["dog, small", "cat"], 5, is_best=False)
+    assert len(read(tmp_path / "run.confusion.csv")) == 4
 
 
 @pytest.mark.parametrize(
@@ -44,17 +47,17 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
 )
 def test_class_tables_are_named_after_report(parse, tmp_path, name, stem):
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1]]), "class_top1": np.ones(2)}
-    report.write_classes(parse("--report-file", tmp_path / name), result, "ab")
+    report.write_classes(parse("--report-file", tmp_path / name), result, "ab", 0)
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == [f"{stem}.classes.csv", f"{stem}.confusion.csv"]
 
 
 def test_unwritable_class_table_is_an_error(parse, tmp_path):
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1]]), "class_top1": np.ones(2)}
-    report.write_classes(parse("--report-file", "/dev/null"), result, "ab")
+    report.write_classes(parse("--report-file", "/dev/null"), result, "ab", 0)
     assert not list(Path("/dev").glob("null.*"))
     (tmp_path / "run.classes.csv").mkdir()
     with pytest.raises(RunError, match=f"^{tmp_path}/run.classes.csv: cannot be written"):
-        report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "ab")
+        report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "ab", 0)
 
 
 def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
@@ -72,14 +75,18 @@ def test_non_finite_losses_are_counted(run_train, checkpoint, tmp_path, capsys):
     assert "the loss of 23 of 23 images is not finite; the mean loss omits these images" in capsys.readouterr().err
 
 
-def test_printed_command_evaluates_last_checkpoint_and_keeps_report(run_train, tmp_path, capsys):
-    code, entries = run_train("--epochs", "2", "--profile-steps", "1:2")
+def test_printed_command_evaluates_best_checkpoint_and_keeps_report(run_train, tmp_path, capsys, monkeypatch):
+    scores = iter([0.8, 0.3])
+    run = program.run
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "run", lambda *args, **kwargs: {**run(*args, **kwargs), "top1": next(scores)})
+        code, entries = run_train("--epochs", "2", "--profile-steps", "1:2")
     assert code == 0
-    [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate it again: ")]
+    [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate the best epoch, ")]
     arguments = shlex.split(command)
     with static.scope_guard(static.Scope()):
         assert train.main(arguments[arguments.index("train.py") + 1 :]) == 0
-    assert phase(read_report(tmp_path / "report.eval.json"), [], "val.")["loss"] == phase(entries, [1], "val.")["loss"]
+    assert phase(read_report(tmp_path / "report.eval.json"), [], "val.")["loss"] == phase(entries, [0], "val.")["loss"]
     assert read_report(tmp_path / "report.json") == entries
 
 
@@ -112,7 +119,7 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
     assert run_train(*default, "--dry-run")[0] == 0
     assert not folder.exists()
     assert run_train(*default)[0] == 0
-    [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate it again: ")]
+    [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluate the best epoch, ")]
     assert "--report-file" not in command
     arguments = shlex.split(command)
     for more in ([], ["--overwrite"]):
@@ -189,7 +196,7 @@ def test_benchmark_and_other_ranks_write_no_class_tables(run_train, tmp_path, mo
     assert run_train("--run-scope", "eval_only", *flags)[0] == 0
     monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: 1)
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1], [2, 2, 1]]), "class_top1": np.ones(3)}
-    report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "abc")
+    report.write_classes(parse("--report-file", tmp_path / "run.json"), result, "abc", 0)
     assert list(tmp_path.glob("*.csv")) == []
 
 

@@ -71,8 +71,19 @@ class StartCheckpoint:
         """Return whether the run continues inside an epoch."""
         return bool(self.step) and self.step < self.meta["steps_each_epoch"]
 
+    @property
+    def evaluations_since_best(self):
+        """The number of evaluations after the best one, in the run that this run continues."""
+        return self.meta.get("evaluations_since_best", 0) if self.resumes else 0
+
+    def ended_early(self, args):
+        """Return whether --patience has ended the run."""
+        return 0 < args.patience <= self.evaluations_since_best
+
     def is_done(self, args):
         """Return whether all steps of a run with these flags are complete."""
+        if self.ended_early(args):
+            return True
         if args.iter_unit == "epoch":
             return self.epoch >= args.epochs
         return self.meta["lr_scheduler"]["last_epoch"] >= args.num_iter and self.trained is None

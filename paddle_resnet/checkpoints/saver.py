@@ -115,6 +115,10 @@ def _name(epoch, step):
     return str(epoch) if step is None else f"{epoch}_{step}"
 
 
+def _name_of(best):
+    return _name(best["epoch"], best.get("step"))
+
+
 class Saver:
     """Writes the checkpoints of a training run in the background.
 
@@ -141,6 +145,7 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending = None
         self.best = exchange.from_rank_0(lambda: self._prepare(args, checkpoint))
+        self._evaluations_since_best = checkpoint.evaluations_since_best if checkpoint else 0
         self.folder = checkpoint and checkpoint.folder
 
     def _prepare(self, args, checkpoint):
@@ -164,6 +169,40 @@ class Saver:
         """From now on, save the state of this loader and of these meters."""
         self._loader, self._fetchs = loader, fetchs
 
+    def record(self, stop, result):
+        """Count an evaluation for --patience. Every process must call this.
+
+        Args:
+            stop: durations.Stop of the evaluation.
+            result: result of program.run.
+        Returns:
+            whether it is the best evaluation so far; the earliest is the best if several are equally good.
+        """
+        is_best = self.best is None or result["top1"] > self.best["top1"]
+        self._evaluations_since_best = 0 if is_best else self._evaluations_since_best + 1
+        if is_best:
+            numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
+            self.best = _result_at(stop.epoch, stop.place().get("step"), numbers)
+        return is_best
+
+    def save_if_due(self, stop, trained, evaluated):
+        """Save a checkpoint at a stop if --save-interval requires it, if the evaluation is the best so far, or if the
+        run ends."""
+        step = stop.place().get("step")
+        is_best = self.best is not None and _name_of(self.best) == _name(stop.epoch, step)
+        if stop.saves or is_best or self.ends_early:
+            self.save(stop.epoch, step, trained if stop.ends_epoch else None, evaluated)
+
+    @property
+    def ends_early(self):
+        """Whether --patience ends the run."""
+        return 0 < self._args.patience <= self._evaluations_since_best
+
+    @property
+    def best_folder(self):
+        """The folder of the checkpoint with the best evaluation, or None."""
+        return self.best and self._root / _name_of(self.best)
+
     def save(self, epoch, step=None, trained=None, evaluated=None):
         """Save the state between two steps. Every process must call this.
 
@@ -185,8 +224,6 @@ class Saver:
         arrays = self._bn_statistics() if in_epoch and processes.rank() > 0 else {}
         rank_state = {"loader": self._loader.state(), "meters": self._meters()}
         ranks = exchange.gather(_pack(rank_state, arrays))
-        if evaluated and (self.best is None or evaluated["top1"] > self.best["top1"]):
-            self.best = _result_at(epoch, step, evaluated)
         if processes.rank() != 0:
             return
         ranks = [_unpack(data) for data in ranks]
@@ -213,6 +250,7 @@ class Saver:
             "trained": trained,
             "evaluated": evaluated,
             "best": self.best,
+            "evaluations_since_best": self._evaluations_since_best,
             "lr_scheduler": self._lr_scheduler.state_dict(),
             "seeds": {"paddle": self._args.seed, "python": _python_state(), "numpy": _numpy_state()},
             "ranks": [state for state, _ in ranks],
@@ -277,17 +315,20 @@ class Saver:
                 "disk space or choose a different --output-dir"
             ) from e
         logger.info(f"checkpoint: {folder}")
-        self._mark_and_delete(name, meta["best"] and _name(meta["best"]["epoch"], meta["best"].get("step")))
+        self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run except the best one. Checkpoints of other runs are
-        kept."""
+        """Set the links, and delete old checkpoints of this run except the best one. Those inside an epoch never
+        displace those of epochs. Checkpoints of other runs are kept."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)
-        own = [folder for folder, meta in folders.newest_first(self._root)[0] if meta["run"] == self._run]
-        for folder in own[self._args.keep_checkpoints :]:
-            if folder.name != best:
+        own = [(folder, meta) for folder, meta in folders.newest_first(self._root)[0] if meta["run"] == self._run]
+        of_epochs = [(folder, meta) for folder, meta in own if meta["step"] is None]
+        count = self._args.keep_checkpoints
+        kept = {folder.name for folder, _ in own[:count] + of_epochs[:count]} | {best}
+        for folder, _ in own:
+            if folder.name not in kept:
                 folders.delete(folder)
 
     def _mark(self, marker, name):

@@ -27,6 +27,8 @@ def problem(meta):
         wrong = {rank["loader"]["step"] for rank in meta["ranks"]} - {step}
         if wrong:
             return f"step is {step}, but {min(wrong)} in a loader state"
+    if not is_count(meta.get("evaluations_since_best", 0)):  # older checkpoints do not have it
+        return f"evaluations_since_best is {reprlib.repr(meta['evaluations_since_best'])[:100]}"
     if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints do not have it
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
     return None

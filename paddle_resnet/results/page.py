@@ -27,7 +27,7 @@ def write(path, report_file, environment=None):
 
     Args:
         path: path of the page to write.
-        report_file: path of a report. The CSV files next to the report are from the last evaluation of the run.
+        report_file: path of a report. The CSV files next to the report are from the best evaluation of the run.
         environment: {name: value} of the machine and the software to show, or None.
     Raises:
         UsageError: report_file or a table next to it does not match the schema.
@@ -180,7 +180,7 @@ def _thumbnail(image):
 
 def _matrix(classes, confusion):
     """Return the confusion matrix for the template: class names, cells (column, row, row of confusion.csv, fraction),
-    and the total number of classes."""
+    the total number of classes, and the evaluated epoch (None in older files)."""
     of_label = {row["label"]: row for row in classes if int(row["images"])}
     wrong = [row for row in confusion if row["label"] in of_label and row["predicted"] in of_label]
     wrong = sorted((row for row in wrong if row["label"] != row["predicted"]), key=lambda row: -int(row["images"]))
@@ -194,4 +194,5 @@ def _matrix(classes, confusion):
         if row["label"] in place and row["predicted"] in place
     ]
     names = [name if len(name) <= 13 else f"{name[:12]}…" for name in names]
-    return {"names": names, "cells": cells, "classes": len(of_label)} if names else None
+    epoch = classes[0].get("epoch") if classes else None
+    return {"names": names, "cells": cells, "classes": len(of_label), "epoch": epoch} if names else None

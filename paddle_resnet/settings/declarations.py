@@ -533,7 +533,15 @@ def _saving(add):
         "--keep-checkpoints",
         type=numbers.positive,
         default=3,
-        help="number of newest checkpoints of this run to keep, in addition to the best",
+        help="number of newest checkpoints, and of newest checkpoints at the end of an epoch, to keep in "
+        "addition to the best",
+    )
+    add(
+        "--patience",
+        type=numbers.not_negative,
+        default=0,
+        metavar="N",
+        help="number of consecutive evaluations without a higher top1 after which training ends; 0: never",
     )
     add(
         "--checkpoint-commit",
@@ -657,7 +665,7 @@ def _output(add):
         "--predictions",
         type=_path,
         metavar="FILE",
-        help="CSV file for the five most probable classes of each image, with --run-scope eval_only",
+        help="CSV file for the five most probable classes of each validation image, in the best evaluation of the run",
     )
     add("--print-interval", type=numbers.positive, default=10, help="number of steps between log lines")
     add(

@@ -67,6 +67,8 @@ def _conflicts_of_settings(settings):
     yield from _conflicts_of_sparsity(settings)
     yield from _conflicts_of_amp(settings)
     yield from _conflicts_of_sizes(settings)
+    if settings.patience and settings.run_scope is RunScope.TRAIN_ONLY:
+        yield f"--patience {settings.patience}: requires evaluations; use 0, or remove --run-scope train_only"
 
 
 def _conflicts_of_start(settings):
@@ -109,10 +111,9 @@ def _conflicts_of_output(settings):
         yield f"--tensorboard-dir {settings.tensorboard_dir}: this run does not train; remove the flag"
     if settings.report_html is not None and settings.benchmark:
         yield f"--report-html {settings.report_html}: not supported with --benchmark; remove one of them"
-    if settings.predictions is not None and (settings.run_scope is not RunScope.EVAL_ONLY or settings.benchmark):
-        yield f"--predictions {settings.predictions}: requires an evaluation run; add --run-scope eval_only" + (
-            " and remove --benchmark" if settings.benchmark else ""
-        )
+    if settings.predictions is not None and (settings.run_scope is RunScope.TRAIN_ONLY or settings.benchmark):
+        obstacle = "--benchmark" if settings.benchmark else "--run-scope train_only"
+        yield f"--predictions {settings.predictions}: requires a complete evaluation; remove it or {obstacle}"
     for name in ("predictions", "report_html"):
         if getattr(settings, name) is not None and settings.data_format == "synthetic":
             yield f"{flag(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove one"

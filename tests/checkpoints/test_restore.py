@@ -16,6 +16,7 @@ from paddle_resnet.checkpoints import folders, restore, variables
 from paddle_resnet.checkpoints import saver as saver_module
 from paddle_resnet.checkpoints.saver import Saver
 from paddle_resnet.job import exchange, processes
+from paddle_resnet.settings import durations
 from utils.errors import RunError, UsageError
 
 PLACE = paddle.CPUPlace()
@@ -187,6 +188,12 @@ def test_write_error_raises_at_next_save(args, run, tmp_path):
     assert folders.newest_first(tmp_path / "Tiny")[0][0][0].name == "0"
 
 
+def save_evaluated(saver, epoch, top1):
+    evaluated = {"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0}
+    saver.record(durations.Stop(epoch), evaluated)
+    saver.save(epoch, evaluated=evaluated)
+
+
 def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run, tmp_path):
     saver, _, _ = run
     args.keep_checkpoints = 2
@@ -196,7 +203,7 @@ def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run,
     saver._run = own
     # Of two epochs with equal accuracy, the first is the best.
     for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):
-        saver.save(epoch, evaluated={"loss": 1.0, "top1": top1, "top5": 1.0, "ips": 9.0})
+        save_evaluated(saver, epoch, top1)
     saver.finish()
     assert [folder.name for folder in folders.finished(tmp_path / "Tiny")] == ["0", "2", "4", "5"]
     assert (tmp_path / "Tiny/best").resolve().name == "2"
@@ -276,7 +283,7 @@ def test_run_folder_selects_best_or_newest_checkpoint(args, run, tmp_path, capsy
     saver, _, _ = run
     root = tmp_path / "Tiny"
     for number, top1 in ((4, 0.5), (7, 0.2)):
-        saver.save(number, evaluated={"loss": 1.5, "top1": top1, "top5": 1.0, "ips": 20.0})
+        save_evaluated(saver, number, top1)
     saver.save(8, 2)
     saver.finish()
     (tmp_path / "Big").mkdir()

@@ -142,7 +142,10 @@ def test_top_meter_matches_numpy_and_sorts_nan_last():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--predictions", "x.csv"], "--predictions x.csv: requires an evaluation run; add --run-scope eval_only"),
+        (
+            ["--predictions", "x.csv", "--run-scope", "train_only"],
+            "--predictions x.csv: requires a complete evaluation; remove it or --run-scope train_only",
+        ),
         (
             ["--predictions", "/proc/no/x.csv", "--run-scope", "eval_only"],
             "--predictions /proc/no/x.csv: cannot be written",
