@@ -188,7 +188,7 @@ def test_unreadable_or_unsuitable_file_is_an_error(small, tmp_path, capsys):
     assert "left over: x0.weight, x1.weight, x2.weight" in capsys.readouterr().err
     damaged = tmp_path / "resnet18-f37072fd.pth"
     damaged.write_bytes(b"damaged")
-    assert "but according to the file's name with f37072fd; download it again" in error(capsys, damaged, *out)
+    assert "instead of f37072fd, as in the file's name; download it again" in error(capsys, damaged, *out)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,9 +1,9 @@
 """Iterators that provide batches to Paddle, one epoch per pass.
 
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor accepts as a feed:
-images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts
-the next one. `write_into({name: tensor})` provides tensors for full batches to overwrite; only ShardIterator, which
-creates a new batch each step, uses them. adapted() gives any other iterable this interface.
+images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts the
+next epoch. After `write_into({name: tensor})`, ShardIterator writes each full batch into these tensors; the other
+iterators ignore the call. adapted() wraps any other iterable in this interface.
 """
 
 import base64
@@ -27,34 +27,36 @@ UNKNOWN_LENGTH = sys.maxsize  # length of a loader without len()
 
 
 class StateError(UsageError):
-    """The state of a loader in a checkpoint is damaged."""
+    """Raised if a loader's state in a checkpoint is damaged."""
 
 
 class _Steps:
-    """Counts the steps of an iterator that has `images` images per epoch; `_left` of them remain in this epoch."""
+    """Counts the steps of an iterator. An epoch has `images` images, and `_left` images remain in the current epoch."""
 
     def __len__(self):
         return -(-self.images // self.batch_size)
 
     @property
     def step(self):
-        """Number of batches taken in this epoch."""
+        """Return the number of batches that this epoch has yielded."""
         return -(-(self.images - self._left) // self.batch_size)
 
 
 class ShardIterator(_Steps, DALIGenericIterator):
-    """DALI's Paddle iterator with exact epochs, for GPU and CPU pipelines.
+    """DALI's Paddle iterator, but without padding at the end of an epoch. It supports GPU and CPU pipelines.
 
-    Every process reads ceil(ceil(size / num_shards) / batch) batches per epoch, including padding, so that all shards
-    stay aligned across epochs. The iterator yields the first `images` images of these batches and discards the rest.
+    In each epoch, every process reads ceil(ceil(size / num_shards) / batch) batches, including padding, so that all
+    processes begin the next epoch together. The iterator yields the first `images` images and discards the rest.
 
     Args:
-        pipeline: DALI pipeline, built or not, with the outputs images and labels and a reader that pads.
-        images: images to yield per epoch. If this is not a multiple of the batch size, the last batch is shorter.
+        pipeline: DALI pipeline with the outputs images and labels and with a reader that pads. It may be built already.
+        images: number of images to yield per epoch. If it is not a multiple of the batch size, the last batch is
+            smaller.
         data_set: readers.DataSet that the pipeline reads.
         image_root: folder of the data set.
-        conditions: settings that state() records; a loader that resumes from the state compares them with its own.
-        step: number of batches already taken in the epoch when the pipeline's checkpoint was written.
+        conditions: settings to store in state(). A loader that resumes from the state compares them with its own
+            settings.
+        step: number of batches that the epoch had yielded when the pipeline's checkpoint was saved.
     Raises:
         DataError: an image in the first batches cannot be read or decoded. For later batches, `next` raises this error.
     """
@@ -75,19 +77,19 @@ class ShardIterator(_Steps, DALIGenericIterator):
                 [pipeline],
                 ["data", "label"],
                 reader_name=READER,
-                # DALI returns full, padded batches; this class removes the padding.
+                # DALI returns full, padded batches, from which this class removes the padding.
                 last_batch_policy=LastBatchPolicy.FILL,
                 prepare_first_batch=False,
             )
             self._schedule_runs(False)  # start decoding while the program is being built
 
     def state(self):
-        """Return the position of a training loader as plain data, for dali.build_dataloader."""
+        """Return the state of a training loader as JSON data, for dali.build_dataloader."""
         pipeline = base64.b64encode(self.checkpoints()[0]).decode()
         return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
 
     def write_into(self, targets):
-        """From the next batch on, copy every full batch into these tensors. A shorter last batch gets its own tensors.
+        """From the next batch on, copy every full batch into these tensors. A smaller last batch gets new tensors.
 
         Args:
             targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} to create new tensors each step.
@@ -95,12 +97,12 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self._targets = targets
 
     def __iter__(self):
-        """Continue in the middle of an epoch, where the plugin would start a new one."""
+        """Continue the current epoch if images remain. The base class would start a new epoch."""
         return self if self._left else super().__iter__()
 
     def __next__(self):
         if self._left == 0:
-            for _ in range(3):  # padding takes at most two batches; then StopIteration
+            for _ in range(3):  # read the padding, at most two batches, until StopIteration
                 self._next_batch()
             raise StateError("state of the loader: damaged (its epoch is too long); use a different checkpoint")
         try:
@@ -145,12 +147,12 @@ class ShardIterator(_Steps, DALIGenericIterator):
             return self._decoded_batch()
 
     def _decoded_batch(self):
-        # This replaces the plugin's code, which supports neither pipelines without a GPU nor preallocated tensors.
+        # This code replaces that of DALI's plugin, which requires a GPU and does not support preallocated tensors.
         self._ever_consumed = True
         outputs = self._get_outputs()[0]
         gpu = self._pipes[0].device_id
         place = paddle.CPUPlace() if gpu is None else paddle.CUDAPlace(gpu)
-        # Paddle's steps run on this stream, so the copy waits for the previous step, which reads the same tensors.
+        # Paddle's steps run on this stream, so the copy waits until the previous step has read the tensors.
         stream = None if gpu is None else paddle.device.cuda.current_stream(gpu).cuda_stream
         batch = {}
         for name, output in zip(self.output_map, outputs, strict=True):
@@ -164,24 +166,24 @@ class ShardIterator(_Steps, DALIGenericIterator):
 
 
 def feeds(program):
-    """Return {name: variable} for the inputs of a program, in the order in which they were declared."""
+    """Return {name: variable} of the inputs of a program, in the order of their declaration."""
     return {v.name: v for v in program.global_block().vars.values() if v.is_data}
 
 
 def adapted(loader, program):
-    """Return the loader if it has the interface of this module, otherwise an Adapter."""
+    """Return the loader if it has the interface of this module; otherwise, return an Adapter."""
     return loader if hasattr(loader, "write_into") else Adapter(loader, program)
 
 
 class Adapter:
-    """The interface of this module for any iterable of batches; each iteration over it is an epoch.
+    """Wraps an iterable of batches in the interface of this module. Each iteration over the iterable is an epoch.
 
     Args:
-        loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). Like DALI, it may reuse
-            the memory of a tensor once nothing refers to the tensor.
-        program: the compiled program that takes the batches.
+        loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). It may reuse the memory of
+            a tensor after the last reference to the tensor has been deleted.
+        program: compiled program to which the batches are fed.
     Raises:
-        UsageError: raised during iteration if there is no batch or a batch does not match the program.
+        UsageError: raised during iteration if the loader has no batches or if a batch does not match the program.
     """
 
     step = 0
@@ -196,7 +198,8 @@ class Adapter:
         return len(self._loader) if hasattr(self._loader, "__len__") else UNKNOWN_LENGTH
 
     def __iter__(self):
-        # When batch n is requested, the host has read the metrics of step n-2, so the GPU has finished step n-3.
+        # Keep the last three batches. When batch n is requested, the GPU has finished step n-3, because the host has
+        # read the metrics of step n-2.
         in_use = deque(maxlen=3)
         for batch in self._loader:
             if not isinstance(batch, list | tuple) or len(batch) != 1 or not {*self._inputs} <= {*batch[0]}:
@@ -208,10 +211,10 @@ class Adapter:
             raise UsageError("run: the loader yields no batch; pass an iterable that starts again for each epoch")
 
     def write_into(self, targets):
-        """Do nothing: the batches already exist."""
+        """Do nothing, because the wrapped loader allocates its batches."""
 
     def reset(self):
-        """Do nothing: the next iteration begins the next epoch."""
+        """Do nothing, because each iteration begins a new epoch."""
 
     def _tensor(self, name, value):
         """Convert an input of a batch to a Paddle tensor, and check its shape and type, because the Executor does not
@@ -221,12 +224,12 @@ class Adapter:
             value.set(array, paddle.CPUPlace())
         expected, actual = self._inputs[name], f"{convert_dtype(value._dtype())} {['N', *value.shape()[1:]]}"
         if actual != expected:
-            raise UsageError(f"run: the loader yields {name} in {actual}, but the program takes {expected}; convert it")
+            raise UsageError(f"run: the loader yields {name} as {actual}, but the program takes {expected}; convert it")
         return value
 
 
 class EmptyIterator:
-    """The loader of a process whose shard has no validation images: its epochs have 0 steps."""
+    """Loader of a process whose shard has no validation images. An epoch has 0 steps."""
 
     step = 0
 
@@ -240,7 +243,7 @@ class EmptyIterator:
         return 0
 
     def write_into(self, targets):
-        """Do nothing: there are no batches."""
+        """Do nothing, because there are no batches."""
 
     def __iter__(self):
         return iter(())
@@ -250,16 +253,16 @@ class EmptyIterator:
 
 
 class SyntheticIterator(_Steps):
-    """Yields the same random batch in device memory each step, to measure the program without a loader.
+    """Yields the same random batch, in device memory, at every step to measure the program without a loader.
 
     Args:
-        args: settings for the shape, type and number of images and the number of classes.
-        images: images per epoch on this process.
+        args: flags; they determine the shape and type of the images, the batch size and the number of classes.
+        images: number of images per epoch on this process.
         mode: Mode.TRAIN drops the last partial batch.
         conditions: see ShardIterator.
         state: see dali.build_dataloader.
     Raises:
-        UsageError: training has fewer images than the batch size.
+        UsageError: the mode is Mode.TRAIN, and there are fewer images than the batch size.
     """
 
     def __init__(self, args, images, mode, conditions, state=None):
@@ -288,7 +291,7 @@ class SyntheticIterator(_Steps):
         return {"conditions": self._conditions, "step": self.step}
 
     def write_into(self, targets):
-        """Do nothing: the only batch is already in device memory."""
+        """Do nothing, because the only batch is already in device memory."""
 
     def __iter__(self):
         return self

@@ -1,4 +1,4 @@
-"""Listing of the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
+"""Lists the contents of --image-root: storage formats (see docs/data.md), files, classes and images.
 
 This module imports neither DALI nor Paddle, so that the worker processes of the data-set tools start quickly.
 """
@@ -34,16 +34,16 @@ SHARD_NAMES = {
 }
 FILE_FORMATS = ("folder", "filelist")  # formats with one file per image
 STORAGE_FORMATS = (*FILE_FORMATS, *SHARD_NAMES)
-# Common names of a split, in lower case, the most likely first.
+# Other common names of a split, in lower case; the most common name is first.
 OTHER_NAMES = {
     Mode.TRAIN: ("train", "training"),
     Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
 }
 # Folders that operating systems and archives create. Like hidden folders, they are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
-OUTSIDE = "image outside the class folders"  # one of the kinds of ignored files
-_TEXT_LIMIT = 1 << 30  # bytes of a file list, classes.txt or skip list
-_NAME_LIMIT = 1000  # characters of a class name; Python's CSV reader accepts 131,072
+OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
+_TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
+_NAME_LIMIT = 1000  # maximum number of characters of a class name; Python's CSV reader accepts 131,072
 # File that describes a conversion; tools/convert.py writes it to the output folder.
 MANIFEST = "convert.json"
 EXAMPLE_NAMES = {
@@ -59,10 +59,10 @@ class Image:
     """One image of a data set.
 
     Attributes:
-        name: name in reports and skip lists. For an image file, its path relative to image_root; for a record,
-            FILE@PLACE, where PLACE is the byte offset that DALI reports for the record, or its key in an LMDB.
+        name: name in reports and skip lists. For an image file, it is the path relative to image_root. For a record, it
+            is FILE@PLACE, where PLACE is the byte offset that DALI reports for the record or, in an LMDB, the key.
         path: the image file, or the record file.
-        label: the image's label, or None if a record file stores the label, which records.read then returns.
+        label: the image's label, or None for a record, whose label records.read returns.
         kind: None for an image file, otherwise the format of the record file.
         place: position for records.read: (offset, size, label offset, label size) in bytes, or the key in an LMDB.
     """
@@ -75,12 +75,12 @@ class Image:
 
     @property
     def full_name(self):
-        """The name used in messages: PATH or FILE@PLACE, where image_root is part of the path."""
+        """Return the name to use in messages: PATH or FILE@PLACE, including image_root."""
         return self.path if self.kind is None else f"{self.path}@{self.name.rpartition('@')[2]}"
 
 
 def check_root(image_root, content="train/ and val/"):
-    """Raise UsageError if --image-root is not a folder, or if DALI does not accept its name."""
+    """Raise UsageError if --image-root is not a folder or if its path is not valid UTF-8, as DALI requires."""
     if not os.path.isdir(image_root):
         raise UsageError(f"--image-root {image_root}: not a folder; use the folder that contains {content}")
     if not _is_utf8(os.path.abspath(image_root)):
@@ -88,14 +88,14 @@ def check_root(image_root, content="train/ and val/"):
 
 
 def _is_utf8(path):
-    """Whether a path is valid UTF-8, as DALI requires."""
+    """Return whether a path is valid UTF-8, as DALI requires."""
     return os.fsencode(path) == str(path).encode(errors="replace")
 
 
 def detect(image_root, mode):
-    """Detect the storage format of a split from the names in image_root.
+    """Detect the storage format of a split from the names of the files in image_root.
 
-    A file list takes precedence over class folders, because it may list images in them.
+    A file list takes precedence over class folders, because the list may contain images in these folders.
 
     Returns:
         One of STORAGE_FORMATS; "folder" if no format is detected.
@@ -113,13 +113,13 @@ def detect(image_root, mode):
             f"--image-root {image_root}: contains the {mode.value} split as {' and '.join(formats)}; choose one with "
             "--data-format"
         )
-    # If no format is detected, the code that lists class folders reports what is missing.
+    # If no format is detected, the error message of the code that lists class folders states what is missing.
     return formats[0] if formats else "folder"
 
 
 def occupied(image_root):
-    """Return the paths below image_root that are reserved for a data set, including those that do not exist. An output
-    path must neither be one of them nor be inside one of them."""
+    """Return the paths below image_root that are reserved for data sets, including paths that do not exist. An output
+    must be neither at nor below one of these paths."""
     if not os.path.isdir(image_root):
         return []
     own = {MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
@@ -147,7 +147,7 @@ def _has_split(image_root, mode):
 
 
 def _missing(image_root, mode):
-    """Return the UsageError to raise if image_root does not contain the split in any format."""
+    """Return the UsageError for an image_root that contains the split in no format."""
     other, scope = (Mode.EVAL, RunScope.EVAL_ONLY) if mode is Mode.TRAIN else (Mode.TRAIN, RunScope.TRAIN_ONLY)
     if not _has_split(image_root, other):
         return UsageError(f"--image-root {image_root}: has no folder {mode.value}/; {_splits_remedy(image_root)}")
@@ -186,7 +186,8 @@ def _split_command(source, image_root):
 
 
 def _similar(image_root, mode, data_format="folder"):
-    """Return a folder or list with a similar name that may be the split; None if there is no such name."""
+    """Return the name of a folder or file list that may be the split under a similar name, or None if there is no such
+    name."""
     ending = {"folder": "/", "filelist": ".txt"}.get(data_format)
     if ending is None or not os.path.isdir(image_root):
         return None
@@ -196,12 +197,12 @@ def _similar(image_root, mode, data_format="folder"):
 
 
 def images(image_root, mode, data_format=None, allow_outside=False, classes=None):
-    """List all images of a split in stored order, which is the order of an evaluation.
+    """List all images of a split in stored order. Evaluations use the same order.
 
     Args:
         image_root: the folder that contains the split.
         mode: Mode.TRAIN or Mode.EVAL.
-        data_format: one of STORAGE_FORMATS; None to detect it.
+        data_format: one of STORAGE_FORMATS, or None to detect the format.
         allow_outside: whether a file list may contain files outside image_root.
         classes: see list_folder, for class folders.
     Returns:
@@ -234,22 +235,22 @@ def images(image_root, mode, data_format=None, allow_outside=False, classes=None
 def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=None):
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
-    The labels number the sorted class folders in train/, or in val/ if there is no train/. A class without validation
-    images therefore does not shift the labels of other classes. A single warning counts the files that are ignored
-    because of their name or folder.
+    The label of a class is the index of its folder in the sorted class folders of train/, or of val/ if train/ does not
+    exist. A class without validation images therefore does not shift the labels of other classes. A single warning
+    states how many files are ignored because of their name or folder.
 
     Args:
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
         num_of_class: number of outputs of the network, or None for any.
-        skip: names of images that may be unusable, because they will be omitted.
-        classes: class of each output of a trained network, which then defines the labels; None if the folders define
-            the labels. Numbers, which represent classes without names, are ignored if they match no folder.
+        skip: names of images that need not be regular files, because the caller omits them.
+        classes: class name of each output of a trained network, to assign labels to the folders, or None if the folders
+            define the labels. Numbers, which represent classes without names, are ignored if they match no folder.
     Returns:
-        (paths relative to image_root, labels, classes: the names of their folders)
+        (paths relative to image_root, labels, names of the class folders)
     Raises:
-        UsageError: a folder is missing, there are no class folders or more classes than outputs, a class is only in
-            val/ or not in `classes`, or an image is not a regular file.
+        UsageError: a folder is missing, there are no class folders, there are more class folders than network outputs,
+            a class is only in val/ or not in `classes`, or an image is not a regular file.
     """
     split = mode.value
     split_dir = os.path.join(image_root, split)
@@ -303,10 +304,10 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
 
 
 def ignored_files(image_root, mode):
-    """Return the readable paths below image_root that are ignored when the class folders of a split are listed."""
+    """Return the paths, relative to image_root, of the files that training ignores in the class folders of a split."""
     split_dir = os.path.join(image_root, mode.value)
     paths = []
-    with contextlib.suppress(UsageError):  # the code that lists the split reports this error
+    with contextlib.suppress(UsageError):  # list_folder reports this error
         paths += [f"{mode.value}/{name}" for name in images_at_the_top(split_dir)]
         for label in class_folders(split_dir):
             with contextlib.suppress(UsageError):
@@ -315,22 +316,23 @@ def ignored_files(image_root, mode):
 
 
 def own_classes(image_root, mode):
-    """Return the class folders of a split, to list its images regardless of labels; None if the split has no folder."""
+    """Return the names of the class folders of a split, or None if the split has no folder. With these classes,
+    `images` can list a split regardless of the labels in training."""
     folder = os.path.join(image_root, mode.value)
     return class_folders(folder) if os.path.isdir(folder) else None
 
 
 def numbers(count):
-    """Return the classes for data that has no class names: the numbers from 0."""
+    """Return class names for data without class names: the numbers from 0 to `count` - 1."""
     return [str(i) for i in range(count or 0)]
 
 
 def warn_of_ignored(folder, ignored):
-    """Log one line with the number of ignored files in class folders, by kind and class.
+    """Log a warning with the number of ignored files per kind and class folder.
 
     Args:
         folder: folder that contains the class folders.
-        ignored: [(kind, class, name of the file or folder)], with kind and name from image_files.
+        ignored: [(kind, class, name of the file or folder)]. image_files returns kind and name.
     """
     if not ignored:
         return
@@ -357,7 +359,7 @@ def entries(count):
 
 
 def check_classes(image_root, mode, data_format, labels, classes, allow_empty=False):
-    """Report classes without images, and a training split that has only one class.
+    """Raise an error or warn if classes have no images, and warn if all training images have one class.
 
     Args:
         image_root: the folder that contains the split.
@@ -365,9 +367,9 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
         data_format: one of FILE_FORMATS.
         labels: labels of all images.
         classes: class names in label order.
-        allow_empty: whether class folders of train/ may be empty; if so, empty ones only trigger a warning.
+        allow_empty: whether empty class folders in train/ trigger a warning instead of an error.
     Raises:
-        UsageError: a class folder of train/ has no images.
+        UsageError: a class folder in train/ has no images, and allow_empty is False.
     """
     there = set(labels)
     empty = [name for label, name in enumerate(classes) if label not in there]
@@ -389,14 +391,14 @@ def check_classes(image_root, mode, data_format, labels, classes, allow_empty=Fa
 
 
 def _some(names, most=5):
-    """Return the first names, separated by commas, and the number of remaining names."""
+    """Return a text with the first names, separated by commas, and the number of remaining names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def count_classes(image_root, mode, data_format="auto", allow_outside=False):
-    """Return the number of classes that a data set defines by its class folders, the lines of its classes.txt, or the
-    labels in its file lists.
+    """Return the number of classes that a data set defines by class folders, the lines of classes.txt, or the labels in
+    file lists.
 
     Args:
         image_root: the folder that contains both splits.
@@ -404,7 +406,7 @@ def count_classes(image_root, mode, data_format="auto", allow_outside=False):
         data_format: one of STORAGE_FORMATS, or "auto".
         allow_outside: whether a file list may contain files outside image_root.
     Returns:
-        number of classes, or None for record files without classes.txt and for a missing split.
+        number of classes, or None if record files have no classes.txt or the split is missing.
     Raises:
         UsageError: the data set cannot be read, or its file lists have fewer images than classes.
     """
@@ -432,19 +434,20 @@ def _label_dir(image_root, mode):
 
 
 def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trained=None):
-    """Read a file list, IMAGE_ROOT/train.txt or val.txt: lines `PATH LABEL`, paths relative to image_root.
+    """Read a file list, IMAGE_ROOT/train.txt or val.txt, with lines `PATH LABEL`. Paths are relative to image_root.
 
     Args:
         image_root: the folder that contains the list.
         mode: Mode.TRAIN reads train.txt, Mode.EVAL val.txt.
         num_of_class: number of outputs of the network, or None for any.
-        allow_outside: whether the list may contain files outside image_root. Links in image_root may point anywhere.
+        allow_outside: whether the list may contain paths outside image_root. Links in image_root may always point
+            outside.
         trained: see class_names.
     Returns:
         (paths relative to image_root, labels, class names or None)
     Raises:
         UsageError: the list is missing or empty, a line is malformed, a path is outside image_root or has two labels,
-            or a label has no output of the network.
+            or the network has no output for a label.
     """
     path = os.path.join(image_root, f"{mode.value}.txt")
     classes = class_names(image_root, num_of_class, trained)
@@ -475,15 +478,16 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
             raise UsageError(f"{path}: {name} has the labels {label_of[name]} and {label}; remove one of the lines")
-    # Only the first file is checked here: training checks all (check_listed), and the tools report unreadable images.
+    # Check only the first file here. Training checks all files with check_listed, and the data-set tools report
+    # unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
         raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
     return files, labels, classes
 
 
 def check_listed(image_root, mode, files):
-    """Check that a file list contains only regular files, because DALI would hang on a pipe. Each folder is read once,
-    which is faster than one system call per file.
+    """Check that a file list contains only regular files, because DALI would hang on a pipe. For speed, each folder is
+    listed once, instead of one system call per file.
 
     Args:
         image_root, mode: see list_filelist.
@@ -500,7 +504,7 @@ def check_listed(image_root, mode, files):
             listed -= {entry.name for entry in entries if entry.name in listed and _type(entry) == "file"}
         for name in sorted(listed):
             file = os.path.join(folder, name)
-            if not os.path.isfile(os.path.join(image_root, file)):  # the file system may ignore case
+            if not os.path.isfile(os.path.join(image_root, file)):  # a file system may ignore case
                 raise UsageError(
                     f"{os.path.join(image_root, mode.value)}.txt: {file} is missing or not a regular file; "
                     "remove the line"
@@ -512,7 +516,8 @@ def _is_no_folder(path):
 
 
 def _is_outside(name, image_root):
-    """Return whether a path, absolute or relative to image_root, is outside image_root. Links are not resolved."""
+    """Return whether a path is outside image_root, without resolving links. The path is absolute or relative to
+    image_root."""
     if ".." not in name and not name.startswith("/"):
         return False
     root = os.path.abspath(image_root)
@@ -520,7 +525,7 @@ def _is_outside(name, image_root):
 
 
 def class_folders(path):
-    """Return the sorted names of the class folders in a folder; other folders are logged once.
+    """Return the sorted names of the class folders in a folder. Ignored folders are logged once.
 
     Raises:
         UsageError: the folder cannot be listed, or contains a broken link.
@@ -551,8 +556,8 @@ def image_files(path):
     """List the images of a class folder by their suffixes.
 
     Returns:
-        (sorted names; sorted names of images that are not regular files: broken links, FIFOs or devices;
-        [(kind, name)] of ignored files that are not hidden; kind is the suffix of a file, or "folder")
+        (sorted names of the images; sorted names of images that are not regular files but broken links, FIFOs or
+        devices; [(kind, name)] of ignored entries that are not hidden, where kind is the suffix of a file, or "folder")
     Raises:
         UsageError: the folder cannot be listed.
     """
@@ -578,13 +583,13 @@ def images_at_the_top(path):
 
 
 def _type(entry):
-    """Return what an os.DirEntry refers to: "file", "folder", "link" (a broken link) or "other"."""
+    """Return the type of an os.DirEntry after following links: "file", "folder", "link" (a broken link) or "other"."""
     try:
         if entry.is_file():
             return "file"
         if entry.is_dir():
             return "folder"
-    except OSError:  # for example a link to itself
+    except OSError:  # for example, a link to itself
         pass
     return "link" if entry.is_symlink() and not os.path.exists(entry.path) else "other"
 
@@ -598,7 +603,7 @@ def _listed(path):
 
 
 def find_shards(image_root, data_format, mode):
-    """Return the sorted paths of a split's record files, which may be an empty list.
+    """Return the sorted paths of a split's record files, or [] if there are none.
 
     Args:
         data_format: a key of SHARD_NAMES.
@@ -613,12 +618,12 @@ def shards(image_root, mode, data_format):
     """Return the sorted paths of all record files of a split.
 
     Raises:
-        UsageError: there are no record files, a shard is missing, or a conversion is incomplete.
+        UsageError: there are no record files, a shard is missing, or the conversion is incomplete.
     """
     manifest = read_manifest(image_root)
     if manifest is not None and not manifest["complete"]:
         raise UsageError(
-            f"--image-root {image_root}: an interrupted conversion; repeat its "
+            f"--image-root {image_root}: the conversion is incomplete; repeat the "
             "`python -m paddle_resnet.dataset convert` command to finish it"
         )
     paths = find_shards(image_root, data_format, mode)
@@ -637,7 +642,7 @@ def shards(image_root, mode, data_format):
 
 
 def read_manifest(image_root):
-    """Read convert.json, which describes a conversion.
+    """Read convert.json, in which `dataset convert` describes a conversion.
 
     Returns:
         {"complete": bool, "format": str, "splits": {split: {"images": int, ...}}, "shards": {split: int}, ...}, or None
@@ -664,7 +669,7 @@ def read_manifest(image_root):
 
 
 def check_count(image_root, mode, data_format, count, what="images"):
-    """Raise UsageError if a split does not have the number of images or shards that `convert` has written."""
+    """Raise UsageError if a split does not have the number of images or shards that convert.json states."""
     manifest = read_manifest(image_root)
     if manifest is None or manifest["format"] != data_format or mode.value not in manifest["splits"]:
         return
@@ -682,7 +687,7 @@ def class_names(image_root, num_of_class=None, trained=None):
     Args:
         image_root: the folder that contains classes.txt.
         num_of_class: number of outputs of the network, or None for any.
-        trained: class of each output of a trained network, or None. A name must have the same label here and there.
+        trained: class name of each output of a trained network, or None. In both, a name must have the same label.
     Raises:
         UsageError: there are more names than network outputs, a name has a different label in the trained network, or
             the file cannot be read.
@@ -696,7 +701,7 @@ def class_names(image_root, num_of_class=None, trained=None):
         classes = text.split("\n") if text else []
         if any(len(name) > _NAME_LIMIT for name in classes):
             raise ValueError(f"a line exceeds {_NAME_LIMIT} characters")
-    except (OSError, ValueError) as e:  # ValueError: including text that is not UTF-8
+    except (OSError, ValueError) as e:  # ValueError, for example, for text that is not UTF-8
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"{path}: cannot be read ({reason}); write one class name per line, or remove it") from e
     if num_of_class is not None and len(classes) > num_of_class:
@@ -717,11 +722,11 @@ def class_names(image_root, num_of_class=None, trained=None):
 
 
 def report_names(image_root, data_format, classes):
-    """Return the class names to use in reports: the lines of classes.txt if class folders have such a file, otherwise
-    the classes themselves.
+    """Return the class names to use in reports: the lines of classes.txt next to class folders or, without this file,
+    `classes`.
 
     Raises:
-        UsageError: the number of lines in classes.txt differs from the number of class folders, its lines are the
+        UsageError: the number of lines in classes.txt differs from the number of class folders, the lines are the
             folder names in a different order, or the file cannot be read.
     """
     names = class_names(image_root) if data_format == "folder" else None
@@ -739,11 +744,11 @@ def report_names(image_root, data_format, classes):
 
 
 def check_labels(path, labels, num_of_class, classes):
-    """Check labels against the class names or, without names, against the number of outputs.
+    """Check labels against the number of class names or, without names, the number of network outputs.
 
     Args:
         path: file that contains the labels, for the error message.
-        labels: the labels, as numbers.
+        labels: iterable of numbers.
         num_of_class: number of outputs of the network, or None for any.
         classes: class names, or None.
     Raises:
@@ -753,19 +758,20 @@ def check_labels(path, labels, num_of_class, classes):
     for label in labels:
         if not is_class(label, limit):
             source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
-            allowed = "labels are whole numbers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
+            allowed = "labels are integers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
             raise UsageError(
                 f"{path}: has label {label:g}, but {allowed}; number the classes from 0, or use a larger --num-of-class"
             )
 
 
 def is_class(label, limit=None):
-    """Return whether a number, possibly NaN, is a whole number of at least 0 and below the limit (default: int32's)."""
+    """Return whether a number, possibly NaN, is a nonnegative integer below the limit, by default the limit of
+    int32."""
     return 0 <= label < (limit or 2**31) and label == int(label)
 
 
 def skip_list_line(name):
-    """Return the line of a --skip-list for an image: its name, or a JSON string if the name contains unprintable
+    """Return an image's line in a --skip-list. This line is the name, or a JSON string if the name contains unprintable
     characters, begins with a quotation mark or is blank."""
     is_plain = name.isprintable() and name.strip() and not name.startswith('"')
     return f"{name if is_plain else json.dumps(name)}\n"
@@ -794,7 +800,7 @@ def read_skip_list(path, image_root, allow_outside=False):
         raise UsageError(f"--skip-list {path}: cannot be read ({reason}); write one path per line") from e
     skip = frozenset(os.path.normpath(name) for name in names if name.strip())
     for name in sorted(skip):
-        # Whether SHARD has a record at PLACE is checked when its index is opened.
+        # indexes.open_index checks whether the shard has a record at the place after "@".
         shard = name.rpartition("@")[0]
         if not allow_outside and _is_outside(name, image_root):
             raise UsageError(

@@ -1,9 +1,9 @@
-"""Check that every record of an LMDB is inside its file: `python lmdb_check.py DIR`.
+"""Check that every record of an LMDB is stored within data.mdb: `python lmdb_check.py DIR`.
 
-Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, so this script runs in its own process. It imports
-nothing from this project, so that it starts quickly and can be run by its path.
+Reading a damaged LMDB can kill the process with SIGBUS or SIGABRT, so this script runs in its own process. The script
+imports nothing from this project, so that it starts quickly and can be run by its path.
 
-If the LMDB is damaged, the script prints the reason and exits with 2, otherwise with 0.
+If the LMDB is damaged, the script prints the reason and the exit code is 2; otherwise, the exit code is 0.
 """
 
 import os
@@ -14,16 +14,16 @@ import numpy as np
 
 
 def problem(folder):
-    """Return why an LMDB cannot be used, or None."""
+    """Return the reason why an LMDB cannot be used, or None if it is valid."""
     path = os.path.join(folder, "data.mdb")
     if not os.path.isfile(path):
-        return "it has no file data.mdb"
+        return "data.mdb is missing"
     try:
         environment = lmdb.open(folder, readonly=True, lock=False, create=False)
         entries, page = environment.stat()["entries"], environment.stat()["psize"]
         size, pages = os.path.getsize(path), environment.info()["last_pgno"] + 1
         if size < pages * page:
-            return f"the file has {size} bytes and {pages * page} are in use"
+            return f"data.mdb has {size} bytes instead of at least {pages * page}"
         start = _mapped_at(path)
         with environment.begin(buffers=True) as transaction:
             count, last = 0, None
@@ -43,7 +43,7 @@ def problem(folder):
 
 
 def _mapped_at(path):
-    """Return the address at which this process has mapped a file."""
+    """Return the memory address at which a file is mapped into this process."""
     path = os.path.realpath(path)
     with open("/proc/self/maps") as f:
         addresses = [line.split("-")[0] for line in f if line.rstrip("\n").endswith(f" {path}")]

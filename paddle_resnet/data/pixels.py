@@ -1,10 +1,10 @@
-"""Conversion of the network's input to images for display."""
+"""Converts the network's input to images for display."""
 
 import numpy as np
 
 
 def pictures(images, data_layout, scale, mean, std):
-    """Undo layout and normalization.
+    """Convert a batch of network input to RGB images by reversing layout and normalization.
 
     Args:
         images: the "data" array of a batch, on the host, in any floating-point type.

@@ -1,4 +1,4 @@
-"""Reads single records, for the checks before step 1 and for the data-set tools. In training, DALI reads the records.
+"""Reads single records for the checks before step 1 and for the data-set tools. In training, DALI reads all records.
 
 This module imports neither DALI nor Paddle, so that the tools' worker processes start quickly.
 """
@@ -19,15 +19,15 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".w
 IMAGE_EXTENSIONS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 RECORDIO_MAGIC = 0xCED7230A
 RECORDIO_HEAD = struct.Struct("<IfQQ")  # number of extra labels, label, two image numbers
-TFRECORD_OVERHEAD = 16  # bytes per record in addition to its payload: length and two checksums
+TFRECORD_OVERHEAD = 16  # bytes per record in addition to the payload: length and two checksums
 LABEL_DIGITS = 9  # maximum length of a label in a tar file; the DALI pipeline uses the same limit
 TFRECORD_IMAGE, TFRECORD_LABEL = "image/encoded", "image/class/label"
 
 
 @contextlib.contextmanager
 def readable(path):
-    """Convert an OSError in the block to a UsageError with the file name of the OSError, or with `path` if it has
-    none."""
+    """Convert an OSError in the block to a UsageError. Its message contains the file name of the OSError or, if there
+    is none, `path`."""
     try:
         yield
     except OSError as e:
@@ -41,10 +41,10 @@ def read(image):
     Args:
         image: listing.Image.
     Returns:
-        (bytes of the image file as stored, label). The label is an int, or a float in a damaged RecordIO file; it is
-        not checked against the classes.
+        (content of the image file as stored, label). The label is an int, or a float if a RecordIO file is damaged. It
+        is not compared with the classes.
     Raises:
-        UsageError: the record is damaged, or not an image with one label.
+        UsageError: the record is damaged or is not an image with one label.
         OSError: the file cannot be read.
     """
     if image.kind == "lmdb":
@@ -60,7 +60,7 @@ def read(image):
 
 
 def read_label(shard, kind, offset, size):
-    """Read the label of one record of a record file. Raises the errors of `read`."""
+    """Read the label of one record. For exceptions, see `read`."""
     with open_regular(shard) as f:
         if kind == "webdataset":
             return _read_digits(f, offset, size)
@@ -72,7 +72,7 @@ def _read_digits(f, offset, size):
     text = f.read(size)
     if not re.fullmatch(rb"[0-9]{1,%d}\s*" % LABEL_DIGITS, text):
         shown = ascii(text[:20].decode(errors="replace"))
-        raise _no_label(f.name, offset, f"{shown} is not a number of up to {LABEL_DIGITS} digits")
+        raise _no_label(f.name, offset, f"the label {shown} is not a number of up to {LABEL_DIGITS} digits")
     return int(text)
 
 
@@ -84,7 +84,7 @@ def _read_record(f, kind, offset, size):
         data = _read_recordio(f)
         flag, label, _, _ = RECORDIO_HEAD.unpack_from(data)
         if flag != 0:
-            raise ValueError("it has several labels")
+            raise ValueError("several labels")
         return data[RECORDIO_HEAD.size :], int(label) if label.is_integer() else label
     except (ValueError, struct.error) as e:
         raise _no_label(f.name, offset, e) from e
@@ -96,15 +96,15 @@ def _no_label(shard, offset, reason):
 
 
 def recordio_end(f, offset, size):
-    """Find the end of a record, which consists of a single part (flag 0), or of a first part (1), any number of middle
-    parts (2) and a last part (3).
+    """Find the end of a record. A record consists of a single part (flag 0), or of a first part (1), any number of
+    middle parts (2) and a last part (3).
 
     Args:
         f: the open RecordIO file.
         offset: start of the record in bytes.
         size: length of the file in bytes.
     Returns:
-        End of the record in bytes, padding included.
+        end of the record in bytes, including padding.
     Raises:
         ValueError: no complete record starts at the offset.
     """
@@ -121,7 +121,7 @@ def recordio_end(f, offset, size):
 
 
 def _read_recordio(f):
-    """Read the payload of a record and join its parts; see recordio_end."""
+    """Read the payload of a record, and join its parts. recordio_end describes the parts."""
     parts = []
     while True:
         magic, length = struct.unpack("<II", f.read(8))
@@ -141,7 +141,7 @@ def tfrecord_payload(f, size):
         f: the open file.
         size: maximum length of the record in bytes, including TFRECORD_OVERHEAD.
     Raises:
-        ValueError: no complete record starts at the position, or a checksum is wrong.
+        ValueError: no complete record starts at the position, or a checksum does not match.
     """
     import crc32c
 
@@ -150,15 +150,15 @@ def tfrecord_payload(f, size):
     if len(head) < 12 or _masked(crc32c.crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
         raise ValueError("no record starts there")
     if length > size - TFRECORD_OVERHEAD:
-        raise ValueError("its end is missing")
+        raise ValueError("the record is truncated")
     payload = f.read(length)
     if _masked(crc32c.crc32c(payload)) != int.from_bytes(f.read(4), "little"):
-        raise ValueError("its checksum is wrong")
+        raise ValueError("the checksum does not match")
     return payload
 
 
 def _masked(crc):
-    """Mask a CRC as TFRecord does: rotate it right by 15 bits and add a constant."""
+    """Mask a CRC for TFRecord: rotate it right by 15 bits and add a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -172,13 +172,14 @@ def _read_example(example):
         raise ValueError("no tf.train.Example") from e
     images, labels = features[TFRECORD_IMAGE].bytes_list.value, features[TFRECORD_LABEL].int64_list.value
     if not images or len(labels) != 1:
-        raise ValueError(f"the features {TFRECORD_IMAGE} and {TFRECORD_LABEL} are not one image and one number")
+        raise ValueError(f"expected one image in {TFRECORD_IMAGE} and one number in {TFRECORD_LABEL}")
     return images[0], labels[0]
 
 
 @functools.cache
 def datum_class():
-    """Return the protobuf message class of a Caffe LMDB, with the fields of caffe.proto that an encoded image uses."""
+    """Return the protobuf message class for records of a Caffe LMDB, with the fields of caffe.proto that encoded images
+    use."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -209,15 +210,16 @@ def _lmdb_environment(folder):
     import lmdb
 
     _check_lmdb(folder)
-    return lmdb.open(folder, readonly=True, lock=False)  # a process must not open an LMDB twice
+    return lmdb.open(folder, readonly=True, lock=False)  # cached, since a process must not open it twice
 
 
 def _check_lmdb(folder):
-    """Raise UsageError if an LMDB is damaged. The check runs in a separate process, because reading it may crash."""
+    """Raise UsageError if an LMDB is damaged. The check runs in a separate process, because reading a damaged LMDB can
+    crash."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "lmdb_check.py"), folder]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
-        reason = done.stdout.strip() or f"reading it ends with {_outcome(done.returncode)}"
+        reason = done.stdout.strip() or f"reading it fails with {_outcome(done.returncode)}"
         raise UsageError(f"{folder}: not a Caffe LMDB, or damaged ({reason}); write or copy it again")
 
 
@@ -226,7 +228,7 @@ def _outcome(code):
 
 
 def lmdb_keys(folder):
-    """Return the keys of all records of an LMDB, in order.
+    """Return the keys of all records of an LMDB in sorted order.
 
     Raises:
         UsageError: the folder is not an LMDB.

@@ -181,7 +181,7 @@ def test_tar_member_of_negative_size_is_rejected(tmp_path):
     member = tarfile.TarInfo("0.jpg")
     member.size = -512
     (tmp_path / "train.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-    with pytest.raises(UsageError, match="a negative size at byte 0"):
+    with pytest.raises(UsageError, match="the size at byte 0 is negative"):
         indexes.scan(str(tmp_path / "train.tar"), "webdataset")
 
 

@@ -304,7 +304,7 @@ def test_unfinished_conversion_is_rejected(converted, tmp_path):
             (tmp_path / path.name).symlink_to(path)
     manifest = json.loads((converted["webdataset"] / "convert.json").read_text())
     (tmp_path / "convert.json").write_text(json.dumps({**manifest, "complete": False}))
-    assert "an interrupted conversion" in error_of(tmp_path, Mode.TRAIN, data_format="auto")
+    assert "the conversion is incomplete" in error_of(tmp_path, Mode.TRAIN, data_format="auto")
 
 
 def test_file_list_may_contain_spaces_and_tabs(make):

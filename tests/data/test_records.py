@@ -57,11 +57,11 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
     writer = TFRecordWriter(str(tmp_path / "two"))
     writer.write({records.TFRECORD_IMAGE: (b"x", "byte"), records.TFRECORD_LABEL: ([1, 2], "int")})
     writer.close()
-    with pytest.raises(UsageError, match="are not one image and one number"):
+    with pytest.raises(UsageError, match="expected one image in"):
         records.read_label(str(tmp_path / "two"), "tfrecord", 0, os.path.getsize(tmp_path / "two"))
 
     (tmp_path / "flagged").write_bytes(writers.recordio_record(struct.pack("<IfQQ", 2, 0, 0, 0) + bytes(8)))
-    with pytest.raises(UsageError, match="it has several labels"):
+    with pytest.raises(UsageError, match="several labels"):
         records.read_label(str(tmp_path / "flagged"), "recordio", 0, 0)
 
     (tmp_path / "words").write_bytes(b"cat")
