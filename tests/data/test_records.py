@@ -51,7 +51,7 @@ def test_records_without_one_image_and_label_are_rejected(tmp_path):
     writer.write({"image": (b"x", "byte")})
     writer.close()
     size = os.path.getsize(tmp_path / "other")
-    with pytest.raises(UsageError, match="image/encoded and image/class/label"):
+    with pytest.raises(UsageError, match="image/encoded and one number in image/class/label"):
         records.read_label(str(tmp_path / "other"), "tfrecord", 0, size)
 
     writer = TFRecordWriter(str(tmp_path / "two"))
