@@ -608,20 +608,20 @@ class _Pass:
         if batch_time == 0:
             return
         means = {name: meter.mean() for name, meter in self._averages().items()}
-        fields = [f"loss {means['loss']:.4g}", f"top1 {means['top1']:.4f}", f"{images / batch_time:,.0f} images/s"]
-        fields.append(f"waiting for data {data_time / batch_time:.0%}")
+        fields = [f"loss {means['loss']:.3f}", f"top1 {means['top1']:.3f}", f"{images / batch_time:,.0f} images/s"]
         if lr is not None:
-            fields.append(f"lr {lr:.4g}")
+            fields.append(f"lr {lr:.2g}")
+        more = [f"waiting for data {data_time / batch_time:.0%}"]
         if self._args.device == "gpu":
             gib = paddle.device.cuda.max_memory_allocated(processes.local_gpu()) / 2**30
-            fields.append(f"GPU memory {gib:.1f} GiB")
+            more.append(f"GPU memory {gib:.1f} GiB")
         steps_left = self.end_step - step
         run_left_s = None
         if self._lr_scheduler is not None and not self._args.benchmark:
             timeline = self._lr_scheduler.timeline
             total = durations.total_steps(self._args, timeline) * self._batches_each_step
             run_left_s = (total - timeline.batches_before(self._epoch) - step) * batch_time
-        progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields)
+        progress.show(step, self.end_step, steps_left * batch_time, run_left_s, fields, more)
 
     def _drain(self):
         """Wait until the device is idle. Reading the metrics is not enough, because they are available before the step

@@ -78,18 +78,26 @@ def is_due():
     return _live is not None and monotonic() >= _due_s
 
 
-def show(step, steps, left_s, run_left_s, metrics):
+def show(step, steps, left_s, run_left_s, metrics, more=()):
     """Show the metrics of a step. Call this if is_due().
 
     Args:
         step, steps: number of completed steps in this phase, and total number of steps.
         left_s: estimated seconds until the end of the phase.
         run_left_s: estimated seconds for the remaining training steps of the run, or None.
-        metrics: list of texts to show.
+        metrics: texts to show; about 45 characters fit in 80 columns.
+        more: texts to show if there is room, the most important first.
     """
     global _metrics, _due_s
-    left = f"{_duration(left_s)} left" + (f" (run {_duration(run_left_s)})" if run_left_s is not None else "")
-    _metrics = "  ".join([f"step {step}/{steps}", left, *metrics])
+    shown = [*metrics, f"{_duration(left_s)} left"]
+    room = _live.console.width - len("  ".join([_phase, *shown]))
+    optional = [f"step {step}/{steps}", *([f"run {_duration(run_left_s)}"] if run_left_s is not None else []), *more]
+    for text in optional:
+        room -= len(text) + 2
+        if room < 0:
+            break
+        shown.append(text)
+    _metrics = "  ".join(shown)
     _due_s = monotonic() + PERIOD_S
 
 

@@ -52,7 +52,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
         if x <= right:
             svg.append(f'<text x="{px(x):.1f}" y="{HEIGHT - 17}" text-anchor="middle">{label(x)}</text>')
     svg.append(
-        f'<text x="{(left + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 2}" text-anchor="middle">{escape(xlabel)}</text>'
+        f'<text x="{(left + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(xlabel)}</text>'
     )
     for name, css, line in series:
         css, title = escape(css), f"<title>{escape(name)}</title>"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import termios
 from fcntl import ioctl
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,16 +55,16 @@ def test_terminal_shows_phases_and_steps_and_report_is_unchanged(photos, tmp_pat
     for phase in ("Paddle import", "image listing (train)", "program construction"):
         assert re.search(rf"{re.escape(phase)}  \d+ s", text), phase
     steps = re.findall(
-        r"epoch (\d) (train|val)  step (\d)/3  (?:\d+:)?\d+:\d\d left( \(run [\d:]+\))?  (.*?)\s*[\r\n]", text
+        r"epoch (\d) (train|val)  (loss .*?)  (?:\d+:)?\d+:\d\d left  step \d/3(  run [\d:]+)?(.*?)\s*[\r\n]", text
     )
     assert {(epoch, mode) for epoch, mode, *_ in steps} >= {("0", "train"), ("1", "train")}
-    trained = next(metrics for _, mode, _, run, metrics in steps if mode == "train" and run)
-    pattern = r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  waiting for data \d+%  lr [\d.e-]+"
-    assert re.fullmatch(pattern, trained), trained
+    metrics, more = next((metrics, more) for _, mode, metrics, run, more in steps if mode == "train" and run)
+    assert re.fullmatch(r"loss [\d.]+  top1 [\d.]+  [\d,]+ images/s  lr [\d.e-]+", metrics), metrics
+    assert re.fullmatch(r"  waiting for data \d+%", more), more
     assert "GPU memory" not in text
     # The line of each epoch appears once, above the live line. Lines of steps appear only in the report.
     lines = re.split(r"[\r\n]+", text)
-    assert len([line for line in lines if line.startswith("epoch 0 train  loss ")]) == 1
+    assert len([line for line in lines if line.startswith("epoch 0 train  loss ") and "epoch_time" in line]) == 1
     assert not any(line.startswith("epoch 0 step ") for line in lines)
     assert received.rfind("\x1b[?25h") >= received.rfind("\x1b[?25l")  # the cursor is visible again
     command = train_command(photos, tmp_path / "plain", *flags)
@@ -106,12 +107,24 @@ def test_log_line_above_live_line_is_printed_unchanged(tmp_path):
     assert line in plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
 
 
+@pytest.mark.parametrize(
+    ("columns", "more"), [(80, ""), (96, "  step 123/5005"), (200, "  step 123/5005  run 5:20:00  a  b")]
+)
+def test_live_line_shows_what_fits(columns, more):
+    program = "from utils import progress\nwith progress.shown():\n    progress.phase('epoch 12 train')\n"
+    program += "    metrics = ['loss 2.345', 'top1 0.457', '12,345 images/s', 'lr 2.1e-05']\n"
+    program += "    progress.show(123, 5005, 754, 19200, metrics, ['a', 'b']); import time; time.sleep(0.6)"
+    received = plain(run_in_terminal([sys.executable, "-c", program], columns)[1])
+    line = "epoch 12 train  loss 2.345  top1 0.457  12,345 images/s  lr 2.1e-05  12:34 left" + more
+    assert line in [part.rstrip() for part in re.split(r"[\r\n]", received)]
+
+
 def test_live_line_is_truncated_to_one_row():
     program = "from utils import progress\nwith progress.shown():\n"
     program += "    progress.phase('p'); progress.show(1, 2, 3, 4, ['a figure'] * 20); import time; time.sleep(0.6)"
     received = plain(run_in_terminal([sys.executable, "-c", program], 40)[1])
     assert max(map(len, re.split(r"[\r\n]", received))) == 40
-    assert "p  step 1/2  00:03 left (run 00:04)" in received
+    assert "p  a figure  a figure" in received
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"PADDLE_TRAINERS_NUM": "2"}], ids=str)
@@ -129,7 +142,7 @@ def test_rich_is_not_imported_without_terminal():
 
 def test_metrics_are_due_again_after_period(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress, "_live", object())
+    monkeypatch.setattr(progress, "_live", SimpleNamespace(console=SimpleNamespace(width=80)))
     monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     monkeypatch.setattr(progress, "_due_s", 0.0)
     assert progress.is_due()
