@@ -1,4 +1,4 @@
-"""The model registry: the networks for --model-arch-name, and the functions through which other modules use a network.
+"""The model registry: the networks for --model-arch-name, and functions to build and inspect a network.
 
 Importing this package does not import Paddle, so that an unknown name is reported immediately.
 """
@@ -14,17 +14,17 @@ RESIZE_RATIO = 256 / 224  # default ratio of --resize-short to --crop-size
 
 @dataclass(frozen=True)
 class Network:
-    """A network of this package. Calling it imports its module and Paddle, and constructs the network.
+    """Registry entry for a network of this package. Calling the entry imports Paddle and constructs the network.
 
     Attributes:
         module: name of a module in this package.
         constructor: name of the constructor in the module.
         paper: arXiv number of the paper.
-        options: arguments of the constructor that define the variant.
-        image_size: side of the input images, which is the default of --crop-size.
+        options: keyword arguments of the constructor that define the variant.
+        image_size: side of the input images in pixels, the default of --crop-size.
         resize_ratio: default ratio of --resize-short to --crop-size.
-        preprocessing: {flag's attribute: default} of the other preprocessing flags that differ from the general
-            defaults, such as normalize_mean.
+        preprocessing: {attribute of a flag: default} of other preprocessing flags, such as normalize_mean, whose
+            defaults differ from the general defaults.
     """
 
     module: str
@@ -42,10 +42,11 @@ class Network:
 
 RESNET = "1512.03385"
 LITE = "1905.11946"
-# Subtract 127 from pixel values and divide by 128. At the published size, --resize-short is --crop-size + 32.
+# These settings subtract 127 from pixel values and divide by 128. At the published size, --resize-short is --crop-size
+# + 32.
 LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
 RESNET_D = {"stem": "deep", "average_shortcut": True}
-# {--model-arch-name: Network}. A new network needs one line here, and a constructor with the arguments num_classes,
+# {--model-arch-name: Network}. To add a network, add one line here and a constructor with the arguments num_classes,
 # in_channels and data_format.
 MODELS = {
     "ResNet18": Network("resnet", "ResNet18", RESNET),
@@ -79,7 +80,7 @@ class Ends:
     """Names of the parameters of the first and last layer of a program's network.
 
     Attributes:
-        first: name of the filters of the convolution that reads the images.
+        first: name of the weight of the convolution that reads the images.
         last: names of the bias and the weight of the classifier.
         file_sha256: sha256 of the user's file that defines the network; None for a network of this package.
     """
@@ -92,8 +93,8 @@ class Ends:
 def build_model(arch, num_classes, channels, data_format):
     """Build a network in the current program and return it.
 
-    A network has its first and last layer as attributes: `first`, a Conv2D, and `last`, a Linear. ends(program) returns
-    the names of their parameters.
+    The first and last layer of a network are its attributes `first`, a Conv2D, and `last`, a Linear. ends(program)
+    returns the names of their parameters.
 
     Args:
         arch: --model-arch-name.
@@ -101,8 +102,8 @@ def build_model(arch, num_classes, channels, data_format):
         channels: number of channels of the images.
         data_format: "NCHW" or "NHWC".
     Raises:
-        UsageError: --model-arch-name is not in the registry, the user's file fails, or the network in it lacks these
-            attributes.
+        UsageError: --model-arch-name is not in the registry, the user's file raises an exception, or its network lacks
+            the attributes `first` and `last`.
     """
     from paddle import static
 
@@ -129,44 +130,44 @@ def _declared_ends(arch, model, channels):
         first, last = getattr(model, "first", None), getattr(model, "last", None)
     if not isinstance(first, nn.Conv2D) or first.weight.shape[1] != channels:
         raise UsageError(
-            f"{flag}: the network has no attribute first that is a Conv2D with {channels} input channels; set it to "
+            f"{flag}: the network needs an attribute first that is a Conv2D with {channels} input channels; set it to "
             "the convolution that reads the images"
         )
     if not isinstance(last, nn.Linear) or last.bias is None:
         raise UsageError(
-            f"{flag}: the network has no attribute last that is a Linear with bias; set it to the classifier"
+            f"{flag}: the network needs an attribute last that is a Linear with bias; set it to the classifier"
         )
     return first, last
 
 
 def logits(model, images, arch, num_classes):
-    """Return the logits [N, num_classes] of a network for images in the current program.
+    """Apply a network to images in the current program, and return the logits [N, num_classes].
 
     Args:
         model: result of build_model.
         images: input variable.
         arch, num_classes: as for build_model.
     Raises:
-        UsageError: the user's file raises an exception, or the output has a different shape.
+        UsageError: the user's file raises an exception, or the output does not have the shape [N, num_classes].
     """
     with user_file.errors(arch):
         out = model(images)
     shape = list(getattr(out, "shape", []))
     if shape[1:] != [num_classes]:
         raise UsageError(
-            f"--model-arch-name {arch}: the output of the network has the shape {shape}; return logits "
-            f"[N, {num_classes}]"
+            f"--model-arch-name {arch}: the network's output has the shape {shape}; return logits [N, {num_classes}]"
         )
     return out
 
 
 def ends(program):
-    """Return the Ends of the network that build_model built in a program."""
+    """Return the Ends of the network that build_model has built in a program."""
     return program.network_ends
 
 
 def registered(arch):
-    """Return the Network for --model-arch-name, in any spelling that registered_name accepts; None if there is none."""
+    """Return the Network for --model-arch-name, or None if it is not in the registry. Spellings are matched as in
+    registered_name."""
     network = {_simplified(name): network for name, network in MODELS.items()}.get(_simplified(arch))
     return network if isinstance(network, Network) else None
 

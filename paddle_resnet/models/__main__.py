@@ -9,8 +9,8 @@ from pathlib import Path
 from paddle_resnet.models import MODELS, registered, registered_name
 from utils import exit_codes, signals
 
-SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # missing in an installed package
-BYTES = 2  # per float16 element
+SPEEDS = Path(__file__).parents[2] / "benchmarks" / "networks.csv"  # does not exist in an installed package
+BYTES = 2  # size of a float16 element
 SHAPE_ONLY = ("elementwise_add_grad", "reduce_mean_grad")  # operators that read only the shapes of their inputs
 CHANNELS, CLASSES = 3, 1000
 
@@ -24,11 +24,11 @@ def size(arch, side, num_classes=CLASSES):
         num_classes: number of outputs.
     Returns:
         {"parameters": number of trainable parameters,
-        "multiply_adds": multiply-adds of its convolutions and fully connected layers for one image,
-        "activation_bytes": bytes of the tensors, in float16 and except for the image, that the backward pass of
-        Paddle's operators reads for one image}.
+        "multiply_adds": number of multiply-adds of all convolutions and fully connected layers for one image,
+        "activation_bytes": bytes per image of the float16 tensors, except for the image, that the backward pass of
+        Paddle's operators reads}.
     Raises:
-        UsageError: as for build_model and logits.
+        UsageError: build_model or logits raises UsageError.
     """
     import paddle
     from paddle import static
@@ -48,7 +48,7 @@ def size(arch, side, num_classes=CLASSES):
         if op.attr("op_role") & 1 and op.type not in SHAPE_ONLY:
             read.update(op.input_arg_names)
     made = {block.var(name) for op in forward for name in op.output_arg_names if name in read}
-    # Tensors without a fixed size are excluded, such as the space that cuDNN reserves for a BN.
+    # Tensors without a fixed size, such as the reserve space of cuDNN for BN, are excluded.
     activations = [math.prod(v.shape) for v in made if not v.persistable and min(v.shape, default=1) >= 0]
     return {
         "parameters": sum(math.prod(p.shape) for p in main.all_parameters() if p.trainable),
@@ -58,7 +58,7 @@ def size(arch, side, num_classes=CLASSES):
 
 
 def _multiply_adds(block, op):
-    """Return the number of multiply-adds of an operator; 0 if it is not a convolution or a matrix product."""
+    """Return the number of multiply-adds of a convolution or matrix product; 0 for other operators."""
     if op.type in ("conv2d", "depthwise_conv2d"):
         each = math.prod(block.var(op.input("Filter")[0]).shape[1:])
         return each * math.prod(block.var(op.output("Output")[0]).shape)
@@ -76,7 +76,7 @@ def speeds():
 
 
 def rows(archs):
-    """Yield the header of the table, then for each network its row, as texts."""
+    """Yield the rows of the table as lists of texts: first the header, then one row per network."""
     measured = speeds()
     yield ["network", "image", "parameters", "multiply-adds", "activations", "paper", "training", "evaluation", "on"]
     for arch in archs:
@@ -112,7 +112,7 @@ def _main(argv):
 
 
 def main(argv=None):
-    """Print the table. The exit codes are those of train.py."""
+    """Print the table and return the exit code (utils/exit_codes.py)."""
     with signals.watched():
         return exit_codes.of("python -m paddle_resnet.models", lambda: _main(sys.argv[1:] if argv is None else argv))
 

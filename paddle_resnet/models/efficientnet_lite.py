@@ -15,8 +15,8 @@ from paddle.nn.initializer import Uniform
 
 from paddle_resnet.models.layers import ConvBN, FanOutNormal, InvertedResidual, rounded
 
-# Per stage: factor by which a block expands its channels inside, kernel size, output channels, number of blocks, stride
-# of the first block.
+# For each stage: expansion factor of the channels, kernel size, output channels, number of blocks, stride of the first
+# block.
 STAGES = (
     *((1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 5, 40, 2, 2), (6, 3, 80, 3, 2)),
     *((6, 5, 112, 3, 1), (6, 5, 192, 4, 2), (6, 3, 320, 1, 1)),

@@ -11,7 +11,7 @@ from paddle.nn.initializer import KaimingUniform
 
 from paddle_resnet.models.layers import ConvBN, DropPath, SqueezeExcitation, rounded
 
-# Per block: kernel size of the depthwise convolutions, channels inside the block, output channels, whether it has
+# For each block: kernel size of the depthwise convolutions, expanded channels, output channels, whether the block has
 # squeeze-and-excitation, stride.
 BLOCKS = (
     *((3, 16, 16, False, 1), (3, 48, 24, False, 2), (3, 72, 24, False, 1), (5, 72, 40, True, 2), (5, 120, 40, True, 1)),
@@ -20,15 +20,16 @@ BLOCKS = (
     *((5, 960, 160, False, 1), (5, 960, 160, True, 1), (5, 960, 160, False, 1), (5, 960, 160, True, 1)),
 )
 STEM, HEAD = 16, 1280
-INITIALIZER = KaimingUniform(negative_slope=5**0.5, nonlinearity="leaky_relu")  # up to fan-in^-0.5
+INITIALIZER = KaimingUniform(negative_slope=5**0.5, nonlinearity="leaky_relu")  # uniform in +-fan_in**-0.5
 
 
 class Ghost(nn.Layer):
-    """A 1x1 convolution computes half of the output channels, and a depthwise 3x3 convolution of them the other half.
+    """Ghost module. A 1x1 convolution computes half of the output channels, from which a depthwise 3x3 convolution
+    computes the other half.
 
     Args:
-        in_channels, channels: number of input and output channels; the number of output channels is even.
-        activation: function to apply after each of the convolutions, or None.
+        in_channels, channels: number of input and output channels; `channels` must be even.
+        activation: function to apply after each of the two convolutions, or None.
         data_format: "NCHW" or "NHWC".
     """
 
@@ -47,9 +48,9 @@ class Ghost(nn.Layer):
 
 
 class Block(nn.Layer):
-    """A Ghost module to more channels, a depthwise convolution if the stride is 2, squeeze-and-excitation, and a Ghost
-    module without activation. Then the input is added, after a depthwise and a 1x1 convolution of it if the shape
-    changes."""
+    """Residual block: a Ghost module that expands the channels, a depthwise convolution if the stride is 2,
+    squeeze-and-excitation, and a Ghost module without activation. If the shape changes, the shortcut consists of a
+    depthwise convolution and a 1x1 convolution."""
 
     def __init__(self, in_channels, kernel_size, hidden, channels, has_se, stride, data_format):
         super().__init__()

@@ -11,12 +11,13 @@ from paddle.utils import unique_name
 
 
 def dropout(x, rate, seed):
-    """Apply dropout: Srivastava et al., JMLR 15 (2014). Unlike paddle.nn.Dropout, it does not use Paddle's generator.
+    """Apply dropout: Srivastava et al., JMLR 15 (2014). Unlike paddle.nn.Dropout, this function does not use Paddle's
+    random number generator.
 
     Args:
         x: variable of any shape.
-        rate: probability that an element becomes 0; the remaining elements are divided by 1 - rate.
-        seed: variable [1] in int32 with a positive value, which determines the mask.
+        rate: probability that an element is set to 0; the other elements are divided by 1 - rate.
+        seed: int32 variable [1] with a positive value that determines the mask.
     """
     block = static.default_main_program().global_block()
     name = unique_name.generate("dropout")
@@ -28,7 +29,7 @@ def dropout(x, rate, seed):
 
 
 def sigmoid(x):
-    """Like paddle.nn.functional.sigmoid, which in Paddle 3.3 rejects variables of legacy programs."""
+    """Like paddle.nn.functional.sigmoid, but also accept variables of legacy programs, which Paddle 3.3 rejects."""
     block = static.default_main_program().global_block()
     out = block.create_var(name=unique_name.generate("sigmoid.out"), dtype=x.dtype)
     block.append_op(type="sigmoid", inputs={"X": x}, outputs={"Out": out})
@@ -36,21 +37,23 @@ def sigmoid(x):
 
 
 def rounded(channels, divisor):
-    """Round a number of channels to a multiple of the divisor, but do not reduce it by more than 10 %."""
+    """Round a number of channels to the nearest positive multiple of the divisor, or up if rounding would reduce it by more than
+    10 %."""
     result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return result + divisor if result < 0.9 * channels else result
 
 
 def truncated_normal(std):
-    """Return an initializer: a normal distribution that is truncated at two standard deviations. Paddle 2.6 always
-    truncates there; Paddle 3 truncates at the arguments a and b, by default -2 and 2."""
+    """Return an initializer with a normal distribution that is truncated at two standard deviations. Paddle 2.6 always
+    uses this limit; Paddle 3 truncates at the absolute values a and b, by default -2 and 2."""
     has_bounds = "a" in inspect.signature(TruncatedNormal).parameters
     return TruncatedNormal(std=std, **({"a": -2 * std, "b": 2 * std} if has_bounds else {}))
 
 
 class FanOutNormal(Initializer):
-    """Draws filters from a normal distribution with the variance 2 / fan-out: He et al., arXiv:1502.01852, equation 14.
-    The fan-out of a depthwise filter is its number of taps, as in TensorFlow's reference code for EfficientNet."""
+    """Initializes filters from a normal distribution with the variance 2 / fan-out: He et al., arXiv:1502.01852,
+    equation 14. As in TensorFlow's reference code for EfficientNet, the fan-out of a depthwise filter is its number of
+    weights per channel."""
 
     def forward(self, var, block=None):
         outputs, inputs, *kernel = var.shape
@@ -60,21 +63,24 @@ class FanOutNormal(Initializer):
 
 
 class BatchNorm(nn.BatchNorm2D):
-    """Batch normalization. The class name results in the parameter names of NVIDIA's RN50v1.5 example, batch_norm_N."""
+    """Batch normalization. Because of the class name, parameters are named batch_norm_N, as in NVIDIA's RN50v1.5
+    example."""
 
 
 class ConvBN(nn.Layer):
-    """Convolution without bias, followed by batch normalization. At stride 1, padding preserves the size.
+    """Convolution without bias, followed by batch normalization. At stride 1, the padding preserves height and width.
 
     Args:
         in_channels, channels: number of input and output channels.
         kernel_size, stride: kernel size and stride of the convolution.
         data_format: "NCHW" or "NHWC".
-        groups: groups of the convolution; depthwise if equal to in_channels.
+        groups: number of groups of the convolution; if it equals in_channels, the convolution is depthwise.
         initializer: initializer of the filters.
-        epsilon, momentum: of the batch normalization; momentum is the weight of the previous running statistics.
-        padding: kernel_size // 2 on all sides by default. "SAME" pads as TensorFlow does: at stride 2 and an even size,
-            the bottom and right get one more row and column than the top and left.
+        epsilon, momentum: arguments of the batch normalization; momentum is the weight of the previous running
+            statistics.
+        padding: padding of the convolution, by default kernel_size // 2 on all sides. "SAME" pads like TensorFlow: at
+            stride 2 and an even size, with one more row at the bottom than at the top and one more column at the right
+            than at the left.
         scale: initial scale of the batch normalization.
     """
 
@@ -114,9 +120,8 @@ class ConvBN(nn.Layer):
 class DropPath(nn.Layer):
     """Stochastic depth per image: Huang et al., arXiv:1603.09382. The input is the branch of a residual block [N, ...].
 
-    --drop-path sets the attributes rate and seed, which are used as in dropout(): the branch of an image becomes 0 with
-    probability rate; the branches of the other images are divided by 1 - rate. Without --drop-path, the layer returns
-    its input.
+    --drop-path sets the attributes rate and seed. With probability `rate`, the branch of an image is set to 0; the
+    branches of the other images are divided by 1 - rate. Without --drop-path, the layer returns its input.
     """
 
     rate, seed = 0.0, None
@@ -136,9 +141,9 @@ class DropPath(nn.Layer):
 
 
 class BlurPool(nn.Layer):
-    """Halve height and width, rounding up, after a blur with the filter [1, 2, 1] / 4 in both directions: Zhang,
-    arXiv:1904.11486. The image is padded with its edges. The filter is implemented as two 2x2 average pools, of which
-    the first omits the padding.
+    """Blur with the filter [1, 2, 1] / 4 in both directions, then halve height and width, rounding up: Zhang,
+    arXiv:1904.11486. At the border, edge pixels are repeated. The filter is implemented as two 2x2 average poolings,
+    the first of which ignores padding.
 
     Args:
         data_format: "NCHW" or "NHWC".
@@ -154,16 +159,16 @@ class BlurPool(nn.Layer):
 
 
 class SqueezeExcitation(nn.Layer):
-    """Multiply each channel by a factor between 0 and 1 that depends on the means of all channels: Hu et al.,
-    arXiv:1709.01507.
+    """Multiply each channel by a factor that is computed from the means of all channels: Hu et al., arXiv:1709.01507.
 
     Args:
         channels: number of channels of the input and of the output.
-        hidden: number of channels between the two fully connected layers, which are 1x1 convolutions.
+        hidden: number of channels between the two fully connected layers, which are implemented as 1x1 convolutions.
         data_format: "NCHW" or "NHWC".
         activation: function between the fully connected layers.
-        gate: function that maps the output of the second layer to the factors.
-        initializer: initializer of the weights; by default uniform up to fan-in^-0.5, as in PaddleClas.
+        gate: function that maps the output of the second layer to factors between 0 and 1.
+        initializer: initializer of the weights; by default uniform between -fan_in**-0.5 and fan_in**-0.5, as in
+            PaddleClas.
     """
 
     def __init__(self, channels, hidden, data_format, activation=F.relu, gate=sigmoid, initializer=None):
@@ -183,8 +188,8 @@ class SqueezeExcitation(nn.Layer):
 
 
 class InvertedResidual(nn.Layer):
-    """A 1x1 convolution to more channels, a depthwise convolution, and a 1x1 projection without activation. The input
-    is added if the shape is unchanged: Sandler et al., arXiv:1801.04381.
+    """Inverted residual block: a 1x1 convolution that expands the channels, a depthwise convolution, and a 1x1
+    projection without activation. If the shape is unchanged, the input is added: Sandler et al., arXiv:1801.04381.
 
     Args:
         in_channels, hidden, channels: number of channels of the input, of the depthwise convolution and of the output.
@@ -192,7 +197,7 @@ class InvertedResidual(nn.Layer):
         kernel_size, stride: kernel size and stride of the depthwise convolution.
         activation: function after each of the first two convolutions.
         se: function that constructs the SqueezeExcitation before the projection, or None to omit it.
-        common: arguments of every ConvBN.
+        common: keyword arguments for every ConvBN.
     """
 
     def __init__(self, in_channels, hidden, channels, kernel_size, stride, activation=F.relu6, se=None, **common):

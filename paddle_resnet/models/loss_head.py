@@ -1,13 +1,13 @@
-"""The loss head of every network: loss, accuracies and predictions computed from the logits.
+"""The loss head of all networks computes loss, accuracies and predictions from the logits.
 
-Only this module appends these operators: either Paddle's operators or the custom operator. Mixed precision recognizes
-them by their name scope and keeps them in float32, because half precision would round the loss and the accuracies to 8
-or 11 bits.
+This module appends either Paddle's operators or the custom operator. Mixed precision recognizes the operators of the
+loss head by their name scope and keeps them in float32, because half precision would round the loss and the accuracies
+to 8 or 11 bits.
 
-All accuracies, confusion counts and predictions follow the same rules. Classes are ranked by their logits; of classes
-with equal logits, the lower one ranks first, and NaN ranks last. If the logit of an image's label is NaN, the image is
-never correct. If all logits of an image are NaN, it has no predicted class. If any logit of an image is NaN or +inf,
-the loss of that image is NaN.
+All accuracies, confusion counts and predictions follow the same rules. Classes are ranked by their logits. If logits
+are equal, the class with the lower number ranks first. NaN ranks last. If the logit of an image's label is NaN, the
+image counts as incorrect. If all logits of an image are NaN, it has no predicted class. If any logit of an image is NaN
+or +inf, the loss of that image is NaN.
 """
 
 import paddle
@@ -34,7 +34,8 @@ def use_native(program):
 
 
 def add(logits, targets, class_num, label_smoothing, is_train):
-    """Add the loss head to the current program: with add_native if use_native marked it, otherwise with add_paddle."""
+    """Add the loss head to the current program. If use_native has marked the program, use add_native; otherwise, use
+    add_paddle."""
     is_native = getattr(static.default_main_program(), "has_native_loss_head", False)
     return (add_native if is_native else add_paddle)(logits, targets, class_num, label_smoothing, is_train)
 
@@ -44,15 +45,15 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
     Args:
         logits: [N, class_num].
-        targets: {"label": [N, 1] int64}. If there are "weights" [N, class_num] in float32, whose rows sum to 1, they
-            replace the label in the loss, but not in the accuracies.
+        targets: {"label": int64 [N, 1]}, and optionally "weights": float32 [N, class_num], whose rows sum to 1. The
+            weights replace the labels in the loss, but not in the accuracies.
         class_num: number of classes.
-        label_smoothing: fraction of each label that is spread evenly over all classes, in training only.
-        is_train: whether to return the mean loss of the batch []. Otherwise, the loss of each image [N, 1] and
-            "confusion" are returned.
+        label_smoothing: in training, fraction of each label that is distributed evenly over all classes.
+        is_train: if True, return the mean loss of the batch []; otherwise, return the loss of each image [N, 1], and
+            "confusion".
     Returns:
-        {"loss", "top1" [], "top5" [] (top-C for C < 5 classes), in float32; "confusion": label and predicted class
-        [N, 2] int64, where class_num means that there is no predicted class}.
+        {"loss", "top1" [], "top5" [] (top-C for C < 5 classes), in float32; "confusion": label and predicted class,
+        int64 [N, 2]; class_num represents no predicted class}.
     """
     label, weights = targets["label"], targets.get("weights")
     with scope():
@@ -74,8 +75,8 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
 
 def _nan_rows(logits):
-    """Return the logits, but set all logits of an image to NaN if one of them is NaN or +inf, because on the CPU,
-    Paddle's cross entropy is finite for some such images."""
+    """Return the logits. If a logit of an image is NaN or +inf, set all logits of this image to NaN, because Paddle's
+    cross entropy on the CPU can be finite for such an image."""
     is_finite = _op("less_than", {"X": logits, "Y": _full([1], float("inf"), "float32")}, "bool")
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN
@@ -83,7 +84,7 @@ def _nan_rows(logits):
 
 
 def _accuracies(logits, label, order, sizes):
-    """Return {name: fraction of images whose label is among the first k classes}, where sizes is {name: k}."""
+    """Return {name: fraction of images whose label is among the k highest-ranked classes}. `sizes` is {name: k}."""
     own = _op("index_sample", {"X": logits, "Index": label})
     class_num = logits.shape[1]
     is_lower = _op("greater_than", {"X": order, "Y": paddle.scale(label, -1, class_num)}, "bool")
@@ -102,7 +103,8 @@ def _accuracies(logits, label, order, sizes):
 
 
 def _first_class(logits, order):
-    """Return the class with the largest logit [N, 1] in int64; it is class_num if all logits are NaN."""
+    """Return the class with the largest logit, int64 [N, 1]. If all logits of an image are NaN, its class is
+    class_num."""
     is_number = _op("equal", {"X": logits, "Y": logits}, "bool")
     lowest = _op("fill_any_like", {"X": logits}, value=float("-inf"))
     numbers = _op("where", {"Condition": is_number, "X": logits, "Y": lowest})
@@ -114,7 +116,8 @@ def _first_class(logits, order):
 
 
 def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
-    """Append an operator with one output. This is needed because many functions of Paddle 3 reject legacy variables."""
+    """Append an operator with one output, and return the output. Many functions of Paddle 3 cannot be used instead,
+    because they reject legacy variables."""
     block = static.default_main_program().global_block()
     name = unique_name.generate(f"{SCOPE}.{op_type}")
     out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)
@@ -133,8 +136,8 @@ def _full(shape, value, dtype):
 
 
 def add_logits(logits):
-    """Return the logits [N, class_num] in float32. The host computes their softmax, so that a CUDA graph needs no
-    softmax operator."""
+    """Return the logits, float32 [N, class_num]. The host computes the softmax, so that a CUDA graph needs no softmax
+    operator."""
     with scope():
         return paddle.scale(logits, 1.0)
 

@@ -1,7 +1,6 @@
-"""Mixed images and labels: mixup, Zhang et al., arXiv:1710.09412, and CutMix, Yun et al., arXiv:1905.04899.
+"""Mixes images and labels with mixup, Zhang et al., arXiv:1710.09412, or CutMix, Yun et al., arXiv:1905.04899.
 
-Image i of a batch of N is mixed with its partner, image N - 1 - i of the same batch. All images of a batch share one
-ratio, drawn per batch.
+In a batch of N images, image i is mixed with its partner, image N - 1 - i. The mixing ratio is drawn once per batch.
 """
 
 from collections import namedtuple
@@ -12,19 +11,20 @@ import paddle.nn.functional as F
 
 from paddle_resnet.models import loss_head
 
-# At each pixel, the weight of the partner is the product of `rows` [H] and `columns` [W]. `fraction` is the mean weight
-# of the image itself, which is also the weight of its label.
+# The partner's weight at pixel (h, w) is rows[h] * columns[w]. `fraction` is the mean weight of the image itself, which
+# is also the weight of its label.
 Mix = namedtuple("Mix", "rows columns fraction")
 
 
 def mixup(generator, ratio, height, width):
-    """Return a Mix that has the same weight for all pixels."""
+    """Return a Mix with equal weights at all pixels."""
     return Mix(np.full(height, 1 - ratio), np.ones(width), ratio)
 
 
 def cutmix(generator, ratio, height, width):
-    """Return a Mix with a box of the partner's pixels. The sides of the box are those of the image times the square
-    root of 1 - ratio. The center is drawn uniformly, and the part of the box outside the image is cut off."""
+    """Return a Mix that replaces a box of the image by the partner's pixels. Each side of the box is the side of the
+    image times the square root of 1 - ratio. The center of the box is drawn uniformly, and the box is clipped to the
+    image."""
     sides = []
     for size in (height, width):
         center, half = generator.integers(size), int(size * np.sqrt(1 - ratio)) // 2
@@ -34,7 +34,7 @@ def cutmix(generator, ratio, height, width):
     return Mix(*sides, 1 - sides[0].mean() * sides[1].mean())
 
 
-# The keys are the names of the flags. To add a kind, write a function like these, an entry here, and its flag.
+# {name of the flag: function}. To add a kind of mixing, add a function like mixup, an entry here, and a flag.
 KINDS = {"mixup": mixup, "cutmix": cutmix}
 
 
@@ -43,8 +43,8 @@ def draw(generator, alphas, height, width):
 
     Args:
         generator: np.random.Generator.
-        alphas: {kind: alpha}; the ratio is drawn from Beta(alpha, alpha), and alpha is above 0. If there are several
-            kinds, each batch uses one of them, with equal probability.
+        alphas: {kind: alpha}, with alpha > 0. The ratio is drawn from Beta(alpha, alpha). If there are several kinds,
+            one of them is drawn for each batch, with equal probability.
         height, width: size of the images.
     Returns:
         Mix, in float64.
@@ -57,8 +57,9 @@ def mix_images(images, rows, columns):
     """Mix images [N, ...] with their partners.
 
     Args:
-        images: variable of any floating-point type.
-        rows, columns: `rows` and `columns` of a Mix in float32, with shapes that broadcast against the images.
+        images: variable [N, ...] of any floating-point type.
+        rows, columns: `rows` and `columns` of a Mix in float32, with shapes that can be broadcast to that of the
+            images.
     """
     weight = rows * columns
     if images.dtype != weight.dtype:
@@ -74,7 +75,7 @@ def mix_labels(label, fraction, class_num):
         fraction: `fraction` of a Mix [1] in float32.
         class_num: number of classes.
     Returns:
-        weights of the classes [N, class_num] in float32; each row sums to 1.
+        weights of the classes, float32 [N, class_num]. Each row sums to 1.
     """
     with loss_head.scope():
         own = F.one_hot(paddle.reshape(label, [-1]), class_num)

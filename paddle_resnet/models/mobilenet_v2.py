@@ -8,8 +8,7 @@ from paddle import nn
 
 from paddle_resnet.models.layers import ConvBN, InvertedResidual, truncated_normal
 
-# Per stage: factor by which a block expands its channels inside, output channels, number of blocks, stride of the first
-# block.
+# For each stage: expansion factor of the channels, output channels, number of blocks, stride of the first block.
 STAGES = (
     *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
     *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),

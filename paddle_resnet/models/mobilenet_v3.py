@@ -12,8 +12,8 @@ from paddle import nn
 
 from paddle_resnet.models.layers import ConvBN, InvertedResidual, SqueezeExcitation, rounded, truncated_normal
 
-# Per block: kernel size, channels of the depthwise convolution, output channels, whether it has squeeze-and-excitation,
-# activation, stride.
+# For each block: kernel size, channels of the depthwise convolution, output channels, whether the block has
+# squeeze-and-excitation, activation, stride.
 RE, HS = F.relu, F.hardswish
 LARGE = (
     *((3, 16, 16, False, RE, 1), (3, 64, 24, False, RE, 2), (3, 72, 24, False, RE, 1)),
@@ -36,7 +36,7 @@ class MobileNetV3(nn.Layer):
 
     Args:
         blocks: LARGE or SMALL.
-        head: channels of the layer before the classifier.
+        head: number of channels of the layer before the classifier.
     """
 
     def __init__(self, blocks, head, num_classes=1000, in_channels=3, data_format="NCHW"):

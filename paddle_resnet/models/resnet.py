@@ -1,15 +1,15 @@
 """ResNet v1.5 and its variants: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385. Unlike in
-the paper, a bottleneck has its stride in the 3x3 convolution instead of the first 1x1 convolution, which is 5 % slower
-and improves top1 by 0.5 percentage points.
+the paper, the stride of a bottleneck block is in the 3x3 convolution instead of the first 1x1 convolution. This variant
+is 5 % slower and improves top1 by 0.5 percentage points.
 
 The variants are options of ResNet; models/__init__.py lists the options for each name:
 - ..._vd: ResNet-D of He et al., arXiv:1812.01187, figure 2. The name comes from PaddleClas. As in PaddleClas, the
   shortcut of the first block of ResNet18_vd is a projection, although the shape is unchanged.
 - SE_...: squeeze-and-excitation, Hu et al., arXiv:1709.01507.
 - ResNeXt50_32x4d: 32 groups of 4 channels, Xie et al., arXiv:1611.05431.
-- XResNet50: fastai's xresnet50, the network of its Imagenette leaderboard. It is a ResNet-D whose branches are
-  initially zero. The activation is ReLU, the default of xresnet50; the leaderboard's training script sets Mish instead,
-  which is activation=F.mish here.
+- XResNet50: fastai's xresnet50, the network of its Imagenette leaderboard. It is a ResNet-D whose branches initially
+  output zero. The activation is ReLU, the default of xresnet50. To use Mish as in the leaderboard's training script,
+  set activation=F.mish.
 """
 
 from functools import partial
@@ -21,14 +21,14 @@ from paddle.nn.initializer import Normal
 
 from paddle_resnet.models.layers import BlurPool, ConvBN, DropPath, SqueezeExcitation
 
-# {stem: ([(output channels as a fraction of the stem's, kernel size, stride) of each convolution], whether max pooling
+# {stem: ([(fraction of the stem's output channels, kernel size, stride) of each convolution], whether max pooling
 # follows)}
 STEMS = {
     "7x7": ([(1, 7, 2)], True),
     "deep": ([(0.5, 3, 2), (0.5, 3, 1), (1, 3, 1)], True),
     "small": ([(1, 3, 1)], False),
 }
-SE_REDUCTION = 16  # number of channels per hidden channel: arXiv:1709.01507, section 6.4
+SE_REDUCTION = 16  # channels / hidden channels: arXiv:1709.01507, section 6.4
 
 
 class Block(nn.Layer):
@@ -64,7 +64,7 @@ class Block(nn.Layer):
             pool = BlurPool(data_format) if is_blurred else None
             channels, reduction = out_channels, reduction * stride
         self.branch = nn.LayerList(branch)
-        # Created after the branch, so that parameter names match those of NVIDIA's RN50v1.5 example.
+        # The shortcut is created after the branch, so that parameter names match those of NVIDIA's RN50v1.5 example.
         self.shortcut = None
         if projects or reduction > 1 or in_channels != channels:
             pool = None
@@ -84,7 +84,7 @@ class Block(nn.Layer):
             y = self.activation(conv_bn(y))
         y = self.branch[-1](y)
         y = self.drop_path(y if self.se is None else self.se(y))
-        # The pass that fuses BN, addition and ReLU recognizes exactly this form, relu(a + b).
+        # The pass that fuses BN, addition and ReLU recognizes only the form relu(a + b).
         return self.activation(y + (x if self.shortcut is None else self.shortcut(x)))
 
 
@@ -104,7 +104,8 @@ class BasicBlock(Block):
 
 
 class BottleneckBlock(Block):
-    """A 1x1, a 3x3 (with the stride) and a 1x1 convolution to four times the width (ResNet-50 and deeper)."""
+    """A 1x1 convolution, a 3x3 convolution with the stride, and a 1x1 convolution to four times the width (ResNet-50
+    and deeper)."""
 
     expansion = 4
 
@@ -121,23 +122,23 @@ class ResNet(nn.Layer):
         block: BasicBlock or BottleneckBlock.
         depths: number of blocks in each stage.
         num_classes: number of logits.
-        in_channels: 3, or 4 if the loader adds a zero channel to RGB, for faster half-precision convolutions.
+        in_channels: 3, or 4 if the loader adds a zero channel to RGB, which accelerates half-precision convolutions.
         data_format: layout of the input and of all activations, "NCHW" or "NHWC".
         width: number of channels of the stem and of the first stage.
-        stem: "7x7"; "deep", which has three 3x3 convolutions; or "small" for images of about 32 to 64 pixels, which has
-            one 3x3 convolution with stride 1 and no max pooling.
+        stem: "7x7"; "deep" for three 3x3 convolutions; or "small" for one 3x3 convolution with stride 1 without max
+            pooling, which suits images of about 32 to 64 pixels.
         first_projection: whether the shortcut of the first block is a projection even if the shape is unchanged.
-        groups, group_width: number of groups of the 3x3 convolutions, and channels per group at width 64
-            (BottleneckBlock only).
+        groups, group_width: number of groups of the 3x3 convolutions, and number of channels per group in a stage of
+            width 64; only for BottleneckBlock.
         classifier_std: standard deviation of the classifier's initial weights; 0.01 is from Goyal et al.,
             arXiv:1706.02677, section 5.1.
-        activation: function that maps a variable to a variable. Custom kernels can fuse F.relu.
+        activation: function that maps a variable to a variable, such as F.relu.
         average_shortcut: whether shortcuts with stride 2 are 2x2 average pooling and a 1x1 convolution with stride 1.
         blur_pool: whether convolutions and max pooling with stride 2, except convolutions of the stem, have stride 1
             instead and are followed by BlurPool (Zhang, arXiv:1904.11486).
         se: whether each branch ends with squeeze-and-excitation.
-        zero_init: whether the scale of the last batch normalization in each branch is initially 0: arXiv:1706.02677,
-            section 5.1.
+        zero_init: whether to initialize the scale of the last batch normalization in each branch with 0:
+            arXiv:1706.02677, section 5.1.
     The input is [N, C, H, W] or [N, H, W, C]; the output is logits [N, num_classes].
     Raises:
         ValueError: the block does not support groups.

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 24
 
 
 def split(arch):
-    """Return (path, NAME) for FILE.py:NAME; None for the name of a registered network."""
+    """Return (path, NAME) for FILE.py:NAME, or None for the name of a registered network."""
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", arch, re.ASCII)
     return match and match.groups()
 
@@ -28,7 +28,7 @@ def check(arch):
     """Check that FILE.py exists, is valid Python and defines NAME.
 
     Raises:
-        UsageError: a check fails.
+        UsageError: the file does not exist, is not valid Python or does not define NAME.
     """
     path, name = split(arch)
     flag = f"--model-arch-name {arch}"
@@ -46,7 +46,7 @@ def check(arch):
 
 
 def sha256(arch):
-    """Return the hexadecimal sha256 of the file; None for the name of a registered network.
+    """Return the hexadecimal sha256 of the file, or None for the name of a registered network.
 
     Raises:
         UsageError: the file cannot be read.
@@ -55,11 +55,11 @@ def sha256(arch):
 
 
 def load(arch):
-    """Return the object NAME of the file and the file's sha256. The file is executed as a module; it is executed
+    """Return the object NAME of the file, and the file's sha256. The file is executed as a module. The file is executed
     again only if its content has changed.
 
     Raises:
-        UsageError: check fails, or the file raises an exception.
+        UsageError: check() raises UsageError, or the file raises an exception.
     """
     check(arch)
     path, name = split(arch)
@@ -69,7 +69,7 @@ def load(arch):
     if module_name not in sys.modules:
         module = types.ModuleType(module_name)
         module.__file__ = path
-        sys.modules[module_name] = module  # required by dataclasses
+        sys.modules[module_name] = module  # dataclasses look up their module here
         try:
             with errors(arch):
                 exec(compile(source, path, "exec"), vars(module))
