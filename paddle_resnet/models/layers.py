@@ -37,8 +37,8 @@ def sigmoid(x):
 
 
 def rounded(channels, divisor):
-    """Round a number of channels to the nearest positive multiple of the divisor, or up if rounding would reduce it by more than
-    10 %."""
+    """Round a number of channels to the nearest positive multiple of the divisor, or up if rounding would reduce it by
+    more than 10 %."""
     result = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return result + divisor if result < 0.9 * channels else result
 

@@ -1,20 +1,20 @@
 // Kernels for batch normalization of [rows, channels] = [N * H * W, C], fused with an activation, or with the residual
 // addition and a ReLU.
 //
-// The forward pass reads the input twice: once to sum over the rows, once to normalize. Likewise, the backward pass
-// reads input and gradient twice. The second read processes the rows in reverse order, because the rows that were read
-// last are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
+// The forward pass reads the input twice: first to sum over the rows, then to normalize. The backward pass also reads
+// input and gradient twice. The second read processes the rows in reverse order, because the rows that were read last
+// are still in the L2 cache. The order of summation is fixed, so the kernels are deterministic.
 //
-// The block is (lanes, height): a thread processes the vector of channels given by threadIdx.x, and iterates over rows.
-// The grid is (channel groups, row groups).
+// A block has (lanes, height) threads. Each thread processes the vector of channels that threadIdx.x selects, and
+// iterates over rows. A grid has (channel groups, row groups) blocks.
 
 #include "activations.h"
 #include "vector.cuh"
 
-constexpr int kBranch = 16;  // in the first level of a reduction, one block adds the sums of this many blocks
+constexpr int kBranch = 16;  // number of blocks whose sums one block adds in the first level of a reduction
 
-// The channels and rows that a thread processes. In a tile, each thread loads kUnroll rows at once, as many as its
-// registers allow.
+// The channels and rows that a thread processes. For each tile, a thread loads kUnroll rows before it processes them.
+// Registers limit kUnroll.
 template <class T, int kUnroll = 1>
 struct Position {
   static constexpr int V = T::kLanes;
@@ -26,12 +26,12 @@ struct Position {
   __device__ int tiles(int rows) const { return (rows + tile_rows - 1) / tile_rows; }
   __device__ int row(int tile, int step) const { return tile * tile_rows + step * blockDim.y + threadIdx.y; }
   __device__ size_t at(int row) const { return static_cast<size_t>(row) * vectors + vector; }
-  // Past the end, this is the last row, which avoids branches between loads; callers discard the values.
+  // Past the end, this function returns the last row to avoid branches between loads. Callers discard the values.
   __device__ size_t load_at(int tile, int step, int rows) const { return at(min(row(tile, step), rows - 1)); }
 };
 
 // Adds `count` vectors of `sums` floats, which are `stride` vectors apart, and stores the result in shared memory. The
-// threads form n groups, each of which adds every n-th vector, with four sums per thread. Then one thread per sum adds
+// threads form n groups. Each group adds every n-th vector, with four sums per thread. Finally, one thread per sum adds
 // the results of all groups.
 __device__ void add_vectors(const float *vectors, int count, int stride, int sums, float *shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -56,8 +56,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
   __syncthreads();
 }
 
-// Returns whether this block is the last of `count` blocks to arrive. If so, everything that the other blocks wrote
-// before they arrived is visible, and the counter is reset to 0.
+// Returns whether this block is the last of `count` blocks that call this function. If so, everything that the other
+// blocks wrote before their calls is visible, and the counter is reset to 0.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();
@@ -68,9 +68,9 @@ __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   return is_last;
 }
 
-// Sums `values` over all threads in the grid that process the same channel. Returns true only in the block of each
-// channel group that finishes last; there `total`, in shared memory, contains the sums [2 V, lanes]. The reduction is a
-// tree of two levels, because a single block would take microseconds to read the sums of hundreds of blocks.
+// Sums `values` over all threads in the grid that process the same channel. Returns true only in the last block of each
+// channel group. In that block, `total` in shared memory contains the sums [2 V, lanes]. The reduction is a tree with
+// two levels, because a single block would take microseconds to read the sums of hundreds of blocks.
 template <class T>
 __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *partial, unsigned *arrivals, float *&total) {
   constexpr int kValues = 2 * T::kLanes;
@@ -100,9 +100,9 @@ __device__ bool sum_over_rows(const float (&values)[2 * T::kLanes], float *parti
   return true;
 }
 
-// Computes the origin of a channel, which is subtracted before summation so that channels far from zero do not lose
-// precision. The origin is the mean of kRows rows, because a single row may be an outlier. All threads of a channel
-// compute the same origin.
+// Computes the origin of a channel. The origin is subtracted before the summation, so that channels far from zero do
+// not lose precision. The origin is the mean of kRows rows, because a single row may be an outlier. All threads of a
+// channel compute an identical origin.
 template <class T>
 __device__ void find_origin(const Vector<T> *x, int rows, int vectors, int vector, float (&origin)[T::kLanes]) {
   constexpr int V = T::kLanes, kRows = 8;
@@ -161,7 +161,7 @@ __device__ void statistics(const Vector<T> *x, int rows, const float *scale, con
     for (int j = 0; j < V; ++j) offset = j == element ? origins[j] : offset;
     const float shifted = total[element * lanes + lane] / rows;
     float variance = total[(V + element) * lanes + lane] / rows - shifted * shifted;
-    variance = variance < 0.f ? 0.f : variance;  // rounding can make it negative; NaN is kept
+    variance = variance < 0.f ? 0.f : variance;  // rounding can make the variance negative; NaN is preserved
     const float mean = offset + shifted, inverse = 1.f / sqrtf(variance + epsilon), a = scale[channel] * inverse;
     coefficients[channel] = a;
     coefficients[channels + channel] = bias[channel] - mean * a;
@@ -240,9 +240,9 @@ __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows
   apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
-// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. Here
-// g is the gradient with respect to the input of the activation A. kSummands > 0 means that a residual addition follows
-// BN: then g is the masked sum of one or two gradients, and the kernel also writes g to dz, the gradient of the
+// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. Here,
+// g is the gradient with respect to the input of the activation A. If a residual addition follows BN, kSummands is 1 or
+// 2. In this case, g is the masked sum of kSummands gradients, and the kernel also writes g to dz, the gradient of the
 // shortcut.
 template <class T, int kSummands, class A>
 __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,

@@ -15,8 +15,8 @@
 
 namespace {
 
-// Returns the part of a kernel name that states what is fused with BN: an activation, or the residual addition with a
-// ReLU and, in the backward pass, one or two gradients to add.
+// Returns the suffix of a kernel name for the operators that are fused with BN: an activation, or the residual addition
+// with a ReLU and, in the backward pass, one or two gradients to add.
 std::string fused(int summands, const std::string &activation) {
   if (summands > 0) return summands == 1 ? "_add_relu" : "_add_relu_two";
   return activation.empty() ? "" : "_" + activation;
@@ -98,9 +98,9 @@ std::vector<Tensor> BnAddRelu(const Tensor &x, const Tensor &z, const Tensor &sc
   return {y, coefficients, mask};
 }
 
-// Returns dx. `gradients` contains the gradient of the output, or two gradients to add. `mask` and `dz` are null if
-// there is no residual addition; otherwise dz is allocated. The gradients of scale and bias are written to `dscale` and
-// `dbias`, which the caller allocates.
+// Returns dx. `gradients` contains the gradient of the output, or two gradients to add. `mask` and `dz` are null
+// without a residual addition; otherwise, this function allocates dz. The gradients of scale and bias are written to
+// `dscale` and `dbias`, which the caller allocates.
 Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coefficients, const Tensor *mask,
                    const std::string &activation, Tensor *dz, Tensor &dscale, Tensor &dbias) {
   const Shape shape(x);
@@ -137,8 +137,8 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   return dx;
 }
 
-// Sets the tensors for the gradients of scale and bias: to those in `into`, which are in the buffer of a fused
-// all-reduce, or to new tensors.
+// Sets the tensors for the gradients of scale and bias. They are those in `into`, which belong to the buffer of a fused
+// all-reduce, or new tensors without `into`.
 void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coefficients, Tensor &dscale,
                       Tensor &dbias) {
   const int64_t channels = coefficients.shape().back();

@@ -6,7 +6,7 @@
 #include <cmath>
 #endif
 
-constexpr int kVectorBytes = 16;                           // of a thread's load or store; the types x4 use half of it
+constexpr int kVectorBytes = 16;                           // size of a thread's load or store; the x4 types use half
 constexpr int kMaxThreads = 512, kBlocksPerProcessor = 2;  // launch bounds of BN and the updates
 constexpr int kPoolThreads = 256;
 constexpr int kLossThreads = 256;  // a power of two
@@ -20,13 +20,13 @@ constexpr int kFilterSumLanes = 32, kFilterSumRows = 16;  // block size of the k
 constexpr int kPointwiseThreads = 256, kWideChannels = 64, kNarrowChannels = 32, kChunkRows = 16;
 constexpr float kLargestFloat = 3.402823466e38f;
 
-// Geometry of a pooling or depthwise convolution in pixels. `vectors` is the number of channel vectors per pixel.
+// Geometry of a pooling or a depthwise convolution, in pixels. `vectors` is the number of channel vectors per pixel.
 struct Window {
   int height, width, out_height, out_width, kernel, stride, padding, vectors;
 };
 
-// The tensors that one launch updates, each with kStates tensors of optimizer state. `size` is the number of elements.
-// kTensors is limited because kernel arguments must not exceed 4 KB.
+// The tensors that one launch updates, each with kStates tensors of optimizer state. `size` contains the numbers of
+// elements. kTensors is limited, because kernel arguments must not exceed 4 KB.
 template <int kStates>
 struct Updates {
   static constexpr int kTensors = 3840 / ((3 + kStates) * sizeof(void *) + sizeof(int) + sizeof(float));
@@ -37,9 +37,9 @@ struct Updates {
   int count;
 };
 using MomentumUpdates = Updates<1>;  // state: velocity
-using AdamUpdates = Updates<4>;      // state: both moments, and the powers of beta1 and beta2, with one element
+using AdamUpdates = Updates<4>;      // state: two moments, then two tensors of one element: powers of beta1 and beta2
 
-// The tensors for which one launch updates moving averages.
+// The tensors whose moving averages one launch updates.
 struct Averages {
   static constexpr int kTensors = 3840 / (2 * sizeof(void *) + sizeof(int));
   float *average[kTensors], *value[kTensors];
@@ -93,9 +93,9 @@ struct Adam {
   }
 };
 
-// Returns the factor that unscales gradients and limits their norm to max_norm, given the unscaled norm: Pascanu et
-// al., arXiv:1211.5063, algorithm 1. The factor is 0 if the step is to be skipped; otherwise it is NaN if the norm is
-// not finite.
+// Returns the factor that unscales gradients and limits their norm to max_norm: Pascanu et al., arXiv:1211.5063,
+// algorithm 1. `norm` is the norm of the unscaled gradients. The factor is 0 if the step must be skipped. Otherwise, it
+// is NaN if the norm is not finite.
 ON_BOTH inline float clipped(float norm, float unscale, float max_norm) {
   if (unscale == 0.f) return 0.f;
   return unscale * (norm <= max_norm ? 1.f : max_norm / norm + 0.f * norm);

@@ -1,10 +1,10 @@
 // Kernels for the depthwise convolution of [N, H, W, C] and its gradients. The filter is [C, 1, K, K]; sums are
 // float32.
 //
-// The block is (lanes, height): threadIdx.x selects a vector of channels, so that a warp reads adjacent memory. A task
-// is a group of kDepthwisePixels adjacent pixels of a row, which one thread computes from columns that it loads once.
-// The grid is (channel groups, slabs): each block processes a slab of consecutive tasks, so that rows that several
-// tasks read stay in the L1 cache.
+// A block has (lanes, height) threads. threadIdx.x selects a vector of channels, so that a warp reads adjacent memory.
+// A task is a group of kDepthwisePixels adjacent pixels of a row. One thread computes a task, and loads each column
+// only once. A grid has (channel groups, slabs) blocks. Each block processes a slab of consecutive tasks, so that rows
+// that several tasks read stay in the L1 cache.
 
 #include "vector.cuh"
 
@@ -49,8 +49,8 @@ __device__ __forceinline__ void load_taps(const float *taps, int row, float (&va
   for (int j = 0; j < K; ++j) load_floats<T>(taps + (row * K + j) * channels + threadIdx.x * T::kLanes, values[j]);
 }
 
-// Loads kColumns vectors of row `row`, counted over all images, starting at column `first`. Columns outside the row are
-// 0.
+// Loads kColumns vectors, starting at column `first`, of row `row`, which is counted over all images. Columns outside
+// the row are 0.
 template <class Vec, int kColumns>
 __device__ __forceinline__ void load_columns(const Vec *x, int row, int first, int width, int vectors,
                                              Vec (&columns)[kColumns]) {
@@ -102,8 +102,8 @@ __device__ void depthwise_conv(const Vector<T> *x, const void *filter, int tasks
 }
 
 // The gradient of input pixel (h, w) is the sum of dy (oh, ow) times tap (i, j) over all pairs with h + padding = S oh
-// + i and w + padding = S ow + j. Each group of pixels begins at a column with (w + padding) % S = 0, so that at
-// compile time it is known which taps j contribute to each pixel of the group.
+// + i and w + padding = S ow + j. Each group of pixels begins at a column with (w + padding) % S = 0, so that the
+// compiler knows which taps j contribute to each pixel of the group.
 template <class T, int K, int S>
 __device__ void depthwise_input_gradient(const Vector<T> *dy, const void *filter, int tasks, Window w, Vector<T> *dx) {
   constexpr int V = T::kLanes, P = kDepthwisePixels, kBefore = (K - 1) / S, kColumns = kBefore + (P - 1) / S + 1;

@@ -34,7 +34,7 @@ Function driver(const char *name) {
   return reinterpret_cast<Function>(symbol);
 }
 
-// Throws the driver's message for an error code, preceded by `what`.
+// If `result` is an error code, throws an exception with `what` and the driver's message.
 void check(int result, const std::string &what) {
   if (result == 0) return;
   const char *text = nullptr;
@@ -42,11 +42,11 @@ void check(int result, const std::string &what) {
   PD_THROW(what, ": ", text ? text : "unknown CUDA error");
 }
 
-// The GPU of the process: the kernels and their scratch memory. All launches must come from one thread and use one
-// stream, as in the Executor, because concurrent kernels would share the scratch memory.
+// The kernels of this process's GPU, and their scratch memory. All launches must come from one thread and use one
+// stream, as in the Executor, because concurrent kernels would overwrite each other's scratch memory.
 class Gpu {
  public:
-  // The cubin with all kernels; set it before the first call of get().
+  // The cubin with all kernels. The caller must set it before the first call of get().
   static std::vector<char> &image() {
     static std::vector<char> bytes;
     return bytes;
@@ -57,12 +57,12 @@ class Gpu {
   }
 
   void *partial() { return partial_; }    // float sums for each block
-  void *arrivals() { return arrivals_; }  // counters of finished blocks (unsigned); 0 between launches
+  void *arrivals() { return arrivals_; }  // unsigned counters of finished blocks; 0 between launches
   void *overflow() { return overflow_; }  // int; 0 between optimizer steps
   int blocks() const { return blocks_; }  // fills the GPU at kBlocksPerProcessor
 
-  // Launches a kernel on the stream of tensor `on`. `grid` and `block` are {x, y}, `arguments` the arguments'
-  // addresses.
+  // Launches a kernel on the stream of tensor `on`. `grid` and `block` are {x, y}. `arguments` contains the addresses
+  // of the kernel's arguments.
   void launch(const std::string &name, const Tensor &on, std::vector<unsigned> grid, std::vector<unsigned> block,
               std::vector<void *> arguments) {
     using Launch = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream_st *,
@@ -100,7 +100,7 @@ class Gpu {
   void allocate(void **memory, size_t bytes) {
     check(driver<int (*)(void **, size_t)>("cuMemAlloc_v2")(memory, bytes), "cuMemAlloc");
     check(driver<int (*)(void *, unsigned char, size_t)>("cuMemsetD8_v2")(*memory, 0, bytes), "cuMemsetD8");
-    // Wait here, because Paddle's stream does not wait for the null stream.
+    // The host waits here, because Paddle's stream does not wait for the null stream.
     check(driver<int (*)()>("cuCtxSynchronize")(), "cuCtxSynchronize");
   }
 

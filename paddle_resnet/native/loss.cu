@@ -9,7 +9,7 @@ struct Largest {
   int at;
 };
 
-// Returns the larger value, or of two equal values the first. `a` is never NaN; a NaN in `b` is ignored.
+// Returns the larger of two values, or the first if they are equal. `a` is never NaN. If `b` is NaN, `a` is returned.
 struct FirstLargest {
   __device__ Largest operator()(const Largest &a, const Largest &b) const {
     return b.value > a.value || (b.value == a.value && b.at < a.at) ? b : a;
@@ -30,7 +30,7 @@ struct AddRowSums {
 
 struct BatchSums {
   float loss;
-  int first, among, out_of_range;  // number of top-1 hits, top-k hits, labels out of range
+  int first, among, out_of_range;  // numbers of top-1 hits, top-k hits and labels out of range
 };
 
 struct AddBatchSums {
@@ -39,8 +39,8 @@ struct AddBatchSums {
   }
 };
 
-// Reduces the values of all kLossThreads threads with `join`, and returns the result in all threads. `shared` is memory
-// for kLossThreads values that no other call uses.
+// Reduces the values of all kLossThreads threads with `join`, and returns the result in all threads. `shared` has space
+// for kLossThreads values, and no other call may use it.
 template <class Value, class Join>
 __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
   const int thread = threadIdx.x;
@@ -57,9 +57,9 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
 // losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), or NaN if a logit is NaN or the label
 // is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label].
 // of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, so that softmax(x) = exp(x - largest - log(sum)).
-// hits[row]: bit 0 is set if the label ranks first, bit 1 if it ranks among the first k classes, bit 2 if it is out of
-// range. pairs[row] = {label, class that ranks first, or `classes` if no class does}. models/loss_head.py describes how
-// classes with equal logits or NaN are ranked.
+// hits[row]: bit 0 is set if the label ranks first, bit 1 if the label ranks among the first k classes, bit 2 if the
+// label is out of range. pairs[row] = {label, class that ranks first}; the class is `classes` if all logits are NaN.
+// models/loss_head.py describes how classes with equal logits or NaN are ranked.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_rows(const float *logits, const long long *labels, const float *weights, int classes, float smoothing, int k,
               float *losses, float *of_softmax, unsigned char *hits, long long *pairs) {
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
     sums.differences += difference;
     if (weights != nullptr) {
       const float weight = weights[static_cast<size_t>(row) * classes + i];
-      if (weight != 0) sums.weighted += weight * difference;  // without the condition, 0 times infinity would be NaN
+      if (weight != 0) sums.weighted += weight * difference;  // skip zero weights, because 0 times infinity is NaN
     }
     sums.ahead += x[i] > own || (x[i] == own && i < label);
   }
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   const float log_sum = logf(sums.exponentials);
   const float target = weights != nullptr && is_class ? sums.weighted : own - largest.value;
   float loss = log_sum - (1 - smoothing) * target;
-  // Without smoothing, this term is omitted, because a logit of -inf would make it 0 times infinity.
+  // Without smoothing, skip this term, because for a logit of -inf, it would be 0 times infinity.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
   losses[row] = loss;
   of_softmax[2 * row] = largest.value;
@@ -117,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   *topk = static_cast<float>(sums.among) / rows;
 }
 
-// Computes the gradient of the mean loss, times *dloss. Rows whose label is out of range are NaN, like their loss.
+// Computes the gradient of the mean loss, times *dloss. If the label of a row is out of range, its gradient is NaN,
+// like its loss.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
     loss_gradient(const float *logits, const long long *labels, const float *weights, const float *of_softmax,
                   const float *dloss, int classes, float smoothing, float *dlogits) {

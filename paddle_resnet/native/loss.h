@@ -24,7 +24,7 @@ struct LogitsShape {
     rows = static_cast<int>(logits.shape()[0]);
     classes = static_cast<int>(logits.shape()[1]);
   }
-  // Returns the address of the optional weights [rows, classes], or null if there are none.
+  // Returns the address of the weights [rows, classes], or null without weights.
   float *weights(const paddle::optional<Tensor> &weights) const {
     if (!weights) return nullptr;
     if (weights->dtype() != DataType::FLOAT32 || weights->numel() != static_cast<int64_t>(rows) * classes)

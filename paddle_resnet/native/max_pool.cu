@@ -1,6 +1,6 @@
-// Kernels for max pooling of [N, H, W, C]. For each output, the forward pass stores the position of the maximum in its
-// window as one byte, so the backward pass reads neither input nor output. Of equal values, the first is the maximum.
-// Each thread processes one vector.
+// Kernels for max pooling of [N, H, W, C]. For each output, the forward pass stores the position of the maximum within
+// the window as one byte, so that the backward pass reads neither input nor output. If several values are equal, the
+// first is the maximum. Each thread processes one vector.
 
 #include "vector.cuh"
 
@@ -49,7 +49,7 @@ __device__ void max_pool(const Vector<T> *x, unsigned outputs, Window w, Vector<
   }
 }
 
-// For each input element, sums the gradients of the windows in which it is the maximum. If `dy2` is not null, it is
+// Sums, for each input element, the gradients of all windows whose maximum is this element. If `dy2` is not null, it is
 // added to dy.
 template <class T>
 __device__ void max_pool_gradient(const Vector<T> *dy, const Vector<T> *dy2, const unsigned *positions, unsigned inputs,

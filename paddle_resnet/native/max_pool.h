@@ -28,7 +28,7 @@ unsigned pool_threads(const Tensor &x, const Shape &shape) {
 std::vector<unsigned> pool_grid(unsigned threads) { return {(threads + kPoolThreads - 1) / kPoolThreads, 1}; }
 const std::vector<unsigned> kPoolBlock = {kPoolThreads, 1};
 
-// Returns y and positions [N, H, W, C]: where in its window each output's maximum is, as one byte.
+// Returns y and positions [N, H, W, C]. A position is the place of the maximum within the window, as one byte.
 std::vector<Tensor> MaxPool(const Tensor &x, int kernel, int stride, int padding) {
   const Shape rows(x);
   const int batch = x.shape()[0], channels = rows.channels;

@@ -1,6 +1,7 @@
-// The library of Paddle operators: the functions that Python calls, and the inputs, outputs, attributes, shapes and
-// types of all operators. For each .cu file, there is a header that implements the operators: they check arguments and
-// allocate results, then launch a kernel on Paddle's stream, or run a float32 loop of reference/ on the CPU.
+// The library of Paddle operators. This file defines the functions that Python calls, and the inputs, outputs,
+// attributes, shapes and types of all operators. The headers next to the .cu files implement the operators: they check
+// arguments and allocate results, then launch a kernel on Paddle's stream, or run a float32 loop of reference/ on the
+// CPU.
 
 #include <cstdint>
 #include <vector>
@@ -19,7 +20,7 @@
 
 // Functions that Python calls through ctypes.
 
-// Sets the kernels, as the bytes of a cubin for the GPU of this process.
+// Sets the cubin with the kernels for the GPU of this process.
 extern "C" void paddle_resnet_set_image(const char *bytes, size_t size) { Gpu::image().assign(bytes, bytes + size); }
 
 extern "C" uint64_t paddle_resnet_async_copies() { return AsyncCopies::get().count(); }
@@ -27,7 +28,7 @@ extern "C" int paddle_resnet_wait(uint64_t number, int i, const char **memory, s
   return AsyncCopies::get().wait(number, i, memory, bytes);
 }
 
-// The operators. Each is preceded by functions that return the shapes and types of its outputs.
+// Before each operator, there are functions that return the shapes and types of its outputs.
 
 using Dims = std::vector<int64_t>;
 using Shapes = std::vector<Dims>;
@@ -223,7 +224,8 @@ Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &
   return {{1}};
 }
 Types CheckFiniteType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
-// The name must not contain "_grad", because Paddle 3 would take it for a gradient and search for its forward operator.
+// The name must not contain "_grad". Otherwise, Paddle 3 would treat it as a gradient operator and search for the
+// forward operator.
 PD_BUILD_OP(native_check_finite)
     .Inputs({paddle::Vec("Gradients"), "Scale", "GoodSteps", "BadSteps"})
     .Outputs({"Unscale", "ScaleOut", "GoodStepsOut", "BadStepsOut"})

@@ -1,20 +1,20 @@
-// Kernel for the filter gradient of a 1x1 convolution of [rows, channels] = [N * H * W, C] in half precision, if its
-// input or output has few channels. cuDNN may compute such a product of two tall matrices in only two blocks, because
-// it does not split the rows.
+// Kernel for the filter gradient of a 1x1 convolution of [rows, channels] = [N * H * W, C] in half precision whose
+// input or output has few channels. cuDNN may use only two blocks for this product of two tall matrices, because it
+// does not split the rows.
 //
-// The block is (32, warps), the grid (groups of kWideChannels channels of the wider tensor, slabs of rows). A warp
-// multiplies chunks of 16 rows on the tensor cores. The layout of the fragments (PTX, mma.m16n8k16) does not prescribe
-// which row and channel a fragment's index refers to. Therefore thread (group, quad) of a warp loads rows 4 quad to
-// 4 quad + 3, channels 8 group to 8 group + 7 of the wider tensor and channels 4 group to 4 group + 3 of the narrower
-// tensor, so that no thread needs a value that a different thread has loaded.
+// A block has (32, warps) threads. A grid has (groups of kWideChannels channels of the wider tensor, slabs of rows)
+// blocks. A warp multiplies chunks of 16 rows on the tensor cores. The layout of the fragments (PTX, mma.m16n8k16) does
+// not prescribe which row and channel an index of a fragment represents. Therefore, thread (group, quad) of a warp
+// loads rows 4 quad to 4 quad + 3, channels 8 group to 8 group + 7 of the wider tensor and channels 4 group to 4 group
+// + 3 of the narrower tensor, so that no thread needs values from other threads.
 
 #include "vector.cuh"
 
-// Combine the same half of two words, which are from two rows. The element of the first row goes to the lower half.
+// Combine the same halves of two words from different rows. The half of the first word becomes the lower half.
 __device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return (a & 0xffffu) | (b << 16); }
 __device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return (a >> 16) | (b & 0xffff0000u); }
 
-// The elements of a chunk that a thread loads. Rows past the end and channels that do not exist are 0.
+// The elements of a chunk that a thread loads. Elements beyond the last row or channel are 0.
 struct Chunk {
   unsigned wide[4][4], narrow[4][2];  // two channels per element
 
@@ -67,7 +67,7 @@ __device__ void pointwise_filter_gradient(const uint4 *wide_from, const uint2 *n
   const int chunks = (rows + kChunkRows - 1) / kChunkRows, size = (chunks + gridDim.y - 1) / gridDim.y;
   const int begin = min(static_cast<int>(blockIdx.y) * size, chunks), end = min(begin + size, chunks);
   float sums[4][4][4] = {};
-  for (int first = begin; first < end; first += kUnroll * warps) {  // the same number of iterations in each warp
+  for (int first = begin; first < end; first += kUnroll * warps) {  // all warps have the same number of iterations
     Chunk loaded[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {

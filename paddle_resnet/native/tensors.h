@@ -15,7 +15,7 @@ using Tensors = std::vector<Tensor>;
 
 namespace {
 
-// Returns the suffix that kernel names have for the data type of a tensor.
+// Returns the suffix of kernel names for the data type of a tensor.
 std::string suffix(const Tensor &x) {
   switch (x.dtype()) {
     case DataType::FLOAT32:
@@ -49,7 +49,8 @@ struct Shape {
   }
 };
 
-// Throws if a tensor's shape or type differs from that of `x`, because kernels use the shape of `x` for all tensors.
+// Throws if the shape or type of a tensor differs from that of `x`, because kernels use the shape of `x` for all
+// tensors.
 void require_like(const Tensor &x, const Tensor &other, const char *what) {
   if (other.dtype() != x.dtype() || other.shape() != x.shape())
     PD_THROW("custom operator: the type or shape of the ", what, " differs from that of the main tensor");
@@ -60,7 +61,7 @@ void require_float32(const Tensor &x) {
   if (x.dtype() != DataType::FLOAT32) PD_THROW("custom operators support only float32 on the CPU");
 }
 
-// Return pointers to the elements of a tensor, on its device.
+// Return pointers to the elements of a tensor, in the memory of its device.
 template <class T>
 T *data(const Tensor &x) {
   return const_cast<T *>(x.data<T>());

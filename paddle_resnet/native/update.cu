@@ -32,8 +32,8 @@ __device__ __forceinline__ void store_some(const float (&values)[T::kLanes], flo
   for (int k = 0; k < count; ++k) to[i + k] = values[k];
 }
 
-// Returns the index of this block among the blocks that share tensor t. Most tensors are small and occupy few blocks,
-// so the first block is shifted for each tensor to distribute the tensors over all blocks.
+// Returns the index of this block among the blocks that share tensor t. Most tensors are small and occupy few blocks.
+// The first block is different for each tensor, to distribute the tensors over all blocks.
 __device__ __forceinline__ int block_of(int t) { return (blockIdx.x + t * kBlocksApart) % gridDim.x; }
 
 // Calls each(i, count) for each vector of tensor t that this thread processes: `count` elements starting at element i.
@@ -59,7 +59,7 @@ __device__ __forceinline__ float *exact(const Table &updates, int t) {
   return kHasMasters ? updates.master[t] : static_cast<float *>(updates.parameter[t]);
 }
 
-// Sets *overflow to 1 if an element is not finite; otherwise leaves *overflow unchanged.
+// Sets *overflow to 1 if an element is not finite. Otherwise, *overflow is unchanged.
 template <class T>
 __device__ void check_gradients(const MomentumUpdates &updates, int *overflow) {
   constexpr unsigned kExponent = 0x7f800000u;
@@ -147,7 +147,8 @@ __device__ void sum_over_block(float &a, float &b) {
   for (int k = 0; k < kGroups; ++k) a += of_groups[0][k], b += of_groups[1][k];
 }
 
-// Sums the squares of all unscaled gradients per block. The first launch sets `partial`; later launches add to it.
+// Sums the squares of all unscaled gradients per block. The first launch sets `partial`, and later launches add to
+// `partial`.
 template <class T>
 __device__ void sum_squares(const MomentumUpdates &updates, const float *unscale, float *partial, bool is_first) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
@@ -163,8 +164,8 @@ __device__ void sum_squares(const MomentumUpdates &updates, const float *unscale
 }
 
 // LAMB: You et al., arXiv:1904.00962, algorithm 2. p -= rate ratio (u + decay p), where u is Adam's direction and ratio
-// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments. For each
-// tensor and each block that shares it, it also writes the sums of the squares of p and of u + decay p to `partial`.
+// is |p| / |u + decay p|, or 1 without weight decay or if a norm is 0. The first kernel updates the moments. Each block
+// also writes the sums of the squares of p and of u + decay p to `partial`, for each tensor that it processes.
 template <class T, bool kHasMasters>
 __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float *unscale, float *partial) {
   const float factor = unscale != nullptr ? *unscale : 1.f;
@@ -197,7 +198,8 @@ __device__ void lamb_moments(const AdamUpdates &updates, Adam rule, const float 
   }
 }
 
-// The second kernel of LAMB, with the same grid, updates the parameters. Launch advance_powers after it.
+// The second kernel of LAMB updates the parameters, with the grid of the first kernel. Launch advance_powers after this
+// kernel.
 template <class T, bool kHasMasters>
 __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, const float *unscale,
                      const float *partial) {
@@ -232,7 +234,8 @@ __device__ void lamb(const AdamUpdates &updates, Adam rule, const float *rate, c
   }
 }
 
-// Updates the powers of the betas for the next step, with one thread per tensor. Does nothing if the step is skipped.
+// Updates the powers of the betas for the next step, with one thread per tensor. If the step is skipped, the powers are
+// unchanged.
 extern "C" __global__ void advance_powers(AdamUpdates updates, Adam rule, const float *unscale) {
   if ((unscale != nullptr && *unscale == 0.f) || threadIdx.x >= updates.count) return;
   *updates.state[2][threadIdx.x] *= rule.beta1;
@@ -267,7 +270,7 @@ UPDATE_KERNELS(f32)
 UPDATE_KERNELS(f16)
 UPDATE_KERNELS(bf16)
 
-// Computes average += weight (value - average). Does nothing if the step is skipped.
+// Computes average += weight (value - average). If the step is skipped, the averages are unchanged.
 extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
     follow_averages(Averages averages, const float *weight, const float *unscale) {
   if (unscale != nullptr && *unscale == 0.f) return;
@@ -282,7 +285,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, kBlocksPerProcessor)
   });
 }
 
-// Updates the loss scale and its counters, and sets *overflow to 0. Launch a single thread, after the checks.
+// Updates the loss scale and its counters, and sets *overflow to 0. Launch a single thread of this kernel after the
+// checks of all gradients.
 extern "C" __global__ void follow_loss_scale(int *overflow, LossScaling rule, float *scale, int *good, int *bad,
                                              float *unscale) {
   *unscale = *overflow ? 0.f : 1.f / *scale;
@@ -290,7 +294,7 @@ extern "C" __global__ void follow_loss_scale(int *overflow, LossScaling rule, fl
   *overflow = 0;
 }
 
-// Adds the sums of all blocks and computes the clipping factor. Launch a single block, after sum_squares.
+// Adds the sums of all blocks and computes the clipping factor. Launch a single block of this kernel after sum_squares.
 extern "C" __global__ void clip_factor(const float *partial, int sums, const float *unscale, float max_norm,
                                        float *factor) {
   float squares = 0, none = 0;

@@ -1,6 +1,6 @@
-// Operators that run after the backward pass: the check of all gradients and the update of the loss scale, gradient
-// clipping, the optimizers and moving averages. Each operator processes the tensors of all parameters: it launches the
-// kernels of update.cu once per table of tensors, or calls the reference on the CPU.
+// Operators that run after the backward pass: gradient check and loss scale, gradient clipping, optimizers and moving
+// averages. Each operator processes the tensors of all parameters. It launches the kernels of update.cu once per table
+// of tensors, or calls the reference on the CPU.
 
 #pragma once
 
@@ -35,8 +35,8 @@ float *floats(const Tensor &tensor, int64_t size) {
 template <class Table>
 class Tables {
  public:
-  // `state` contains the tensors for Table::state. The first two have the size of the parameter; the others have one
-  // element.
+  // `state` contains the tensors for Table::state. The first two tensors have the size of the parameter, and the others
+  // have one element.
   void add(const Tensor &gradient, const Tensor *parameter, const Tensor *master, std::vector<const Tensor *> state,
            float decay) {
     if (tables_.empty() || tables_.back().count == Table::kTensors) tables_.emplace_back();
@@ -90,8 +90,8 @@ void require_one_each(const Tensors &parameters, std::vector<const Tensors *> ot
 std::vector<unsigned> update_grid() { return {static_cast<unsigned>(Gpu::get().blocks()), 1}; }
 std::vector<unsigned> update_block() { return {kMaxThreads, 1}; }
 
-// Checks that all gradients are finite, then updates the loss scale and its counters in place. Returns a tensor [1]:
-// 1 / (loss scale of these gradients), or 0 if a gradient is not finite.
+// Checks whether all gradients are finite, then updates the loss scale and its counters in place. Returns a tensor [1]
+// with the inverse of the loss scale before the update, or 0 if a gradient is not finite.
 std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor &good_steps, Tensor &bad_steps,
                                 int raise_after_steps, int lower_after_steps, float raise_by, float lower_by) {
   LossScaling rule = {raise_after_steps, lower_after_steps, raise_by, lower_by};
@@ -121,9 +121,9 @@ std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor 
   return {unscale};
 }
 
-// Returns a tensor [1]: the factor that unscales the gradients and limits their global norm, unscale * min(1, max_norm
-// / |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 if the step is to be skipped;
-// otherwise it is NaN if the norm is not finite.
+// Returns a tensor [1] with the factor that unscales the gradients and limits their global norm: unscale * min(1,
+// max_norm / |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 if the step must be skipped.
+// Otherwise, it is NaN if the norm is not finite.
 std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<Tensor> &unscale, float max_norm) {
   Tensor factor = paddle::empty({1}, DataType::FLOAT32, gradients.at(0).place());
   const float *u = unscale ? unscale->data<float>() : nullptr;
@@ -154,7 +154,7 @@ std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<
 }
 
 // Updates exponential moving averages in place: average += weight (value - average). `unscale` is the result of
-// CheckFinite or ClipFactor; if it is 0, the step is skipped.
+// CheckFinite or ClipFactor. If `unscale` is 0, the step is skipped.
 void Ema(Tensors &averages, const Tensors &values, const Tensor &weight, const paddle::optional<Tensor> &unscale) {
   if (values.size() != averages.size()) PD_THROW("custom average requires a value for each average");
   const float *w = weight.data<float>(), *factor = unscale ? unscale->data<float>() : nullptr;

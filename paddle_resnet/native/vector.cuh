@@ -1,10 +1,11 @@
-// All kernels access memory with these functions, which load and store vectors of consecutive channels. In registers,
-// values are float32. The kernels include no CUDA headers, so NVRTC needs only the files of this folder.
+// Functions that load and store vectors of consecutive channels. All kernels access memory only through these
+// functions. In registers, values are float32. No kernel includes CUDA headers, so NVRTC needs only the files of this
+// folder.
 
 #include "common.h"
 
-// Data types with the vectors to load and store, which have kLanes elements. The types x4 are for layers whose number
-// of channels is a multiple of 8 bytes, but not of 16 bytes (see Shape in tensors.h).
+// Data types and their vectors of kLanes elements. The x4 types are for layers whose channels occupy a multiple of 8
+// bytes, but not of 16 bytes (see Shape in tensors.h).
 struct f32 {
   using Vector = uint4;
   static constexpr int kLanes = 4;
@@ -28,8 +29,8 @@ struct bf16x4 : bf16 {
 template <class T>
 using Vector = typename T::Vector;
 
-// Convert between a 32-bit word and its elements: one 32-bit element, or two 16-bit elements, the first in the lower
-// half.
+// Convert between a 32-bit word and its elements: one 32-bit element, or two 16-bit elements. The first element is in
+// the lower half.
 __device__ __forceinline__ void unpack(f32, unsigned bits, float *values) { values[0] = __uint_as_float(bits); }
 __device__ __forceinline__ unsigned pack(f32, const float *values) { return __float_as_uint(values[0]); }
 
@@ -101,7 +102,7 @@ __device__ __forceinline__ void store_floats(const float (&values)[T::kLanes], f
   }
 }
 
-// Load or store only element i. This is for the last elements of an array if they do not fill a vector.
+// Load or store only element i. These functions are for the last elements of an array that do not fill a vector.
 __device__ __forceinline__ float load_one(f32, const void *from, int i) { return static_cast<const float *>(from)[i]; }
 __device__ __forceinline__ void store_one(f32, float value, void *to, int i) { static_cast<float *>(to)[i] = value; }
 template <class T>
@@ -116,7 +117,8 @@ __device__ __forceinline__ void store_one(T, float value, void *to, int i) {
   static_cast<unsigned short *>(to)[i] = static_cast<unsigned short>(pack(T(), pair));
 }
 
-// Adds the product of a 16x16 and a 16x8 matrix to `sums`, with PTX's mma.m16n8k16. All threads of a warp must call it.
+// Adds the product of a 16x16 and a 16x8 matrix to `sums` with PTX's mma.m16n8k16. All threads of a warp must call this
+// function.
 #ifdef __CUDACC_RTC__
 #define MULTIPLY_ADD(T, NAME) \
   __device__ __forceinline__ void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, \
@@ -135,7 +137,7 @@ __device__ void multiply_add(T, const unsigned (&)[4], unsigned, unsigned, float
   asm("trap;");
 }
 #endif
-#else  // the emulation of a GPU for the tests
+#else  // the tests emulate a GPU
 template <class T>
 void multiply_add(T, const unsigned (&a)[4], unsigned b0, unsigned b1, float (&sums)[4]) {
   emulated_multiply_add(a, b0, b1, sums);

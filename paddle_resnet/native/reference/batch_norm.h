@@ -61,7 +61,7 @@ void bn_apply(A, const float *x, const float *z, int rows, int channels, const f
   }
 }
 
-// Like bn_apply, with the running statistics.
+// Like bn_apply, but with the running statistics.
 template <class A>
 void bn_infer(A activation, const float *x, const float *z, int rows, int channels, const float *scale,
               const float *bias, const float *mean, const float *variance, float epsilon, float *y) {
@@ -73,10 +73,10 @@ void bn_infer(A activation, const float *x, const float *z, int rows, int channe
   bn_apply(activation, x, z, rows, channels, a.data(), b.data(), y, nullptr);
 }
 
-// The backward pass: Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2]. If
-// `mask` is not null, the gradient of the ReLU is computed from it; otherwise the input of the activation A is
-// recomputed as a x + b. The gradient with respect to the input of the ReLU is written to `dz`. `dy2`, `mask` and `dz`
-// may be null.
+// Computes the backward pass: Ioffe and Szegedy, arXiv:1502.03167, section 3. The gradient of the output is dy [+ dy2].
+// If `mask` is not null, it determines the gradient of the ReLU; otherwise, the input of the activation A is recomputed
+// as a x + b. The gradient with respect to the input of the ReLU is written to `dz`. `dy2`, `mask` and `dz` may be
+// null.
 template <class A>
 void bn_gradient(A, const float *x, const float *dy, const float *dy2, const uint8_t *mask, int rows, int channels,
                  const float *coefficients, float *dz, float *dscale, float *dbias, float *dx) {

@@ -10,8 +10,8 @@
 
 namespace reference {
 
-// For each row, computes losses, of_softmax [rows, 2] and pairs [rows, 2] as defined by loss_rows in loss.cu. For the
-// batch, computes the accuracies and, if `loss` is not null, the mean loss; top1 is -1 if a label is out of range. If
+// Computes losses, of_softmax [rows, 2] and pairs [rows, 2] for each row as loss_rows in loss.cu. Computes the
+// accuracies and, if `loss` is not null, the mean loss of the batch; top1 is -1 if a label is out of range. If
 // `weights` [rows, classes] is not null, the weights replace the labels in the loss.
 inline void loss(const float *logits, const int64_t *labels, const float *weights, int rows, int classes,
                  float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs, float *loss, float *top1,
@@ -30,7 +30,7 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
     }
     double exponentials = 0, differences = 0, target = static_cast<double>(own) - largest;
     if (weights && is_class) target = 0;
-    int ahead = 0;  // number of classes that rank above the label; ties are won by the lower class
+    int ahead = 0;  // number of classes that rank above the label; of equal logits, the lower class ranks first
     for (int i = 0; i < classes; ++i) {
       exponentials += std::exp(static_cast<double>(x[i]) - largest);
       differences += static_cast<double>(x[i]) - largest;
@@ -57,7 +57,7 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
   *topk = static_cast<float>(hits_k) / rows;
 }
 
-// Computes the gradient of the mean loss, times `dloss`. Rows whose label is out of range are NaN.
+// Computes the gradient of the mean loss, times `dloss`. If the label of a row is out of range, its gradient is NaN.
 inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights, const float *of_softmax,
                           float dloss, int rows, int classes, float smoothing, float *dlogits) {
   for (int64_t i = 0; i < static_cast<int64_t>(rows) * classes; ++i) {

@@ -1,4 +1,4 @@
-// Reference implementation of the updates: loops over one float32 tensor, which the operators call on the CPU.
+// Reference implementation of the updates: loops over one float32 tensor. The operators call it on the CPU.
 
 #pragma once
 
