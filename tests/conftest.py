@@ -50,7 +50,7 @@ NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 # sum. Under pytest, the stack has about 50 frames. Reading all frames would take half of the time of the tests that run
 # in this process, so these patches keep only the innermost frames.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
-math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])  # file and line
+math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 
 # The ports that the launcher may use. The launcher's default range overlaps with the ephemeral ports of the system.
 # Other programs could therefore take a port before the processes of a job listen on it.

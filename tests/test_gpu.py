@@ -39,8 +39,8 @@ from utils.mode import Mode
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("four_stages")]
 
 # FP32 disables the hardware JPEG decoder. When eight test processes shared a GPU, some loaders could not open the
-# decoder and used GPU kernels instead. The pixels of the kernels differ slightly, so runs that must have equal results
-# would have different ones.
+# decoder and used GPU kernels instead. The pixels of the kernels differ slightly, so the results of runs that must be
+# equal would differ.
 FP32 = ["--device", "gpu", "--hw-decoder-load", "0"]
 FP32_NHWC = [*FP32, *NHWC]
 O1 = [*FP32_NHWC, "--amp", "--scale-loss", "128"]

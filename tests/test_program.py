@@ -626,7 +626,7 @@ def test_mean_loss_omits_non_finite_losses_of_all_ranks(parse, monkeypatch):
 def test_steps_skipped_by_loss_scaling_do_not_count_as_non_finite(parse, scale, stops):
     """Until the loss scale reaches its minimum, dynamic loss scaling handles overflows."""
     args = parse("--max-bad-steps", "3")
-    args.use_dynamic_loss_scaling = True  # set directly, because --amp requires a GPU
+    args.use_dynamic_loss_scaling = True  # the test sets the value directly, because --amp requires a GPU
     static.global_scope().var(program.LOSS_SCALE).get_tensor().set(np.float32([scale]), paddle.CPUPlace())
     if stops:
         with pytest.raises(RunError, match="up to step 2 of epoch 0"):

@@ -63,7 +63,7 @@ def test_patience_ends_run_and_all_outputs_describe_best_epoch(run_train, scored
     assert run_train(*again)[0] == 0
     assert (tmp_path / "again.csv").read_text() == predictions
 
-    # The run has ended, unless the patience is increased.
+    # The run has ended, and resuming has no effect unless the patience is increased.
     assert run_train(*flags, "--resume")[0] == 0
     assert "--resume: ended by --patience 2: " in capsys.readouterr().out
     assert run_train("--epochs", "9", "--from-checkpoint", root, "--last-epoch-of-checkpoint", "auto")[0] == 2
@@ -83,7 +83,7 @@ def test_resumed_run_continues_the_count(run_train, scored, tmp_path, capsys):
     code, report = run_train("--epochs", "9", "--resume")  # inherits the patience
     assert (code, evaluated(report)) == (0, [2])
     assert report[-1]["data"]["best.epoch"] == 0
-    # A new run that starts from these variables counts from the beginning.
+    # A new run that starts from this checkpoint counts its own evaluations from zero.
     scored(0.3, 0.2)
     start = ["--from-checkpoint", tmp_path / "output/Tiny/2", "--output-dir", tmp_path / "new"]
     code, report = run_train("--epochs", "2", "--patience", "2", *start)

@@ -207,7 +207,7 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
     file_in_the_way.parent.mkdir(parents=True)
     file_in_the_way.write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "clean", lambda root: None)  # otherwise clean() removes the file at the start of the run
+        patch.setattr(folders, "clean", lambda root: None)  # clean() would remove the file at the start of the run
         assert run_train(*FLAGS, image_root=root)[0] == 2
     output = capsys.readouterr()
     assert f"{image}: cannot be decoded" in output.err

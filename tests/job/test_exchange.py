@@ -1,5 +1,5 @@
-"""Exchange of values between the CPU processes of different ranks. The tests run several ranks in one process with a
-store in memory."""
+"""Exchange of Python values between the ranks of a job. The tests run several ranks in one process with a store in
+memory."""
 
 import contextlib
 import socket

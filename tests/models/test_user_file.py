@@ -77,7 +77,7 @@ def test_checkpoint_alone_never_executes_file(run_train, file, trained, tmp_path
     forget()
     image = ROOT / "docs/data_way.svg"
     starts = [
-        # fails, because the checkpoint does not match the default network.
+        # The command fails, because the checkpoint does not match the network Tiny.
         lambda: run_train("--model-arch-name", "Tiny", "--from-checkpoint", trained)[0],
         lambda: export.main([str(trained / "0"), str(tmp_path / "exported")]),
         lambda: predict.main([str(trained / "0"), str(image), "--device", "cpu"]),

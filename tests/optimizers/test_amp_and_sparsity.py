@@ -60,8 +60,8 @@ def test_dense_layers_are_listed(parse, capfd):
 
 @pytest.fixture
 def gpu_lists(monkeypatch):
-    """Clear Paddle's list of operators without float16 kernels. In a CPU build, the list contains all operators, so AMP
-    would cast nothing."""
+    """Clear Paddle's list of operators that lack float16 kernels. In a CPU build, the list contains all operators, so
+    AMP would cast nothing."""
     lists = amp._amp_lists
 
     def all_supported(*args):
@@ -86,7 +86,7 @@ def test_amp_casts_network_and_keeps_loss_head_in_float32(
     if kernels == "native":
         native.load()
         args.kernels = "native"
-    # Set directly, because the parser rejects --amp on a CPU.
+    # The test sets AMP directly, because the parser rejects --amp on a CPU.
     args.amp, args.amp_dtype, args.amp_level = True, dtype, level
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, True
@@ -155,7 +155,7 @@ def test_fused_update_contains_all_parameters(parse, use_native, gpu_lists, dtyp
     master. Paddle's operators are removed from the program."""
     args = parse("--dali-output-fp16", *NHWC, "--weight-decay", "0.01", "--optimizer", name)
     use_native(args)
-    # Set directly, because the parser rejects --amp on a CPU.
+    # The test sets AMP directly, because the parser rejects --amp on a CPU.
     args.amp, args.amp_dtype, args.amp_level = True, dtype, level
     if dtype == "float16":
         args.scale_loss, args.use_dynamic_loss_scaling = 128.0, is_dynamic

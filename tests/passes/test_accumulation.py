@@ -51,7 +51,7 @@ def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kern
         assert other.keys() == states[0].keys()
         for name, value in states[0].items():
             scale = np.abs(value).max()
-            # The tolerance is larger for AdamW, because AdamW divides small gradients by their magnitude..
+            # The tolerance is larger for AdamW, because AdamW divides small gradients by their magnitude.
             tolerance = 1e-5 if optimizer == "Momentum" else 1e-3
             np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=tolerance * scale, err_msg=name)
 
@@ -78,8 +78,8 @@ def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys, stop):
-    """An epoch has seven batches. Its two steps use three batches each, and the last batch is not used. A stopped run
-    ends at the end of a step."""
+    """An epoch has seven batches. The two steps of an epoch use three batches each, and the last batch is not used. A
+    stopped run ends at the end of a step."""
     flags = [*FLAGS, "--resume", "--dropout", "0.5"]
     code, report = run_train(*flags)
     assert code == 0

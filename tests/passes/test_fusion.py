@@ -195,7 +195,7 @@ def small_program(build):
     """Build a program with initialized parameters.
 
     Args:
-        build: function of images [N, 6, 6, 8]. The loss is the mean square of its result.
+        build: function of images [N, 6, 6, 8]. The loss is the mean square of the output.
     Returns:
         (program, loss, executor)
     """

@@ -180,7 +180,7 @@ def test_calibration_of_qat_checkpoint_is_an_error(trained, photos, tmp_path, ca
 
 
 def test_weights_of_linear_layers_are_quantized_alike_on_gpus(parse):
-    """On a GPU, they are transposed. The programs run on the CPU here."""
+    """On a GPU, the weights of linear layers are transposed. The test runs the programs of both devices on the CPU."""
     results = []
     images, labels = np.random.RandomState(0).randn(4, 3, 32, 32).astype("float32"), [[0], [1], [2], [0]]
     for on_gpu in (False, True):

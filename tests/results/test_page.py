@@ -83,8 +83,7 @@ def test_page_is_complete_and_self_contained(trained):
     names = re.findall("<th>(.+?)</th>", flags_of_run)
     assert {"epochs", "lr", "print_interval"} <= set(names)
     assert not {"kernels", "cuda_graph", "explicit_flags", "seed"} & set(names)  # not on the command line
-    # The page has charts of loss, top1, images/s and learning rate, and a confusion matrix.
-    assert html_page.tags.count("svg") == 5
+    assert html_page.tags.count("svg") == 5  # charts of loss, top1, images/s and lr; confusion matrix
 
 
 def test_thumbnails_show_misclassified_images_per_class(trained, photos):

@@ -61,7 +61,7 @@ def test_rows_list_images_in_order_and_match_evaluation(run_train, checkpoint, p
         assert list(top.values()) == sorted(top.values(), reverse=True) and row["prediction"] == next(iter(top))
         assert sum(top.values()) == pytest.approx(1, abs=1e-6)
         losses.append(-np.log(top[row["label"]]))
-    # Fails if a probability is assigned to the wrong image.
+    # Each probability must be assigned to the right image.
     assert np.mean(losses) == pytest.approx(result["loss"], rel=1e-5)
     confusion = read(tmp_path / "report.confusion.csv")
     for pair in confusion:
