@@ -13,13 +13,14 @@ def parse_args(argv=None):
     """Read the flags.
 
     Args:
-        argv: list of arguments; default: the command line. These flags take precedence over those in `--config FILE`,
-            which take precedence over the defaults.
+        argv: list of arguments, or None for the command line. Flags in argv override the flags in `--config FILE`, and
+            these override the defaults.
     Returns:
-        Settings (paddle_resnet/settings/values.py): one attribute per flag with underscores; run_scope is a RunScope.
-        Unset values that depend on checkpoint, data or machine are resolved later (paddle_resnet/resolution.py).
+        Settings (paddle_resnet/settings/values.py), with one attribute per flag; run_scope is a RunScope. Flags that
+        depend on the checkpoint, the data or the machine are resolved later (paddle_resnet/resolution.py).
     Raises:
-        UsageError: a flag or key is unknown, a value has the wrong type, or flags conflict; one line per problem.
+        UsageError: a flag or key is unknown, a value has the wrong type, or flags conflict. The message has one line
+            per problem.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path = _config_file(argv)

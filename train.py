@@ -5,7 +5,7 @@ import sys
 import yaml
 
 import config
-from paddle_resnet import report  # sets Paddle's environment, so it must precede any import of Paddle
+from paddle_resnet import report  # sets environment variables for Paddle, so import it before Paddle
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
@@ -16,8 +16,8 @@ from utils.mode import Mode
 
 
 def main(argv=None):
-    """Run and return the exit code: 0 done, 1 failure, 2 error in usage, configuration or data, 75 stopped by a signal
-    with all work saved, 130 interrupted."""
+    """Run train.py and return its exit code: 0 success, 1 failure, 2 error in usage, configuration or data, 75 stopped
+    by a signal after saving, 130 interrupted."""
     try:
         return exit_codes.of("train.py", lambda: _main(sys.argv[1:] if argv is None else argv), needs_stdout=False)
     finally:
@@ -38,7 +38,7 @@ def _run(args, argv):
     """Run the phases in order."""
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if args.data_format != "synthetic" and world_size() == 1:  # multi-process runs check it after they connect
+    if args.data_format != "synthetic" and world_size() == 1:  # several processes check it after they connect
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
     try:  # imports take seconds, so the flags are checked first
@@ -90,7 +90,7 @@ def _benchmark_training(args, argv, exe, checkpoint, training):
 
 
 def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
-    """Train, evaluate and save up to each stop, then log the summary."""
+    """Train up to each stop of durations.stops, evaluate and save there, and finally log the summary."""
     from paddle_resnet import phases
     from paddle_resnet.checkpoints.saver import Saver
     from paddle_resnet.passes import all_reduces
@@ -124,7 +124,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
 
 
 def _train(exe, training, stop, save=None):
-    """Train up to a stop, or for the steps of a benchmark; returns the result of program.run."""
+    """Train up to a stop, or for the steps of a benchmark, and return the result of program.run."""
     from paddle_resnet import program
 
     args, loader, compiled, fetchs = training.settings, training.loader, training.compiled, training.fetchs
@@ -137,7 +137,7 @@ def _train(exe, training, stop, save=None):
 
 
 def _evaluate(args, exe, evaluation, stop, is_best=lambda stop, result: True):
-    """Evaluate the current parameters; returns the result of program.run without its arrays."""
+    """Evaluate the current parameters, and return the result of program.run without its arrays."""
     from paddle_resnet import program
 
     evaluation.refresh()

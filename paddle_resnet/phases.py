@@ -24,17 +24,17 @@ from utils.affinity import bind_to_gpu
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Training or evaluation: a loader and the program that it feeds, with their settings. Only training has an
-# lr_scheduler, an optimizer, and the list of later stages: [(first epoch, Work without a loader)]. Only evaluation has
-# `refresh`. Call it before each pass: it recomputes values derived from the weights (passes/averages.py,
-# passes/folding.py).
+# Work is the training or the evaluation of a run: a loader and the program that it feeds, with their settings. Only
+# training has an lr_scheduler, an optimizer, and `later`, the list of later stages [(first epoch, Work without a
+# loader)]. Only evaluation has the function `refresh`, which recomputes values derived from the weights
+# (passes/averages.py, passes/folding.py). Call refresh() before each evaluation.
 Work = namedtuple(
     "Work", "settings loader program fetchs lr_scheduler optimizer compiled refresh later", defaults=[None] * 4 + [()]
 )
 
 
 def start(args):
-    """Resolve the device."""
+    """Set up the log, resolve the device, and bind the process to the cores next to its GPU."""
     logger.setup(rank=processes.rank())
     resolution.resolve_device(args)
     if args.enable_cpu_affinity and args.device == "gpu":
@@ -49,7 +49,8 @@ def find_start(args):
     Returns:
         restore.StartCheckpoint; None if the run starts from scratch.
     Raises:
-        UsageError: the processes have different settings, or flags, checkpoint, data or output folder cannot be used.
+        UsageError: the processes have different settings; or the flags, the checkpoint, the data or the output folder
+            cannot be used.
     """
     agreement.check_start(args)
     restore.resolve_network(args)
@@ -71,7 +72,7 @@ def claim_outputs(args, checkpoint):
     """Check that the run can write all its files.
 
     Raises:
-        UsageError: see outputs.claim; or a file contains the report of a different run.
+        UsageError: outputs.claim fails, or a file contains the report of a different run.
     """
     folder = folders.run_folder(args)
     exchange.from_rank_0(lambda: _claim(args, checkpoint, folder))
@@ -96,13 +97,13 @@ def _claim(args, checkpoint, folder):
 
 
 def open_data(args, checkpoint):
-    """Return the loaders that the run needs, (training loader, evaluation loader), each a loader or None.
+    """Return (training loader, evaluation loader). If the run does not need a loader, it is None.
 
     Args:
         args: Settings.
         checkpoint: restore.StartCheckpoint or None.
     Raises:
-        UsageError: see dali.build_dataloader and trace.check; or the loader state of the checkpoint is damaged.
+        UsageError: dali.build_dataloader or trace.check fails, or the loader state of the checkpoint is damaged.
     """
     trains = args.run_scope.trains
     evaluates = args.run_scope.evaluates and not (trains and args.benchmark)
@@ -166,14 +167,14 @@ def show_on_tensorboard(args, training, checkpoint):
 
 
 def enter_stage(training, epoch, saver):
-    """Return the training Work of an epoch. If a new stage (--sizes) begins, the loader of its Work continues the order
-    of the images."""
+    """Return the training Work for an epoch. If the epoch begins a new stage (--sizes), build the loader of this stage,
+    which continues the image order of the previous loader."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later
     size, factor = text(work.settings.image_shape), work.lr_scheduler.timeline.lr_factor(work.lr_scheduler.done)
     logger.info(
-        f"epoch {epoch}: trains on images of {size}, batch {work.settings.batch_size} per process, learning rate x "
+        f"epoch {epoch}: trains on images of {size}, {work.settings.batch_size} per batch and process, learning rate x "
         f"{factor:g} (--sizes)"
     )
     loader = dali.build_dataloader(work.settings, Mode.TRAIN, training.loader.state())
@@ -184,7 +185,7 @@ def enter_stage(training, epoch, saver):
 
 
 def set_weights(args, checkpoint, training, evaluation):
-    """Load the weights from which the run starts, restore the state of training, prune, and cast.
+    """Load the initial weights, restore the training state, prune the weights, and cast them for mixed precision.
 
     Returns:
         The checkpoint with the position at which training continues, or None.
@@ -221,7 +222,8 @@ def compile_programs(args, exe, training, evaluation):
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        # float32 is the exact reference, so BN is not folded; nor can it be folded into quantized filters.
+        # In float32, BN is not folded, because evaluation is the exact reference. With QAT, BN cannot be folded into
+        # the quantized filters.
         if args.amp and args.kernels != "native" and not args.qat:
             axis = 1 if args.data_layout == "NCHW" else -1
             updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))

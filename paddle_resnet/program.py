@@ -1,4 +1,4 @@
-"""The static-graph programs: feeds, metrics, optimizer, compilation, and the loop that runs a step."""
+"""Build and compile the static-graph programs, and run them step by step."""
 
 import contextlib
 import functools
@@ -30,18 +30,19 @@ from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, late
 from utils.mode import Mode
 from utils.signals import Preempted
 
-# Fusions of BuildStrategy for a training step on a GPU. Some Paddle versions lack some of them.
+# Attributes of BuildStrategy that enable fused operators for training on a GPU. Some Paddle versions lack some of these
+# attributes.
 FUSED_OPERATORS = ("fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_elewise_add_act_ops", "enable_addto")
 
 
 def start(args, mode=Mode.TRAIN):
-    """Resolve and freeze the settings and start Fleet, if this has not been done yet.
+    """Resolve and freeze the settings and start Fleet, unless Fleet is already running.
 
-    build and dist_optimizer call this function, so other programs need only this module. train.py calls the steps of
-    this function directly, with other phases in between.
+    build and dist_optimizer call start(), so your own program does not need to call it. train.py calls the functions
+    inside start() itself, with other phases in between.
 
     Raises:
-        UsageError: see compat.check_version and resolution.resolve.
+        UsageError: compat.check_version or resolution.resolve fails.
     """
     if fleet.is_started(args):
         return
@@ -71,16 +72,16 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
 
     Args:
         out: logits [N, class_num].
-        feeds: result of create_feeds. If it also contains "weights" [N, class_num] in float32, whose rows sum to 1,
-            these replace the label in the loss.
+        feeds: result of create_feeds. An optional entry "weights" (float32 [N, class_num], each row sums to 1) replaces
+            the labels in the loss.
         class_num: number of classes.
-        label_smoothing: fraction of each label spread evenly over all classes, in training only: Szegedy et al.,
-            arXiv:1512.00567, section 7.
-        mode: with Mode.TRAIN, the loss is the mean over the batch; with Mode.EVAL, the loss of each image [N, 1], which
-            the host sums over the data set in float64.
+        label_smoothing: fraction of each label to spread evenly over all classes, in training only (Szegedy et al.,
+            arXiv:1512.00567, section 7).
+        mode: in Mode.TRAIN, the loss is the mean over the batch. In Mode.EVAL, it has one value per image [N, 1], so
+            that the host can sum the losses of the data set in float64.
     Returns:
-        {"loss", "top1", "top5": (variable, AverageMeter)}; with C < 5 classes, top5 is top-C. Mode.EVAL adds
-        "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
+        {"loss", "top1", "top5": (variable, AverageMeter)}; if there are only C < 5 classes, top5 is the top-C accuracy.
+        Mode.EVAL adds "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
     """
     head = loss_head.add(out, feeds, class_num, label_smoothing, mode is Mode.TRAIN)
     return {
@@ -99,16 +100,17 @@ def create_strategy(args, is_train=True):
         args: Settings.
         is_train: whether to enable the fused operators of a training step.
     Returns:
-        (BuildStrategy, None), because executors since Paddle 2.5 do not accept an ExecutionStrategy.
+        (BuildStrategy, None). There is no ExecutionStrategy, because Executor has not accepted one since Paddle 2.5.
     Raises:
-        UsageError: --fuse-resunit is set, and this version of Paddle lacks the pass; or --device auto is not resolved.
+        UsageError: --fuse-resunit is set, but this version of Paddle lacks the pass; or --device is still auto.
     """
     processes.check_resolved(args.device)
     strategy = static.BuildStrategy()
     if args.fuse_resunit:
         compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
-        # Paddle's fused addition and activation has no bfloat16 kernel. Its BN fusion passes skip bfloat16.
+        # The operator that fuses addition and activation has no bfloat16 kernel. The BN fusions may stay enabled,
+        # because their passes skip bfloat16.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
@@ -119,8 +121,8 @@ def create_strategy(args, is_train=True):
 def dist_optimizer(args, optimizer):
     """Wrap an optimizer for mixed precision, data parallelism and sparsity.
 
-    Only this order of wrappers preserves all three. With Fleet's own strategy flags for AMP and ASP, gradients are not
-    reduced, or the program remains in float32.
+    The wrappers work together only in this order: AMP, Fleet, ASP. If the strategy flags of Fleet enable AMP and ASP
+    instead, gradients are not reduced or the program remains in float32.
     """
     start(args)
     if args.amp:
@@ -133,17 +135,18 @@ def dist_optimizer(args, optimizer):
 
 def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None):
     """Build the training or evaluation program. Parameters have the same names in both programs, so the programs share
-    them in a scope.
+    the values in a scope.
 
     Args:
-        args: Settings. If they are not frozen yet, this function resolves the flags that depend on the machine or the
-            data (such as the number of classes, from --image-root) and freezes the settings.
+        args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
+            (such as the number of classes in --image-root) and freezes the settings.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program to fill with the initialization. If an evaluation program shares the parameters of
-            a training program, do not run its startup program.
+        startup_prog: static.Program to fill with the initialization. Do not run it for an evaluation program that
+            shares the parameters of a training program.
         step_each_epoch: training batches per epoch, for the learning rate.
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
-        lr_scheduler: schedule that several training programs share (schedules.build_lr_scheduler); None for a new one.
+        lr_scheduler: result of schedules.build_lr_scheduler, to share a schedule between training programs; if None,
+            build creates a schedule.
     Returns:
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
@@ -163,7 +166,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             model.eval()
         images = feeds["data"]
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
-            images = images.astype("float32")  # Paddle's layers reject bfloat16 input; AMP casts later
+            images = images.astype("float32")  # Paddle's layers reject bfloat16 input, so AMP casts later
         targets = feeds
         if is_train:
             images, weights = _mix(args, images, feeds["label"], lr_scheduler)
@@ -188,7 +191,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
 
 
 def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler):
-    """Add the backward pass and the update of the parameters to a training program; returns the optimizer."""
+    """Add the backward pass and the parameter update to a training program, and return the optimizer."""
     is_native = args.kernels == "native"
     optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
     if args.asp:
@@ -220,7 +223,7 @@ def _mix(args, images, label, lr_scheduler):
         raise UsageError(f"--{next(iter(alphas))}: requires two images per batch; use --batch-size 2 or more")
     _, height, width = args.image_shape
 
-    @functools.lru_cache(1)  # one draw per step for the three values
+    @functools.lru_cache(1)  # the three values must be from the same draw
     def draw(step):
         generator = random_numbers.generator(args.seed, step, "mix", processes.rank())
         return mixing.draw(generator, alphas, height, width)
@@ -251,8 +254,8 @@ def _drop_paths(args, model, lr_scheduler):
     paths = [layer for layer in model.sublayers() if isinstance(layer, layers.DropPath)]
     if not paths:
         raise UsageError(
-            f"--drop-path {args.drop_path:g}: --model-arch-name {args.model_arch_name} has no residual blocks with a "
-            "layer layers.DropPath; remove --drop-path"
+            f"--drop-path {args.drop_path:g}: --model-arch-name {args.model_arch_name} has no layers.DropPath "
+            "in its residual blocks; remove --drop-path"
         )
     for i, path in enumerate(paths, 1):
         path.rate, path.seed = args.drop_path * i / len(paths), _declare_seed(args, f"drop_path.{i}", lr_scheduler)
@@ -269,7 +272,7 @@ def _declare_seed(args, layer, lr_scheduler):
 
 
 def compile_prog(args, program, loss_name=None, is_train=True):
-    """Compile a copy of a program with fused operators for the Executor.
+    """Copy a program, fuse operators in the copy, and compile the copy for the Executor.
 
     Args:
         args: Settings.
@@ -277,11 +280,14 @@ def compile_prog(args, program, loss_name=None, is_train=True):
         loss_name: ignored; Paddle 2.5 and newer do not need it.
         is_train: whether the program trains.
     Returns:
-        static.CompiledProgram with the attributes captured (cuda_graph.CapturedStep or None), write_scalars
-        (scalars.Writer), trace (trace.Trace of its first pass, or None) and accumulating (with --accumulate-steps, the
-        compiled program for all batches of a training step except the last; otherwise None).
+        static.CompiledProgram with additional attributes:
+        captured: cuda_graph.CapturedStep, or None if the step cannot be captured.
+        write_scalars: scalars.Writer.
+        trace: trace.Trace of the first pass, or None if --profile-steps is not set.
+        accumulating: compiled program for all batches of a training step except the last, or None if each step has
+        one batch (--accumulate-steps 1).
     Raises:
-        UsageError: see create_strategy; or --cuda-graph true is explicit and the step cannot be captured.
+        UsageError: create_strategy fails; or --cuda-graph true is explicit, but the step cannot be captured.
     """
     processes.check_resolved(args.device)
     compiled = _compile(args, program, is_train)
@@ -297,8 +303,9 @@ def _compile(args, program, is_train):
     program, host_scalars = program.clone(), scalars.of(program)
     program.host_scalars = host_scalars
     if args.device == "cpu" and args.data_layout == "NCHW":
-        # oneDNN's convolutions take half the time of Paddle's own, but in NHWC, oneDNN computes wrong filter gradients.
-        # Other operators do not use oneDNN because, for example, its gradient of `mean` fails for the scalar loss.
+        # Convolutions of oneDNN are twice as fast as Paddle's, but in NHWC, their filter gradients are wrong. Only
+        # convolutions use oneDNN, because other operators of oneDNN fail, such as the gradient of `mean` for the scalar
+        # loss.
         for op in program.global_block().ops:
             if op.type in ("conv2d", "conv2d_grad"):
                 op._set_attr("use_mkldnn", True)
@@ -327,16 +334,16 @@ def _compile(args, program, is_train):
 
 
 def _is_broadcast_addition(program, op):
-    """Return whether Paddle's fused addition and activation would compute a wrong result: it treats a summand such as a
-    convolution bias [1, C, 1, 1] as if the batch had a single image, and leaves the results of the other images
-    uninitialized."""
+    """Return whether Paddle's operator that fuses addition and activation would compute a wrong result. If a summand is
+    broadcast over the batch, such as a convolution bias [1, C, 1, 1], this operator processes only one image and leaves
+    the results of the other images uninitialized."""
     if op.type != "elementwise_add":
         return False
     x, y = (program.global_block().var(op.input(name)[0]) for name in "XY")
     return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
 
 
-@functools.cache  # training and evaluation programs contain the same layers
+@functools.cache  # warns once, although training and evaluation programs both contain the layers
 def _warn_of_depthwise(kernels, paddle_layers):
     if not paddle_layers:
         return
@@ -366,17 +373,18 @@ def fused_operators(args, compiled):
 
 
 def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_scheduler=None):
-    """Run an epoch, the rest of an epoch after a resume, or a number of steps in benchmark mode.
+    """Run one epoch, the rest of an epoch if the run resumed inside it, or the steps of a benchmark.
 
     The host dispatches step n and then reads the metrics of step n-1; otherwise it never waits. In benchmark mode, the
     loader restarts as often as needed; the restart and the wait for the next batch count as data_time. The first
-    --benchmark-warmup-steps are not measured, and the measurement begins and ends with an idle device.
+    --benchmark-warmup-steps steps are not measured. The device is idle when the measurement begins and when it ends.
 
     Args:
         args: Settings.
-        dataloader: iterable of `[{"data": images, "label": labels}]`, Paddle tensors or NumPy arrays of the shapes and
-            types of create_feeds, such as a DALIGenericIterator; each iteration over it is an epoch. A loader without
-            a length is read until it ends. All processes must have the same number of training batches.
+        dataloader: iterable that yields `[{"data": images, "label": labels}]`, such as a DALIGenericIterator. Images
+            and labels are Paddle tensors or NumPy arrays with the shapes and types of create_feeds. Each iteration over
+            the loader is an epoch. A loader without a length is read until it ends. All processes must have the same
+            number of training batches.
         exe: static.Executor.
         program: result of compile_prog.
         fetchs: result of build.
@@ -385,22 +393,22 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
         lr_scheduler: schedule to advance after each step, or None.
     Returns:
         dict of metrics over all processes:
-        loss, top1, top5: means over images; the loss only over images with a finite loss, NaN if there are none.
+        loss, top1, top5: means over images. The loss is the mean of the finite losses, or NaN if no loss is finite.
         not_finite: number of images whose loss is NaN or infinite, if there are any.
         images, steps, epoch_time (seconds), ips (images/s). After a resume inside an epoch, steps and times cover only
         the rest of the epoch.
         data_time (wait for the loader), compute_time, batch_time: mean seconds per step.
         loss_scale: current loss scale, only with dynamic loss scaling.
-        With --benchmark, these metrics cover only the measured steps, and the result also contains
-        latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps (the time per step; the host
-        is a step ahead of a GPU, so one batch takes longer); and
+        With --benchmark, all metrics cover only the measured steps, and there are two additional metrics:
+        latency_{mean,p50,p90,p95,p99}_ms: time between the dispatches of consecutive steps. From dispatch to result, a
+        batch takes longer on a GPU, because the host is one step ahead.
         first_step_s: seconds from the start of the program until the host has the metrics of the first step.
         With Mode.EVAL: confusion (int64 [k, 3], one row per pair that occurred, sorted, with the columns label,
         predicted class, number of images) and class_top1 (float64 [C], NaN for a class without images).
         With --predictions or --report-html, on rank 0: predictions (float64 [images, 1 + 2 k] in the order of the data
         set, with the columns label, the k = min(5, C) most probable classes, their probabilities).
     Raises:
-        Preempted: the run was asked to stop, and all processes stopped before the same step.
+        Preempted: a stop was requested, and all processes stopped before the same step.
         RunError: --max-bad-steps consecutive losses were not finite.
         UsageError: a step of --profile-steps is outside this pass, the program is not compiled, its parameters have no
             values, or a batch does not match the program.
@@ -410,8 +418,8 @@ def run(args, dataloader, exe, program, fetchs, epoch, mode=Mode.TRAIN, lr_sched
 
 
 def run_and_save(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, save, end_step=None):
-    """Like run, but call `save(epoch, step)` every --save-interval-steps, and end before `end_step`. The next call then
-    continues the epoch and keeps the metric sums of its previous steps."""
+    """Do the same as run, but call `save(epoch, step)` every --save-interval-steps, and stop before `end_step`. The
+    next call continues the epoch, and its metrics include the earlier steps of the epoch."""
     this = _Pass(args, dataloader, exe, program, fetchs, epoch, mode, lr_scheduler, end_step)
     with contextlib.closing(this):
         for step in range(this.first_step, this.end_step):
@@ -485,7 +493,7 @@ class _Pass:
         synchronizing their steps, so they agree on the stop only in finish().
 
         Raises:
-            Preempted: training stops; every rank raises this before the same step.
+            Preempted: training must stop; every rank raises this exception before the same step.
         """
         if self._mode is Mode.TRAIN:
             if step % self._batches_each_step == 0 and exchange.stop_agreed():
@@ -501,7 +509,7 @@ class _Pass:
         return interval > 0 and step > self.first_step and step % interval == 0
 
     def save(self, step, save):
-        """Save a checkpoint between two steps; the clock excludes the time that this takes."""
+        """Save a checkpoint between two steps, and exclude the time of saving from the clock."""
         self._drain()
         self._clock.close_step()
         save(self._epoch, step)
@@ -512,8 +520,8 @@ class _Pass:
         """Start the trace or the measurement if it begins with this step."""
         if self._trace is not None:
             self._trace.before(step, self._drain, self._clock)
-        # Discard the sums of the previous epoch or of the warm-up. A pass that continues inside an epoch starts after
-        # this step, so its meters keep the sums from the checkpoint.
+        # Discard the metric sums of the previous epoch or of the warm-up. A run that resumes inside an epoch starts
+        # after this step, so its meters keep the sums from the checkpoint.
         if step == self._measured_from:
             self._drain()
             for meter in self._meters.values():
@@ -529,7 +537,7 @@ class _Pass:
             if self.end_step == iterators.UNKNOWN_LENGTH:
                 return None
             if not self._args.benchmark:
-                raise RuntimeError(f"loader: ends at step {step} of {self.end_step}; correct its length")
+                raise RuntimeError(f"loader: ended after {step} of {self.end_step} batches; correct its length")
             self._loader.reset()
             self._batches = iter(self._loader)
             batch = next(self._batches)
@@ -636,8 +644,8 @@ def log_info(step, metrics, mode):
 
     Args:
         step: (epoch, step), (epoch,) or ().
-        metrics: {name: value}; their names in the report are "train.NAME" or "val.NAME". Arrays are not logged;
-            report.py writes them to files.
+        metrics: {name: value}. In the report, the metric NAME is called "train.NAME" or "val.NAME". Arrays are not
+            logged, because report.py writes them to files.
         mode: Mode.TRAIN or Mode.EVAL.
     """
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, np.ndarray)}
@@ -647,8 +655,9 @@ def log_info(step, metrics, mode):
 def _check_losses(args, loss, epoch, step, lr):
     """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
 
-    Dynamic loss scaling skips a step with such a loss and lowers the scale, to a minimum of 1. The step does not count
-    while the scale is above 1. The scale is read only after a bad loss, because reading it waits for the device.
+    If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. A skipped
+    step counts only if the loss scale is 1. The loss scale is read only after such a loss, because reading it waits for
+    the device.
     """
     if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
         loss.excuse_update()
@@ -676,7 +685,7 @@ def _over_all_processes(meters, clock, stopped):
     own |= {"steps": len(clock.batch_times), "time": sum(clock.batch_times), "data_time": sum(clock.data_times)}
     all_ranks = exchange.all_gather(list(own.values()))
     sums = dict(zip(own, all_ranks.sum(axis=0), strict=True))
-    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # the maximum, because a process may have no images
+    largest = dict(zip(own, all_ranks.max(axis=0), strict=True))  # a process may have no images
     if sums["stopped"]:
         raise Preempted
     result = {name: mean(sums[name, "sum"], sums[name, "finite"]) for name in meters}
@@ -712,8 +721,8 @@ def _confusion_over_all_processes(meter):
 
 
 def _predictions_on_rank_0(labels, rows):
-    """Return the rows of all processes on rank 0. Shards are assigned in rank order, so the rows are in the order of
-    the data set."""
+    """On rank 0, return the predictions of all processes, in the order of the data set, because shards are assigned in
+    rank order."""
     own = np.column_stack([labels, rows])
     all_ranks = exchange.gather(own.tobytes())
     if all_ranks is None:

@@ -1,4 +1,5 @@
-"""Resolve flags that depend on machine, checkpoint and data, in this order, before the settings are frozen:
+"""Resolve the flags that depend on the machine, the checkpoint or the data. The flags are resolved in this order, and
+then frozen:
 
 command line, file   config.parse_args
 device               resolve_device, before the processes connect
@@ -28,7 +29,7 @@ def resolve(settings, mode=Mode.TRAIN):
         settings: Settings; changed if they are not frozen.
         mode: Mode.TRAIN or Mode.EVAL: the split that determines --num-of-class.
     Raises:
-        UsageError: see the functions below.
+        UsageError: resolve_data or resolve_kernels fails.
     """
     if not settings.is_frozen:
         resolve_data(settings, mode)
@@ -37,8 +38,8 @@ def resolve(settings, mode=Mode.TRAIN):
 
 
 def resolve_data(settings, mode):
-    """If the settings are not frozen, resolve the flags that a loader needs. Raises the same errors as the functions
-    below."""
+    """If the settings are not frozen, resolve the flags that a loader needs. Raises the errors of resolve_device,
+    resolve_loader and resolve_classes."""
     if not settings.is_frozen:
         resolve_device(settings)
         resolve_loader(settings)
@@ -49,14 +50,14 @@ def resolve_device(settings):
     """Resolve --device auto.
 
     Raises:
-        UsageError: --device gpu, but Paddle cannot use a GPU.
+        UsageError: --device is gpu, but Paddle cannot use a GPU.
     """
     device = gpus.resolve(settings.device, processes.local_gpu(), processes.world_size() > 1)
     settings.resolve("machine", device=device)
 
 
 def resolve_loader(settings):
-    """Resolve --dali-device auto and the number of channels of --image-shape, if it is neither explicit nor inherited.
+    """Resolve --dali-device auto. If --image-shape is neither explicit nor inherited, choose its number of channels.
 
     Raises:
         UsageError: the device does not support the precision or a flag of the loader.
@@ -67,8 +68,8 @@ def resolve_loader(settings):
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
     if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
-        # Tensor cores and the custom kernels load pixels of four values at once. In other cases, a fourth channel
-        # wastes time.
+        # In NHWC on a GPU, Tensor Cores and custom kernels load the four values of a pixel at once. In other cases, a
+        # fourth channel wastes time.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
         settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
     if settings.cpu_decoder_load and settings.dali_device == "cpu":
@@ -98,7 +99,7 @@ def resolve_kernels(settings):
     captured.
 
     Raises:
-        UsageError: --kernels native, but the kernels are unavailable or do not support the layout.
+        UsageError: --kernels is native, but the kernels are unavailable or do not support the layout.
     """
     is_on_gpu = settings.device == "gpu"
     requested = settings.kernels
@@ -114,8 +115,8 @@ def resolve_kernels(settings):
                 raise UsageError(f"--kernels native: {e}; fix that, or use --kernels paddle") from e
             logger.info(f"--kernels auto: custom kernels are unavailable ({e}); using the slower kernels of Paddle")
             settings.resolve("machine", kernels="paddle")
-    # A trace must attribute kernels to operators, which a CUDA graph prevents; capturing NCCL between hosts is
-    # untested.
+    # A run with --profile-steps does not capture steps, because a trace cannot attribute the kernels of a CUDA graph to
+    # operators. A run on several hosts does not capture steps, because capturing NCCL between hosts is untested.
     can_capture = is_on_gpu and settings.kernels == "native" and processes.is_one_host()
     if not can_capture or settings.profile_steps is not None:
         settings.resolve("machine", cuda_graph=False)
@@ -134,8 +135,8 @@ def resolve_classes(settings, mode):
         return
     counted = None
     if settings.data_format != "synthetic":
-        # Only rank 0 counts the classes: all ranks must agree before the startup program of Fleet broadcasts the
-        # parameters.
+        # Only rank 0 counts the classes, because all ranks must have the same number when Fleet's startup program
+        # broadcasts the parameters.
         root, data_format = settings.image_root, settings.data_format
         counted = exchange.from_rank_0(lambda: listing.count_classes(root, mode, data_format, settings.allow_outside))
     settings.set("data", num_of_class=counted or DEFAULT_CLASSES)

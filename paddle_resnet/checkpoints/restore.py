@@ -1,6 +1,7 @@
 """Find and verify the checkpoint that the flags specify, and restore the state of a run from it.
 
-saver.py defines the content of a checkpoint, and folders.py the layout of its folder; variables.py loads the variables.
+saver.py defines the content of a checkpoint, folders.py defines the layout of its folder, and variables.py loads its
+variables.
 """
 
 import dataclasses
@@ -32,8 +33,8 @@ class StartCheckpoint:
         epoch: epoch to continue with.
         step: completed steps of that epoch.
         meta: content of meta.json, or None for a checkpoint of a different program, which has no meta.json.
-        resumes: whether this run continues the checkpoint's run, even if the epoch has to restart. Otherwise the run
-            uses only the variables and starts at epoch 0.
+        resumes: whether this run continues the run that wrote the checkpoint, possibly from the beginning of the epoch.
+            If False, this run loads only the variables.
     """
 
     folder: str
@@ -43,8 +44,8 @@ class StartCheckpoint:
     resumes: bool = False
 
     def continues(self, root):
-        """Return whether this run continues the newest checkpoint below ROOT. If the run continued an older checkpoint,
-        it would overwrite newer ones."""
+        """Return whether this run continues the newest checkpoint below the folder `root`. A run that continues an
+        older checkpoint would overwrite the newer checkpoints."""
         newest = folders.newest(root)
         return self.epoch + self.step > 0 and newest is not None and Path(self.folder).resolve() == newest.resolve()
 
@@ -57,13 +58,14 @@ class StartCheckpoint:
 
     @property
     def rank_state(self):
-        """The recorded state of this process, or of the last process if the checkpoint is from fewer processes."""
+        """The recorded state of this process, or of the last process if fewer processes wrote the checkpoint."""
         ranks = self.meta["ranks"]
         return ranks[min(processes.rank(), len(ranks) - 1)]
 
     @property
     def trained(self):
-        """Training results up to this step if the evaluation at this step is pending, otherwise None."""
+        """Training metrics up to the step of the checkpoint if the evaluation at this step is pending, otherwise
+        None."""
         return self.meta["trained"] if self.step else None
 
     @property
@@ -73,7 +75,7 @@ class StartCheckpoint:
 
     @property
     def evaluations_since_best(self):
-        """The number of evaluations after the best one, in the run that this run continues."""
+        """The number of evaluations after the best evaluation of the resumed run."""
         return self.meta.get("evaluations_since_best", 0) if self.resumes else 0
 
     def ended_early(self, args):
@@ -90,10 +92,11 @@ class StartCheckpoint:
 
 
 def find(args):
-    """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If there is no
-    such checkpoint and --from-pretrained-params is the folder of a run, set that flag to a checkpoint of that run.
+    """Find the checkpoint that --resume, or --from-checkpoint with --last-epoch-of-checkpoint, requests. If these flags
+    are not set and --from-pretrained-params is the folder of a run, set --from-pretrained-params to a checkpoint of
+    that run.
 
-    Rank 0 searches and verifies every byte.
+    Rank 0 searches, and verifies all files by their checksums.
 
     Returns:
         StartCheckpoint, or None to start from scratch.
@@ -126,7 +129,7 @@ def _arch(args):
 
 
 def _run_name(args):
-    """Return the folder name for runs of the network, or None if the network is not explicit."""
+    """Return the folder name for runs of --model-arch-name, or None if this flag is not explicit."""
     return _arch(args) and network_name(_arch(args))
 
 
@@ -152,7 +155,7 @@ def _search(args):
             prefix = folders.foreign_prefix(args, root)
             raise UsageError(
                 f"{flag}: contains neither {folders.META} nor {prefix}.pdparams; choose a folder that contains a "
-                "checkpoint, or set its --model-prefix"
+                "checkpoint, or set --model-prefix to the prefix of its files"
             )
         return {"folder": str(root), "epoch": 0, "meta": _verified(root, flag)}
     below = [p for p in folders.below(root) if _has_files(args, p)]
@@ -166,7 +169,7 @@ def _search(args):
     remedy = f"use one of {epochs}" if epochs else "choose a different folder"
     raise UsageError(
         f"--last-epoch-of-checkpoint {wanted}: {root} contains no such checkpoint with {folders.META} or "
-        f"{folders.foreign_prefix(args, root)}.pdparams; {remedy}, or set its --model-prefix"
+        f"{folders.foreign_prefix(args, root)}.pdparams; {remedy}, or set --model-prefix"
     )
 
 
@@ -184,7 +187,7 @@ def _check_default_network(args, folder):
 
 
 def _clean(folder):
-    """Remove the unfinished work of a killed run. The lock ensures that no run is still working in the folder."""
+    """Remove the unfinished files of a killed run. The lock ensures that no other run is using the folder."""
     try:
         with folders.hold(folder):
             folders.clean(folder)
@@ -197,9 +200,9 @@ def _newest(args, root, resumes=False):
 
     Args:
         args: flags.
-        root: the folder.
-        resumes: whether the search is for --resume. If not, and all checkpoints are from a different program, return
-            the newest of them.
+        root: folder that contains the checkpoints.
+        resumes: whether the search is for --resume. If it is not, and a different program wrote all checkpoints, return
+            the newest of these checkpoints.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
@@ -208,11 +211,11 @@ def _newest(args, root, resumes=False):
             return _position(foreign[-1], None, args.iter_unit)
         if args.from_checkpoint is not None:
             return None
-        # These may also be checkpoints of this program that have lost their meta.json.
+        # The checkpoints may also be from this program, if their meta.json was deleted.
         raise UsageError(
             f"--resume: the checkpoints in {root} ({', '.join(folder.name for folder in foreign[-3:])}) have no "
-            f"{folders.META}; add --from-checkpoint {root} --last-epoch-of-checkpoint auto to continue from one of a "
-            "different program"
+            f"{folders.META}; if they are from a different program, add --from-checkpoint {root} "
+            "--last-epoch-of-checkpoint auto"
         )
     for folder, problem in others:
         logger.warn(f"{folder}: not a valid checkpoint: {problem}")
@@ -262,8 +265,8 @@ def _verified(folder, flag):
 
 
 def _is_foreign(args, folder):
-    """Return whether a folder contains a checkpoint of NVIDIA's example or paddle.static.save: two files and no
-    meta.json."""
+    """Return whether a folder contains a checkpoint of NVIDIA's example or of paddle.static.save: *.pdparams and
+    *.pdopt without meta.json."""
     files = [folder / f"{folders.foreign_prefix(args, folder)}.{ending}" for ending in ("pdparams", "pdopt")]
     return not os.path.lexists(folder / folders.META) and all(map(os.path.isfile, files))
 
@@ -275,8 +278,8 @@ def _has_files(args, folder):
 
 
 def origin(args, checkpoint):
-    """Return the checkpoint from which the run loads its initial variables: (folder, its meta.json or None), or
-    (None, None) without a checkpoint.
+    """Return the checkpoint from which the run loads its initial variables, as (folder, meta.json or None), or (None,
+    None) if there is no checkpoint.
 
     Args:
         args: flags.
@@ -325,9 +328,9 @@ def resolve_network(args):
 
 
 def inherit_flags(args, checkpoint):
-    """Inherit the flags that are not explicit from the meta.json of the initial checkpoint, which changes the settings.
-    Log the inherited flags and the differences. The kinds of flags in settings/declarations.py determine what a run
-    inherits.
+    """Set the flags that are not explicit to their values in the meta.json of the initial checkpoint. Log the inherited
+    flags, and the explicit flags that differ. The kind of a flag in settings/declarations.py determines whether the run
+    inherits it.
 
     Args:
         args: flags.
@@ -349,7 +352,7 @@ def inherit_flags(args, checkpoint):
             logger.info(f"from {folder}/{folders.META}: {values}")
         _log_differences(folder, differing, resumes)
     elif folder is not None and not args.is_explicit("image_shape"):
-        # Networks of NVIDIA's example have 4 input channels, even if 3 would be faster here.
+        # Checkpoints without meta.json are usually from NVIDIA's example, whose networks have 4 input channels.
         args.set(f"checkpoint {folder}", image_shape=[4, *args.image_shape[1:]])
     validation.check(args)
 
@@ -380,8 +383,8 @@ def recorded_flags(folder, meta, arch):
     Args:
         folder: folder of the checkpoint.
         meta: content of its meta.json.
-        arch: --model-arch-name if it is explicit, or None. A file is never imported just because a checkpoint refers to
-            it.
+        arch: --model-arch-name if it is explicit, or None. A Python file is imported only if this flag specifies it,
+            not because a checkpoint contains its path.
     Raises:
         UsageError: the flags are invalid, or the network is from a user's file that no flag specifies.
     """
@@ -389,7 +392,7 @@ def recorded_flags(folder, meta, arch):
         args = parsing.from_dict(meta["arguments"])
         recorded = args.model_arch_name
         if user_file.split(recorded) is None:
-            args.resolve("Python", model_arch_name=registered_name(recorded))  # this name is also used for folders
+            args.resolve("Python", model_arch_name=registered_name(recorded))  # also the folder name
     except UsageError as e:
         raise UsageError(f"{folder}: invalid arguments in {folders.META}: {e}") from e
     if user_file.split(recorded):
@@ -406,7 +409,8 @@ def recorded_flags(folder, meta, arch):
 
 
 def recorded_classes(meta):
-    """Return the class of each output of a checkpoint's network, or None if the checkpoint does not record them."""
+    """Return the classes of a checkpoint in the order of the network's outputs, or None if the checkpoint does not
+    contain the classes."""
     return (meta or {}).get("classes") or None
 
 
@@ -430,14 +434,14 @@ def compare_classes(folder, meta, loader, is_fine_tuning):
 
 
 def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
-    """Restore the state of a training run except its variables: position, learning rate and random generators; inside
-    an epoch, also the epoch's metric sums and this process's BN statistics.
+    """Restore the position, the learning rate and the random generators of a training run. Inside an epoch, also
+    restore the metric sums of the epoch and the BN statistics of this process.
 
     Args:
         args: flags.
         checkpoint: result of find.
-        lr_scheduler: schedule of this run's flags. The rate depends only on the step, so it continues as in an
-            uninterrupted run with these flags.
+        lr_scheduler: schedule built from this run's flags. The learning rate depends only on the step, so it continues
+            as in an uninterrupted run with these flags.
         loader: training loader, built with checkpoint.loader_state.
         fetchs: result of program.build.
         place: device of the program.
@@ -450,12 +454,14 @@ def restore(args, checkpoint, lr_scheduler, loader, fetchs, place):
         if before != now:
             raise UsageError(
                 f"--iter-unit batch: {checkpoint.folder} has {before} steps per epoch, and this run has {now}, so it "
-                "would not end after --num-iter; use its --batch-size, --accumulate-steps and number of processes"
+                "would not end after --num-iter; use the checkpoint's --batch-size, --accumulate-steps and number of "
+                "processes"
             )
     if checkpoint.is_inside and checkpoint.step % args.accumulate_steps:
         raise UsageError(
-            f"--accumulate-steps {args.accumulate_steps}: {checkpoint.folder} is after {checkpoint.step} batches "
-            "of an epoch, which is not a multiple; use that of the checkpoint, or a checkpoint at the end of an epoch"
+            f"--accumulate-steps {args.accumulate_steps}: {checkpoint.folder} was saved after {checkpoint.step} "
+            "batches of an epoch, which is not a multiple; use the checkpoint's --accumulate-steps, or a checkpoint "
+            "from the end of an epoch"
         )
     if checkpoint.is_inside and loader.step != checkpoint.step:
         checkpoint = dataclasses.replace(checkpoint, step=0)
@@ -491,7 +497,7 @@ def _epoch_of(folder):
 
 
 def _log_environment_changes(meta):
-    before = meta.get("paddle_version", paddle.__version__)  # older checkpoints do not record it
+    before = meta.get("paddle_version", paddle.__version__)  # older checkpoints lack this key
     if before != paddle.__version__:
         logger.warn(f"the checkpoint is from Paddle {before}, but this is {paddle.__version__}; results may differ")
     if processes.world_size() != meta["world_size"]:

@@ -1,4 +1,4 @@
-"""Mixed precision (AMP): wraps the optimizer, and converts the evaluation program to the same precision."""
+"""Mixed precision (AMP): wrap the optimizer, and convert the evaluation program to the precision of training."""
 
 import paddle
 from paddle import static
@@ -9,8 +9,8 @@ from paddle_resnet.models import loss_head
 
 
 def _amp_lists(program, dtype, float32):
-    """Return Paddle's lists of the operators that run in `dtype`, excluding the loss head and the operators with
-    outputs in `float32`.
+    """Return Paddle's AMP lists for `dtype`. The loss head, and operators whose outputs are named in `float32`, are
+    excluded from AMP.
 
     Operators are excluded by the names of their outputs, because level O2 ignores lists of operator types.
     """
@@ -42,11 +42,12 @@ def decorate(optimizer, dtype, level, loss_scale, is_dynamic, float32=frozenset(
 
 
 def cast_evaluation_program(program, place, dtype, level, float32=frozenset()):
-    """Convert an evaluation program in place to the precision of training. Call this when the parameters are in the
-    scope.
+    """Convert an evaluation program in place to the precision of training. Call this function after the parameters have
+    values in the scope.
 
-    O1 casts the inputs of each operator and leaves the parameters in float32. O2 casts the parameters in the scope,
-    except those that have already been cast for a training program. Variables in `float32` are computed in float32.
+    Level O1 casts the inputs of each operator and leaves the parameters in float32. Level O2 casts the parameters in
+    the scope, except parameters that were already cast for a training program. The variables named in `float32` remain
+    float32.
     """
     dest_type, scope = getattr(paddle, dtype), static.global_scope()
     names = fp16_utils.cast_model_to_fp16(

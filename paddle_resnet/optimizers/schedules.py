@@ -1,4 +1,4 @@
-"""Learning-rate schedules for --lr-scheduler: functions of the step, which follow a linear warm-up.
+"""Learning-rate schedules for --lr-scheduler. A schedule is a function of the step, and begins after a linear warm-up.
 
 To add a schedule, write a function here, an entry in SCHEDULES, and a test with its formula in
 tests/optimizers/test_schedules.py.
@@ -26,7 +26,7 @@ class Span:
     Attributes:
         steps: number of steps after the warm-up, at least 1.
         peak, low: highest and final learning rate.
-        first_step: number of steps before the span, which are the warm-up.
+        first_step: number of warm-up steps before the span.
         steps_of: function that converts a duration in the unit of --lr-decay-epochs to steps.
     """
 
@@ -60,7 +60,7 @@ def polynomial(span, power, step):
 
 def one_cycle(span, rise, step):
     """Rise to the peak on a cosine until the fraction of completed steps reaches --lr-rise, then fall to --min-lr on a
-    cosine: Smith and Topin, arXiv:1708.07120, with cosines as in fastai."""
+    cosine. The method is from Smith and Topin, arXiv:1708.07120; the cosines are from fastai."""
     rise = round(rise * span.steps)
     if step >= rise:
         return span.fall(step, begin=rise)
@@ -94,8 +94,8 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
         warmup_start: learning rate of step 0 if warmup_steps is positive.
 
     Attributes:
-        timeline: the argument of that name.
-        batch: index of the next batch within its step.
+        timeline: durations.Timeline of the run.
+        batch: index of the next batch within its training step.
     """
 
     def __init__(self, rate, timeline, warmup_steps=0, warmup_start=0.0):
@@ -143,7 +143,7 @@ def build_lr_scheduler(args, timeline):
     if warmup_steps > total:
         logger.warn(f"--warmup-epochs {args.warmup_epochs}: longer than the run, which consists of warm-up only")
         warmup_steps = total
-    # The maximum is for a run that only has warm-up steps and never reaches the schedule.
+    # A run that consists only of warm-up never uses the span, but a span must have at least one step.
     span = Span(max(1, total - warmup_steps), peak, low, warmup_steps, steps_of)
     function, flags = SCHEDULES[args.lr_scheduler]
     rate = functools.partial(function, span, *(getattr(args, flag) for flag in flags))

@@ -11,15 +11,16 @@ GROUP = 4  # number of consecutive input channels among which two weights are ze
 
 
 def exclude_classifier(main_prog, model):
-    """Exclude the classifier from pruning, as NVIDIA's example does. Paddle itself excludes filters with 3 channels."""
+    """Exclude the classifier from pruning, as NVIDIA's example does. By default, Paddle excludes only filters with 3
+    channels."""
     asp.set_excluded_layers([model.last.weight.name], main_program=main_prog)
 
 
 def prune(main_prog, place, algorithm):
     """Set two of every four weights to zero, and keep them zero during training (--prune-model).
 
-    Without a GPU, Paddle's CUDA build crashes if `paddle.incubate.asp.prune_model` is called for a Fleet program. The
-    internal function that is used instead takes the place as an argument and works.
+    On a machine without a GPU, the CUDA build of Paddle crashes if `paddle.incubate.asp.prune_model` is called for a
+    Fleet program. Therefore prune() calls an internal function of Paddle that takes the device as an argument.
 
     Args:
         main_prog: training Program.

@@ -1,4 +1,5 @@
-"""The optimizers for --optimizer: functions that build Paddle's optimizers, and the custom operators for their updates.
+"""Table of the optimizers for --optimizer. An entry contains a function that builds Paddle's optimizer, and the custom
+operator that updates the parameters.
 
 To add an optimizer, write an entry in OPTIMIZERS, its name and flags in settings/declarations.py, an operator in
 native/update.h, and a test with its formula in tests/native/test_native.py.
@@ -23,10 +24,10 @@ class Rule:
         decays_biases: whether weight decay applies to biases.
         op: type of Paddle's operator that updates a parameter.
         native: name of the custom operator that updates all parameters. The operator with the suffix "_masters" updates
-            float32 masters and the copies of them in half precision.
-        state: {tensor list of the custom operator: tensor of Paddle's operator}, with one tensor per parameter. The
-            corresponding output of Paddle's operator is named "...Out".
-        attrs: {attribute of the custom operator: attribute of Paddle's operator}, the same for all parameters.
+            float32 master weights and their half-precision copies.
+        state: {input of the custom operator: input of Paddle's operator}. The custom operator takes a list with one
+            tensor per parameter. The output of Paddle's operator has the name of the input and the suffix "Out".
+        attrs: {attribute of the custom operator: attribute of Paddle's operator}. All parameters have the same values.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
     """
 

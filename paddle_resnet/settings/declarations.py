@@ -1,8 +1,8 @@
-"""Every flag of train.py: one declaration with its name, type, default, help and kind.
+"""Declare the flags of train.py. Each flag has one declaration of its name, type, default, help and kind.
 
-The kind of a flag determines which runs inherit it from a checkpoint: evaluation and fine-tuning inherit the network
-and the preprocessing, a resumed run also inherits the recipe and the checkpoint settings. The other kinds (loader,
-machine, output) are never inherited.
+The kind of a flag determines which runs inherit it from a checkpoint. Evaluation and fine-tuning inherit the kinds
+network and preprocessing. A resumed run also inherits the kinds recipe and saving. No run inherits the kinds loader,
+machine and output.
 """
 
 import argparse
@@ -23,15 +23,16 @@ RESUMED = (*EVALUATED, "recipe", "saving")  # the kinds that a resumed run inher
 # Attributes of a flag in addition to those of its argparse action:
 # kind: one of KINDS.
 # batches: whether the flag determines the order or the content of the training batches.
-# depends_on: flags; if one of them is explicit and differs from its value in the checkpoint, this flag is not
-#     inherited.
-# used_by: (other flag, its values that use this flag), for example for the flags of a schedule; None if always used.
-# before: the value assumed for checkpoints older than the flag, if it is not the default.
+# depends_on: other flags. If one of these flags is explicit and differs from its value in the checkpoint, the declared
+#     flag is not inherited.
+# used_by: (other flag, the values of the other flag for which this flag has an effect), such as the schedule that
+#     uses the flag; None if the flag always has an effect.
+# before: value to assume for checkpoints that are older than the flag; None for the default.
 Declaration = namedtuple("Declaration", "kind batches depends_on used_by before")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UsageErrors."""
+    """An argument parser that raises UsageError."""
 
     def error(self, message):
         raise UsageError(" ".join(message.removeprefix("argument ").split()))
@@ -141,16 +142,16 @@ def _network(add):
         type=numbers.shape,
         default=[4, 224, 224],
         metavar="C,H,W",
-        help="shape of the network's input; C is 3 for RGB, or 4 with an additional zero channel, which is faster in "
-        "NHWC on a GPU and the default only there; H,W is the crop; unless set, --crop-size,--crop-size",
+        help="shape of the network's input; C: 3 for RGB, or 4 with an additional zero channel, which is faster and "
+        "the default in NHWC on a GPU; H,W: size of the crop; unless set, --crop-size,--crop-size",
         batches=True,
     )
 
     add(
         "--qat",
         **_switch(),
-        help="quantization-aware training: round weights and activations to INT8 in the forward pass, normally of a "
-        "trained network (--from-pretrained-params)",
+        help="quantization-aware training: round weights and activations to INT8 in the forward pass, normally to "
+        "fine-tune a trained network (--from-pretrained-params)",
     )
 
 
@@ -372,8 +373,8 @@ def _training(add):
         type=_alpha,
         default=0.0,
         metavar="A",
-        help="parameter of CutMix, which pastes a box from a second image, whose relative area is from Beta(A, A); 0: "
-        "off",
+        help="parameter of CutMix, which pastes a box from a second image; the relative area of the box is from "
+        "Beta(A, A); 0: off",
     )
     add("--dropout", type=_below_one, default=0.0, metavar="P", help="dropout rate before the last layer; 0: off")
     add(
@@ -388,7 +389,7 @@ def _training(add):
         "--ema",
         type=_beta_or_none,
         metavar="{None,DECAY}",
-        help="decay per step of an exponential moving average of the weights, which is evaluated; such as 0.9999",
+        help="decay per step of the exponential moving average of the weights, which evaluation uses; such as 0.9999",
     )
     add("--bn-weight-decay", **_switch(), help="apply weight decay to scale and shift of batch normalization")
 
@@ -509,7 +510,7 @@ def _precision(add):
     add(
         "--fuse-resunit",
         **_switch(),
-        help="use Paddle's fused residual unit, which some versions lack, such as 2.6.2",
+        help="use Paddle's fused residual unit, which some versions, such as 2.6.2, lack",
     )
 
 
@@ -533,8 +534,8 @@ def _saving(add):
         "--keep-checkpoints",
         type=numbers.positive,
         default=3,
-        help="number of newest checkpoints, and of newest checkpoints at the end of an epoch, to keep in "
-        "addition to the best",
+        help="number of newest checkpoints to keep, and of newest checkpoints from the end of an epoch, in "
+        "addition to the best checkpoint",
     )
     add(
         "--patience",
@@ -622,20 +623,20 @@ def _machine(add):
         default="auto",
         choices=["auto", "native", "paddle"],
         help="native: custom kernels for BN, ReLU, addition, max pooling, loss and optimizer, in NHWC only; paddle: "
-        "those of Paddle; auto: native on a GPU in NHWC if they can be built, otherwise paddle",
+        "Paddle's kernels; auto: native on a GPU in NHWC if they can be built, otherwise paddle",
     )
     add(
         "--cuda-graph",
         **_switch(True),
         help="capture a training step as a CUDA graph and replay it with one call; requires native kernels and GPUs "
-        "of one host, excludes --profile-steps",
+        "of one host; not with --profile-steps",
     )
     add("--enable-cpu-affinity", **_switch(True), help="bind each process to the cores next to its GPU")
     add(
         "--comm-timeout-s",
         type=numbers.integer(1, 10**6),
         default=600,
-        help="seconds without progress of one process after which a job of several processes stops",
+        help="number of seconds without progress of a process after which a job of several processes stops",
     )
 
 
@@ -707,7 +708,7 @@ def _truth(text):
 
 
 def _file_name(text):
-    # File systems allow 255 bytes, including the suffix.
+    # File systems limit a name to 255 bytes, including the suffix.
     if not text or "/" in text or text.startswith(".") or len(os.fsencode(text)) > 240:
         raise argparse.ArgumentTypeError(
             f"'{text}' is not a valid file name; use one without / and without a leading dot, of at most 240 bytes, "
@@ -724,12 +725,12 @@ def _not_negative_number(text):
 
 
 def _positive_or_none(text):
-    """Parse a positive number or None, which overrides the configuration file."""
+    """Parse a positive number, or "None" to override a value in the configuration file."""
     return None if text == "None" else numbers.positive_number(text)
 
 
 def _positive_count_or_none(text):
-    """Parse a positive whole number or None, which overrides the configuration file."""
+    """Parse a positive whole number, or "None" to override a value in the configuration file."""
     return None if text == "None" else numbers.positive(text)
 
 
@@ -742,7 +743,7 @@ def _alpha(text):
 
 def _factor(text):
     value = numbers.positive_number(text)
-    if value > 1000:  # powers of far larger values overflow
+    if value > 1000:  # powers of larger factors may overflow
         raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1000, such as 0.1")
     return value
 
@@ -766,7 +767,7 @@ def _epsilon(text):
 
 
 def _steps(text):
-    """Parse A:B, or A,B, the form of a YAML list, or None, which overrides the configuration file."""
+    """Parse A:B, A,B (from a YAML list), or "None" to override a value in the configuration file."""
     if text == "None":
         return None
     parts = text.replace(",", ":").split(":")
@@ -779,7 +780,7 @@ def _steps(text):
 
 
 def _path(text):
-    """Parse a path or None, which overrides the configuration file."""
+    """Parse a path, or "None" to override a value in the configuration file."""
     return None if text == "None" else text
 
 

@@ -493,8 +493,8 @@ def test_resume_rejects_checkpoint_without_meta_json(run_train, tmp_path, capsys
     (tmp_path / "output/Tiny/0/meta.json").unlink()
     assert run_train("--epochs", "2", "--resume")[0] == 2
     message = [
-        "Tiny (0) have no meta.json",
-        "--last-epoch-of-checkpoint auto to continue from one of a different program",
+        "Tiny (0) have no meta.json; if they are from a different program",
+        "--last-epoch-of-checkpoint auto",
     ]
     assert_one_error(capsys.readouterr().err, message)
 
