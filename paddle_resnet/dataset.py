@@ -227,11 +227,11 @@ def _inspection():
 
 
 def _add_preview(commands):
-    command = _add(commands, "preview", _run_preview, "draw training images as the network receives them", True)
+    command = _add(commands, "preview", _run_preview, "draw training images next to augmented versions of them", True)
     command.add_argument("root", metavar="DIR", help="folder of the data set")
     command.add_argument("--output", required=True, metavar="FILE", help="drawing to write: .png, .pdf or .svg")
     command.add_argument(
-        "--images", type=numbers.integer(1, 1000), default=36, metavar="N", help="number of images (default 36)"
+        "--images", type=numbers.integer(1, 1000), default=12, metavar="N", help="maximum number of images (default 12)"
     )
 
 
@@ -239,8 +239,8 @@ def _run_preview(args):
     _claim_file("--output", args.output, args.root)
     inspection = _inspection()
 
-    inspection.preview(args.root, args.output, args.images, args.train_flags)
-    print(f"{args.output}: {args.images} training images")
+    images = inspection.preview(args.root, args.output, args.images, args.train_flags)
+    print(f"{args.output}: {images} training images, each with {inspection.VERSIONS} augmented versions")
 
 
 def _add_verify(commands):

@@ -21,6 +21,7 @@ from utils.errors import RunError, UsageError
 _path = _report = _lock = None
 _followers = []
 _quiet = False
+_printed = None  # messages that info and warn must not repeat; see without_repeats
 _start_s = time.time()
 
 
@@ -196,14 +197,33 @@ def elapsed_s():
 
 def info(message):
     """Print a line for the user on rank 0. The line is not written to the report."""
-    if not _quiet:
+    if not _quiet and _is_new(message):
         write_line(message, sys.stdout)
 
 
 def warn(message):
     """Print a warning on stderr on rank 0."""
-    if not _quiet:
+    if not _quiet and _is_new(message):
         write_line(f"warning: {message}", sys.stderr)
+
+
+@contextlib.contextmanager
+def without_repeats():
+    """Let info and warn print each message only once in the block, for tools that open the same data several times."""
+    global _printed
+    _printed = set()
+    try:
+        yield
+    finally:
+        _printed = None
+
+
+def _is_new(message):
+    if _printed is None:
+        return True
+    is_new = message not in _printed
+    _printed.add(message)
+    return is_new
 
 
 def log(step, data):

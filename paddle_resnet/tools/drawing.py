@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib import font_manager, pyplot
 
 from utils import files
@@ -81,8 +82,25 @@ def balance(splits):
             axes[1, i].set(xlabel=f"class, in the order of {first}", ylabel="images", xlim=(0, len(counts) + 1))
             axes[1, i].set_ylim(0)
         axes[-1, i].plot(*content["sizes"].T, ".", markersize=2, alpha=0.5)
-        axes[-1, i].set(title=f"{split}: image sizes", xlabel="width (pixels)", ylabel="height (pixels)")
+        limits = _size_limits(splits)
+        outside = int((content["sizes"] > limits).any(axis=1).sum())
+        title = f"{split}: image sizes" + (f" ({outside:,} larger images not shown)" if outside else "")
+        axes[-1, i].set(title=title, xlabel="width (pixels)", ylabel="height (pixels)")
+        axes[-1, i].set(xlim=(0, 1.05 * limits[0]), ylim=(0, 1.05 * limits[1]))
+    most = max(axis.get_xlim()[1] for axis in axes[0])
+    for axis in axes[0]:
+        axis.set_xlim(0, most)
     return figure
+
+
+def _size_limits(splits):
+    """Return the largest width and height to draw in all splits: the largest ones, or the 99th percentiles if the
+    largest ones are more than twice as large, so that a few huge images do not compress the rest."""
+    sizes = np.concatenate([content["sizes"] for content in splits.values()])
+    if len(sizes) == 0:
+        return np.ones(2)
+    high, most = np.quantile(sizes, 0.99, axis=0), sizes.max(axis=0)
+    return np.where(most > 2 * high, high, most)
 
 
 def _bars(axis, counts, labels):

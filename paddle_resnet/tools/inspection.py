@@ -4,59 +4,90 @@ import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from PIL import Image
+import PIL.Image
+import PIL.ImageOps
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import config
 from paddle_resnet import dali, resolution
-from paddle_resnet.data import listing, pixels, records
+from paddle_resnet.data import bad_images, listing, pixels, readers, records
 from paddle_resnet.tools import drawing
-from utils.errors import printable
+from utils import logger
+from utils.errors import UsageError, printable
 from utils.mode import Mode
+
+VERSIONS = 3  # augmented versions of each image in a preview
 
 
 def preview(root, output, images, arguments):
-    """Draw the first training images of a run as the network receives them, with their classes.
+    """Draw training images, each next to VERSIONS augmented versions of it as the network receives them.
 
     Args:
         root: folder of the data set.
         output: file to write, in one of drawing.FORMATS.
-        images: number of images.
-        arguments: flags of train.py. The images are those that a single process with these flags reads first.
+        images: maximum number of images, which are spread evenly over the training split.
+        arguments: flags of train.py.
+    Returns:
+        number of images in the drawing.
     Raises:
-        UsageError: train.py would reject the flags or data, or output cannot be written.
+        UsageError: train.py would reject the flags or data, no image can be decoded, or output cannot be written.
     """
     drawing.check_name(output)
-    pictures, classes = first_images(root, images, arguments)
-    drawing.save(drawing.pictures(pictures, classes, math.ceil(math.sqrt(images))), output)
+    rows = augmented(root, images, VERSIONS, arguments)
+    pictures = [picture for original, versions, _ in rows for picture in (original, *versions)]
+    names = [title for _, versions, name in rows for title in (name, *[""] * len(versions))]
+    groups = max(1, round(math.sqrt(len(rows)) / 2))  # images next to each other
+    drawing.save(drawing.pictures(pictures, names, groups * (1 + VERSIONS)), output)
+    return len(rows)
 
 
-def first_images(root, images, arguments):
-    """Return the first training images of a run, from several epochs if the data set has too few images.
+def augmented(root, images, versions, arguments):
+    """Load training images, and pass each through the training pipeline several times.
 
     Returns:
-        (list of uint8 arrays [H, W, 3] in RGB without normalization, list of class names)
+        [(uint8 [H, W, 3] in RGB, [uint8 arrays [crop height, crop width, 3] without normalization], class name)]
+    Raises: see preview.
     """
-    loader, args = open_loader(root, arguments)
-    pictures, classes = [], []
-    while len(pictures) < images:
+    args = _parse(root, arguments)
+    if args.data_format == "synthetic":
+        raise UsageError("--data-format synthetic: preview needs images; remove the flag")
+    resolution.resolve_classes(args, Mode.TRAIN)
+    args.batch_size = versions
+    stored_as = None if args.data_format == "auto" else args.data_format
+    data_format, classes, listed = listing.images(root, Mode.TRAIN, stored_as, args.allow_outside)
+    names = listing.report_names(root, data_format, classes) or []
+    places = np.linspace(0, len(listed) - 1, min(images, len(listed))).astype(int)
+    decodable, skipped = [], 0
+    for image in (listed[place] for place in places):
         try:
-            batch = next(loader)[0]
-        except StopIteration:
-            loader.reset()
-            continue
-        pictures += list(
-            pixels.pictures(
-                batch["data"], args.data_layout, args.normalize_scale, args.normalize_mean, args.normalize_std
-            )
-        )
-        classes += [loader.class_names[label] for label in np.array(batch["label"])[:, 0]]
-    return pictures[:images], classes[:images]
+            data, label = (Path(image.path).read_bytes(), image.label) if image.kind is None else records.read(image)
+        except OSError as e:
+            raise UsageError(f"{image.path}: cannot be read ({e.strerror}); make it readable, or remove it") from e
+        if bad_images.decode(data) is None:
+            decodable.append((data, names[label] if label < len(names) else str(label)))
+        else:
+            skipped += 1
+    if skipped:
+        logger.warn(f"{root}: {skipped} images cannot be decoded and are not drawn; see dataset verify")
+    if not decodable:
+        raise UsageError(f"{root}: none of the {len(places)} chosen images can be decoded; see dataset verify")
+    batches = iter([[np.frombuffer(data, np.uint8)] * versions for data, _ in decodable])
+    pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.TRAIN, 0, 1)
+    pipeline.build()
+    rows = []
+    for data, name in decodable:
+        batch = np.array(pipeline.run()[0].as_cpu().as_tensor())
+        normalization = args.normalize_scale, args.normalize_mean, args.normalize_std
+        with PIL.Image.open(BytesIO(data)) as original:
+            original = np.asarray(PIL.ImageOps.exif_transpose(original).convert("RGB"))
+            rows.append((original, list(pixels.pictures(batch, args.data_layout, *normalization)), name))
+    return rows
 
 
 def info(root, output=None, allow_outside=False):
@@ -140,7 +171,7 @@ def _measure(image):
         else:
             data, label = records.read(image)
             source = BytesIO(data)
-        with Image.open(source) as picture:
+        with PIL.Image.open(source) as picture:
             return label, picture.size
     except Exception:  # Pillow's plugins raise many kinds of exceptions for damaged files
         return label, None
@@ -165,21 +196,22 @@ def speed(root, threads, loads, batches, repeats, arguments):
     settings = [("cpu", n, None) for n in threads]
     settings += [("mixed", n, load) for n in threads for load in loads] if has_gpu else []
     rows = []
-    for decoder, n, load in settings:
-        flags = ["--dali-num-threads", n]
-        if decoder == "cpu":
-            flags += ["--dali-device", "cpu", "--cpu-decoder-load", 0]
-        else:
-            flags += ["--dali-device", "gpu", "--hw-decoder-load", load]
-        rates = []
-        for _ in range(repeats):
-            loader, args = open_loader(root, [*arguments, *map(str, flags)])
-            _take(loader, batches)
-            start = perf_counter()
-            _take(loader, batches)
-            rates.append(batches * args.batch_size / (perf_counter() - start))
-            del loader
-        rows.append((decoder, n, load, rates))
+    with logger.without_repeats():
+        for decoder, n, load in settings:
+            flags = ["--dali-num-threads", n]
+            if decoder == "cpu":
+                flags += ["--dali-device", "cpu", "--cpu-decoder-load", 0]
+            else:
+                flags += ["--dali-device", "gpu", "--hw-decoder-load", load]
+            rates = []
+            for _ in range(repeats):
+                loader, args = open_loader(root, [*arguments, *map(str, flags)])
+                _take(loader, batches)
+                start = perf_counter()
+                _take(loader, batches)
+                rates.append(batches * args.batch_size / (perf_counter() - start))
+                del loader
+            rows.append((decoder, n, load, rates))
     title = f"{root}: images/s of the loader alone, n = {repeats}, {batches} batches of {args.batch_size}"
     table = Table(title=Text(printable(title)))
     for column in ("decoder", "threads", "hw-decoder-load", "median", "lowest", "highest"):

@@ -84,3 +84,14 @@ def test_unknown_format_is_rejected_before_reading_data(tmp_path, capsys, comman
         f"--output {tmp_path}/{name}: unknown file format; use a name that ends in .png, .pdf, .svg"
         in capsys.readouterr().err
     )
+
+
+def test_splits_share_axes_and_huge_images_are_counted():
+    sizes = np.full((500, 2), (400, 300))
+    content = {"classes": {"a": 500}, "sizes": np.vstack([sizes, [[9000, 200], [300, 8000]]])}
+    figure = drawing.balance({"train": content, "val": {"classes": {"a": 100}, "sizes": sizes[:100]}})
+    bars, scatters = figure.axes[:2], figure.axes[2:]
+    assert len({axes.get_xlim() for axes in bars}) == 1
+    assert {(axes.get_xlim(), axes.get_ylim()) for axes in scatters} == {((0, 420), (0, 315))}
+    titles = [axes.get_title() for axes in scatters]
+    assert titles == ["train: image sizes (2 larger images not shown)", "val: image sizes"]

@@ -24,26 +24,40 @@ def colors(tmp_path):
 @pytest.mark.parametrize(
     "flags", [[], ["--data-layout", "NHWC", "--image-shape", "4,32,32"], ["--normalize-mean", "0,0,1"]]
 )
-def test_preview_shows_images_fed_to_network(colors, flags):
-    pictures, classes = inspection.first_images(colors, 25, [*TINY, "--num-of-class", "10", *flags])
-    assert len(pictures) == len(classes) == 25
-    assert len(set(classes)) > 7
-    for picture, name in zip(pictures, classes, strict=True):
-        assert picture.shape == (32, 32, 3)
-        assert (picture == (20 * int(name[1:]), 0, 255)).all()
+def test_preview_shows_original_and_input_of_network(colors, flags):
+    rows = inspection.augmented(colors, 25, 2, [*TINY, "--num-of-class", "10", *flags])
+    assert [name for _, _, name in rows] == [f"c{i}" for i in range(10)]
+    for i, (original, versions, _) in enumerate(rows):
+        assert original.shape == (30, 40 + i, 3) and (original == (20 * i, 0, 255)).all()
+        assert [version.shape for version in versions] == [(32, 32, 3)] * 2
+        assert all((version == (20 * i, 0, 255)).all() for version in versions)
 
 
 def test_preview_applies_augmentation_flags_and_writes_png(photos, tmp_path, capsys):
     flags = ["--color-jitter", "0.5", "--rotate-degrees", "30"]
-    plain, _ = inspection.first_images(photos, 4, TINY)
-    augmented, _ = inspection.first_images(photos, 4, [*TINY, *flags])
-    assert not np.array_equal(plain, augmented)
+    [*_, (_, plain, _)] = inspection.augmented(photos, 2, 3, TINY)
+    [*_, (_, changed, _)] = inspection.augmented(photos, 2, 3, [*TINY, *flags])
+    assert not np.array_equal(plain, changed)
+    assert not np.array_equal(changed[0], changed[1])
     output = tmp_path / "preview.png"
     assert dataset.main(["preview", str(photos), "--output", str(output), "--images", "5", *TINY, *flags]) == 0
     with Image.open(output) as image:
         assert image.format == "PNG"
         assert len(np.unique(np.asarray(image.convert("L")))) > 50
-    assert f"{output}: 5 training images" in capsys.readouterr().out
+    assert f"{output}: 5 training images, each with 3 augmented versions" in capsys.readouterr().out
+
+
+def test_preview_skips_undecodable_images(colors, tmp_path, capsys):
+    (colors / "train/c3/x.png").write_bytes(b"not an image")
+    arguments = ["preview", str(colors), "--output", str(tmp_path / "x.png"), *TINY, "--num-of-class", "10"]
+    assert dataset.main(arguments) == 0
+    output = capsys.readouterr()
+    assert "x.png: 9 training images" in output.out
+    assert f"warning: {colors}: 1 images cannot be decoded and are not drawn" in output.err
+    for path in colors.glob("train/*/*"):
+        path.write_bytes(b"not an image")
+    assert dataset.main(arguments) == 2
+    assert "none of the 10 chosen images can be decoded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data_format", ["filelist", "recordio", "tfrecord", "lmdb", "webdataset"])
@@ -57,9 +71,9 @@ def test_info_is_equal_in_every_format(photos, converted, data_format):
 
 @pytest.mark.parametrize("data_format", ["recordio", "tfrecord", "lmdb", "webdataset"])
 def test_preview_of_every_format_has_class_names(converted, data_format):
-    pictures, classes = inspection.first_images(converted[data_format], 12, TINY)
-    for picture, name in zip(pictures, classes, strict=True):  # class k has a ramp in color channel k
-        assert np.argmax(picture.mean(axis=(0, 1))) == int(name.removeprefix("class"))
+    for _, versions, name in inspection.augmented(converted[data_format], 12, 1, TINY):
+        # Class k has a ramp in color channel k.
+        assert np.argmax(versions[0].mean(axis=(0, 1))) == int(name.removeprefix("class"))
 
 
 def test_info_counts_images_and_measures_sizes(colors, tmp_path, capsys):
@@ -90,9 +104,12 @@ def test_speed_measures_each_setting(photos, capsys):
     rows = inspection.speed(photos, [1, 2], [0.5, 0.9], batches=2, repeats=2, arguments=TINY)
     assert [row[:3] for row in rows] == [("cpu", 1, None), ("cpu", 2, None)]
     assert all(len(rates) == 2 and min(rates) > 0 for *_, rates in rows)
-    flags = ["--threads", "2", "--batches", "1", "--repeats", "1"]
+    capsys.readouterr()
+    flags = ["--threads", "1,2", "--batches", "1", "--repeats", "2"]
     assert dataset.main(["speed", str(photos), *flags, *TINY]) == 0
-    assert "images/s" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "images/s" in output
+    assert output.count("--data-format auto: the train split") == 1
 
 
 def test_speed_on_gpu_measures_decoder_loads(monkeypatch):
@@ -129,11 +146,10 @@ def test_invalid_command_exits_with_code_2_and_one_line(photos, capsys, argument
 
 def test_batch_size_may_exceed_data_set(colors):
     arguments = [*TINY, "--num-of-class", "10", "--batch-size", "256"]
-    assert len(inspection.first_images(colors, 25, arguments)[0]) == 25
     [(_, _, _, rates)] = inspection.speed(colors, [1], [0.9], batches=2, repeats=1, arguments=arguments)
     assert min(rates) > 0
 
 
 def test_invalid_flag_is_rejected_before_reading_data(photos):
     with pytest.raises(UsageError, match="--rotate-degrees"):
-        inspection.first_images(photos, 1, [*TINY, "--rotate-degrees", "200"])
+        inspection.augmented(photos, 1, 1, [*TINY, "--rotate-degrees", "200"])
