@@ -22,13 +22,13 @@ def write_sample(output):
     """Write scikit-learn's 1,797 handwritten digits as JPEG class folders.
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
-    enlarged to 64x64. Every fifth image goes to val/ (359), the others to train/ (1,438). The folder is written
-    atomically; a complete folder is left unchanged.
+    enlarged to 64x64. Every fifth image goes to val/ (359 images), and the others go to train/ (1,438 images). The
+    folder is written atomically. If the folder exists and is complete, it is not changed.
 
     Args:
         output: folder to create, with train/0 ... train/9 and val/0 ... val/9.
     Returns:
-        (training images, validation images).
+        (number of training images, number of validation images).
     Raises:
         UsageError: the folder exists and contains other files.
     """
@@ -64,7 +64,8 @@ def main(argv=None):
     """Run a command.
 
     Returns:
-        Exit code: 0 done, 1 training would fail (verify only), 2 error in usage or data, 130 interrupted.
+        exit code: 0 for success, 1 if training would fail (verify only), 2 for a usage error or unusable data, 130 if
+            interrupted.
     """
     parser = argparse.ArgumentParser(prog="python -m paddle_resnet.dataset", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -82,7 +83,7 @@ def _run(parser, argv):
 
 
 def _add(commands, name, run, help, takes_train_flags=False):
-    epilog = "Also takes the flags of train.py." if takes_train_flags else None
+    epilog = "The flags of train.py are also supported." if takes_train_flags else None
     command = commands.add_parser(name, help=help, description=help, epilog=epilog, allow_abbrev=False)
     command.set_defaults(run=run, takes_train_flags=takes_train_flags)
     return command
@@ -130,7 +131,7 @@ def _add_convert(commands):
         commands,
         "convert",
         _run_convert,
-        "write a data set in a record format; repeat the command to resume",
+        "convert a data set to a record format; repeat the command to resume",
     )
     command.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the data set")
     command.add_argument("--to", required=True, choices=convert.RECORD_FORMATS, help="format to write")
@@ -145,7 +146,7 @@ def _add_convert(commands):
         "--resize-short",
         type=numbers.side,
         metavar="N",
-        help="shrink images to a shorter side of N pixels (default: keep the bytes)",
+        help="shrink images to a shorter side of N pixels (default: copy files unchanged)",
     )
     command.add_argument(
         "--quality",
@@ -155,9 +156,9 @@ def _add_convert(commands):
         help="JPEG quality when shrinking (default 95)",
     )
     command.add_argument("--workers", type=numbers.threads, metavar="N", help="processes (default: one per core)")
-    command.add_argument("--skip-list", metavar="FILE", help="file with the images to omit, as for train.py")
+    command.add_argument("--skip-list", metavar="FILE", help="file that lists the images to omit, as for train.py")
     command.add_argument(
-        "--unchecked", action="store_true", help="do not decode all images before converting (for a verified data set)"
+        "--unchecked", action="store_true", help="skip decoding all images first, for a verified data set"
     )
     _add_allow_outside(command)
 
@@ -220,7 +221,7 @@ def _run_index(args):
 
 
 def _inspection():
-    """Import the inspection module only when needed, because it imports Paddle."""
+    """Return the inspection module, which is imported only when needed, because it imports Paddle."""
     with signals.deferred():
         from paddle_resnet.tools import inspection
     return inspection
@@ -246,17 +247,19 @@ def _run_preview(args):
 def _add_verify(commands):
     command = _add(commands, "verify", _run_verify, "decode every image; exit code 1 if training would fail")
     command.add_argument("root", metavar="DIR", help="folder of the data set")
-    command.add_argument("--fix-list", metavar="FILE", help="write the failing images to FILE for train.py --skip-list")
     command.add_argument(
-        "--num-of-class", type=numbers.num_of_class, metavar="N", help="outputs of the network (default: any)"
+        "--fix-list", metavar="FILE", help="file to write with the failing images, for train.py --skip-list"
+    )
+    command.add_argument(
+        "--num-of-class", type=numbers.num_of_class, metavar="N", help="number of outputs of the network (default: any)"
     )
     command.add_argument(
         "--run-scope",
         choices=[scope.value for scope in RunScope],
         default=RunScope.TRAIN_EVAL.value,
-        help="as for train.py: which splits are required (default train_eval)",
+        help="scope of the training run, which determines the required splits (default: train_eval)",
     )
-    command.add_argument("--allow-empty-classes", action="store_true", help="class folders of train/ may be empty")
+    command.add_argument("--allow-empty-classes", action="store_true", help="allow empty class folders in train/")
     _add_allow_outside(command)
 
 
@@ -281,12 +284,12 @@ def _run_verify(args):
 
 
 def _claim_folder(args):
-    """Check the output folder of a command that reads a data set."""
+    """Check that the output folder of a command does not replace the data set that it reads."""
     outputs.claim(folders={"--output": args.output}, protected=[("the data set", args.source)])
 
 
 def _claim_file(flag, path, root):
-    """Check an output file of a command that reads the data set in root."""
+    """Check that an output file of a command does not replace files of the data set in `root`."""
     outputs.claim({flag: path}, protected=[("the data set's", place) for place in listing.occupied(root)])
 
 
@@ -312,14 +315,14 @@ def _add_speed(commands):
         type=numbers.list_of(numbers.threads),
         default=[4],
         metavar="N,...",
-        help="values of --dali-num-threads",
+        help="values of --dali-num-threads to measure",
     )
     command.add_argument(
         "--loads",
         type=numbers.list_of(numbers.ratio),
         default=[0.9],
         metavar="L,...",
-        help="values of --hw-decoder-load",
+        help="values of --hw-decoder-load to measure",
     )
     command.add_argument("--batches", type=numbers.positive, default=20, help="batches per measurement (default 20)")
     command.add_argument("--repeats", type=numbers.positive, default=3, help="measurements per setting (default 3)")

@@ -758,7 +758,7 @@ def check_labels(path, labels, num_of_class, classes):
     for label in labels:
         if not is_class(label, limit):
             source = "classes.txt" if classes else f"--num-of-class {num_of_class}"
-            allowed = "labels are integers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
+            allowed = "labels are whole numbers from 0" if limit is None else f"{source} allows 0 to {limit - 1}"
             raise UsageError(
                 f"{path}: has label {label:g}, but {allowed}; number the classes from 0, or use a larger --num-of-class"
             )

@@ -1,1 +1,1 @@
-"""Differences between Paddle versions, GPU checks, and CUDA libraries from Python packages."""
+"""Adapters for Paddle versions, GPU checks, and access to CUDA libraries from Python packages."""

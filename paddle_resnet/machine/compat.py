@@ -1,7 +1,7 @@
-"""Differences between Paddle 2.6 and Paddle 3. If one no longer exists, tests/machine/test_compat.py fails.
+"""Hides differences between Paddle 2.6 and Paddle 3. If a difference disappears, tests/machine/test_compat.py fails.
 
-The project builds legacy Programs with both versions (`FLAGS_enable_pir_api=0`, set in paddle_resnet/__init__.py).
-Paddle's internal modules are imported inside functions, since an unsupported version may lack them.
+With both versions, the project builds legacy Programs (paddle_resnet/__init__.py sets `FLAGS_enable_pir_api=0`).
+Functions import internal modules of Paddle only when needed, because an unsupported version may lack these modules.
 """
 
 import numpy as np
@@ -10,34 +10,34 @@ from paddle import static
 
 from utils.errors import UsageError
 
-# The versions with which the test suite passes. Newer patch releases of the same minor versions are accepted.
+# The versions with which the test suite passes. Newer patch releases of these minor versions are also accepted.
 LOWEST, HIGHEST = (2, 6, 2), (3, 3, 1)
 IS_PADDLE_3 = paddle.version.major == "3"
 _PIR = "FLAGS_enable_pir_api"
 
 
 def check_version(version=paddle.__version__):
-    """Check that Paddle has the minor version of LOWEST or HIGHEST and does not build PIR programs.
+    """Raise UsageError unless Paddle has the minor version of LOWEST or HIGHEST and builds legacy programs.
 
     Raises:
-        UsageError: the version is not supported, or it builds PIR programs.
+        UsageError: the version is not supported, or Paddle builds PIR programs.
     """
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not any(numbers[:2] == tested[:2] and numbers >= tested for tested in (LOWEST, HIGHEST)):
         lowest, highest = (".".join(map(str, tested)) for tested in (LOWEST, HIGHEST))
         raise UsageError(
-            f"Paddle {version} is not supported: this project is tested with {lowest} (lowest) and {highest} "
+            f"Paddle {version}: not supported; this project is tested with {lowest} (lowest) and {highest} "
             f"(highest); install one of them, for example with make venv PADDLE={highest}"
         )
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         raise UsageError(
-            f"{_PIR}: Paddle {version} builds PIR programs, for which it lacks Fleet's optimizer, mixed precision and "
+            f"{_PIR}: Paddle {version} builds PIR programs, which lack Fleet's optimizer, mixed precision and "
             "sparsity; unset it, and import paddle_resnet before Paddle (see docs/paddle3.md)"
         )
 
 
 def leave_pir():
-    """Switch Paddle 3 to legacy programs after its import, like its own OldIrGuard."""
+    """Switch an imported Paddle 3 to legacy programs, like Paddle's OldIrGuard."""
     if IS_PADDLE_3 and paddle.get_flags(_PIR)[_PIR]:
         from paddle import pir_utils
 
@@ -45,8 +45,8 @@ def leave_pir():
         pir_utils._switch_to_old_ir_()
 
 
-# The operator that Fleet inserts for a gradient. In Paddle 3, it has no attribute use_calc_stream and always runs on
-# the communication stream.
+# Type of the operator that Fleet inserts for a gradient. In Paddle 3, this operator has no attribute use_calc_stream
+# and always runs on the communication stream.
 ALL_REDUCE = "all_reduce" if IS_PADDLE_3 else "c_allreduce_sum"
 HAS_CALC_STREAM = not IS_PADDLE_3
 
@@ -65,13 +65,15 @@ def append_all_reduce(block, variable):
 
 
 def start_gloo(prepare):
-    """Connect the processes of a job on CPUs.
+    """Connect the processes of a CPU job through Gloo.
 
-    Paddle 3's operators need a communicator that uses the launcher's store; otherwise they fail with "NCCLCommContext
-    is nullptr". Paddle 2.6's operators need the environment of init_parallel_env, which starts processes.
+    In Paddle 3, operators need a communicator that uses the launcher's store; otherwise, they fail with
+    "NCCLCommContext is nullptr". In Paddle 2.6, operators need the environment of init_parallel_env, which starts
+    processes.
 
     Args:
-        prepare: function to call before the processes start. Its return value is kept alive until they have started.
+        prepare: function to call before the processes start. Its return value is kept alive until the processes have
+            started.
     """
     if IS_PADDLE_3:
         from paddle.base import core
@@ -91,9 +93,9 @@ def sqrt(x):
 
 
 def accept_legacy_any():
-    """Make paddle.any accept legacy variables, which Paddle 3.3 rejects with an error like that of sqrt.
+    """Patch paddle.any to accept legacy variables, which Paddle 3.3 rejects in the same way as for paddle.sqrt.
 
-    Paddle's own mixed precision calls paddle.any at level O2, for the gradients of both precisions.
+    Paddle's mixed precision at level O2 calls paddle.any for the gradients of both precisions.
     """
     if IS_PADDLE_3:
         paddle.any = _any
@@ -118,16 +120,17 @@ def _append(op_type, x, **attrs):
 
 
 def assigned(op):
-    """Return the float32 array of an assign_value operator: Paddle 3 stores a list of Scalar, 2.6 one list per type."""
+    """Return the float32 array of an assign_value operator. Paddle 3 stores a list of Scalar, whereas Paddle 2.6 stores
+    one list per type."""
     values = [value.value() for value in op.attr("values")] if IS_PADDLE_3 else op.attr("fp32_values")
     return np.array(values, np.float32).reshape(op.attr("shape"))
 
 
 def fuse_residual_units(strategy):
-    """Set BuildStrategy.fuse_resunit, which Paddle 2.6 lacks and Paddle 3 has in GPU builds with cuDNN's frontend.
+    """Set BuildStrategy.fuse_resunit, which exists only in GPU builds of Paddle 3 with cuDNN's frontend.
 
     Raises:
-        UsageError: this Paddle does not have it.
+        UsageError: this build of Paddle does not have the attribute.
     """
     try:
         if not hasattr(strategy, "fuse_resunit"):

@@ -1,4 +1,4 @@
-"""Checks whether the installed Paddle can use this machine's GPU. train.py and doctor.py print the same messages."""
+"""Checks whether the installed Paddle can use this machine's GPUs."""
 
 import mmap
 import struct
@@ -13,12 +13,12 @@ from utils import logger
 from utils.errors import UsageError, core
 
 INSTALL = 'install a different build with make venv PADDLE="REQUIREMENT -i INDEX", see docs/install.md'
-_FATBIN = b"\x50\xed\x55\xba"  # first bytes of each GPU code file inside a library
+_FATBIN = b"\x50\xed\x55\xba"  # first bytes of each file of GPU code that a library contains
 _CUBIN, _PTX = 2, 1
 
 
 def resolve(device, index, several):
-    """Resolve --device auto, and check --device gpu.
+    """Return the device for --device auto, and check whether --device gpu is possible.
 
     Args:
         device: "auto", "gpu" or "cpu".
@@ -37,18 +37,18 @@ def resolve(device, index, several):
     if device == "gpu":
         raise UsageError(f"--device gpu: {reason}")
     if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
-        logger.warn(f"--device auto: this run is on the CPU: {reason}")
+        logger.warn(f"--device auto: this run uses the CPU: {reason}")
     return "cpu"
 
 
 def problem(index, several=False):
-    """Check whether Paddle can use a GPU, by running a kernel that is part of Paddle.
+    """Check whether Paddle can use a GPU by running one of Paddle's kernels.
 
     Args:
         index: Paddle's index of the GPU.
         several: whether the job has several GPUs.
     Returns:
-        the problem and its remedy as text, or None.
+        text with the problem and its remedy, or None.
     """
     if not paddle.is_compiled_with_cuda():
         return f"Paddle {paddle.__version__} is a CPU build; use --device cpu, or {INSTALL}"
@@ -78,15 +78,16 @@ def describe(index):
 
 
 def describe_build():
-    """Describe the installed Paddle, such as "Paddle 2.6.2 for CUDA 11.8, which has compute capability 8.0 9.0"."""
+    """Return a description of the installed Paddle, such as "Paddle 2.6.2 for CUDA 11.8, which has compute capability
+    8.0 9.0"."""
     capabilities = " ".join(build_capabilities()) or "unknown"
     return f"Paddle {paddle.__version__} for CUDA {paddle.version.cuda()}, which has compute capability {capabilities}"
 
 
 def build_capabilities():
     """Return the compute capabilities for which the installed Paddle has kernels, such as ["8.0", "9.0"]. "9.0+" means
-    that newer capabilities are supported, too (by PTX)."""
-    if hasattr(paddle.version, "cuda_archs"):  # since Paddle 3.0
+    that PTX also supports newer compute capabilities."""
+    if hasattr(paddle.version, "cuda_archs"):  # Paddle 3.0 or later
         architectures = {(int(arch), _CUBIN) for arch in paddle.version.cuda_archs()}
     else:
         architectures = _architectures(Path(paddle.__file__).parent / "libs/libphi.so")
@@ -96,7 +97,8 @@ def build_capabilities():
 
 
 def _architectures(library, files=64):
-    """Return {(architecture, kind)} of the first GPU code files in a library; the other files have the same ones."""
+    """Return {(architecture, kind)} of the first files of GPU code in a library. All other files have the same
+    architectures."""
     architectures, position = set(), 0
     with open(library, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         while files and (position := memory.find(_FATBIN, position)) >= 0:

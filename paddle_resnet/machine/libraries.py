@@ -1,14 +1,12 @@
-"""Lets Paddle find CUDA libraries from Python packages without LD_LIBRARY_PATH.
+"""Enables Paddle to find the CUDA libraries of Python packages without LD_LIBRARY_PATH.
 
 Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a version (libcudnn.so). The
-nvidia-*-cu11 packages contain names with a version (libcudnn.so.8), in folders that are not on any search path. Paddle
-opens the libraries from libphi.so, so the linker searches, in this order,
-1. LD_LIBRARY_PATH,
-2. the folder that libphi.so was loaded from,
-3. the system's folders (ldconfig), then /usr/local/cuda/lib64.
-So this module creates a folder of links to libphi.so and to the packages' libraries, and loads libphi.so from there
-before Paddle loads it. It does so only if cuDNN or cuBLAS is neither on LD_LIBRARY_PATH nor in the system's folders, so
-that the user's setup takes precedence. Paddle 3 and Paddle's builds for CUDA 12 find their packages without help.
+nvidia-*-cu11 packages contain names with a version (libcudnn.so.8), in folders that are not on any search path.
+libphi.so opens the libraries, so the linker searches, in this order, 1. LD_LIBRARY_PATH, 2. the folder that libphi.so
+was loaded from, 3. the system's folders (ldconfig), then /usr/local/cuda/lib64. Therefore, this module creates a folder
+of links to libphi.so and to the packages' libraries, and loads libphi.so from this folder before Paddle loads it. The
+user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders, the module does
+nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
 """
 
 import contextlib
@@ -25,22 +23,22 @@ from pathlib import Path
 from utils import cache, files
 from utils.errors import UsageError
 
-# {package folder: library version, as in file names, that CUDA 11.8 and Paddle 2.6 need}. A different package may have
-# installed a different version in the same folder. Paddle opens cuSOLVER when it begins to capture a CUDA graph.
+# {package folder: library version in file names that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain a
+# different version from a different package. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
 PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
 PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
-# Libraries that Paddle 2.6 opens in every training step: {name: (library, major version)}. cuDNN 8 opens its own parts
-# and ends the process if a part is missing.
+# Libraries that Paddle 2.6 needs for training: {name: (library, major version)}. cuDNN 8 opens sub-libraries, and
+# aborts the process if a sub-library is missing.
 NEEDED = {"libcudnn.so": ("cuDNN", 8), "libcublas.so": ("cuBLAS", 11), "libcublasLt.so": ("cuBLAS", 11)}
 NEEDED |= {f"libcudnn_{part}.so.8": ("cuDNN", 8) for part in ("ops_infer", "ops_train", "cnn_infer", "cnn_train")}
 NEEDED_BY_SEVERAL_GPUS = {"libnccl.so": ("NCCL", 2)}
 
-_folder = None  # folder of links, once Paddle is imported
+_folder = None  # folder of links; set when Paddle is imported
 _is_late = False  # whether Paddle was imported before this module
 
 
 class _BeforePaddle:
-    """An import hook that finds no modules. It exists to be called when Paddle is about to be imported."""
+    """An import hook that finds no modules, but runs code before Paddle is imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "paddle":
@@ -49,7 +47,7 @@ class _BeforePaddle:
 
 
 def prepare():
-    """Make a later import of Paddle load libphi.so from the folder of links."""
+    """Prepare a later import of Paddle, so that it loads libphi.so from the folder of links."""
     global _is_late
     _is_late = "paddle" in sys.modules
     if not _is_late:
@@ -61,12 +59,12 @@ def _load_phi():
     links = {} if _are_set_up() else _links()
     if links:
         _folder = _make_folder(links)
-        with contextlib.suppress(OSError):  # importing Paddle reports the problem
+        with contextlib.suppress(OSError):  # the import of Paddle then reports the problem
             ctypes.CDLL(str(_folder / "libphi.so"))
 
 
 def _are_set_up():
-    """Return whether LD_LIBRARY_PATH or the system's folders contain the libraries that every step needs."""
+    """Return whether LD_LIBRARY_PATH or the system's folders contain the libraries that training needs."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders.append("/usr/local/cuda/lib64")
     return all(
@@ -76,7 +74,7 @@ def _are_set_up():
 
 
 def _links():
-    """Return {name: target} of the links for the folder; {} if this Paddle does not need the folder."""
+    """Return {name: target} of the links to create, or {} if this build of Paddle needs no links."""
     spec = importlib.util.find_spec("paddle")
     packages = importlib.util.find_spec("nvidia")
     if spec is None or packages is None:
@@ -97,7 +95,7 @@ def _links():
 
 def is_served():
     """Return whether the imported Paddle needs this module. Other builds include their libraries or find them without
-    help."""
+    this module."""
     import paddle
 
     return _is_served(paddle.version.full_version, str(paddle.version.cuda()))
@@ -118,10 +116,10 @@ def _make_folder(links):
                     part.mkdir(mode=0o700)
                     _fill(part, links)
             except OSError:
-                if not folder.exists():  # otherwise another process has created it
+                if not folder.exists():  # otherwise, a different process has created it
                     raise
         return folder
-    except (OSError, UsageError):  # no cache folder: create links for this process only
+    except (OSError, UsageError):  # without a cache folder, create the links for this process only
         _make_folder.temporary = tempfile.TemporaryDirectory(prefix="paddle_resnet_libraries.")
         _fill(Path(_make_folder.temporary.name), links)
         return Path(_make_folder.temporary.name)
@@ -133,10 +131,10 @@ def _fill(folder, links):
 
 
 def problem(several_gpus=False):
-    """Check that Paddle can open its CUDA libraries. Call this after importing Paddle.
+    """Check whether Paddle can open its CUDA libraries. Call this function after importing Paddle.
 
     Args:
-        several_gpus: whether to check NCCL, too.
+        several_gpus: whether to check NCCL, which is needed for several GPUs.
     Returns:
         the problem and its remedy as text, or None.
     """
@@ -162,7 +160,8 @@ def problem(several_gpus=False):
 
 
 def find(name):
-    """Open a library as Paddle does. Return the path of its file, or None if it is not found."""
+    """Open a library in the way that Paddle opens it. Return the path of the library's file, or None if it is not
+    found."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []
     for candidate in (*[f"{folder}/{name}" for folder in folders], name, f"/usr/local/cuda/lib64/{name}"):
@@ -173,7 +172,7 @@ def find(name):
 
 
 class _LinkMap(ctypes.Structure):
-    """The first fields of struct link_map (link.h), which glibc's dlopen returns."""
+    """The first fields of struct link_map (link.h), to which a handle from glibc's dlopen points."""
 
     _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
 

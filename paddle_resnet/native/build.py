@@ -1,7 +1,7 @@
-"""Builds, caches and loads the custom Paddle operators. They are compiled at the first start on a machine.
+"""Builds, caches and loads the custom Paddle operators. The first run on a machine compiles the operators.
 
 The machine's C++ compiler compiles `operators.cc` with Paddle's headers. NVRTC compiles the CUDA kernels for the
-machine's GPU, without nvcc and the CUDA headers.
+machine's GPU, and requires neither nvcc nor the CUDA headers.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from utils import cache, files
 from utils.errors import UsageError
 
 SOURCES = Path(__file__).parent
-# Patterns make new files part of the cache key. NVRTC compiles the kernel files as one string, in this order.
+# With patterns, new files automatically become part of the cache key. NVRTC compiles the kernel files as one string, in
+# this order.
 OPERATOR_FILES = ("operators.cc", "**/*.h")
 KERNEL_FILES = ("common.h", "activations.h", "vector.cuh", "*.cu")
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so")
@@ -38,7 +39,7 @@ def cache_folder():
     """Return the cache folder as a Path.
 
     Raises:
-        Unavailable: there is no home folder.
+        Unavailable: the home folder cannot be determined.
     """
     try:
         return cache.folder()
@@ -47,7 +48,7 @@ def cache_folder():
 
 
 class Unavailable(Exception):
-    """The custom operators cannot be built or loaded on this machine. The message is a short reason."""
+    """Raised if the custom operators cannot be built or loaded on this machine. The message states the reason."""
 
 
 def missing(capability=None):
@@ -56,9 +57,9 @@ def missing(capability=None):
     Args:
         capability: (major, minor) compute capability of the GPU; None without a GPU.
     Returns:
-        a short description of what is missing; None if nothing is missing or everything is already built.
+        a short description of what is missing, or None if nothing is missing or the cache contains the operators.
     Raises:
-        Unavailable: the variable CXX is not a command.
+        Unavailable: the environment variable CXX does not contain a command.
     """
     if not cache.is_trusted(_operators_file()) and shutil.which(_compiler()[0]) is None:
         return f"no C++ compiler ({_compiler()[0]})"
@@ -68,7 +69,7 @@ def missing(capability=None):
 
 
 def load(capability=None):
-    """Build the parts that are not cached, and register the operators with Paddle.
+    """Build the libraries that are not in the cache, and register the operators with Paddle.
 
     Args:
         capability: (major, minor) compute capability of this process's GPU; None without a GPU.
@@ -82,7 +83,7 @@ def load(capability=None):
         if capability is None:
             register()
             return
-        with ThreadPoolExecutor(1) as executor:  # each of the two compilers takes 5 s
+        with ThreadPoolExecutor(1) as executor:  # run both compilers in parallel; each takes 5 s
             compile_to = functools.partial(_compile_kernels, capability)
             kernels = executor.submit(_build, _kernels_file(capability), compile_to)
             library = register()
@@ -101,7 +102,7 @@ def register():
         load_op_meta_info_and_register_op(str(path))
         return ctypes.CDLL(str(path))
     except (RuntimeError, OSError) as e:
-        # Paddle's message contains the linker's reason, followed by general advice.
+        # Paddle's message contains the reason from the linker, followed by general advice.
         reason = re.search(r"error code is (.*)\)", str(e)) or re.search(r"(.*)", str(e).strip())
         raise Unavailable(f"Paddle cannot load {path} ({reason[1]})") from e
 
@@ -125,8 +126,8 @@ def _key(patterns, *others):
 
 
 def _build(path, compile_to):
-    """Build a file, unless the cache contains a trusted copy, which only its owner can write. One process of a job
-    builds the file while the other processes wait."""
+    """Build a file unless the cache contains a copy that only the current user can write. One process of a job builds
+    the file while the other processes wait."""
     if cache.is_trusted(path):
         return path
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -159,7 +160,8 @@ def _compile_operators(target, source=SOURCES / "operators.cc"):
 
 @functools.cache
 def _nvrtc():
-    """Load NVRTC from the Python environment, a CUDA installation or the library path; None if it is not installed."""
+    """Load NVRTC from the Python environment, a CUDA installation or the library path. Return None if NVRTC is not
+    installed."""
     packages = [*site.getsitepackages(), site.getusersitepackages()]
     folders = [f"{folder}/nvidia/cuda_nvrtc/lib" for folder in packages]
     folders += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64"]
@@ -171,7 +173,7 @@ def _nvrtc():
 
 
 def _kernel_source():
-    """Return the source of all kernels as one string, without includes."""
+    """Return the source code of all kernels as one string, without #include lines."""
     text = "\n".join(path.read_text() for path in _sources(KERNEL_FILES))
     return re.sub(r'^#include ".*"$|^#pragma once$', "", text, flags=re.MULTILINE)
 
@@ -200,8 +202,8 @@ def _compile_kernels(capability, target):
     call("CreateProgram", ctypes.byref(program), _kernel_source().encode(), b"kernels.cu", 0, None, None)
     try:
         call("Version", ctypes.byref(major), ctypes.byref(minor))
-        if (major.value, minor.value) >= (12, 4):  # the oldest tested version with this option
-            options.append(b"--split-compile=0")  # optimizes kernels on all CPU cores
+        if (major.value, minor.value) >= (12, 4):  # oldest version for which this option is tested
+            options.append(b"--split-compile=0")  # compile on all CPU cores
         if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
             log = result("ProgramLog").value.decode().strip().splitlines()
             raise Unavailable(f"NVRTC failed: {log[0] if log else 'no error message'} ({options[0].decode()})")

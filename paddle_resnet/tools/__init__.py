@@ -1,1 +1,1 @@
-"""Data-set tools, which training never imports."""
+"""Data-set tools. Training does not import this package."""

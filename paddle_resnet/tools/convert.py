@@ -1,11 +1,12 @@
-"""`python -m paddle_resnet.dataset convert|index`: write record files, and indexes of existing record files.
+"""`python -m paddle_resnet.dataset convert|index`: write record files, or indexes of existing record files.
 
-The code is separate from dataset.py because worker processes import it, and it imports neither DALI nor Paddle.
+This code is not in dataset.py, because worker processes import it. It imports neither DALI nor Paddle, so that the
+processes start quickly.
 
-The same command resumes an interrupted conversion. For TFRecord and WebDataset, each worker writes entire shards
-atomically; complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare the images
-and one process writes them in order; images already written are kept. If the size or modification time of a source file
-has changed since the conversion began, all images are written again.
+If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
+shards atomically, and complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare
+the images and one process writes them in order; images that have been written are kept. If the size or modification
+time of a source file has changed since the conversion began, all images are written again.
 """
 
 import contextlib
@@ -30,13 +31,13 @@ from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
-# Training images are written in a random order, the same in every conversion. Training then only needs a buffer to
-# shuffle them.
+# Seed of the random order in which training images are written. Because of this order, a buffer suffices to shuffle the
+# images in training.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
-# First bytes of the formats other than JPEG.
+# {first bytes of a file: suffix} for all image formats except JPEG.
 MAGIC = ((b"\x89PNG", "png"), (b"BM", "bmp"), (b"II", "tif"), (b"MM", "tif"), (b"RIFF", "webp"))
-BLOCK = 64  # number of images in a worker's task, and between two syncs of a RecordIO file or LMDB
+BLOCK = 64  # number of images per task of a worker, and per sync of a RecordIO file or LMDB
 _LOCK = ".lock"
 NAMED = 10  # maximum number of undecodable images to list in a message
 
@@ -56,28 +57,29 @@ def convert(
 ):
     """Write all splits of a data set in a record format.
 
-    The labels are those that training would use; the class names are written to output/classes.txt. Training images are
-    written in random order, validation images in stored order.
+    The labels are those that training would use. The class names are written to output/classes.txt. Training images are
+    written in random order, and validation images in stored order.
 
     Args:
         source: folder of a data set in any format (--image-root).
         output: folder to create, which can then be used as --image-root.
         to: one of RECORD_FORMATS.
-        shards: number of training shards; default: one per IMAGES_PER_SHARD images. Validation shards have the same
-            size.
-        resize_short: shrink images so that their shorter side has this many pixels, and store them upright as RGB JPEG.
-            The files of smaller images are copied unchanged.
+        shards: number of training shards, by default one per IMAGES_PER_SHARD images. Validation shards contain the
+            same number of images.
+        resize_short: number of pixels of the shorter side. Larger images are shrunk and stored upright as RGB JPEG. The
+            files of other images are copied unchanged.
         quality: JPEG quality of the shrunk images, 1 to 100.
-        workers: number of processes; default: the number of cores.
-        progress: called with (images done, total images).
+        workers: number of processes, by default the number of cores.
+        progress: function to call with (number of converted images, total number of images).
         skip_list: file with the images to omit (--skip-list).
         allow_outside: whether file lists and skip_list may contain files outside source.
-        check: called like progress while every image is decoded, before anything is written; None skips this decoding.
-            A resumed conversion does not decode the images again.
+        check: function to call like progress while all images are decoded, before any file is written, or None to skip
+            this check. A resumed conversion does not repeat the check.
     Returns:
         {split: number of images}.
     Raises:
-        UsageError: a source or image is unusable, the output folder has other content, or there are too many shards.
+        UsageError: the source or an image is unusable, the output folder contains other files, or there are too many
+            shards.
         OSError: the output cannot be written.
     """
     splits, classes = _list_source(source, skip_list, allow_outside)
@@ -139,7 +141,7 @@ def convert(
 
 @contextlib.contextmanager
 def locked(output):
-    """Create the output folder, and lock it while the block runs, so that no other process converts to it.
+    """Create the output folder, and lock it while the block runs, so that only one process converts to this folder.
 
     Raises:
         UsageError: another process is converting to the folder, or the folder is not writable.
@@ -152,7 +154,7 @@ def locked(output):
             yield
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # the folder is not empty
+            with contextlib.suppress(OSError):  # the folder contains files
                 os.rmdir(output)
 
 
@@ -162,7 +164,8 @@ def build_indexes(image_root):
     Returns:
         (number of index files created, number of index files that existed).
     Raises:
-        UsageError: there are no such record files, a file is damaged, or an index does not match its record file.
+        UsageError: the folder contains no such record files, a file is damaged, or an index does not match its record
+            file.
         OSError: an index cannot be written.
     """
     if not os.path.isdir(image_root):
@@ -183,7 +186,7 @@ def build_indexes(image_root):
 
 
 def _list_source(source, skip_list, allow_outside):
-    """Return ({split: [listing.Image]}, class names or None) of the source, with training images in random order."""
+    """Return ({split: [listing.Image]}, class names or None) of the source. Training images are in random order."""
     skip = listing.read_skip_list(skip_list, source, allow_outside) if skip_list is not None else frozenset()
     splits, classes = {}, None
     for mode in listing.splits(source):
@@ -213,18 +216,18 @@ def _digest_of_files(images):
     digest = hashlib.sha256()
     for path in dict.fromkeys(image.path for image in images):
         for file in (path, os.path.join(path, "data.mdb")):
-            with contextlib.suppress(OSError):  # the error is reported when the image is read
+            with contextlib.suppress(OSError):  # reading the image reports this error
                 status = os.stat(file)
                 digest.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
 def _is_changed(output, manifest):
-    """Return whether any image file has changed since its conversion to the output folder began."""
+    """Return whether any source file has changed since the conversion to the output folder began."""
     for split, recorded in listing.read_manifest(output)["splits"].items():
         if "files_sha256" not in recorded:
             logger.warn(
-                f"--output {output}: converted by an older version, which did not record file changes; if images have "
+                f"--output {output}: converted by an older version, which cannot detect file changes; if images have "
                 "changed, remove it and convert again"
             )
             return False
@@ -234,7 +237,7 @@ def _is_changed(output, manifest):
 
 
 def _remove_shards(output, to):
-    """Mark a conversion as incomplete in its convert.json, and remove its record files and their indexes."""
+    """Mark a conversion as incomplete in convert.json, and remove its record files and their indexes."""
     manifest = listing.read_manifest(output)
     indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
     shards = [shard for mode in Mode for shard in listing.find_shards(output, to, mode)]
@@ -253,7 +256,7 @@ def _json(manifest):
 
 
 def _check_decodable(source, images, workers, progress):
-    from paddle_resnet.tools import verify  # imports DALI
+    from paddle_resnet.tools import verify  # imported here, because it imports DALI
 
     failing = []
     results = verify.check_all([(image, None) for image in images], workers)
@@ -272,7 +275,7 @@ def _check_decodable(source, images, workers, progress):
 
 
 def _continued(output, manifest):
-    """Return whether the output folder contains this conversion completely; None if it has not begun."""
+    """Return whether this conversion to the output folder is complete, or None if it has not begun."""
     recorded = listing.read_manifest(output)
     if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
@@ -303,10 +306,10 @@ def _report_progress(progress, before, total, done):
 
 
 class _Workers:
-    """A pool of processes that prepare images or write shards. An exception in the parent stops them immediately."""
+    """A pool of processes that prepare images or write shards. An exception in the parent stops all processes."""
 
     def __init__(self, count, resize_short, quality):
-        # Processes are spawned, because DALI's threads in the parent do not survive a fork.
+        # Processes are spawned instead of forked, because a fork does not copy DALI's threads.
         context = multiprocessing.get_context("spawn")
         self.count = count
         self.images = context.Value(ctypes.c_int64)
@@ -354,17 +357,17 @@ def _prepare(image):
             if short <= _resize_short:
                 return data, _extension(image, data), label
             size = [max(1, round(side * _resize_short / short)) for side in picture.size]
-            # Rotate the pixels, because the new file has no EXIF orientation.
+            # Apply the EXIF orientation, because the new file does not store it.
             picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)
-    except Exception as e:  # Pillow's plugins raise many kinds of exceptions for damaged files
+    except Exception as e:  # Pillow raises many types of exceptions for damaged files
         raise UsageError(f"{image.full_name}: cannot be decoded ({e}); repair it or omit it with --skip-list") from e
     return out.getvalue(), "jpg", label
 
 
 def _in_rgb(picture):
-    """Convert to RGB like DALI: scale 16-bit values to 8 bits, whereas Pillow would clip them at 255."""
+    """Convert an image to RGB like DALI, which scales 16-bit values to 8 bits. Pillow would clip the values at 255."""
     from PIL import Image
 
     if picture.mode.startswith("I") or picture.mode == "F":
@@ -378,9 +381,10 @@ def _in_rgb(picture):
 
 
 def _extension(image, data):
-    """Return an image's extension in a tar shard: its file's if that is an image extension, otherwise by its bytes."""
+    """Return an image's extension in a tar shard: the extension of its file if that is supported, or one that matches
+    the file's first bytes."""
     own = os.path.splitext(image.path)[1][1:].lower()
-    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few tar readers know .jfif
+    if image.kind is None and own in records.IMAGE_EXTENSIONS and own != "jfif":  # few tar readers support .jfif
         return own
     return next((extension for start, extension in MAGIC if data.startswith(start)), "jpg")
 
@@ -404,7 +408,7 @@ def _write_shards(to, output, split, images, count, pool, report):
 
 
 def _write_shard(to, path, first, images):
-    """Write one shard and its index. The last step renames the shard to its final name."""
+    """Write one shard and its index. The shard gets its final name only when both files are complete."""
     with files.written(path, f"{path}.partial") as partial:
         with SHARDED[to](str(partial)) as write:
             for number, image in enumerate(images, first):
@@ -426,7 +430,7 @@ def _write_single_file(to, output, split, images, pool, report):
             for _, i in zip(range(count), starts, strict=False):
                 blocks.append(pool.submit(_prepare_block, images[i : i + BLOCK]))
 
-        # Two queued blocks per worker keep all workers busy with limited memory.
+        # Two queued blocks per worker keep all workers busy and limit memory use.
         submit(2 * pool.count)
         while blocks:
             writer.write(blocks.popleft().result())

@@ -11,8 +11,8 @@ from utils.errors import UsageError, printable
 
 matplotlib.use("Agg")
 FORMATS = (".png", ".pdf", ".svg")
-FONT = "DejaVu Sans"  # comes with matplotlib
-MOST_BARS = 60  # for more classes, only the largest and smallest get bars, and a curve shows all classes
+FONT = "DejaVu Sans"  # matplotlib includes this font
+MOST_BARS = 60  # for more classes, only the largest and smallest classes have bars, and a curve shows all classes
 EXTREMES = 15
 NAME_LENGTH = 40
 
@@ -46,17 +46,17 @@ def pictures(images, names, columns):
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
-    for axis, image, name in zip(axes.flat, images, names, strict=False):  # the last axes may remain unused
+    for axis, image, name in zip(axes.flat, images, names, strict=False):  # there may be more axes than images
         axis.imshow(image)
         axis.set_title(name, fontsize=8, parse_math=False)  # a class name may contain "$"
     return figure
 
 
 def balance(splits):
-    """Draw the number of images per class, with the same class order in all splits, and the image sizes.
+    """Draw image sizes and the number of images per class. The order of the classes is the same for all splits.
 
     Args:
-        splits: {split: {"classes": {class: images}, "sizes": int array [images, 2]}}, the result of inspection.info.
+        splits: result of inspection.info: {split: {"classes": {class: images}, "sizes": int array [images, 2]}}.
     """
     of = {split: content["classes"] for split, content in splits.items()}
     first = next(iter(of))
@@ -106,7 +106,7 @@ def _size_limits(splits):
 def _bars(axis, counts, labels):
     bars = axis.barh(range(len(counts)), [count or 0 for count in counts])
     axis.bar_label(bars, ["" if count is None else f"{count:,}" for count in counts], fontsize=7, padding=2)
-    axis.set_ylim(len(counts) - 0.5, -0.5)  # the first class on top
+    axis.set_ylim(len(counts) - 0.5, -0.5)  # the first class is at the top
     axis.margins(x=0.1)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_yticks(range(len(labels)), labels, fontsize=8, parse_math=False)
@@ -117,15 +117,17 @@ def _shortened(name):
 
 
 def drawable(names):
-    """Return names in a form that can be drawn, and select fonts for them: system fonts supply the characters that
-    matplotlib's own font lacks. A character that no font contains becomes an escape such as \\u4e2d."""
+    """Return names in a form that can be drawn, and select fonts for them. System fonts are used for characters that
+    matplotlib's font lacks. A character that no font contains is replaced by an escape such as \\u4e2d."""
     names = [printable(name) for name in names]
     lacking = set("".join(names))
     lacking -= _characters(FONT, lacking)
     families = [FONT]
     if lacking:
         fonts = [font for font in font_manager.fontManager.ttflist if (font.style, font.weight) == ("normal", 400)]
-        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}  # draws only boxes
+        others = {
+            font.name for font in fonts if not font.name.startswith("Last Resort")
+        }  # this font contains only boxes
         served = {name: _characters(name, lacking) for name in sorted(others)}
         while any(served.values()):
             families.append(max(served, key=lambda name: len(served[name])))
@@ -140,6 +142,6 @@ def _characters(family, wanted):
     try:
         properties = font_manager.FontProperties(family=[family])
         font = font_manager.get_font(font_manager.findfont(properties, fallback_to_default=False))
-    except (RuntimeError, ValueError, OSError):  # the file is damaged, or FreeType does not support it
+    except (RuntimeError, ValueError, OSError):  # the font file is damaged, or FreeType does not support it
         return set()
     return {c for c in wanted if font.scalable and font.get_char_index(ord(c))}

@@ -26,33 +26,34 @@ VERSIONS = 3  # augmented versions of each image in a preview
 
 
 def preview(root, output, images, arguments):
-    """Draw training images, each next to VERSIONS augmented versions of it as the network receives them.
+    """Draw training images. Next to each image are VERSIONS augmented versions, as the network receives them.
 
     Args:
         root: folder of the data set.
         output: file to write, in one of drawing.FORMATS.
-        images: maximum number of images, which are spread evenly over the training split.
+        images: maximum number of images, which are selected evenly from the training split.
         arguments: flags of train.py.
     Returns:
         number of images in the drawing.
     Raises:
-        UsageError: train.py would reject the flags or data, no image can be decoded, or output cannot be written.
+        UsageError: train.py would reject the flags or the data, no image can be decoded, or output cannot be written.
     """
     drawing.check_name(output)
     rows = augmented(root, images, VERSIONS, arguments)
     pictures = [picture for original, versions, _ in rows for picture in (original, *versions)]
     names = [title for _, versions, name in rows for title in (name, *[""] * len(versions))]
-    groups = max(1, round(math.sqrt(len(rows)) / 2))  # images next to each other
+    groups = max(1, round(math.sqrt(len(rows)) / 2))  # number of images per row
     drawing.save(drawing.pictures(pictures, names, groups * (1 + VERSIONS)), output)
     return len(rows)
 
 
 def augmented(root, images, versions, arguments):
-    """Load training images, and pass each through the training pipeline several times.
+    """Load training images, and apply the augmentation of training to each image several times.
 
     Returns:
         [(uint8 [H, W, 3] in RGB, [uint8 arrays [crop height, crop width, 3] without normalization], class name)]
-    Raises: see preview.
+    Raises:
+        UsageError: see preview.
     """
     args = _parse(root, arguments)
     if args.data_format == "synthetic":
@@ -74,9 +75,11 @@ def augmented(root, images, versions, arguments):
         else:
             skipped += 1
     if skipped:
-        logger.warn(f"{root}: {skipped} images cannot be decoded and are not drawn; see dataset verify")
+        logger.warn(f"{root}: {skipped} images cannot be decoded and are omitted; run dataset verify to list them")
     if not decodable:
-        raise UsageError(f"{root}: none of the {len(places)} chosen images can be decoded; see dataset verify")
+        raise UsageError(
+            f"{root}: none of the {len(places)} chosen images can be decoded; run dataset verify to list them"
+        )
     batches = iter([[np.frombuffer(data, np.uint8)] * versions for data, _ in decodable])
     pipeline = dali.create_dali_pipeline(args, readers.encoded_images(batches), Mode.TRAIN, 0, 1)
     pipeline.build()
@@ -98,10 +101,10 @@ def info(root, output=None, allow_outside=False):
         output: file for the drawing, in one of drawing.FORMATS, or None.
         allow_outside: whether file lists may contain files outside root.
     Returns:
-        {split: {"classes": {class: images}, "sizes": int array [images, 2]}}. Sizes are width and height in pixels as
-        stored. Images whose header cannot be read are counted, but have no size.
+        {split: {"classes": {class: images}, "sizes": int array [images, 2]}}. Sizes are the stored width and height in
+        pixels. Images with an unreadable header are counted, but omitted from "sizes".
     Raises:
-        UsageError: there is no split, a split cannot be used, or output cannot be written.
+        UsageError: root contains no split, a split cannot be used, or output cannot be written.
     """
     if output is not None:
         drawing.check_name(output)
@@ -115,7 +118,8 @@ def info(root, output=None, allow_outside=False):
             counts = Counter(label for label, _ in measured if label is not None)
             name_of = dict(enumerate(names or []))
             name_of |= {label: str(label) for label in sorted(counts) if label not in name_of}
-            repeated = {name for name, count in Counter(name_of.values()).items() if count > 1}  # as in ImageNet
+            # In ImageNet, several classes have the same name.
+            repeated = {name for name, count in Counter(name_of.values()).items() if count > 1}
             result[mode.value] = {
                 "classes": {
                     f"{name} ({label})" if name in repeated else name: counts[label] for label, name in name_of.items()
@@ -135,7 +139,7 @@ def info(root, output=None, allow_outside=False):
 
 
 def _statistics():
-    """Return the rows of the table that info prints: {title: function(classes, sizes) that returns the text}."""
+    """Return the rows of the table that info prints: {title: function(classes, sizes) that returns the cell's text}."""
 
     def quantiles(values):
         return " / ".join(f"{q:.0f}" for q in np.quantile(values, [0, 0.5, 1])) if len(values) else "-"
@@ -163,7 +167,7 @@ def _statistics():
 
 
 def _measure(image):
-    """Return (label, (width, height)) of a listing.Image. If one of the two cannot be read, it is None."""
+    """Return (label, (width, height)) of a listing.Image. A label or size that cannot be read is None."""
     label = image.label
     try:
         if image.kind is None:
@@ -173,7 +177,7 @@ def _measure(image):
             source = BytesIO(data)
         with PIL.Image.open(source) as picture:
             return label, picture.size
-    except Exception:  # Pillow's plugins raise many kinds of exceptions for damaged files
+    except Exception:  # Pillow raises many types of exceptions for damaged files
         return label, None
 
 
@@ -184,8 +188,8 @@ def speed(root, threads, loads, batches, repeats, arguments):
         root: folder of the data set.
         threads: list of values for --dali-num-threads.
         loads: list of values for --hw-decoder-load, which applies to decoding on a GPU.
-        batches: batches per measurement, which follow the same number of warm-up batches.
-        repeats: measurements per setting.
+        batches: number of batches per measurement. The same number of batches is read before as a warm-up.
+        repeats: number of measurements per setting.
         arguments: flags of train.py.
     Returns:
         [(decoder, threads, load or None, [images/s])]
@@ -233,7 +237,7 @@ def _take(loader, batches):
 
 
 def _parse(root, arguments):
-    """Parse flags of train.py, and resolve the devices in them."""
+    """Return the settings for flags of train.py, with the devices resolved."""
     args = config.parse_args([*arguments, "--image-root", str(root)])
     resolution.resolve_device(args)
     resolution.resolve_loader(args)
@@ -241,7 +245,8 @@ def _parse(root, arguments):
 
 
 def open_loader(root, arguments):
-    """Open the training loader of train.py: (loader, flags). The batch is never larger than the data set."""
+    """Open the training loader of train.py, and return (loader, settings). The batch size is at most the size of the
+    data set."""
     args = _parse(root, arguments)
     resolution.resolve_classes(args, Mode.TRAIN)
     if args.data_format != "synthetic":

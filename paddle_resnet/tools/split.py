@@ -12,18 +12,19 @@ from utils.errors import UsageError
 
 
 def split(source, output, fraction, seed=0):
-    """Split each class into train/ and val/, with links instead of copies if the file system supports them.
+    """Split each class into train/ and val/. If the file system supports links, images are linked instead of copied.
 
-    Which images go to val/ depends only on the names of classes and files, the fraction and the seed. If images are
-    added and the split is repeated, few of the other images move between train/ and val/.
+    The selection for val/ depends only on the names of classes and files, the fraction and the seed. If images are
+    added and the split is repeated, only a few old images move between train/ and val/.
 
     Args:
         source: folder of class folders, which is not changed.
-        output: folder to create, which can then be used as --image-root. It is written atomically.
-        fraction: fraction of each class that goes to val/, between 0 and 1; each split gets at least one image.
-        seed: seed of the random selection, a whole number.
+        output: folder to create atomically, which can then be used as --image-root.
+        fraction: fraction of each class that goes to val/, between 0 and 1. Each split gets at least one image per
+            class.
+        seed: seed of the random selection, an integer.
     Returns:
-        ({"train": images, "val": images}, number of classes)
+        ({"train": number of images, "val": number of images}, number of classes)
     Raises:
         UsageError: source has no class folders, a class has fewer than two images, or output exists.
         OSError: output cannot be written.
@@ -71,7 +72,7 @@ def _list_source(source):
 
 
 def divide(label, names, fraction, seed):
-    """Divide the names of a class's images into (train, val)."""
+    """Divide the image names of a class into (names for train/, names for val/)."""
     count = min(max(1, round(len(names) * fraction)), len(names) - 1)
     by_chance = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(f"{seed}\0{label}\0{name}")).digest())
     val = set(by_chance[:count])
@@ -79,7 +80,8 @@ def divide(label, names, fraction, seed):
 
 
 def _link(path, place):
-    """Create a hard link; if that fails, for example between disks, a symbolic link; if that fails, too, a copy."""
+    """Create a hard link. If this is not possible, for example, between disks, create a symbolic link or, as a last
+    resort, a copy."""
     for create in (os.link, os.symlink):
         with contextlib.suppress(OSError):
             return create(path, place)

@@ -1,9 +1,9 @@
-"""`python -m paddle_resnet.dataset verify`: before a run, find the images on which training would fail.
+"""`python -m paddle_resnet.dataset verify`: find all images on which training would fail, before a run.
 
-The code is separate from dataset.py because worker processes import it, and it does not import Paddle.
+This code is not in dataset.py, because worker processes import it. It does not import Paddle.
 
-docs/data.md lists the kinds of files that training uses or rejects. The list was tested with DALI 2.4 on the CPU and
-850 files: test images of Pillow, libjpeg-turbo and DALI, and EXIF examples from recurser/exif-orientation-examples.
+docs/data.md lists the types of files that training uses or rejects. The list was tested with DALI 2.4 on the CPU and
+850 files: test images from Pillow, libjpeg-turbo and DALI, and examples from recurser/exif-orientation-examples.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ CODEC_OF_SUFFIX = {
 }
 EXIF_ORIENTATION = 0x0112
 DALI_BATCH = 64
-SHOWN = 50  # maximum number of failing images to print, and of duplicates of each kind
+SHOWN = 50  # maximum number of failing images, and of unusual images of each kind, to print
 IN_BOTH_SPLITS, IN_TWO_CLASSES = "the same file in train and val", "the same file in two classes"
-# Processes are spawned, because DALI's threads do not survive a fork.
+# Processes are spawned instead of forked, because a fork does not copy DALI's threads.
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclass
 class Report:
-    """Result of verify.
+    """The result of verify().
 
     Attributes:
-        images: number of images checked.
-        errors: [message]; each message states why training cannot use the data set.
-        failing: {name of an image (listing.Image.name): why training would fail on the image}.
-        unusual: {kind: [name or text]}: properties that do not stop training, but may be unintended.
-        ignored: [path below root] of the files and folders in class folders that training ignores.
+        images: number of images that were checked.
+        errors: [message], where each message states why training cannot use the data set.
+        failing: {name of an image (listing.Image.name): reason why training would fail on the image}.
+        unusual: {kind: [name or text]}, for properties that do not stop training, but may be unintended.
+        ignored: [path below root] of files and folders in class folders that training ignores.
     """
 
     images: int = 0
@@ -71,19 +71,19 @@ class Report:
 def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
     """Decode every image of both splits on all cores, with the CPU decoders that training uses.
 
-    Record files are read twice: record by record, to find damaged records, and by DALI in a separate process. Both must
-    yield the same images with the same labels in the same order.
+    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both ways
+    must yield the same images with the same labels in the same order.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
-        num_of_class: number of outputs of the network, or None for any.
+        num_of_class: number of outputs of the network, or None for any number.
         allow_outside: whether file lists may contain files outside root.
         run_scope: scope of the training run, which determines the required splits.
         allow_empty: whether class folders of train/ may be empty.
     Returns:
         Report.
     Raises:
-        UsageError: root has no split.
+        UsageError: root contains no split.
     """
     root = str(root)
     report = Report()
@@ -100,7 +100,8 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
         try:
             data_format, classes, images = listing.images(root, mode, allow_outside=allow_outside)
         except UsageError as e:
-            # The error may be a broken link or a class that is only in val, so the other images are still checked.
+            # Check the images despite the error, which may be, for example, a broken link or a class that is only in
+            # val.
             report.errors += [str(e)] if str(e) not in report.errors else []
             data_format, classes, images = "folder", None, _images_of_folders(root, mode)
             limit = None
@@ -134,7 +135,8 @@ def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAI
 
 
 def check_all(tasks, workers=None):
-    """Yield the results of `check` for a list of tasks, in order; workers: number of processes (default: cores)."""
+    """Yield the results of check() for a list of tasks, in order. `workers` is the number of processes, by default the
+    number of cores."""
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks) // 16))
     with ProcessPoolExecutor(workers, _CONTEXT, _start_worker, (os.getpid(),)) as pool:
         with signals.deferred():
@@ -143,8 +145,8 @@ def check_all(tasks, workers=None):
 
 
 def _images_of_folders(root, mode):
-    """List the images in class folders that list_folder rejects, except folders that cannot be listed. The labels are
-    numbers of the class folders of both splits together."""
+    """List the images in class folders that list_folder rejects, except folders that cannot be listed. The label of an
+    image is the index of its class folder among the folders of both splits."""
     folders = {mode: _listed_folders(Path(root) / mode.value) for mode in Mode}
     names = sorted({name for listed in folders.values() for name, _ in listed})
     return [
@@ -155,7 +157,7 @@ def _images_of_folders(root, mode):
 
 
 def _listed_folders(folder):
-    """Return [(name of a class folder, result of listing.image_files)] of the folders that can be listed."""
+    """Return [(name of a class folder, result of listing.image_files)] for all folders that can be listed."""
     listed = []
     with contextlib.suppress(UsageError):  # report.errors already contains this error
         for label in listing.class_folders(folder):
@@ -181,9 +183,10 @@ def _compare_lists(lists, report):
 
 
 def _compare_with_dali(root, mode, data_format, images, checked, report):
-    """Read record files with DALI, and compare all images and labels with those of `check`, except failing images."""
+    """Read record files with DALI, and compare all images and labels, except failing images, with the results of
+    check()."""
     if data_format == "lmdb" and any(failure for failure, *_ in checked):
-        return  # this format's reader cannot skip records
+        return  # the reader of this format cannot skip failing images
     pairs = zip(images, checked, strict=True)
     kept = [(image.name, digest, label) for image, (failure, _, digest, label) in pairs if failure is None]
     skip = frozenset(image.name for image, (failure, *_) in zip(images, checked, strict=True) if failure is not None)
@@ -198,7 +201,8 @@ def _compare_with_dali(root, mode, data_format, images, checked, report):
 
 
 def _in_a_process(function, *arguments):
-    """Call a function in a new process. Return its result, or ([], reason) if the process ended without a result."""
+    """Call a function in a new process, and return its result, or ([], reason) if the process exits without a
+    result."""
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_send_result, args=(sender, function, arguments), daemon=True)
     with signals.deferred():
@@ -209,7 +213,7 @@ def _in_a_process(function, *arguments):
     except EOFError:
         process.join()
         code = process.exitcode
-        result = [], f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        result = [], f"its process exited with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
     process.join()
     return result
 
@@ -220,12 +224,12 @@ def _send_result(sender, function, arguments):
 
 
 def _read_with_dali(root, data_format, mode, skip, expected):
-    """Compare the images that DALI reads, in order, with those expected.
+    """Compare the images that DALI reads with the expected images, in order.
 
     Args:
-        expected: [(digest, label)].
+        expected: [(digest, label)] of all images.
     Returns:
-        ([positions of the images that differ], the problem or None)
+        ([index of each image that differs], problem or None)
     """
     differing, place = [], 0
 
@@ -236,11 +240,11 @@ def _read_with_dali(root, data_format, mode, skip, expected):
     try:
         data_set = readers.open_split(root, data_format, mode, None, 0, skip)
         if data_set.size != len(expected):
-            raise UsageError(f"it finds {data_set.size} images instead of {len(expected)}")
+            raise UsageError(f"{data_set.size} images instead of {len(expected)}")
         pipeline = read()
         while place < len(expected):
             encoded, labels = pipeline.run()
-            # The copies that fill the last batch are ignored.
+            # Ignore the padding of the last batch.
             for data, label in itertools.islice(zip(encoded, labels, strict=True), len(expected) - place):
                 if (_digest(np.asarray(data).tobytes()), np.asarray(label).item()) != expected[place]:
                     differing.append(place)
@@ -260,7 +264,7 @@ def _start_worker(parent):
 
 
 def _keep_quiet():
-    """Silence the decoders, which print a line for each damaged file; the report contains these files anyway."""
+    """Silence the decoders, which print a line for each damaged file, because the report contains these files."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -270,13 +274,14 @@ def check(task):
     Args:
         task: (listing.Image, number of classes or None)
     Returns:
-        (None or why training fails on the image, [unusual properties], digest of its bytes or None, label or None)
+        (reason why training fails on the image or None, [unusual properties], digest of the file's content or None,
+        label or None)
     """
     image, num_of_class = task
     try:
         data, label = records.read(image)
     except OSError as e:
-        if e.errno == errno.EMFILE:  # the process has too many open files; the image is fine
+        if e.errno == errno.EMFILE:  # too many open files, which is not a problem of the image
             raise
         return f"cannot be read ({e.strerror})", [], None, None
     except UsageError as e:
@@ -302,7 +307,7 @@ def _unusual(image, data):
     if precision > 8:
         kinds.append(f"{precision} bits per channel")
     if codec == "jpeg" and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
-        kinds.append("truncated")  # the last scan has no end-of-image marker
+        kinds.append("truncated")  # the file does not end with an end-of-image marker
     try:
         with Image.open(io.BytesIO(data)) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
@@ -323,7 +328,7 @@ def _unusual(image, data):
 
 
 def write_fix_list(report, path):
-    """Write the names of the failing images, one per line, for --skip-list."""
+    """Write the names of the failing images, one per line, in the format of --skip-list."""
     files.touch(path)
     Path(path).write_text("".join(map(listing.skip_list_line, report.failing)), encoding="utf-8")
 
@@ -348,14 +353,14 @@ def show(report, console=None):
     for name, why in list(report.failing.items())[:SHOWN]:
         console.print(printable(f"fails: {name} {why}"), soft_wrap=True, markup=False, highlight=False)
     if len(report.failing) > SHOWN:
-        console.print(f"fails: {len(report.failing) - SHOWN} more; write all with --fix-list FILE")
+        console.print(f"fails: {len(report.failing) - SHOWN} more images; use --fix-list FILE to list all")
     for error in report.errors:
         console.print(printable(f"error: {error}"), soft_wrap=True, markup=False)
     ignored = f", {listing.entries(len(report.ignored))} ignored" if report.ignored else ""
     if report.training_would_fail:
         outcome = "training would fail"
     else:
-        outcome = f"training can read {'the images' if ignored else 'all of them'}"
+        outcome = f"training can read all {'other ' if ignored else ''}images"
     console.print(
         f"{report.images} images, {len(report.failing)} cannot be decoded{ignored}: {outcome}",
         soft_wrap=True,

@@ -1,6 +1,7 @@
-"""Writers of the record formats, for convert.py.
+"""Writers for all record formats, for convert.py.
 
-Libraries write TFRecord, LMDB and WebDataset. There is no maintained library for RecordIO, so this module writes it.
+TFRecord, LMDB and WebDataset are written by libraries. Because RecordIO has no maintained library, this module contains
+a writer.
 """
 
 import contextlib
@@ -35,9 +36,10 @@ def _webdataset_writer(path):
 
 
 class _RecordIOWriter:
-    """Appends to SPLIT.rec.partial and SPLIT.idx.partial. If SPLIT.rec is already complete, it does nothing.
+    """Appends images to SPLIT.rec.partial and SPLIT.idx.partial. If SPLIT.rec is already complete, the writer does
+    nothing.
 
-    Records are synced to disk before their index lines are written, so every indexed record exists.
+    Records are synced to disk before their index lines are written, so that the index never contains a missing record.
     """
 
     def __init__(self, output, split):
@@ -75,7 +77,7 @@ class _RecordIOWriter:
         lines = []
         for image, label in images:
             lines.append(f"{self._count}\t{self._end}\n")
-            # The header contains: number of extra labels (0), the label, the image number, an unused number.
+            # The header contains the number of extra labels (0), the label, the image number, and an unused number.
             record = recordio_record(records.RECORDIO_HEAD.pack(0, label, self._count, 0) + image)
             self._records.write(record)
             self._count += 1
@@ -91,13 +93,13 @@ class _RecordIOWriter:
 
 
 def recordio_record(payload):
-    """Encode a RecordIO record: magic, flag and length, payload, padding to 4 bytes.
+    """Encode a RecordIO record: magic number, flag and length, payload, padding to a multiple of 4 bytes.
 
-    If the payload contains the magic at a multiple of 4 bytes, the record is split there, so that a reader that scans
-    for the magic does not take it for the start of a record.
+    If the payload contains the magic number at a multiple of 4 bytes, the record is split at this place. Otherwise, a
+    reader that scans for the magic number would mistake it for the start of a record.
 
     Args:
-        payload: bytes, fewer than 2**29.
+        payload: fewer than 2**29 bytes.
     """
     magic = struct.pack("<I", records.RECORDIO_MAGIC)
     cuts, i = [], payload.find(magic)
@@ -114,7 +116,8 @@ def recordio_record(payload):
 
 
 class _LMDBWriter:
-    """Appends to SPLIT_lmdb.partial, one transaction per block. If SPLIT_lmdb is already complete, it does nothing."""
+    """Appends images to SPLIT_lmdb.partial, with one transaction per block. If SPLIT_lmdb is already complete, the
+    writer does nothing."""
 
     def __init__(self, output, split):
         self._path = os.path.join(output, f"{split}_lmdb")
@@ -124,7 +127,7 @@ class _LMDBWriter:
 
         self._complete = os.path.exists(self._path)
         path = self._path if self._complete else f"{self._path}.partial"
-        # The map begins with 64 MB of address space; write() doubles it when it is full.
+        # The initial size of the memory map is 64 MB. If the map is full, write() doubles its size.
         with _lmdb_errors(path):
             self._environment = lmdb.open(path, map_size=1 << 26, readonly=self._complete, lock=not self._complete)
         self._count = self._environment.stat()["entries"]
@@ -161,7 +164,8 @@ class _LMDBWriter:
 
 @contextlib.contextmanager
 def _lmdb_errors(path):
-    """Convert LMDB's own errors, such as a full disk, to OSError, except for a full map, which the caller enlarges."""
+    """Convert LMDB's errors, such as a full disk, to OSError. An error because of a full map is not converted, because
+    the caller handles it."""
     import lmdb
 
     try:

@@ -65,7 +65,7 @@ def test_gpu_without_kernels_is_reported(gpu, capsys):
         gpus.resolve("gpu", 0, False)
     assert str(e.value).startswith(f"--device gpu: {problem}")
     assert gpus.resolve("auto", 0, False) == "cpu"
-    assert capsys.readouterr().err.startswith(f"warning: --device auto: this run is on the CPU: {problem}")
+    assert capsys.readouterr().err.startswith(f"warning: --device auto: this run uses the CPU: {problem}")
 
 
 def test_gpu_with_wrong_results_is_reported(gpu):

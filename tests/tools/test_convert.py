@@ -232,7 +232,7 @@ def test_conversion_of_older_version_is_kept_with_a_warning(photos, tmp_path, ca
     (tmp_path / "x/convert.json").write_text(json.dumps(manifest))
     before = tree(tmp_path / "x")
     convert.convert(photos, tmp_path / "x", "recordio", workers=1)
-    assert "converted by an older version, which did not record file changes" in capsys.readouterr().err
+    assert "converted by an older version, which cannot detect file changes" in capsys.readouterr().err
     assert tree(tmp_path / "x") == before
 
 

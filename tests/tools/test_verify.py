@@ -228,7 +228,7 @@ def test_folder_without_decodable_images_fails_verification(tmp_path, capsys):
         (tmp_path / "x" / name).write_bytes(JPEG[:20])
     assert dataset.main(["verify", str(tmp_path / "x")]) == 1
     out = capsys.readouterr().out
-    assert "fails: 10 more; write all with --fix-list FILE" in out
+    assert "fails: 10 more images; use --fix-list FILE to list all" in out
     assert out.count("fails: ") == 51
 
 
@@ -316,7 +316,7 @@ def test_system_folders_are_not_classes(photos, tmp_path, capsys):
     assert report.ignored == ["train/class0/inner"]
     verify.show(report)
     output = capsys.readouterr().out
-    assert "53 images, 0 cannot be decoded, 1 entry ignored: training can read the images" in output
+    assert "53 images, 0 cannot be decoded, 1 entry ignored: training can read all other images" in output
     assert output.count(f"{root}/train: .ipynb_checkpoints, __MACOSX ignored: ") == 1
     assert output.count(f"{root}/val: @eaDir ignored: ") == 1
 
@@ -334,4 +334,4 @@ def test_folder_without_splits_is_rejected(tmp_path, capsys):
 )
 def test_crash_of_reader_process_is_reported(crash, message):
     """DALI's readers crash when they read certain damaged record files."""
-    assert verify._in_a_process(crash) == ([], f"its process ended with {message}")
+    assert verify._in_a_process(crash) == ([], f"its process exited with {message}")
