@@ -122,7 +122,7 @@ def test_missing_paddle_is_reported(examine, monkeypatch, tmp_path):
 def test_unsupported_paddle_is_reported(examine, monkeypatch, tmp_path):
     in_children(monkeypatch, tmp_path, "import paddle\npaddle.__version__ = '2.4.1'")
     row = examine()["Paddle"]
-    assert row.status == "no" and "Paddle 2.4.1 is not supported" in row.detail
+    assert row.status == "no" and "Paddle 2.4.1: not supported" in row.detail
 
 
 def test_hanging_child_process_is_reported(monkeypatch):

@@ -125,9 +125,8 @@ def drawable(names):
     families = [FONT]
     if lacking:
         fonts = [font for font in font_manager.fontManager.ttflist if (font.style, font.weight) == ("normal", 400)]
-        others = {
-            font.name for font in fonts if not font.name.startswith("Last Resort")
-        }  # this font contains only boxes
+        # The fonts named "Last Resort" contain only boxes.
+        others = {font.name for font in fonts if not font.name.startswith("Last Resort")}
         served = {name: _characters(name, lacking) for name in sorted(others)}
         while any(served.values()):
             families.append(max(served, key=lambda name: len(served[name])))
