@@ -53,7 +53,7 @@ def test_preview_skips_undecodable_images(colors, tmp_path, capsys):
     assert dataset.main(arguments) == 0
     output = capsys.readouterr()
     assert "x.png: 9 training images" in output.out
-    assert f"warning: {colors}: 1 images cannot be decoded and are not drawn" in output.err
+    assert f"warning: {colors}: 1 images cannot be decoded and are omitted" in output.err
     for path in colors.glob("train/*/*"):
         path.write_bytes(b"not an image")
     assert dataset.main(arguments) == 2
