@@ -99,7 +99,6 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
     training = phases.show_on_tensorboard(args, training, checkpoint)
     logger.begin(args.as_entry(), append=report.resumes(args, checkpoint))
     is_advised = False
-    average_bn = all_reduces.bn_averager(exe, training.program)
     resumed = checkpoint and checkpoint.trained  # if not None, only the evaluation at the first stop is pending
     schedule = training.lr_scheduler
     for stop in durations.stops(args, schedule.timeline, schedule.done - (resumed is not None)):
@@ -109,7 +108,7 @@ def _run_epochs(args, argv, exe, checkpoint, training, evaluation):
                 training = phases.enter_stage(training, stop.epoch, saver)
                 trained = _train(exe, training, stop, saver.save)
                 if stop.ends_epoch or stop.evaluates:
-                    average_bn()
+                    all_reduces.average_bn(exe, training.program)
                 is_advised = is_advised or (stop.ends_epoch and report.advise_on_loader(args, stop.epoch, trained))
             if evaluation and stop.evaluates:
                 evaluated = _evaluate(args, exe, evaluation, stop, saver.record)

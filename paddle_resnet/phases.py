@@ -63,7 +63,7 @@ def find_start(args):
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     resolution.resolve_report(args, folders.run_folder(args), report.default_name(args))
-    args.freeze()
+    args.finalize()
     saver.check_folder(args, checkpoint)
     return checkpoint
 
@@ -167,20 +167,25 @@ def show_on_tensorboard(args, training, checkpoint):
 
 
 def enter_stage(training, epoch, saver):
-    """Return the training Work for an epoch. If the epoch begins a new stage (--sizes), build the loader of this stage,
-    which continues the image order of the previous loader."""
+    """Return the training Work for an epoch. If the epoch begins a new stage (--sizes, --unfreeze-at) with batches of a
+    different shape, build the loader of this stage, which continues the image order of the previous loader."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later
-    size, factor = text(work.settings.image_shape), work.lr_scheduler.timeline.lr_factor(work.lr_scheduler.done)
-    logger.info(
-        f"epoch {epoch}: trains on images of {size}, {work.settings.batch_size} per batch and process, learning rate x "
-        f"{factor:g} (--sizes)"
-    )
-    loader = dali.build_dataloader(work.settings, Mode.TRAIN, training.loader.state())
+    before, now = training.settings, work.settings
+    if before.freeze and not now.freeze:
+        logger.info(f"epoch {epoch}: all layers train (--unfreeze-at)")
+    loader = training.loader
+    if (before.image_shape, before.batch_size) != (now.image_shape, now.batch_size):
+        factor = work.lr_scheduler.timeline.lr_factor(work.lr_scheduler.done)
+        logger.info(
+            f"epoch {epoch}: trains on images of {text(now.image_shape)}, {now.batch_size} per batch and process, "
+            f"learning rate x {factor:g} (--sizes)"
+        )
+        loader = dali.build_dataloader(now, Mode.TRAIN, training.loader.state())
     compiled = program.compile_prog(work.settings, work.program)
     compiled.trace = None  # --profile-steps traces only the first pass of a run
-    saver.follow(loader, work.fetchs)
+    saver.follow(loader, work.fetchs, work.program)
     return work._replace(loader=loader, compiled=compiled, later=later)
 
 

@@ -11,12 +11,12 @@ from paddle import static
 from paddle.incubate import asp
 
 from paddle_resnet import resolution
-from paddle_resnet.checkpoints.variables import LOSS_SCALE
+from paddle_resnet.checkpoints.variables import LOSS_SCALE, MASTER
 from paddle_resnet.data import iterators
 from paddle_resnet.job import exchange, fleet, processes, watchdog
 from paddle_resnet.job.step_log import StepLog
 from paddle_resnet.machine import compat
-from paddle_resnet.models import build_model, layers, logits, loss_head, mixing
+from paddle_resnet.models import build_model, layers, logits, loss_head, mixing, parts
 from paddle_resnet.optimizers import amp, sparsity
 from paddle_resnet.optimizers.schedules import build_lr_scheduler
 from paddle_resnet.optimizers.table import build_optimizer
@@ -164,6 +164,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         model = build_model(args.model_arch_name, args.num_of_class, channels, args.data_layout)
         if not is_train:
             model.eval()
+        frozen = parts.freeze(model, args.freeze) if is_train and args.freeze else []
         images = feeds["data"]
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
             images = images.astype("float32")  # Paddle's layers reject bfloat16 input, so AMP casts later
@@ -183,28 +184,38 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         if not is_train and (args.predictions is not None or args.report_html is not None):
             fetchs["logits"] = loss_head.add_logits(out), TopMeter(min(5, args.num_of_class))
         if is_train:
-            optimizer = _minimize(args, main_prog, startup_prog, model, fetchs["loss"][0], lr_scheduler)
+            optimizer = _minimize(args, main_prog, startup_prog, model, fetchs["loss"][0], lr_scheduler, frozen)
         if args.kernels == "native":
             with loss_head.scope():  # AMP must not change the precision of the metrics
                 host_metrics.add_copy(variable for variable, _ in fetchs.values())
     return fetchs, lr_scheduler, feeds, optimizer
 
 
-def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler):
+def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
     """Add the backward pass and the parameter update to a training program, and return the optimizer."""
     is_native = args.kernels == "native"
-    optimizer = dist_optimizer(args, build_optimizer(args, lr_scheduler))
+    own_optimizer = build_optimizer(args, lr_scheduler)
+    optimizer = dist_optimizer(args, own_optimizer)
+    if frozen:
+        parts.stop_gradients(main_prog)
     if args.asp:
         sparsity.exclude_classifier(main_prog, model)
     with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
         optimizer.minimize(loss, startup_prog)
+    # Frozen parameters also have an optimizer state, so that checkpoints do not depend on --freeze.
+    own_optimizer._create_accumulators(main_prog.global_block(), frozen)
+    if args.lr_decay_by_layer != 1 or args.classifier_lr_factor != 1:
+        factors = parts.rate_factors(model, args.lr_decay_by_layer, args.classifier_lr_factor)
+        updates.scale_rates(main_prog, factors)
     scalars.register(main_prog, lr_scheduler._var_name, lr_scheduler)
     accumulation.add_sums(main_prog, startup_prog, args.accumulate_steps)
     if args.clip_grad_norm is not None:
         updates.clip_gradients(main_prog, args.clip_grad_norm)
     if args.ema is not None:
-        statistics = all_reduces.bn_statistics(main_prog)
-        averages.add(main_prog, startup_prog, lr_scheduler, statistics, args.ema, is_native)
+        constants = {name: name for name in all_reduces.bn_statistics(main_prog)}
+        masters = main_prog.global_block().vars
+        constants |= {p.name: p.name + MASTER if p.name + MASTER in masters else p.name for p in frozen}
+        averages.add(main_prog, startup_prog, lr_scheduler, constants, args.ema, is_native)
     if is_native:
         updates.place_state(startup_prog)
     else:

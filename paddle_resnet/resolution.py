@@ -34,7 +34,7 @@ def resolve(settings, mode=Mode.TRAIN):
     if not settings.is_frozen:
         resolve_data(settings, mode)
         resolve_kernels(settings)
-        settings.freeze()
+        settings.finalize()
 
 
 def resolve_data(settings, mode):

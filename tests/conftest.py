@@ -138,7 +138,7 @@ def fresh_paddle(monkeypatch):
 def frozen(args):
     """Return a frozen copy of the settings. In train.py, the settings are frozen after Fleet has started."""
     args = args.copy()
-    args.freeze()
+    args.finalize()
     return args
 
 

@@ -613,7 +613,7 @@ def test_frozen_settings_cannot_be_assigned():
     assert (args.epochs, args.origin("epochs")) == (3, "Python")
     with pytest.raises(AttributeError, match="settings.epoch: not a flag"):
         args.epoch = 3
-    args.freeze()
+    args.finalize()
     for change in (lambda: setattr(args, "epochs", 4), lambda: args.set("data", num_of_class=4)):
         with pytest.raises(dataclasses.FrozenInstanceError, match="settings are frozen once a program is built"):
             change()

@@ -370,6 +370,39 @@ def test_each_stage_has_its_own_captured_step(run_train, deterministic):
 
 
 @pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
+@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
+@pytest.mark.parametrize("layers", ["all-but-classifier", "stages.1,blocks.0"])
+def test_frozen_and_unfrozen_phase_are_captured(run_train, deterministic, tmp_path, capsys, flags, arch, layers):
+    """Gradients flow through frozen layers in the middle of the network."""
+    layers = layers.split(",")[arch == "TinyMobile" and "," in layers]
+    flags = [*flags, "--kernels", "native", "--model-arch-name", arch, "--freeze", layers, "--unfreeze-at", "2"]
+    flags += ["--epochs", "4", "--ema", "0.9", "--lr-decay-by-layer", "0.5", "--classifier-lr-factor", "2"]
+    code, expected = run_train(*flags, "--cuda-graph", "false", "--output-dir", tmp_path / "uncaptured")
+    assert code == 0
+    before, after = (
+        pickle.loads((tmp_path / f"uncaptured/{arch}/{epoch}/tiny.pdparams").read_bytes()) for epoch in (0, 1)
+    )
+    frozen = [name for name in before if (before[name] == after[name]).all()]
+    assert len(frozen) >= 15
+    capsys.readouterr()
+    code, report = run_train(*flags, "--cuda-graph", "true")
+    assert code == 0
+    assert "CUDA graph, batch" in capsys.readouterr().out
+    assert losses(report) == losses(expected)
+
+
+@pytest.mark.parametrize("train_step", [4, 6, 7])
+def test_losses_after_stop_in_either_phase_match_uninterrupted_run(
+    run_train, losses_with_a_stop, deterministic, train_step
+):
+    flags = [*O2, "--kernels", "native", "--epochs", "4", "--print-interval", "1", "--resume"]
+    flags += ["--freeze", "all-but-classifier", "--unfreeze-at", "2", "--optimizer", "AdamW", "--lr", "0.001"]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert losses_with_a_stop(train_step, *flags) == losses(report)
+
+
+@pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
 def test_quantization_aware_training_in_every_precision(run_train, deterministic, capsys, tmp_path, flags):
     """Fake quantization runs in float32, and the check of untested operators passes. A separate evaluation with float32
     kernels must have nearly the same loss as the evaluation during training."""

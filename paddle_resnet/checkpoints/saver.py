@@ -165,9 +165,9 @@ class Saver:
         except OSError as e:
             raise folders.unwritable(folder, e) from e
 
-    def follow(self, loader, fetchs):
-        """From now on, save the state of this loader and of these meters."""
-        self._loader, self._fetchs = loader, fetchs
+    def follow(self, loader, fetchs, program):
+        """From now on, save the state of this loader, of these meters and of this program."""
+        self._loader, self._fetchs, self._program = loader, fetchs, program
 
     def record(self, stop, result):
         """Count an evaluation for --patience. Every process must call this.

@@ -61,18 +61,24 @@ def count_gradient_all_reduces(train_prog):
     return sum(op.type == compat.ALL_REDUCE and bool(op.attr("op_role") & backward) for op in ops)
 
 
-def bn_averager(exe, train_prog):
-    """Return a function without arguments that replaces own_statistics() with their mean over the processes.
+def average_bn(exe, train_prog):
+    """Replace own_statistics() with their mean over the processes.
 
-    Each process computes statistics from its own images. Call the function before an evaluation or a checkpoint, so
-    that all processes evaluate the network that is saved.
+    Each process computes statistics from its own images. Call this before an evaluation or a checkpoint, so that all
+    processes evaluate the network that is saved.
 
     Args:
         exe: static.Executor.
         train_prog: training Program; its variables are in the global scope.
     """
     if processes.world_size() == 1:
-        return lambda: None
+        return
+    if not hasattr(train_prog, "bn_average"):
+        train_prog.bn_average = _bn_average(train_prog)
+    exe.run(train_prog.bn_average)
+
+
+def _bn_average(train_prog):
     average_prog = static.Program()
     block = average_prog.global_block()
     with static.program_guard(average_prog):
@@ -81,17 +87,19 @@ def bn_averager(exe, train_prog):
             value = block.create_var(name=name, shape=source.shape, dtype=source.dtype, persistable=True)
             compat.append_all_reduce(block, value)
             paddle.assign(paddle.scale(value, 1 / processes.world_size()), output=value)
-    return lambda: exe.run(average_prog)
+    return average_prog
 
 
 def own_statistics(train_prog):
     """Return the names of variables that differ between processes: running means, variances and their averages
-    (--ema), and the ranges of quantized activations (--qat)."""
-    names, averaged = bn_statistics(train_prog), averages.of(train_prog)
+    (--ema), except in frozen layers, and the ranges of quantized activations (--qat)."""
+    names, averaged = bn_statistics(train_prog, includes_frozen=False), averages.of(train_prog)
     return [*names, *(averaged[name] for name in names if name in averaged), *quantization.ranges(train_prog)]
 
 
-def bn_statistics(train_prog):
+def bn_statistics(train_prog, includes_frozen=True):
     """Return the names of the running means and variances of a training program."""
     ops = [op for op in train_prog.global_block().ops if "MeanOut" in op.output_names]
+    if not includes_frozen:
+        ops = [op for op in ops if not (op.has_attr("use_global_stats") and op.attr("use_global_stats"))]
     return [name for op in ops for name in (*op.output("MeanOut"), *op.output("VarianceOut"))]

@@ -24,7 +24,7 @@ def decay_at(step, limit):
     return min(limit, (1 + step) / (10 + step))
 
 
-def add(main_prog, startup_prog, lr_scheduler, statistics, decay, is_native):
+def add(main_prog, startup_prog, lr_scheduler, constants, decay, is_native):
     """Add the averages to a training program after minimize, in place: average += (1 - decay) (value - average) at the
     end of each step. For a parameter in half precision, the value is its float32 master. Steps that dynamic loss
     scaling skips do not change the averages.
@@ -33,7 +33,7 @@ def add(main_prog, startup_prog, lr_scheduler, statistics, decay, is_native):
         main_prog: the current Program.
         startup_prog: startup Program, which initializes the averages with the weights.
         lr_scheduler: schedules.Schedule, which counts the steps.
-        statistics: names of the BN running statistics.
+        constants: {name: name of its float32 value} of the BN running statistics and of frozen parameters.
         decay: limit of the decay (decay_at).
         is_native: whether fusion.fuse replaces the operators with a custom operator, which itself skips the steps that
             dynamic loss scaling skips.
@@ -41,7 +41,7 @@ def add(main_prog, startup_prog, lr_scheduler, statistics, decay, is_native):
     block, startup = main_prog.global_block(), startup_prog.global_block()
     values = {op.input("Param")[0]: op for op in table.updates(main_prog)}
     values = {name: (op.input("MasterParam") or [name])[0] for name, op in values.items()}
-    values |= {name: name for name in statistics}
+    values |= constants
     weight = scalars.declare("ema_weight", lambda: 1 - decay_at(lr_scheduler.done, decay))
     for name, value in values.items():
         for target in (block, startup):

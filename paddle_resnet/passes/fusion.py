@@ -46,9 +46,9 @@ def fuse(program):
     graph = _Graph(program.global_block())
     for op in list(graph.block.ops):
         if op.type == "batch_norm" and op.attr("data_layout") == "NHWC" and graph.fills_vectors(op):
-            if op.attr("is_test") and not op.attr("trainable_statistics"):
+            if op.attr("use_global_stats") or (op.attr("is_test") and not op.attr("trainable_statistics")):
                 _fuse_inference(graph, op)
-            elif not op.attr("is_test") and not op.attr("use_global_stats"):
+            elif not op.attr("is_test"):
                 _fuse_training(graph, op)
         elif op.type == "pool2d" and _is_plain_max_pool(graph, op) and graph.fills_vectors(op):
             _fuse_max_pool(graph, op)
@@ -106,12 +106,21 @@ class _Graph:
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
-    def gradient(self, op):
-        """Return the gradient operator of an operator, or None if there is none or it does not compute all
-        gradients."""
+    def gradient(self, op, is_complete=True):
+        """Return the gradient operator of an operator, or None if there is none. If is_complete, also return None if it
+        does not compute all gradients, because layers are frozen."""
         out = op.output({"batch_norm": "Y", "conv2d": "Output", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
         grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
-        return grads[0] if grads and all(grads[0].output(name) for name in grads[0].output_names) else None
+        if not grads or (is_complete and not all(map(grads[0].output, grads[0].output_names))):
+            return None
+        return grads[0]
+
+    def output_or_unused(self, op, name, like):
+        """Return an output variable of an operator; if it has none, a new variable that is not used, of the shape and
+        type of a variable."""
+        if op.output(name):
+            return self.block.var(op.output(name)[0])
+        return self.block.create_var(name=f"{like.name}@GRAD@unused", shape=like.shape, dtype=like.dtype)
 
     def has_gradient(self, ops):
         """Return whether the backward pass includes one of the operators."""
@@ -265,11 +274,11 @@ def _fuse_depthwise_conv(graph, op):
     inputs, attrs = {"X": x, "Filter": filters}, {"stride": op.attr("strides")[0]}
     attrs |= {"padding": top, "padding_end": bottom}
     graph.replace([op], op, "native_depthwise_conv", inputs, {"Y": out}, dict(attrs))
-    gradient = graph.gradient(op)
+    gradient = graph.gradient(op, is_complete=False)
     if gradient is None:
         return
-    dy, dx, dfilter = graph.variables(gradient, "Output@GRAD", "Input@GRAD", "Filter@GRAD").values()
-    inputs["DY"] = dy
+    inputs["DY"] = graph.variables(gradient, "Output@GRAD")["Output@GRAD"]
+    dx, dfilter = (graph.output_or_unused(gradient, f"{n}@GRAD", v) for n, v in (("Input", x), ("Filter", filters)))
     if dfilter.name in graph.coalesced:
         inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # memory in the buffer of a fused all-reduce
     outputs = {"DX": dx, "DFilter": dfilter}
@@ -321,8 +330,8 @@ def _fuse_dropout(graph, op):
 
 
 def _fuse_updates(graph):
-    """Replace all updates with one operator per precision, and add one that checks the gradients and updates the loss
-    scale.
+    """Replace all updates with one operator per precision and learning rate, and add one that checks the gradients and
+    updates the loss scale.
 
     Gradients remain scaled until the update reads them in float32. Paddle unscales them in float16, in which small
     gradients underflow. A skipped step changes neither the parameters nor the optimizer's state, but the BN statistics
@@ -333,13 +342,11 @@ def _fuse_updates(graph):
     if not paddles or any(op.type not in table.BY_OPERATOR for op in paddles):
         return  # Paddle's update operators would not handle the fused loss scaling
     unscale = _fuse_clipping(graph, _fuse_loss_scaling(graph))
-    # All updates that table.build_optimizer creates have the same operator type and learning rate.
-    [(op_type, rate)] = {(op.type, op.input("LearningRate")[0]) for op in paddles}
-    rule = table.BY_OPERATOR[op_type]
-    for has_masters in (False, True):
-        ops = [op for op in paddles if bool(op.input("MasterParam")) == has_masters]
-        if not ops:
-            continue
+    groups = {}
+    for op in paddles:
+        groups.setdefault((op.type, op.input("LearningRate")[0], bool(op.input("MasterParam"))), []).append(op)
+    for (op_type, rate, has_masters), ops in groups.items():
+        rule = table.BY_OPERATOR[op_type]
         tensors = {"Parameters": "Param", **rule.state} | ({"Masters": "MasterParam"} if has_masters else {})
         tensors = {kind: [block.var(op.input(name)[0]) for op in ops] for kind, name in tensors.items()}
         inputs = {f"{name}@VECTOR": variables for name, variables in tensors.items()}

@@ -61,6 +61,22 @@ def fix_updates(main_prog, is_bfloat16, is_dynamic):
         _keep_parameters_on_overflow(main_prog)
 
 
+def scale_rates(main_prog, factors):
+    """Multiply the learning rate of each parameter, {name: factor}, in place. Call this before fix_updates."""
+    block, updates = main_prog.global_block(), table.updates(main_prog)
+    at, rates = itertools.count(block.ops.index(updates[0])), {}
+    for op in updates:
+        factor, rate = factors[op.input("Param")[0]], block.var(op.input("LearningRate")[0])
+        if factor == 1:
+            continue
+        if factor not in rates:
+            name = unique_name.generate(f"{rate.name}_scaled")
+            rates[factor] = block.create_var(name=name, shape=rate.shape, dtype=rate.dtype, stop_gradient=True)
+            _insert_update(block, next(at), "scale", {"X": rate}, rates[factor], {"scale": float(factor)})
+        op._rename_input(rate.name, rates[factor].name)
+    block._sync_with_cpp()
+
+
 def place_state(startup_prog):
     """Change a startup program, in place, to create the optimizer's state on the program's device for a custom
     operator.
@@ -110,15 +126,17 @@ def _keep_parameters_on_overflow(program):
     if not updates:
         return
     overflow = block.var(scaling.input("FoundInfinite")[0])
-    rate = block.var(updates[0].input("LearningRate")[0])
-    overflows, proceeds, effective_rate = (
+    rates = dict.fromkeys(op.input("LearningRate")[0] for op in updates)
+    overflows, proceeds, *effective_rates = (
         block.create_var(name=unique_name.generate(name), shape=[1], dtype=paddle.float32)
-        for name in ("overflows", "proceeds", f"{rate.name}_unless_overflow")
+        for name in ("overflows", "proceeds", *(f"{rate}_unless_overflow" for rate in rates))
     )
-    for op in updates:
-        op._rename_input(rate.name, effective_rate.name)
     at = block.ops.index(updates[0])
-    _insert_update(block, at, "elementwise_mul", {"X": rate, "Y": proceeds}, effective_rate, {"axis": -1})
+    for rate, effective_rate in zip(rates, effective_rates, strict=True):
+        for op in updates:
+            op._rename_input(rate, effective_rate.name)
+        factors = {"X": block.var(rate), "Y": proceeds}
+        _insert_update(block, at, "elementwise_mul", factors, effective_rate, {"axis": -1})
     _insert_update(block, at, "scale", {"X": overflows}, proceeds, {"scale": -1.0, "bias": 1.0})
     _insert_update(block, at, "cast", {"X": overflow}, overflows, _cast(overflow, overflows))
     block._sync_with_cpp()

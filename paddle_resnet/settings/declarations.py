@@ -10,7 +10,7 @@ import os
 from collections import namedtuple
 from functools import partial
 
-from paddle_resnet.models import MODELS
+from paddle_resnet.models import MODELS, parts
 from paddle_resnet.settings import stages
 from utils import numbers
 from utils.errors import UsageError
@@ -308,6 +308,19 @@ def _training(add):
         help="number of consecutive non-finite losses that stops the run; steps skipped by loss scaling do not count",
     )
     add(
+        "--freeze",
+        type=_layers,
+        metavar="{None,LAYER,...}",
+        help="layers that do not train, such as stem,stages.0; their batch normalization uses and keeps its running "
+        f"statistics; {parts.ALL_BUT_CLASSIFIER}: all except the last layer",
+    )
+    add(
+        "--unfreeze-at",
+        type=_positive_count_or_none,
+        metavar="{None,EPOCH}",
+        help="epoch from which the layers of --freeze train",
+    )
+    add(
         "--optimizer",
         default="Momentum",
         choices=["Momentum", "Nesterov", "AdamW", "LAMB"],
@@ -408,6 +421,20 @@ def _learning_rate(add):
         default=5,
         help="epochs of linear warm-up; with --iter-unit batch, steps, 0 unless set",
         depends_on=("iter_unit",),
+    )
+    add(
+        "--lr-decay-by-layer",
+        type=_positive_ratio,
+        default=1.0,
+        metavar="F",
+        help="factor of the learning rate from each part of the network (stem, block, ...) to the part before it",
+    )
+    add(
+        "--classifier-lr-factor",
+        type=_factor,
+        default=1.0,
+        metavar="F",
+        help="factor of the learning rate of the last layer",
     )
     add("--warmup-start-lr", type=_not_negative_number, default=0.0, help="learning rate of step 0")
     add(
@@ -746,6 +773,25 @@ def _factor(text):
     if value > 1000:  # powers of larger factors may overflow
         raise argparse.ArgumentTypeError(f"{text} is too large; use a number up to 1000, such as 0.1")
     return value
+
+
+def _positive_ratio(text):
+    value = numbers.ratio(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, up to 1, such as 0.8")
+    return value
+
+
+def _layers(text):
+    """Parse the value of --freeze, or None, which overrides the configuration file."""
+    if text == "None":
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if "" in names or (parts.ALL_BUT_CLASSIFIER in names and len(names) > 1):
+        raise argparse.ArgumentTypeError(
+            f"'{text}': expected layers such as stem,stages.0, or only {parts.ALL_BUT_CLASSIFIER}"
+        )
+    return names
 
 
 def _below_one(text):

@@ -1,5 +1,5 @@
-"""The stages of a training run, one per entry of --sizes. Each stage has its own settings, and therefore its own
-loader, program and captured step; all stages share the variables.
+"""The stages of a training run: one per entry of --sizes, and one that begins at --unfreeze-at. Each stage has its own
+settings, and therefore its own program and captured step; all stages share the variables.
 """
 
 import argparse
@@ -47,17 +47,23 @@ def _parse_entry(entry):
 
 
 def stages(settings):
-    """Return the stages of a run, in the order of their epochs. Without --sizes, there is one stage with these
-    settings."""
-    if settings.sizes is None:
+    """Return the stages of a run, in the order of their epochs. Without --sizes and --unfreeze-at, there is one stage
+    with these settings."""
+    sizes = {fields["first_epoch"]: fields for fields in map(_parse_entry, settings.sizes or ())}
+    begins = {0, *sizes, *([] if settings.unfreeze_at is None else [settings.unfreeze_at])}
+    if begins == {0} and not sizes:
         return [Stage(0, settings)]
-    result = []
-    for fields in map(_parse_entry, settings.sizes):
-        size, of_stage = fields["size"], settings.stage()
-        of_stage.resolve("--sizes", image_shape=[settings.image_shape[0], size, size], crop_size=size)
-        of_stage.resolve("--sizes", batch_size=fields.get("batch_size", settings.batch_size))
-        of_stage.freeze()
-        result.append(Stage(fields["first_epoch"], of_stage, fields.get("lr_factor", 1.0)))
+    result, fields = [], {}
+    for first_epoch in sorted(begins):
+        fields, of_stage = sizes.get(first_epoch, fields), settings.stage()
+        if fields:
+            size = fields["size"]
+            of_stage.resolve("--sizes", image_shape=[settings.image_shape[0], size, size], crop_size=size)
+            of_stage.resolve("--sizes", batch_size=fields.get("batch_size", settings.batch_size))
+        if settings.unfreeze_at is not None and first_epoch >= settings.unfreeze_at:
+            of_stage.resolve("--unfreeze-at", freeze=None)
+        of_stage.finalize()
+        result.append(Stage(first_epoch, of_stage, fields.get("lr_factor", 1.0)))
     return result
 
 

@@ -51,6 +51,9 @@ def warnings(settings):
             f"--resize-short {settings.resize_short}: {ratio:.2f} times --crop-size {settings.crop_size}, so an "
             f"evaluation uses only the center of each image; use {round(settings.crop_size * RESIZE_RATIO)}"
         )
+    trains = settings.run_scope is not RunScope.EVAL_ONLY
+    if settings.freeze and trains and not (_has_start(settings) or settings.resume):
+        yield "--freeze: the frozen layers keep random initial weights; add --from-pretrained-params"
     if settings.optimizer in FLAGS["beta1"].used_by[1] and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":
@@ -167,6 +170,15 @@ def _conflicts_of_schedule(settings):
 
 
 def _conflicts_of_stages(settings):
+    if settings.unfreeze_at is not None:
+        if settings.freeze is None:
+            yield f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or remove --unfreeze-at"
+        if settings.iter_unit == "epoch" and settings.unfreeze_at >= settings.epochs:
+            yield (
+                f"--unfreeze-at {settings.unfreeze_at}: --epochs is {settings.epochs}; use an earlier epoch, or remove "
+                "--unfreeze-at"
+            )
+            return
     if settings.sizes is None:
         return
     last = stages.stages(settings)[-1]

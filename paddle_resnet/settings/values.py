@@ -50,7 +50,8 @@ class Settings:
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
 
-    def freeze(self):
+    def finalize(self):
+        """Freeze the settings."""
         object.__setattr__(self, "_is_frozen", True)
 
     @property

@@ -1,0 +1,100 @@
+"""The parts of a network, in the order of their depth, for --freeze, --lr-decay-by-layer and --classifier-lr-factor.
+
+A part is a layer that is an attribute of the network. A list of layers has a part per entry, except the stem.
+"""
+
+import re
+
+from utils import logger
+from utils.errors import UsageError
+
+ALL_BUT_CLASSIFIER = "all-but-classifier"
+
+
+def freeze(model, names):
+    """Freeze layers of a network before its forward pass is built: the optimizer does not update their parameters, and
+    batch normalization in them uses its running statistics and keeps them.
+
+    Args:
+        model: result of build_model.
+        names: value of --freeze: paths of layers, such as "stem"; "stages.0" also selects "stages.0_0", "stages.0_1"
+            and so on, the blocks of a stage. ALL_BUT_CLASSIFIER selects all layers outside the classifier.
+    Returns:
+        the frozen parameters.
+    Raises:
+        UsageError: a name matches no layer, or all parameters would be frozen.
+    """
+    flag = f"--freeze {','.join(names)}"
+    layers = dict(model.named_sublayers(include_self=True))
+    if names == [ALL_BUT_CLASSIFIER]:
+        classifier = _classifier(model)
+        chosen = [path for path in layers if not _is_in(path, classifier)]
+    else:
+        if unknown := [name for name in names if not any(_matches(layers, name, path) for path in layers)]:
+            valid = dict.fromkeys(re.sub(r"_\d+$", "", part) for part in _parts(model))
+            raise UsageError(
+                f"{flag}: {unknown[0]} is not a layer of the network; use {ALL_BUT_CLASSIFIER}, or layers from "
+                f"{', '.join(valid)}"
+            )
+        chosen = [path for path in layers if any(_matches(layers, name, path) for name in names)]
+    frozen = []
+    for layer in map(layers.get, chosen):
+        if hasattr(layer, "_use_global_stats"):  # Paddle's attribute of batch normalization
+            layer._use_global_stats = True
+        for parameter in layer.parameters(include_sublayers=False):
+            if parameter.trainable:
+                parameter.trainable, parameter.stop_gradient = False, True
+                frozen.append(parameter)
+    trained = sum(parameter.trainable for parameter in model.parameters())
+    if not trained:
+        raise UsageError(f"{flag}: freezes all layers; remove one")
+    logger.info(f"{flag}: {len(frozen)} of {len(frozen) + trained} parameters are frozen")
+    return frozen
+
+
+def stop_gradients(program):
+    """Mark the variables of a forward pass that do not depend on trainable parameters, so that the backward pass omits
+    their gradients."""
+    block = program.global_block()
+    for op in block.ops:
+        if all(block.var(name).stop_gradient for name in op.input_arg_names):
+            for name in op.output_arg_names:
+                block.var(name).stop_gradient = True
+
+
+def rate_factors(model, decay, classifier_factor):
+    """Return {name of a trainable parameter: factor of its learning rate}. The factor of the last part, the classifier,
+    is classifier_factor; that of the part k parts before it is decay ** k."""
+    parts = _parts(model)
+    classifier, last = _classifier(model), len(parts) - 1
+    factors = {part: decay ** (last - i) for i, part in enumerate(parts)} | {classifier: classifier_factor}
+    return {p.name: factors[part] for part, parameters in parts.items() for p in parameters if p.trainable}
+
+
+def _parts(model):
+    """Return {name of a part: its parameters}. The classifier is the last part."""
+    classifier, parts = _classifier(model), {}
+    for path, parameter in model.named_parameters():
+        head, _, rest = path.partition(".")
+        if _is_in(path, classifier):
+            head = classifier
+        elif head != "stem" and rest[:1].isdigit():  # an entry of a list of layers
+            head = f"{head}.{rest.partition('.')[0]}"
+        parts.setdefault(head, []).append(parameter)
+    return parts | {classifier: parts.pop(classifier)}
+
+
+def _classifier(model):
+    return next(path for path, layer in model.named_sublayers() if layer is model.last)
+
+
+def _matches(layers, name, path):
+    """Return whether --freeze NAME selects the layer at a path. A layer of that name takes precedence over the blocks
+    NAME_0, NAME_1 and so on."""
+    if name in layers:
+        return _is_in(path, name)
+    return re.match(rf"{re.escape(name)}_\d+(\.|$)", path) is not None
+
+
+def _is_in(path, layer):
+    return path == layer or path.startswith(f"{layer}.")

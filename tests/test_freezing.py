@@ -1,0 +1,246 @@
+"""Frozen layers (--freeze, --unfreeze-at) and learning rates by depth (--lr-decay-by-layer, --classifier-lr-factor)."""
+
+import pickle
+import shutil
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+from conftest import NHWC, assert_one_error, frozen, losses
+from helpers import random_batches, variable
+from paddle_resnet import models, program
+from paddle_resnet.models import build_model, parts
+from paddle_resnet.native import build as native
+from paddle_resnet.passes import all_reduces
+
+KERNELS = [["--kernels", "paddle"], ["--kernels", "native", *NHWC]]
+
+
+def model_of(arch, layout="NCHW"):
+    with static.program_guard(static.Program(), static.Program()), paddle.utils.unique_name.guard():
+        return build_model(arch, 3, 3, layout)
+
+
+@pytest.mark.parametrize(
+    ("arch", "names"),
+    [
+        ("ResNet50", "stem stages.0 stages.1 stages.2 stages.3 classifier"),
+        ("XResNet50", "stem stages.0 stages.1 stages.2 stages.3 classifier"),
+        ("MobileNetV2", "stem blocks.0 blocks.16 head classifier"),
+        ("MobileNetV3_Small", "stem blocks.0 blocks.10 expand head classifier"),
+        ("GhostNet", "stem blocks.0 blocks.15 expand head classifier"),
+        ("EfficientNet_Lite0", "stem blocks.0 blocks.15 head classifier"),
+    ],
+)
+def test_every_network_has_parts_to_freeze(arch, names):
+    model = model_of(arch)
+    total = len([p for p in model.parameters() if p.trainable])
+    for name in names.split()[:-1]:
+        assert parts.freeze(model, [name])
+    assert parts.freeze(model, [parts.ALL_BUT_CLASSIFIER]) or arch.endswith("ResNet50")
+    assert [p.name for p in model.parameters() if p.trainable] == [p.name for p in model.last.parameters()]
+    factors = parts.rate_factors(model_of(arch), 0.5, 3)
+    assert len(factors) == total
+    depths = list(dict.fromkeys(factors.values()))
+    assert depths[-1] == 3 and depths[:-1] == sorted(depths[:-1])
+    assert depths[-2] == 0.5
+
+
+def test_stage_selects_its_blocks_and_not_those_of_stage_ten():
+    layers = ["stages.1_0", "stages.1_0.conv", "stages.1_1", "stages.10_0", "stages", "conv", "conv_2"]
+    chosen = {
+        name: [p for p in layers if parts._matches(layers, name, p)] for name in ("stages.1", "stages.1_0", "conv")
+    }
+    assert chosen == {
+        "stages.1": ["stages.1_0", "stages.1_0.conv", "stages.1_1"],
+        "stages.1_0": ["stages.1_0", "stages.1_0.conv"],
+        "conv": ["conv"],
+    }
+
+
+def built(args, batches):
+    """Train on batches; returns (main program, compiled program, {name: value} before, {name: value} after)."""
+    if args.kernels == "native":
+        native.register()
+    args = frozen(args)
+    paddle.seed(0)
+    main, startup = static.Program(), static.Program()
+    fetchs, lr_scheduler, _, _ = program.build(args, main, startup, 10)
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    compiled = program.compile_prog(args, main)
+    names = [v.name for v in main.list_vars() if v.persistable and v.name not in ("feed", "fetch")]
+    before = {name: variable(name) for name in names}
+    for images, labels in batches:
+        compiled.write_scalars()
+        exe.run(compiled, feed={"data": images, "label": labels}, fetch_list=[])
+        lr_scheduler.step()
+    return main, compiled, before, {name: variable(name) for name in names}
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
+@pytest.mark.parametrize("optimizer", ["Momentum", "AdamW"])
+def test_frozen_layers_do_not_change_and_compute_no_gradients(parse, kernels, optimizer):
+    flags = ["--freeze", "stem,stages.0", "--weight-decay", "0.1", "--bn-weight-decay", "--ema", "0.9"]
+    args = parse(*kernels, "--optimizer", optimizer, *flags)
+    shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
+    main, compiled, before, after = built(args, random_batches(3, shape))
+    # The stem and the first block have the convolutions 0 to 4.
+    layers = [f"{kind}_{i}." for kind in ("conv2d", "batch_norm2d", "batch_norm") for i in range(5)]
+    is_frozen = {name: name.startswith(tuple(layers)) for name in before}
+    assert sum(is_frozen.values()) > 5 * 5
+    for name, value in before.items():
+        if is_frozen[name]:
+            np.testing.assert_array_equal(after[name], value, err_msg=name)
+    for kind in ("conv2d", "batch_norm"):
+        changed = [name for name in before if not is_frozen[name] and name.startswith(kind) and ".w_" in name]
+        assert changed and all((after[name] != before[name]).any() for name in changed)
+    gradients = [name for op in compiled._program.global_block().ops for name in op.output_arg_names]
+    gradients = [name for name in gradients if "@GRAD" in name]
+    assert gradients and not [name for name in gradients if name.startswith(tuple(layers))]
+    statistics = all_reduces.own_statistics(main)
+    assert statistics and not [name for name in statistics if is_frozen[name]]
+
+
+@pytest.mark.parametrize("arch", ["Tiny", "TinyMobile"])
+@pytest.mark.parametrize("names", ["stages.0,blocks.0", "stages.1,blocks.1", "all-but-classifier"])
+def test_custom_kernels_match_paddle_with_frozen_layers(parse, monkeypatch, arch, names):
+    """Gradients flow through frozen layers if an earlier layer trains."""
+    names = names if "," not in names else names.split(",")[arch == "TinyMobile"]
+    changes = []
+    for kernels in ("paddle", "native"):
+        flags = ["--model-arch-name", arch, *NHWC, "--kernels", kernels, "--freeze", names, "--lr", "0.01"]
+        with static.scope_guard(static.Scope()):
+            main, compiled, before, after = built(parse(*flags), random_batches(3, (32, 32, 4)))
+            changes.append({p.name: after[p.name] - before[p.name] for p in main.all_parameters()})
+    assert not [op.type for op in compiled._program.global_block().ops if op.type.startswith("depthwise")]
+    for name, change in changes[0].items():
+        difference = np.linalg.norm(changes[1][name] - change)
+        # The running variances have different denominators; some shifts have no gradient except rounding.
+        assert difference <= 0.02 * np.linalg.norm(change) + 1e-6, name
+
+
+def test_frozen_batch_norm_uses_running_statistics(parse):
+    """The gradient of the stem's shift, through the frozen BN of the next layers, is that of an affine map: it does not
+    depend on the other images of the batch."""
+    args = parse("--freeze", "stages.0,stages.1,classifier", "--lr", "0.1", "--momentum", "0", "--weight-decay", "0")
+    [(images, labels)] = random_batches(1)
+    changes = []
+    for batch in ([0, 0], [1, 1], [0, 1]):
+        with static.scope_guard(static.Scope()):
+            _, _, before, after = built(args.copy(model_arch_name="Affine"), [(images[batch], labels[batch])])
+            changes.append(after["conv2d_0.w_0"] - before["conv2d_0.w_0"])
+    np.testing.assert_allclose((changes[0] + changes[1]) / 2, changes[2], rtol=1e-3, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def affine(monkeypatch):
+    """A network whose first layer has no batch normalization of its own."""
+
+    class Affine(paddle.nn.Layer):
+        def __init__(self, num_classes, in_channels, data_format):
+            super().__init__()
+            self.first = paddle.nn.Conv2D(in_channels, 8, 3, data_format=data_format)
+            self.stages = paddle.nn.Sequential(*[models.layers.ConvBN(8, 8, 3, 2, data_format) for _ in range(2)])
+            self.pool = paddle.nn.AdaptiveAvgPool2D(1, data_format=data_format)
+            self.classifier = self.last = paddle.nn.Linear(8, num_classes)
+
+        def forward(self, x):
+            return self.last(paddle.flatten(self.pool(self.stages(self.first(x))), 1))
+
+    monkeypatch.setitem(models.MODELS, "Affine", Affine)
+
+
+@pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
+@pytest.mark.parametrize("optimizer", ["Momentum", "Nesterov", "AdamW", "LAMB"])
+def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
+    """The first update of each parameter is multiplied by the factor of its part."""
+    shape = (32, 32, 4) if "native" in kernels else (3, 32, 32)
+    changes = []
+    for flags in ([], ["--lr-decay-by-layer", "0.5", "--classifier-lr-factor", "4"]):
+        with static.scope_guard(static.Scope()):
+            args = parse(*kernels, "--optimizer", optimizer, "--lr", "0.25", *flags)
+            main, compiled, before, after = built(args, random_batches(1, shape))
+            trained = [p.name for p in main.all_parameters() if p.trainable]
+            changes.append({name: after[name] - before[name] for name in trained})
+    if "native" in kernels:  # parts: stem, stages.0_0, stages.1_0, classifier
+        updates = [op for op in compiled._program.global_block().ops if "Rate" in op.input_names]
+        assert len(updates) == 4
+    for name, change in changes[0].items():
+        number = int(name.split("_")[1 if name.startswith(("conv2d", "linear")) else 2].partition(".")[0])
+        factor = 4 if name.startswith("linear") else 0.125 if number == 0 else 0.25 if number <= 4 else 0.5
+        np.testing.assert_allclose(changes[1][name], factor * change, rtol=2e-3, atol=2e-6, err_msg=name)
+
+
+UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.9", "--lr-decay-by-layer", "0.5"]
+
+
+@pytest.mark.parametrize("train_step", [1, 3, 4])
+def test_resume_in_either_phase_is_bit_identical(run_train, losses_with_a_stop, checkpoint, once, fake, train_step):
+    """Steps 0 to 2 are in the first phase. Steps are captured; a stop before step 3 is between the phases."""
+    common = ["--kernels", "native", *NHWC, "--epochs", "3", "--print-interval", "1", "--cuda-graph", "true"]
+    flags = [*common, *UNFREEZE, "--resume"]
+    code, report = run_train(*flags)
+    assert code == 0
+    assert len(fake.made) == 3  # one per phase, one for the evaluation
+    assert losses_with_a_stop(train_step, *flags) == losses(report)
+
+
+def test_frozen_phase_keeps_pretrained_weights(run_train, checkpoint, tmp_path, capsys):
+    flags = ["--from-pretrained-params", checkpoint, "--epochs", "2", *UNFREEZE]
+    assert run_train(*flags)[0] == 0
+    output = capsys.readouterr()
+    assert "--freeze all-but-classifier: 27 of 29 parameters are frozen" in output.out
+    assert "epoch 1: all layers train (--unfreeze-at)" in output.out
+    assert "random initial weights" not in output.err
+    start, *epochs = [
+        pickle.loads((folder / "tiny.pdparams").read_bytes())
+        for folder in (checkpoint, tmp_path / "output/Tiny/0", tmp_path / "output/Tiny/1")
+    ]
+    for name, value in start.items():
+        is_classifier = name.startswith("linear")
+        assert (epochs[0][name] == value).all() != is_classifier, name
+        assert (epochs[1][name] != value).any(), name
+    # A resumed run may change --freeze.
+    shutil.rmtree(tmp_path / "output/Tiny/1")
+    assert run_train("--resume", "--unfreeze-at", "None", "--freeze", "stem", "--epochs", "2")[0] == 0
+    assert "--freeze stem (was all-but-classifier)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--freeze", "body"], "--freeze body: body is not a layer of the network; use all-but-classifier, or layers "
+         "from stem, stages.0, stages.1, classifier"),
+        (["--freeze", "stem,stages,classifier"], "--freeze stem,stages,classifier: freezes all layers; remove one"),
+        (["--freeze", "stem,all-but-classifier"], "expected layers such as stem,stages.0, or only all-but-classifier"),
+        (["--unfreeze-at", "1"], "--unfreeze-at 1: requires --freeze"),
+        (["--freeze", "stem", "--unfreeze-at", "1"], "--unfreeze-at 1: --epochs is 1; use an earlier epoch"),
+        (["--lr-decay-by-layer", "0"], "expected a number above 0, up to 1"),
+    ],
+)  # fmt: skip
+def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
+    assert run_train(*flags)[0] == 2
+    assert_one_error(capsys.readouterr().err, [message])
+
+
+def test_two_processes_train_the_same_network_with_frozen_layers(launch):
+    """Both processes keep the statistics of frozen layers and average those of the others."""
+    flags = [
+        "--freeze",
+        "stem",
+        "--unfreeze-at",
+        "1",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "4",
+        "--lr-decay-by-layer",
+        "0.5",
+    ]
+    _, parameters = launch(2, *flags)
+    assert parameters[0].files
+    for name in parameters[0].files:
+        np.testing.assert_array_equal(parameters[0][name], parameters[1][name], err_msg=name)
