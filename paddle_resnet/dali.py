@@ -19,17 +19,17 @@ from utils.mode import Mode
 
 # --data-format synthetic simulates the size of ImageNet-1k.
 SYNTHETIC_SIZE = {Mode.TRAIN: 1281167, Mode.EVAL: 50000}
-# --interp: "linear" reads the four pixels around a point. When an image is shrunk, the other methods widen their
-# filters so that every pixel contributes (antialiasing).
+# --interp: "linear" reads the four pixels around a point. "triangular", "cubic" and "lanczos3" widen their filters when
+# an image is shrunk, so that every pixel contributes (antialiasing).
 INTERPOLATION = {
     "linear": {"interp_type": types.INTERP_LINEAR, "antialias": False},
     "triangular": {"interp_type": types.INTERP_LINEAR, "antialias": True},
     "cubic": {"interp_type": types.INTERP_CUBIC, "antialias": True},
     "lanczos3": {"interp_type": types.INTERP_LANCZOS3, "antialias": True},
 }
-# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values, for pixel values from 0 to 255. They define the
-# lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", NeurIPS 2012,
-# section 4.1.
+# Eigenvectors (columns) and eigenvalues of ImageNet's RGB values, for pixel values from 0 to 255. The eigenvectors
+# define the lighting noise of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
+# NeurIPS 2012, section 4.1.
 PCA_VECTORS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # Size of the largest image in ImageNet's train/. nvJPEG preallocates buffers of this size, because each later
@@ -55,7 +55,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     """Build the iterator over this process's shard.
 
     Args:
-        args: flags. This function resolves the device and the number of classes in place if necessary.
+        args: flags. If the device and the number of classes are unresolved, they are resolved in place.
         mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
             image of the data set once, in order; the last batch may be smaller.
         state: result of state() of this process's training loader, to resume with the next batch. If flags have
@@ -66,7 +66,7 @@ def build_dataloader(args, mode, state=None, trained=None):
             set defines the labels.
     Returns:
         ShardIterator (a DALIGenericIterator), SyntheticIterator, or EmptyIterator for a process without validation
-        images. `len()` is the number of steps per epoch; for training, it is equal on all processes. Attributes:
+        images. `len()` is the number of steps per epoch; in training, all processes have the same number. Attributes:
         `step`: number of steps done in the epoch; `data_set_size`: number of images in the split, over all processes;
         `classes` and, for reports, `class_names`: names in label order; `digest`: readers.DataSet.digest, or None for
         synthetic images.
@@ -182,7 +182,7 @@ def _usable(args, state, conditions, steps):
     """
     if state is None:
         return None, False
-    # Older checkpoints do not contain these three conditions.
+    # Older checkpoints lack the conditions in `older`.
     older = {"--cpu-decoder-load": 0.0, "--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
     before = older | state["conditions"]
     changes = {
@@ -215,7 +215,7 @@ def _with_reader_of(checkpoint, fresh):
 
 
 def _first_operator(checkpoint):
-    """Return the first field of a protobuf message. This field is a nested message: tag, length as a varint,
+    """Return the first field of a protobuf message. The field consists of a tag, the length as a varint, and the
     content."""
     length, place = 0, 1
     while True:
@@ -229,7 +229,7 @@ def _first_operator(checkpoint):
 
 
 def create_dali_pipeline(args, data_set, mode, shard_id, num_shards, checkpoint=None):
-    """Define the DALI pipeline of one shard. The caller must build it.
+    """Define the DALI pipeline of one shard. The caller must build the pipeline.
 
     Args:
         args: flags.
@@ -273,8 +273,8 @@ def _define(args, data_set, mode, shard_id, num_shards, on_gpu):
     else:
         decoder = {"device": "cpu"}
     # For large batches, DALI 2.4's decoders parse the headers in several threads and ignore errors, so they crash on an
-    # invalid header. `peek_image_shape` raises the error instead. The reshape makes the decoder's input depend on
-    # `peek_image_shape`, so that it runs first; the bytes are not copied.
+    # invalid header. `peek_image_shape` raises an error for an invalid header. The reshape makes the decoder's input
+    # depend on `peek_image_shape`, which therefore runs before the decoder. The reshape does not copy data.
     header = fn.peek_image_shape(encoded)
     encoded = fn.reshape(encoded, shape=encoded.shape() + 0 * header[0])
     resize = INTERPOLATION[args.interp]

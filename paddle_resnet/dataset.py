@@ -23,7 +23,7 @@ def write_sample(output):
 
     The images are those of the UCI "Optical Recognition of Handwritten Digits" test set, 8x8 with 17 gray levels,
     enlarged to 64x64. Every fifth image goes to val/ (359 images), and the others go to train/ (1,438 images). The
-    folder is written atomically. If the folder exists and is complete, it is not changed.
+    folder is written atomically. A complete folder is not changed.
 
     Args:
         output: folder to create, with train/0 ... train/9 and val/0 ... val/9.

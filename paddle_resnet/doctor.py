@@ -96,7 +96,7 @@ def _library_facts():
     device = "gpu" if has_gpus else "cpu"
     if has_gpus:
         rows += [_library(libraries, name, what) for name, what in LIBRARIES]
-        # train.py prints the messages of gpus.problem, too.
+        # train.py also prints the messages of gpus.problem.
         problem = next(filter(None, (gpus.problem(i, several=count > 1) for i in range(max(1, count)))), None)
         rows.append(("test: kernel", problem or f"works on {count} GPU(s)", "no" if problem else "ok"))
     capability = paddle.device.cuda.get_device_capability(0) if count else None

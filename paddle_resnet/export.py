@@ -66,9 +66,8 @@ def export(
         checkpoint: see inference.load_checkpoint.
         output: folder to create. The folder appears only when all its files are complete.
         onnx: also write model.onnx, and compare it with the checkpoint on random images.
-        verify: folder of a data set, on whose validation images all exported networks must match the checkpoint, or
-            None to skip this check.
-        uint8: whether the input "images" is uint8 [N, H, W, 3], which the network normalizes. Otherwise, the input is
+        verify: folder of a data set, or None. All exported networks must match the checkpoint on its validation images.
+        uint8: if True, the input "images" is uint8 [N, H, W, 3], and the network normalizes it. If False, the input is
             normalized float32 [N, 3, H, W]. Output: probabilities [N, classes], float32. The layout of the network is
             always NCHW, regardless of the layout in training.
         triton: also write triton/, a model repository for Triton.
@@ -96,7 +95,7 @@ def export(
         from paddle_resnet.serving import inference, onnx_writer
 
     checkpoint = inference.resolve(checkpoint)
-    # If the folder contains no parameters, this list is empty and load_checkpoint raises an error.
+    # If the folder contains no parameters, `read` is empty and load_checkpoint raises an error.
     read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
     read += [("the data set", root) for root in (verify, calibration and calibration.image_root) if root]
     outputs.claim(folders={"OUT": output}, protected=read)
@@ -173,7 +172,7 @@ def _write_paddle(network, folder):
         block._rename_var(written, name)
     program = program._remove_training_info()
     for op in program.global_block().ops:
-        if op.has_attr("op_callstack"):  # it contains paths of the machine that exports
+        if op.has_attr("op_callstack"):  # op_callstack contains paths of the exporting machine
             op._remove_attr("op_callstack")
     # Python writes the files, because Paddle's C++ function ignores a full disk.
     model, weights = (folder / f"{inference.NAME}.{suffix}" for suffix in inference.SUFFIXES)

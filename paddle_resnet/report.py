@@ -25,8 +25,8 @@ STARVED_FRACTION = 0.2  # maximum acceptable fraction of a step in which the GPU
 
 
 def default_name(args):
-    """Return the name of the report in the run's folder, for runs without --report-file. The name of an evaluation's
-    report differs, so that the training report is not replaced."""
+    """Return the name of the report in the run's folder, for runs without --report-file. Training and evaluation use
+    different names, so that an evaluation does not replace the training report."""
     if args.benchmark:
         return "report.benchmark.json"
     return "report.json" if args.run_scope.trains else "report.eval.json"
@@ -148,8 +148,8 @@ def all_done(args, checkpoint):
     """Log that no steps remain, or raise an error without --resume.
 
     Raises:
-        UsageError: --resume is not set. With --resume, this is not an error, so a command can be repeated until all
-            steps are done.
+        UsageError: --resume is not set. With --resume, all_done only logs a message, so that a command can be repeated
+            until all steps are done.
     """
     folder = checkpoint.folder
     if checkpoint.ended_early(args):
@@ -361,8 +361,8 @@ def _python():
 
 
 def write_classes(args, result, classes, epoch, is_best=True):
-    """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes
-    nothing, because it does not evaluate the entire data set.
+    """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes no
+    files, because a benchmark does not evaluate the entire data set.
 
     REPORT.classes.csv has one line per class: label, class, images, correct, top1, epoch. REPORT.confusion.csv has one
     line per pair of label and prediction that occurred, the most frequent pair first: label, predicted, images, class,
@@ -374,7 +374,7 @@ def write_classes(args, result, classes, epoch, is_best=True):
         result: result of program.run with Mode.EVAL.
         classes: class names in label order; the network may have more outputs than there are names.
         epoch: epoch of the evaluated parameters.
-        is_best: whether this is the best evaluation of the run so far; otherwise, the files are not replaced.
+        is_best: whether the evaluation is the best of the run so far. If False, existing files are not replaced.
     Returns:
         the result without its arrays.
     """

@@ -58,8 +58,8 @@ def decode(data):
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def decoder():
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # Evaluation uses the first decoder, and training uses the second. Some files can be decoded by only one of
-        # them.
+        # Evaluation uses the first decoder, and training uses the second. Some files can be decoded by only one of the
+        # two decoders.
         return fn.decoders.image(encoded, output_type=types.RGB), fn.decoders.image_random_crop(encoded)
 
     problem = header_problem(data)
@@ -107,8 +107,8 @@ def bad_image(message, data_set, image_root):
     """Find the image that caused a DALI error.
 
     DALI's message contains the path of an unreadable file and of most images that cannot be decoded, but not that of an
-    image with an invalid header. Without a path, this function checks the headers of all images. If all headers are
-    valid, it decodes all images until one fails or SEARCH_S seconds have passed.
+    image with an invalid header. If the message contains no path, bad_image checks the headers of all images. If all
+    headers are valid, bad_image decodes images until an image fails or SEARCH_S seconds have passed.
 
     Args:
         message: text of DALI's error.

@@ -21,7 +21,7 @@ from paddle_resnet.data.records import IMAGE_EXTENSIONS
 from utils import cache, files, logger
 from utils.errors import UsageError
 
-# For each RecordIO file or tar shard, the headers of this number of records are compared with the index.
+# Maximum number of records per RecordIO file or tar shard whose headers are compared with the index.
 CHECKED_RECORDS = 256
 CHECKED_TAR_HEADERS = 16
 
@@ -214,7 +214,7 @@ def _is_sample_file(member):
 
 
 def check_index(shard, path, kind):
-    """Read an index and check it against its shard.
+    """Read an index, and compare the index with its shard.
 
     All rows are checked for records that are missing, repeated, out of order or outside the shard. For up to
     CHECKED_RECORDS evenly spread records, the header must match the row.
@@ -257,7 +257,7 @@ def _recordio_rows(data, f, shard_size):
     ends = np.append(offsets[1:], shard_size)
     if len(offsets) == 0 or offsets[0] != 0 or (ends <= offsets).any():
         raise ValueError
-    # If the keys are 0 to n-1, no row is missing, so it suffices to check some headers.
+    # If the keys are 0 to n-1, no row is missing, so checking a few headers suffices.
     is_complete = np.array_equal(np.sort(keys), np.arange(len(keys)))
     for i in _spread(len(offsets), CHECKED_RECORDS if is_complete else len(offsets)):
         if records.recordio_end(f, int(offsets[i]), shard_size) != ends[i]:
@@ -301,7 +301,7 @@ def _part(extension):
 
 
 def _check_tar_places(f, places, shard_size):
-    """Check that the sample files of an archive are exactly at these places, in this order.
+    """Check that the sample files of an archive are exactly at the expected places, in order.
 
     Args:
         f: open file of the archive.
@@ -358,5 +358,5 @@ def _numbers(texts, limit):
 
 
 def _spread(count, at_most):
-    """Return up to `at_most` evenly spread indices from 0 to `count` - 1, including both."""
+    """Return up to `at_most` evenly spread indices from 0 to `count` - 1, including 0 and `count` - 1."""
     return np.unique(np.linspace(0, count - 1, min(count, at_most)).astype(int)).tolist()

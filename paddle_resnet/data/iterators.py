@@ -2,8 +2,8 @@
 
 Every iterator yields `[{"data": images, "label": labels}]`, Paddle tensors that the Executor accepts as a feed:
 images [N, C, H, W] or [N, H, W, C] in float32 or float16, labels [N, 1] in int64. After an epoch, `reset()` starts the
-next epoch. After `write_into({name: tensor})`, ShardIterator writes each full batch into these tensors; the other
-iterators ignore the call. adapted() wraps any other iterable in this interface.
+next epoch. After `write_into({name: tensor})`, ShardIterator copies each full batch into the tensors; the other classes
+ignore the call. adapted() wraps any other iterable in this interface.
 """
 
 import base64
@@ -43,19 +43,19 @@ class _Steps:
 
 
 class ShardIterator(_Steps, DALIGenericIterator):
-    """DALI's Paddle iterator, but without padding at the end of an epoch. It supports GPU and CPU pipelines.
+    """DALI's Paddle iterator for GPU and CPU pipelines, but without padding at the end of an epoch.
 
     In each epoch, every process reads ceil(ceil(size / num_shards) / batch) batches, including padding, so that all
     processes begin the next epoch together. The iterator yields the first `images` images and discards the rest.
 
     Args:
-        pipeline: DALI pipeline with the outputs images and labels and with a reader that pads. It may be built already.
-        images: number of images to yield per epoch. If it is not a multiple of the batch size, the last batch is
+        pipeline: DALI pipeline, built or not, with a reader that pads, and with the outputs images and labels.
+        images: number of images to yield per epoch. If the batch size does not divide this number, the last batch is
             smaller.
         data_set: readers.DataSet that the pipeline reads.
         image_root: folder of the data set.
-        conditions: settings to store in state(). A loader that resumes from the state compares them with its own
-            settings.
+        conditions: settings to store in state(). A loader that resumes from the state compares these settings with its
+            own.
         step: number of batches that the epoch had yielded when the pipeline's checkpoint was saved.
     Raises:
         DataError: an image in the first batches cannot be read or decoded. For later batches, `next` raises this error.
@@ -89,7 +89,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
 
     def write_into(self, targets):
-        """From the next batch on, copy every full batch into these tensors. A smaller last batch gets new tensors.
+        """From the next batch on, copy every full batch into `targets`. A smaller last batch gets new tensors.
 
         Args:
             targets: {"data": Paddle tensor, "label": Paddle tensor}, or {} to create new tensors each step.
@@ -117,7 +117,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         return [batch]
 
     def reset(self):
-        """Start the next epoch. Call this at the end of an epoch."""
+        """Start the next epoch. Call reset() at the end of an epoch."""
         super().reset()
         self._left = self.images
 
@@ -179,8 +179,8 @@ class Adapter:
     """Wraps an iterable of batches in the interface of this module. Each iteration over the iterable is an epoch.
 
     Args:
-        loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). It may reuse the memory of
-            a tensor after the last reference to the tensor has been deleted.
+        loader: an iterable of `[{name: array or tensor}]`, with the names of feeds(program). The loader may reuse the
+            memory of a tensor after the last reference to the tensor has been deleted.
         program: compiled program to which the batches are fed.
     Raises:
         UsageError: raised during iteration if the loader has no batches or if a batch does not match the program.
@@ -217,8 +217,8 @@ class Adapter:
         """Do nothing, because each iteration begins a new epoch."""
 
     def _tensor(self, name, value):
-        """Convert an input of a batch to a Paddle tensor, and check its shape and type, because the Executor does not
-        check them when it replays captured steps."""
+        """Convert an input of a batch to a Paddle tensor, and check shape and type, because the Executor does not check
+        inputs when it replays captured steps."""
         if not isinstance(value, paddle.framework.core.LoDTensor):
             array, value = np.ascontiguousarray(value), paddle.framework.core.LoDTensor()
             value.set(array, paddle.CPUPlace())
@@ -256,7 +256,7 @@ class SyntheticIterator(_Steps):
     """Yields the same random batch, in device memory, at every step to measure the program without a loader.
 
     Args:
-        args: flags; they determine the shape and type of the images, the batch size and the number of classes.
+        args: flags that determine the shape and type of the images, the batch size and the number of classes.
         images: number of images per epoch on this process.
         mode: Mode.TRAIN drops the last partial batch.
         conditions: see ShardIterator.

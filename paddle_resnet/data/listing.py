@@ -39,7 +39,7 @@ OTHER_NAMES = {
     Mode.TRAIN: ("train", "training"),
     Mode.EVAL: ("val", "valid", "validation", "test", "testing", "eval", "dev"),
 }
-# Folders that operating systems and archives create. Like hidden folders, they are not classes.
+# Folders that operating systems and archives create. Like hidden folders, these folders are not classes.
 SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 OUTSIDE = "image outside the class folders"  # kind of an ignored file, for warn_of_ignored
 _TEXT_LIMIT = 1 << 30  # maximum size in bytes of a file list, classes.txt or skip list
@@ -59,8 +59,9 @@ class Image:
     """One image of a data set.
 
     Attributes:
-        name: name in reports and skip lists. For an image file, it is the path relative to image_root. For a record, it
-            is FILE@PLACE, where PLACE is the byte offset that DALI reports for the record or, in an LMDB, the key.
+        name: name in reports and skip lists. An image file has its path relative to image_root as name. A record has
+            the name FILE@PLACE, where PLACE is the byte offset that DALI reports for the record or, in an LMDB, the
+            key.
         path: the image file, or the record file.
         label: the image's label, or None for a record, whose label records.read returns.
         kind: None for an image file, otherwise the format of the record file.
@@ -119,7 +120,7 @@ def detect(image_root, mode):
 
 def occupied(image_root):
     """Return the paths below image_root that are reserved for data sets, including paths that do not exist. An output
-    must be neither at nor below one of these paths."""
+    must be neither at nor below a reserved path."""
     if not os.path.isdir(image_root):
         return []
     own = {MANIFEST, "classes.txt", *(f"{mode.value}{suffix}" for mode in Mode for suffix in ("", ".txt"))}
@@ -236,8 +237,8 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     """List class folders: IMAGE_ROOT/train/CLASS/IMAGE and IMAGE_ROOT/val/CLASS/IMAGE.
 
     The label of a class is the index of its folder in the sorted class folders of train/, or of val/ if train/ does not
-    exist. A class without validation images therefore does not shift the labels of other classes. A single warning
-    states how many files are ignored because of their name or folder.
+    exist. A class without validation images does not shift the labels of other classes. A single warning states how
+    many files are ignored because of their name or folder.
 
     Args:
         image_root: the folder above train/ and val/.
@@ -316,8 +317,8 @@ def ignored_files(image_root, mode):
 
 
 def own_classes(image_root, mode):
-    """Return the names of the class folders of a split, or None if the split has no folder. With these classes,
-    `images` can list a split regardless of the labels in training."""
+    """Return the names of the class folders of a split, or None if the split has no folder. If images() gets these
+    names as classes, it ignores the labels that training uses."""
     folder = os.path.join(image_root, mode.value)
     return class_folders(folder) if os.path.isdir(folder) else None
 
@@ -478,8 +479,8 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     for name, label in zip(files, labels, strict=True):
         if label_of.setdefault(name, label) != label:
             raise UsageError(f"{path}: {name} has the labels {label_of[name]} and {label}; remove one of the lines")
-    # Check only the first file here. Training checks all files with check_listed, and the data-set tools report
-    # unreadable images.
+    # list_filelist checks only the first file. Training checks all files with check_listed, and the data-set tools
+    # report unreadable images.
     if not os.path.isfile(os.path.join(image_root, files[0])):
         raise UsageError(f"{path}: {files[0]} is not in {image_root}; use paths relative to that folder")
     return files, labels, classes
@@ -687,7 +688,8 @@ def class_names(image_root, num_of_class=None, trained=None):
     Args:
         image_root: the folder that contains classes.txt.
         num_of_class: number of outputs of the network, or None for any.
-        trained: class name of each output of a trained network, or None. In both, a name must have the same label.
+        trained: class name of each output of a trained network, or None. A name must have the same label in the data
+            set and the network.
     Raises:
         UsageError: there are more names than network outputs, a name has a different label in the trained network, or
             the file cannot be read.
@@ -771,8 +773,8 @@ def is_class(label, limit=None):
 
 
 def skip_list_line(name):
-    """Return an image's line in a --skip-list. This line is the name, or a JSON string if the name contains unprintable
-    characters, begins with a quotation mark or is blank."""
+    """Return an image's line in a --skip-list. The line is the image's name, or a JSON string if the name contains
+    unprintable characters, begins with a quotation mark or is blank."""
     is_plain = name.isprintable() and name.strip() and not name.startswith('"')
     return f"{name if is_plain else json.dumps(name)}\n"
 

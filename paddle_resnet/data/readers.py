@@ -27,8 +27,8 @@ from utils import logger
 from utils.errors import UsageError
 from utils.mode import Mode
 
-# Number of images per process; for ImageNet, they need about 450 MB. This suffices, because `dataset convert` writes
-# images in random order.
+# Number of images in the shuffle buffer of each process, about 450 MB for ImageNet. A small buffer suffices, because
+# `dataset convert` writes images in random order.
 SHUFFLE_BUFFER = 4096
 # Number of labels checked before step 1, evenly spread over the split.
 CHECKED_LABELS = 256
@@ -44,9 +44,9 @@ class DataSet:
         classes: class names in label order; for class folders, the folder names.
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
-            every process runs the same number of steps. ShardIterator removes the copies.
-        digest: sha256 that identifies the images and their order. For image files, it covers names and labels; for
-            record files, file names, the offsets of all records, and the labels that were checked.
+            every process runs the same number of steps. ShardIterator removes the repeated images.
+        digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files,
+            or the file names, record offsets and checked labels of record files.
     """
 
     data_format: str
@@ -127,7 +127,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         listing.check_listed(image_root, mode, files)
     digest = _digest("\n".join([*files, *map(str, labels)]))
     if mode is Mode.TRAIN:
-        # DALI's own shuffle has a fixed seed, so this shuffle makes the order depend on --dali-random-seed.
+        # DALI's shuffle has a fixed seed, so the list is shuffled here with --dali-random-seed.
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
         files = [files[i] for i in order]
         labels = [labels[i] for i in order]
@@ -178,7 +178,7 @@ def _file_reader(image_root, files, labels):
 def recordio(image_root, mode, num_of_class, seed, skip, trained=None):
     """Open MXNet RecordIO files: IMAGE_ROOT/train.rec and val.rec with the indexes train.idx and val.idx.
 
-    See open_split for the arguments of this and the other record readers.
+    See open_split for the arguments of recordio() and the other record readers.
     """
     shards, indexes, classes, size, digest = _open_shards(image_root, mode, "recordio", num_of_class, skip, trained)
 
@@ -309,7 +309,7 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
 
 
 def _shard_order(shuffle, seed):
-    # All processes use the same seed, because they partition a common order of the shards.
+    # All processes use the same seed, because all processes must use the same order of the shards.
     return {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": seed} if shuffle else {}
 
 

@@ -41,8 +41,8 @@ def read(image):
     Args:
         image: listing.Image.
     Returns:
-        (content of the image file as stored, label). The label is an int, or a float if a RecordIO file is damaged. It
-        is not compared with the classes.
+        (content of the image file as stored, label). The label is an int, or a float if a RecordIO file is damaged. The
+        label is not compared with the classes.
     Raises:
         UsageError: the record is damaged or is not an image with one label.
         OSError: the file cannot be read.

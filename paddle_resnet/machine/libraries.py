@@ -4,9 +4,9 @@ Paddle 2.6 opens its CUDA libraries when it first needs them, by names without a
 nvidia-*-cu11 packages contain names with a version (libcudnn.so.8), in folders that are not on any search path.
 libphi.so opens the libraries, so the linker searches, in this order, 1. LD_LIBRARY_PATH, 2. the folder that libphi.so
 was loaded from, 3. the system's folders (ldconfig), then /usr/local/cuda/lib64. Therefore, this module creates a folder
-of links to libphi.so and to the packages' libraries, and loads libphi.so from this folder before Paddle loads it. The
-user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders, the module does
-nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
+of links to libphi.so and to the packages' libraries, and loads libphi.so from the folder of links before Paddle is
+imported. The user's setup takes precedence: if cuDNN and cuBLAS are on LD_LIBRARY_PATH or in the system's folders, the
+module does nothing. Paddle 3 and the CUDA 12 builds of Paddle find their packages without this module.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from pathlib import Path
 from utils import cache, files
 from utils.errors import UsageError
 
-# {package folder: library version in file names that CUDA 11.8 and Paddle 2.6 need}. The folder may also contain a
-# different version from a different package. Paddle opens cuSOLVER when the capture of a CUDA graph begins.
+# {package folder: library version in file names that CUDA 11.8 and Paddle 2.6 need}. A package folder may also contain
+# a different version that a different package has installed. Paddle opens cuSOLVER when the capture of a CUDA graph
+# begins.
 PACKAGES = {"cudnn": "8", "cublas": "11", "cusolver": "11", "nccl": "2", "cuda_cupti": "11.8"}
 PACKAGES |= {"cuda_nvrtc": "11.2", "nvtx": "1"}
 # Libraries that Paddle 2.6 needs for training: {name: (library, major version)}. cuDNN 8 opens sub-libraries, and
@@ -47,7 +48,7 @@ class _BeforePaddle:
 
 
 def prepare():
-    """Prepare a later import of Paddle, so that it loads libphi.so from the folder of links."""
+    """Prepare a later import of Paddle, which then loads libphi.so from the folder of links."""
     global _is_late
     _is_late = "paddle" in sys.modules
     if not _is_late:
@@ -94,8 +95,8 @@ def _links():
 
 
 def is_served():
-    """Return whether the imported Paddle needs this module. Other builds include their libraries or find them without
-    this module."""
+    """Return whether the imported Paddle needs this module. Some builds of Paddle include the CUDA libraries or find
+    the libraries without this module."""
     import paddle
 
     return _is_served(paddle.version.full_version, str(paddle.version.cuda()))
@@ -160,7 +161,7 @@ def problem(several_gpus=False):
 
 
 def find(name):
-    """Open a library in the way that Paddle opens it. Return the path of the library's file, or None if it is not
+    """Open a library in the way that Paddle does. Return the path of the library's file, or None if the library is not
     found."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders += [str(_folder)] if _folder else []

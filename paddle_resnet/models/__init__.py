@@ -42,8 +42,8 @@ class Network:
 
 RESNET = "1512.03385"
 LITE = "1905.11946"
-# These settings subtract 127 from pixel values and divide by 128. At the published size, --resize-short is --crop-size
-# + 32.
+# EfficientNet-Lite subtracts 127 from pixel values and divides by 128. At the published size, --resize-short is
+# --crop-size + 32.
 LITE_PREPROCESSING = {"interp": "cubic", "normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
 RESNET_D = {"stem": "deep", "average_shortcut": True}
 # {--model-arch-name: Network}. To add a network, add one line here and a constructor with the arguments num_classes,
@@ -91,7 +91,7 @@ class Ends:
 
 
 def build_model(arch, num_classes, channels, data_format):
-    """Build a network in the current program and return it.
+    """Build a network in the current program, and return the network.
 
     The first and last layer of a network are its attributes `first`, a Conv2D, and `last`, a Linear. ends(program)
     returns the names of their parameters.

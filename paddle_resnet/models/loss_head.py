@@ -6,8 +6,8 @@ to 8 or 11 bits.
 
 All accuracies, confusion counts and predictions follow the same rules. Classes are ranked by their logits. If logits
 are equal, the class with the lower number ranks first. NaN ranks last. If the logit of an image's label is NaN, the
-image counts as incorrect. If all logits of an image are NaN, it has no predicted class. If any logit of an image is NaN
-or +inf, the loss of that image is NaN.
+image counts as incorrect. If all logits of an image are NaN, the image has no predicted class. If any logit of an image
+is NaN or +inf, the loss of that image is NaN.
 """
 
 import paddle
@@ -19,7 +19,7 @@ SCOPE = "loss_head"
 
 
 def scope():
-    """Return a context manager that marks the operators created in it as part of the loss head."""
+    """Return a context manager that marks all operators created in its block as part of the loss head."""
     return static.name_scope(SCOPE)
 
 
@@ -29,7 +29,7 @@ def contains(op):
 
 
 def use_native(program):
-    """Mark a program so that add() uses the custom operator in it."""
+    """Mark a program so that add() uses the custom operator in the program."""
     program.has_native_loss_head = True
 
 
@@ -116,8 +116,8 @@ def _first_class(logits, order):
 
 
 def _op(op_type, inputs, dtype=None, stop_gradient=True, **attrs):
-    """Append an operator with one output, and return the output. Many functions of Paddle 3 cannot be used instead,
-    because they reject legacy variables."""
+    """Append an operator with one output, and return the output. Many functions of Paddle 3 cannot be used for this
+    purpose, because the functions reject legacy variables."""
     block = static.default_main_program().global_block()
     name = unique_name.generate(f"{SCOPE}.{op_type}")
     out = block.create_var(name=name, dtype=dtype or inputs["X"].dtype, stop_gradient=stop_gradient)

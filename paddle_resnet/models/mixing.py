@@ -43,8 +43,8 @@ def draw(generator, alphas, height, width):
 
     Args:
         generator: np.random.Generator.
-        alphas: {kind: alpha}, with alpha > 0. The ratio is drawn from Beta(alpha, alpha). If there are several kinds,
-            one of them is drawn for each batch, with equal probability.
+        alphas: {kind: alpha}, with alpha > 0. The ratio is drawn from Beta(alpha, alpha). If there are several kinds, a
+            kind is drawn for each batch with equal probability.
         height, width: size of the images.
     Returns:
         Mix, in float64.
@@ -58,8 +58,8 @@ def mix_images(images, rows, columns):
 
     Args:
         images: variable [N, ...] of any floating-point type.
-        rows, columns: `rows` and `columns` of a Mix in float32, with shapes that can be broadcast to that of the
-            images.
+        rows, columns: weights of the partner in float32 (Mix.rows, Mix.columns), with shapes that can be broadcast to
+            that of the images.
     """
     weight = rows * columns
     if images.dtype != weight.dtype:
@@ -72,7 +72,7 @@ def mix_labels(label, fraction, class_num):
 
     Args:
         label: [N, 1] int64.
-        fraction: `fraction` of a Mix [1] in float32.
+        fraction: float32 [1], the mean weight of the image (Mix.fraction).
         class_num: number of classes.
     Returns:
         weights of the classes, float32 [N, class_num]. Each row sums to 1.

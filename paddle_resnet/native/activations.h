@@ -44,5 +44,5 @@ struct silu {
 
 }  // namespace activation
 
-// All activations. Their names are suffixes of kernel names.
+// All activations. The names of activations are suffixes of kernel names.
 #define FOR_EACH_ACTIVATION(DO) DO(relu) DO(relu6) DO(hard_swish) DO(silu)

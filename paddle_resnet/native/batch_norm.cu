@@ -56,8 +56,8 @@ __device__ void add_vectors(const float *vectors, int count, int stride, int sum
   __syncthreads();
 }
 
-// Returns whether this block is the last of `count` blocks that call this function. If so, everything that the other
-// blocks wrote before their calls is visible, and the counter is reset to 0.
+// Returns whether this block is the last of `count` blocks that call this function. In the last block, everything that
+// the other blocks wrote before their calls is visible. The last block resets the counter to 0.
 __device__ bool is_last_of(unsigned count, unsigned *arrivals) {
   __shared__ bool is_last;
   __threadfence();
@@ -176,8 +176,8 @@ __device__ void statistics(const Vector<T> *x, int rows, const float *scale, con
   }
 }
 
-// Computes y = A(a x + b [+ z]) with the activation A. If `mask` is not null, one byte per vector is written to it; bit
-// i is set if element i is positive before the ReLU.
+// Computes y = A(a x + b [+ z]) with the activation A. If `mask` is not null, the kernel writes one byte per vector to
+// `mask`; bit i is set if element i is positive before the ReLU.
 template <class T, bool kAdd, class A>
 __device__ void apply(const Vector<T> *x, const Vector<T> *z, int rows, const float (&a)[T::kLanes],
                       const float (&b)[T::kLanes], Vector<T> *y, unsigned char *mask) {
@@ -240,10 +240,10 @@ __device__ void apply_inference(const Vector<T> *x, const Vector<T> *z, int rows
   apply<T, kAdd, A>(x, z, rows, a, b, y, nullptr);
 }
 
-// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. Here,
-// g is the gradient with respect to the input of the activation A. If a residual addition follows BN, kSummands is 1 or
-// 2. In this case, g is the masked sum of kSummands gradients, and the kernel also writes g to dz, the gradient of the
-// shortcut.
+// Computes the gradients of scale and bias, and `applied` [2, C], the coefficients c and d of dx = a g + c x + d. The
+// variable g is the gradient with respect to the input of the activation A. If a residual addition follows BN,
+// kSummands is 1 or 2. With a residual addition, g is the masked sum of kSummands gradients, and the kernel writes g to
+// dz, the gradient of the shortcut.
 template <class T, int kSummands, class A>
 __device__ void reduce_gradients(const Vector<T> *x, const Vector<T> *dy, const Vector<T> *dy2,
                                  const unsigned char *mask, int rows, const float *coefficients, Vector<T> *dz,

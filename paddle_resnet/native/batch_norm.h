@@ -1,6 +1,6 @@
-// Operators for batch normalization, fused with the next activation or the residual addition. They check arguments and
-// allocate results, then launch the kernels of batch_norm.cu, or call the reference on the CPU. batch_norm.cu describes
-// the method, and reference/batch_norm.h the layouts of the coefficients and the mask.
+// Operators for batch normalization, fused with the next activation or the residual addition. The operators check
+// arguments and allocate results, then launch the kernels of batch_norm.cu, or call the reference on the CPU.
+// batch_norm.cu describes the method, and reference/batch_norm.h the layouts of the coefficients and the mask.
 
 #pragma once
 
@@ -49,7 +49,7 @@ struct RowGrid {
 };
 
 // Returns y = A(BN(x) [+ z]) for a training step. The activation A is ReLU if z is added. Updates the running `mean`
-// and `variance` in place. Allocates `coefficients` and, if it is not null, `mask`.
+// and `variance` in place. Allocates `coefficients`, and `mask` unless the pointer is null.
 Tensor bn_train(const Tensor &x, const Tensor *z, const Tensor &scale, const Tensor &bias, Tensor &mean,
                 Tensor &variance, float momentum, float epsilon, const std::string &activation, Tensor &coefficients,
                 Tensor *mask) {
@@ -137,8 +137,8 @@ Tensor bn_backward(const Tensor &x, const Tensors &gradients, const Tensor &coef
   return dx;
 }
 
-// Sets the tensors for the gradients of scale and bias. They are those in `into`, which belong to the buffer of a fused
-// all-reduce, or new tensors without `into`.
+// Sets the tensors for the gradients of scale and bias: the tensors in `into`, which belong to the buffer of a fused
+// all-reduce, or new tensors if `into` is not set.
 void gradient_targets(const paddle::optional<Tensors> &into, const Tensor &coefficients, Tensor &dscale,
                       Tensor &dbias) {
   const int64_t channels = coefficients.shape().back();

@@ -94,8 +94,8 @@ struct Adam {
 };
 
 // Returns the factor that unscales gradients and limits their norm to max_norm: Pascanu et al., arXiv:1211.5063,
-// algorithm 1. `norm` is the norm of the unscaled gradients. The factor is 0 if the step must be skipped. Otherwise, it
-// is NaN if the norm is not finite.
+// algorithm 1. `norm` is the norm of the unscaled gradients. The factor is 0 if the step must be skipped. If the step
+// is not skipped and the norm is not finite, the factor is NaN.
 ON_BOTH inline float clipped(float norm, float unscale, float max_norm) {
   if (unscale == 0.f) return 0.f;
   return unscale * (norm <= max_norm ? 1.f : max_norm / norm + 0.f * norm);

@@ -1,5 +1,5 @@
-// Operators for the depthwise convolution and its gradients. They check arguments and allocate results, then launch the
-// kernels of depthwise_conv.cu, or call the reference on the CPU.
+// Operators for the depthwise convolution and its gradients. The operators check arguments and allocate results, then
+// launch the kernels of depthwise_conv.cu, or call the reference on the CPU.
 
 #pragma once
 

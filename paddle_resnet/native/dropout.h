@@ -1,4 +1,5 @@
-// The dropout operator, which is also its own gradient. It launches the kernel of dropout.cu, or loops on the CPU.
+// The dropout operator, which is also its own gradient. On a GPU, the operator launches the kernel of dropout.cu; on
+// the CPU, it runs a loop.
 
 #pragma once
 

@@ -46,7 +46,7 @@ void check(int result, const std::string &what) {
 // stream, as in the Executor, because concurrent kernels would overwrite each other's scratch memory.
 class Gpu {
  public:
-  // The cubin with all kernels. The caller must set it before the first call of get().
+  // The cubin with all kernels. The caller must set the cubin before the first call of get().
   static std::vector<char> &image() {
     static std::vector<char> bytes;
     return bytes;

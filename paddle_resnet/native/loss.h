@@ -1,5 +1,5 @@
-// Operators for the loss: cross entropy and accuracies of a batch of logits, and the gradient of the mean loss. They
-// check arguments and allocate results, then launch the kernels of loss.cu, or call the reference on the CPU.
+// Operators for the loss: cross entropy and accuracies of a batch of logits, and the gradient of the mean loss. The
+// operators check arguments and allocate results, then launch the kernels of loss.cu, or call the reference on the CPU.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Operators for max pooling and its gradient. They check arguments and allocate results, then launch the kernels of
-// max_pool.cu, or call the reference on the CPU.
+// Operators for max pooling and its gradient. The operators check arguments and allocate results, then launch the
+// kernels of max_pool.cu, or call the reference on the CPU.
 
 #pragma once
 

@@ -224,8 +224,8 @@ Shapes CheckFiniteShape(const Shapes &, const Dims &, const Dims &, const Dims &
   return {{1}};
 }
 Types CheckFiniteType(const Types &, DataType, DataType, DataType) { return {DataType::FLOAT32}; }
-// The name must not contain "_grad". Otherwise, Paddle 3 would treat it as a gradient operator and search for the
-// forward operator.
+// The name must not contain "_grad". Paddle 3 treats an operator with "_grad" in its name as a gradient, and searches
+// for the forward operator.
 PD_BUILD_OP(native_check_finite)
     .Inputs({paddle::Vec("Gradients"), "Scale", "GoodSteps", "BadSteps"})
     .Outputs({"Unscale", "ScaleOut", "GoodStepsOut", "BadStepsOut"})

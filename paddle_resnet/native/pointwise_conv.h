@@ -1,5 +1,6 @@
-// Operator for the filter gradient of a 1x1 convolution whose input or output has few channels. It checks arguments and
-// allocates the result, then launches the kernels of pointwise_conv.cu, or calls the reference on the CPU.
+// Operator for the filter gradient of a 1x1 convolution whose input or output has few channels. The operator checks
+// arguments and allocates the result, then launches the kernels of pointwise_conv.cu, or calls the reference on the
+// CPU.
 
 #pragma once
 

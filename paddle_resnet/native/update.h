@@ -1,6 +1,6 @@
 // Operators that run after the backward pass: gradient check and loss scale, gradient clipping, optimizers and moving
-// averages. Each operator processes the tensors of all parameters. It launches the kernels of update.cu once per table
-// of tensors, or calls the reference on the CPU.
+// averages. Each operator processes the tensors of all parameters. On a GPU, an operator launches the kernels of
+// update.cu once per table of tensors; on the CPU, it calls the reference.
 
 #pragma once
 
@@ -123,7 +123,7 @@ std::vector<Tensor> CheckFinite(const Tensors &gradients, Tensor &scale, Tensor 
 
 // Returns a tensor [1] with the factor that unscales the gradients and limits their global norm: unscale * min(1,
 // max_norm / |unscale gradients|). `unscale` is the result of CheckFinite. The factor is 0 if the step must be skipped.
-// Otherwise, it is NaN if the norm is not finite.
+// If the step is not skipped and the norm is not finite, the factor is NaN.
 std::vector<Tensor> ClipFactor(const Tensors &gradients, const paddle::optional<Tensor> &unscale, float max_norm) {
   Tensor factor = paddle::empty({1}, DataType::FLOAT32, gradients.at(0).place());
   const float *u = unscale ? unscale->data<float>() : nullptr;

@@ -53,7 +53,7 @@ def _compare(runs, html):
 
 
 def _claim_page(html, runs):
-    """Check that the page does not replace a file or data set from which it is created."""
+    """Check that the page does not replace a file or data set from which the page is created."""
     read = [("RUN", run.path) for run in runs]
     read += [("RUN's table", files.companion(run.path, kind)) for run in runs for kind in reading.COLUMNS]
     read += [("RUN's table", run.parameters["predictions"]) for run in runs if run.parameters.get("predictions")]

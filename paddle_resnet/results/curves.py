@@ -73,7 +73,7 @@ def chart(series, xlabel="epochs done", mark=None, from_zero=False, last_x=0):
 
 
 def _without_outliers(values):
-    """Return the upper end of the y axis: the largest value or, if this is an outlier among at least 10 values, the
+    """Return the upper end of the y axis: the largest value or, if the largest of at least 10 values is an outlier, the
     98th percentile. Larger values are above the chart."""
     values = sorted(values)
     limit = values[int(0.98 * (len(values) - 1))]
@@ -92,7 +92,7 @@ def ticks(low, high):
 
 
 def decades(low, high):
-    """Return powers of ten that span the range from low to high. If the range is short, their multiples by 2 and 5 are
+    """Return powers of ten that span the range from low to high. If the range is short, 2 and 5 times the powers are
     included."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values = [m * 10.0**power for power in powers for m in ((1, 2, 5) if len(powers) < 4 else (1,))]

@@ -22,7 +22,7 @@ def write(path, args, predictions, names):
 
     Args:
         path: path of the file.
-        args: flags; those of the data set are used to list its images.
+        args: flags that specify the data set.
         predictions: result of program.run.
         names: class names of all outputs of the network.
     Raises:

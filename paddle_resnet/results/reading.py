@@ -145,8 +145,8 @@ class Run:
         return _rows(path or files.companion(self.path, kind), COLUMNS[kind])
 
     def changed_flags(self):
-        """Return {flag: value} of the explicit parameters of the last start. A report of an older version does not list
-        them; for such a report, return the parameters that differ from the defaults."""
+        """Return {flag: value} of the explicit parameters of the last start. If a report of an older version does not
+        list explicit flags, return the parameters that differ from the defaults."""
         if self.explicit is None:
             return parsing.changed(self.parameters)
         return {name: self.parameters[name] for name in self.explicit if name in self.parameters}
@@ -323,7 +323,7 @@ def _check_parameters(data):
 
 
 def _metric(name, value, is_summary):
-    """Check a value of an entry and return it. Return None for Infinity and NaN, which older reports contain."""
+    """Check and return a value of an entry. Return None for Infinity and NaN, which older reports contain."""
     phase, _, metric = name.partition(".")
     is_known = phase in ("train", "val") and (metric in METRICS or metric == "loss")
     if is_summary and not is_known:
@@ -337,7 +337,7 @@ def _metric(name, value, is_summary):
 
 def _spend(run, data):
     """Add the time since the end of the last epoch. If the run is interrupted within an epoch, only the entries of
-    steps contain this time."""
+    steps contain the time of this epoch."""
     phase = "val" if any(name.startswith("val.") for name in data) else "train"
     batch_times = run.open_s["batch_times"] + (data.get("train.batch_time") or 0)
     data_times = run.open_s["data_times"] + (data.get("train.data_time") or 0)

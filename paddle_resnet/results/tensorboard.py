@@ -29,12 +29,12 @@ def follow(args, loader, timeline, checkpoint):
     """Write events from now until logger.close(), on rank 0 only.
 
     Args:
-        args: flags; used are --tensorboard-dir, --device and those of the preprocessing.
+        args: flags that specify --tensorboard-dir, --device and the preprocessing.
         loader: training loader.
         timeline: durations.Timeline.
         checkpoint: restore.StartCheckpoint or None.
     Returns:
-        the loader to use for training. It wraps `loader` and writes the first batch as an event.
+        the loader to use for training, which wraps `loader` and writes the first batch as an event.
     Raises:
         UsageError: the folder cannot be written.
     """

@@ -44,7 +44,7 @@ class Histogram:
         self.counts += np.bincount(np.minimum(places, BINS - 1), minlength=BINS)
 
     def range(self, method):
-        """Return the value that the highest INT8 level represents. Larger values are clipped to this value."""
+        """Return the value that the highest INT8 level represents. Larger values are clipped."""
         if self.limit == 0:
             return 1.0
         bins = {"entropy": _entropy_bins, "percentile": _percentile_bins}[method](self.counts)
@@ -56,15 +56,15 @@ def _percentile_bins(counts):
 
 
 def _entropy_bins(counts):
-    """Return the number of intervals not to clip. It minimizes the Kullback-Leibler divergence between the
+    """Return the number of intervals not to clip, which minimizes the Kullback-Leibler divergence between the
     distributions of the values and of the quantized values: Migacz, "8-bit Inference with TensorRT", GTC 2017."""
     levels = 128
     used = int(np.flatnonzero(counts)[-1]) + 1
     best, best_divergence = used, np.inf
     for bins in range(levels, used + 1, 4):
         expected = counts[:bins].copy()
-        expected[-1] += counts[bins:].sum()  # clipped values
-        # The values of a level are distributed evenly over its intervals that are not empty.
+        expected[-1] += counts[bins:].sum()
+        # Clipped values count in the last interval. The values of a level are distributed evenly over its intervals that are not empty.
         level_of = np.arange(bins) * levels // bins
         is_used = counts[:bins] > 0
         sums = np.bincount(level_of, counts[:bins], levels)
@@ -78,7 +78,7 @@ def _entropy_bins(counts):
 
 def _divergence(expected, actual):
     """Return the Kullback-Leibler divergence. If a level contains only clipped values, its `actual` is 0. A lower limit
-    for `actual` keeps the divergence finite in this case."""
+    for `actual` keeps the divergence finite."""
     used = expected > 0
     return float(np.sum(expected[used] * np.log(expected[used] / np.maximum(actual[used], 1e-9))))
 

@@ -103,7 +103,7 @@ def load_checkpoint(checkpoint, device="cpu", uint8=False, model_arch_name=None,
             is missing, as in checkpoints of NVIDIA's example, the architecture is inferred from the shapes of the
             parameters, and the preprocessing of the example is used.
         device: "cpu" or "gpu".
-        uint8: whether the input is uint8 pixels [N, H, W, 3], which the network normalizes. Otherwise, the input is
+        uint8: if True, the input is uint8 pixels [N, H, W, 3], which the network normalizes. If False, the input is
             normalized float32 images [N, 3, H, W].
         model_arch_name: FILE.py:NAME, if the network is defined in a user's file.
         fold: whether to fold the batch normalizations into the convolutions.
@@ -358,7 +358,7 @@ def open_onnx(path, device, logits=False):
         raise UsageError(f"{path}: cannot be opened by onnxruntime ({reason}); export it again") from e
     description = _checked_description(text, path)
     if is_table(description.get("int8"), weight_bits=lambda bits: bits == 8):
-        # This option prevents overflows with 8-bit weights on x86 CPUs without VNNI instructions.
+        # x64quantprecision prevents overflows with 8-bit weights on x86 CPUs without VNNI instructions.
         session = open_session(x64quantprecision="1")
     name = description["input"]["name"]
     return _checked_model(Model("onnxruntime", description, lambda images: session.run(None, {name: images})), path)

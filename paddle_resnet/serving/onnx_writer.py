@@ -85,7 +85,8 @@ def with_logits(serialized):
 
 
 def _append(onnx, op, translation, output, nodes, constants):
-    """Append the ONNX node that computes `output`. `translation` describes it: (ONNX operator, operands, attributes).
+    """Append the ONNX node that computes `output`. `translation` describes the node: (ONNX operator, operands,
+    attributes).
 
     An operand is an input slot of `op`, a constant, or the translation of a different node, which is appended first.
     """
@@ -123,7 +124,7 @@ def _add_bias(onnx, op, nodes, constants, read):
 
 def _limit_bias(bias, activation, weight, constants):
     """Increase the scales of nearly zero filters, so that engines can compute with the bias as int32 multiples of the
-    product of the scales. Such filters do not change the output visibly.
+    product of the scales. These filters have no visible effect on the output.
 
     Args:
         bias: float32 [channels].

@@ -1,8 +1,8 @@
 """Image preprocessing for an exported network, using only PIL and NumPy. The resulting pixels differ by at most one of
 255 levels from those of DALI on a CPU.
 
-Each export contains a copy of this file, preprocess.py. The file imports nothing from the project, so that it can run
-alone: `python preprocess.py IMAGE...`
+Each export contains a copy of this file, preprocess.py, which imports nothing from the project, so that the copy can
+run alone: `python preprocess.py IMAGE...`
 """
 
 import json

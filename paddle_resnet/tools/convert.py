@@ -1,6 +1,6 @@
 """`python -m paddle_resnet.dataset convert|index`: write record files, or indexes of existing record files.
 
-This code is not in dataset.py, because worker processes import it. It imports neither DALI nor Paddle, so that the
+Worker processes import this module instead of dataset.py. The module imports neither DALI nor Paddle, so that the
 processes start quickly.
 
 If a conversion is interrupted, repeating the command resumes it. For TFRecord and WebDataset, each worker writes entire
@@ -31,8 +31,8 @@ from utils.mode import Mode
 
 RECORD_FORMATS = (*SHARDED, *SINGLE_FILE)
 IMAGES_PER_SHARD = 2000
-# Seed of the random order in which training images are written. Because of this order, a buffer suffices to shuffle the
-# images in training.
+# Seed of the random order in which training images are written. With images in random order, a buffer suffices to
+# shuffle in training.
 ORDER_SEED = 0
 INDEXED = ("recordio", "tfrecord", "webdataset")
 # {first bytes of a file: suffix} for all image formats except JPEG.
@@ -275,7 +275,7 @@ def _check_decodable(source, images, workers, progress):
 
 
 def _continued(output, manifest):
-    """Return whether this conversion to the output folder is complete, or None if it has not begun."""
+    """Return whether the conversion to the output folder is complete, or None if the conversion has not begun."""
     recorded = listing.read_manifest(output)
     if recorded is not None:
         for key, value in (manifest | {"splits": _images_of(manifest)}).items():
@@ -337,7 +337,8 @@ def _start_worker(parent, images, stop, resize_short, quality):
 
 
 def _prepare(image):
-    """Read a listing.Image and shrink it if requested. Return (bytes to store, extension without dot, label)."""
+    """Read a listing.Image, and shrink the image if requested. Return (bytes to store, extension without dot,
+    label)."""
     from PIL import Image, ImageOps
 
     if _stop.is_set():
@@ -357,7 +358,7 @@ def _prepare(image):
             if short <= _resize_short:
                 return data, _extension(image, data), label
             size = [max(1, round(side * _resize_short / short)) for side in picture.size]
-            # Apply the EXIF orientation, because the new file does not store it.
+            # Apply the EXIF orientation, because the new file does not store the orientation.
             picture = ImageOps.exif_transpose(_in_rgb(picture).resize(size, Image.Resampling.BICUBIC))
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=_quality)

@@ -94,8 +94,8 @@ def balance(splits):
 
 
 def _size_limits(splits):
-    """Return the largest width and height to draw in all splits: the largest ones, or the 99th percentiles if the
-    largest ones are more than twice as large, so that a few huge images do not compress the rest."""
+    """Return the upper limits for width and height in the drawing: the maxima over all splits or, if the maxima are
+    more than twice the 99th percentiles, these percentiles. A few huge images then do not compress the rest."""
     sizes = np.concatenate([content["sizes"] for content in splits.values()])
     if len(sizes) == 0:
         return np.ones(2)
@@ -117,8 +117,8 @@ def _shortened(name):
 
 
 def drawable(names):
-    """Return names in a form that can be drawn, and select fonts for them. System fonts are used for characters that
-    matplotlib's font lacks. A character that no font contains is replaced by an escape such as \\u4e2d."""
+    """Return names in a form that can be drawn, and select fonts for the names. System fonts are used for characters
+    that matplotlib's font lacks. A character that no font contains is replaced by an escape such as \\u4e2d."""
     names = [printable(name) for name in names]
     lacking = set("".join(names))
     lacking -= _characters(FONT, lacking)

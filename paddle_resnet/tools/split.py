@@ -80,8 +80,8 @@ def divide(label, names, fraction, seed):
 
 
 def _link(path, place):
-    """Create a hard link. If this is not possible, for example, between disks, create a symbolic link or, as a last
-    resort, a copy."""
+    """Create a hard link. If hard links are not possible, for example, between disks, create a symbolic link or, as a
+    last resort, a copy."""
     for create in (os.link, os.symlink):
         with contextlib.suppress(OSError):
             return create(path, place)

@@ -1,6 +1,6 @@
 """`python -m paddle_resnet.dataset verify`: find all images on which training would fail, before a run.
 
-This code is not in dataset.py, because worker processes import it. It does not import Paddle.
+Worker processes import this module instead of dataset.py, because this module does not import Paddle.
 
 docs/data.md lists the types of files that training uses or rejects. The list was tested with DALI 2.4 on the CPU and
 850 files: test images from Pillow, libjpeg-turbo and DALI, and examples from recurser/exif-orientation-examples.
@@ -71,8 +71,8 @@ class Report:
 def verify(root, num_of_class=None, allow_outside=False, run_scope=RunScope.TRAIN_EVAL, allow_empty=False):
     """Decode every image of both splits on all cores, with the CPU decoders that training uses.
 
-    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. Both ways
-    must yield the same images with the same labels in the same order.
+    Record files are read twice: record by record to find damaged records, and by DALI in a separate process. DALI must
+    yield the same images and labels, in the same order, as the record-by-record reading.
 
     Args:
         root: folder of a data set in any format, with a train split, a val split or both.
@@ -159,7 +159,7 @@ def _images_of_folders(root, mode):
 def _listed_folders(folder):
     """Return [(name of a class folder, result of listing.image_files)] for all folders that can be listed."""
     listed = []
-    with contextlib.suppress(UsageError):  # report.errors already contains this error
+    with contextlib.suppress(UsageError):  # report.errors already contains the error
         for label in listing.class_folders(folder):
             with contextlib.suppress(UsageError):
                 listed.append((label, listing.image_files(folder / label)))

@@ -95,8 +95,8 @@ class _RecordIOWriter:
 def recordio_record(payload):
     """Encode a RecordIO record: magic number, flag and length, payload, padding to a multiple of 4 bytes.
 
-    If the payload contains the magic number at a multiple of 4 bytes, the record is split at this place. Otherwise, a
-    reader that scans for the magic number would mistake it for the start of a record.
+    If the payload contains the magic number at a multiple of 4 bytes, the record is split at this place. Without the
+    split, a reader that scans for the magic number would detect the start of a record inside the payload.
 
     Args:
         payload: fewer than 2**29 bytes.
@@ -164,8 +164,8 @@ class _LMDBWriter:
 
 @contextlib.contextmanager
 def _lmdb_errors(path):
-    """Convert LMDB's errors, such as a full disk, to OSError. An error because of a full map is not converted, because
-    the caller handles it."""
+    """Convert LMDB's errors, such as a full disk, to OSError. The caller handles the error for a full map, which is not
+    converted."""
     import lmdb
 
     try:

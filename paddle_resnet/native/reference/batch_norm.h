@@ -1,5 +1,5 @@
 // Reference implementation of batch normalization with an activation and residual addition: float32 loops that sum in
-// float64. The operators call it on the CPU.
+// float64. The operators call this implementation on the CPU.
 //
 // Tensors are [rows, channels] = [N * H * W, C], with contiguous channels. The coefficients of a training step are
 // [4, C]: a and b of y = a x + b, the mean, and 1 / standard deviation. A mask has one byte per 16-byte vector of 4

@@ -1,5 +1,5 @@
 // Reference implementation of softmax cross entropy, accuracies and gradient: float32 loops that sum in float64. The
-// operators call it on the CPU. Logits are [rows, classes], with contiguous classes.
+// operators call this implementation on the CPU. Logits are [rows, classes], with contiguous classes.
 
 #pragma once
 

@@ -1,4 +1,5 @@
-// Reference implementation of the updates: loops over one float32 tensor. The operators call it on the CPU.
+// Reference implementation of the updates: loops over one float32 tensor. The operators call this implementation on the
+// CPU.
 
 #pragma once
 
