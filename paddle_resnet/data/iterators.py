@@ -58,7 +58,8 @@ class ShardIterator(_Steps, DALIGenericIterator):
             own.
         step: number of batches that the epoch had yielded when the pipeline's checkpoint was saved.
     Raises:
-        DataError: an image in the first batches cannot be read or decoded. For later batches, `next` raises this error.
+        DataError: an image in the first batches cannot be read or decoded. For images in later batches, `next` raises
+            DataError.
     """
 
     def __init__(self, pipeline, images, data_set, image_root, conditions, step=0):

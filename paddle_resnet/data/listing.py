@@ -243,7 +243,7 @@ def list_folder(image_root, mode, num_of_class=None, skip=frozenset(), classes=N
     Args:
         image_root: the folder above train/ and val/.
         mode: Mode.TRAIN lists train/, Mode.EVAL lists val/.
-        num_of_class: number of outputs of the network, or None for any.
+        num_of_class: number of outputs of the network, or None for any number.
         skip: names of images that need not be regular files, because the caller omits them.
         classes: class name of each output of a trained network, to assign labels to the folders, or None if the folders
             define the labels. Numbers, which represent classes without names, are ignored if they match no folder.
@@ -440,7 +440,7 @@ def list_filelist(image_root, mode, num_of_class=None, allow_outside=False, trai
     Args:
         image_root: the folder that contains the list.
         mode: Mode.TRAIN reads train.txt, Mode.EVAL val.txt.
-        num_of_class: number of outputs of the network, or None for any.
+        num_of_class: number of outputs of the network, or None for any number.
         allow_outside: whether the list may contain paths outside image_root. Links in image_root may always point
             outside.
         trained: see class_names.
@@ -687,7 +687,7 @@ def class_names(image_root, num_of_class=None, trained=None):
 
     Args:
         image_root: the folder that contains classes.txt.
-        num_of_class: number of outputs of the network, or None for any.
+        num_of_class: number of outputs of the network, or None for any number.
         trained: class name of each output of a trained network, or None. A name must have the same label in the data
             set and the network.
     Raises:
@@ -751,7 +751,7 @@ def check_labels(path, labels, num_of_class, classes):
     Args:
         path: file that contains the labels, for the error message.
         labels: iterable of numbers.
-        num_of_class: number of outputs of the network, or None for any.
+        num_of_class: number of outputs of the network, or None for any number.
         classes: class names, or None.
     Raises:
         UsageError: a label is out of range.

@@ -309,7 +309,7 @@ def _reader_arguments(name, shard_id, num_shards, shuffle, size, seed):
 
 
 def _shard_order(shuffle, seed):
-    # All processes use the same seed, because all processes must use the same order of the shards.
+    # The seed is equal on all processes, so that all processes use the same order of the shards.
     return {"shuffle_after_epoch": True, "shuffle_after_epoch_seed": seed} if shuffle else {}
 
 

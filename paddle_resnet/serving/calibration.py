@@ -64,7 +64,8 @@ def _entropy_bins(counts):
     for bins in range(levels, used + 1, 4):
         expected = counts[:bins].copy()
         expected[-1] += counts[bins:].sum()
-        # Clipped values count in the last interval. The values of a level are distributed evenly over its intervals that are not empty.
+        # Clipped values count in the last interval. The values of a level are distributed evenly over its intervals
+        # that are not empty.
         level_of = np.arange(bins) * levels // bins
         is_used = counts[:bins] > 0
         sums = np.bincount(level_of, counts[:bins], levels)

@@ -61,7 +61,7 @@ def _is_text(value):
 _is_side = _is_in(1, MAX_SIDE, (int,))
 _is_sides = _is_list_of(_is_side, 2)
 _is_scale = _is_in(1e-12, 1e12, (int, float))
-# {required entry of model.json: check}. The list of files is checked separately.
+# Checks of model.json: {required entry: function}. The list of files is checked separately.
 SCHEMA = {
     "preprocessing.resize_short": _is_side,
     "preprocessing.center_crop": lambda value: _is_side(value) or _is_sides(value),
