@@ -202,7 +202,8 @@ def _minimize(args, main_prog, startup_prog, model, loss, lr_scheduler, frozen):
         sparsity.exclude_classifier(main_prog, model)
     with contextlib.redirect_stdout(io.StringIO()):  # Fleet prints the names of its optimizers
         optimizer.minimize(loss, startup_prog)
-    # Frozen parameters also have an optimizer state, so that checkpoints do not depend on --freeze.
+    # Create the optimizer state of frozen parameters too, so that the content of checkpoints does not depend on
+    # --freeze.
     own_optimizer._create_accumulators(main_prog.global_block(), frozen)
     if args.lr_decay_by_layer != 1 or args.classifier_lr_factor != 1:
         factors = parts.rate_factors(model, args.lr_decay_by_layer, args.classifier_lr_factor)
@@ -470,7 +471,7 @@ class _Pass:
         self._meters = {name: meter for name, (_, meter) in fetchs.items()}
         self._batches_each_step = args.accumulate_steps if mode is Mode.TRAIN else 1
         variables = [variable for variable, _ in fetchs.values()]
-        # Labels can only be checked on a CPU: after a failed kernel, GPU memory is unreadable.
+        # Labels are checked only on a CPU, because GPU memory is unreadable after a kernel has failed.
         class_num = args.num_of_class if args.device == "cpu" else None
         options = variables, args.kernels == "native", class_num, args.dali_device == args.device
         self._dispatch = Dispatcher(exe, program, *options)

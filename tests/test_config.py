@@ -532,7 +532,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
     ("content", "expected"),
     [
         (BOMB, "not valid YAML (an alias"),
-        ("epochs: &e 3\nwarmup_epochs: *e\n", "write the value in full"),
+        ("epochs: &e 3\nwarmup_epochs: *e\n", "replace the alias with its value"),
         ("epochs: " + "[" * 30_000, "maximum recursion depth exceeded"),
         ("a: " * 20_000, "not valid YAML"),
         ("epochs: " + "9" * 5000, "is not a whole number; use"),
@@ -615,7 +615,7 @@ def test_frozen_settings_cannot_be_assigned():
         args.epoch = 3
     args.finalize()
     for change in (lambda: setattr(args, "epochs", 4), lambda: args.set("data", num_of_class=4)):
-        with pytest.raises(dataclasses.FrozenInstanceError, match="settings are frozen once a program is built"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match="settings are frozen when a program is built"):
             change()
     assert args.copy(epochs=4).epochs == 4 and args.epochs == 3
 

@@ -217,7 +217,7 @@ def test_frozen_phase_keeps_pretrained_weights(run_train, checkpoint, tmp_path, 
         (["--freeze", "stem,stages,classifier"], "--freeze stem,stages,classifier: freezes all layers; remove one"),
         (["--freeze", "stem,all-but-classifier"], "expected layers such as stem,stages.0, or only all-but-classifier"),
         (["--unfreeze-at", "1"], "--unfreeze-at 1: requires --freeze"),
-        (["--freeze", "stem", "--unfreeze-at", "1"], "--unfreeze-at 1: --epochs is 1; use an earlier epoch"),
+        (["--freeze", "stem", "--unfreeze-at", "1"], "--unfreeze-at 1: must be below --epochs 1; use an earlier epoch"),
         (["--lr-decay-by-layer", "0"], "expected a number above 0, up to 1"),
     ],
 )  # fmt: skip

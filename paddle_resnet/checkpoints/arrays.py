@@ -1,8 +1,8 @@
-"""Read untrusted files that contain named arrays: pickles from this project and from Paddle, and NumPy's .npz.
+"""Read named arrays from untrusted files: pickles of this project and of Paddle, and NumPy's .npz.
 
-`pickle.load` calls any function that a file specifies. `read_pickle` interprets the opcodes of pickled arrays itself
-and calls no function that the file specifies. Its time and memory are proportional to the file size: no opcode can copy
-more bytes than it occupies in the file.
+`pickle.load` calls any function that a file specifies. `read_pickle` interprets the opcodes of pickled arrays itself,
+and never calls a function that the file specifies. The time and the memory of `read_pickle` are proportional to the
+file size, because no opcode can copy more bytes than the opcode occupies in the file.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ import numpy as np
 from utils import files
 
 _RECONSTRUCT = "numpy.core.multiarray._reconstruct"
-_NAME_LIMIT = 1000  # maximum length of an array's name; each use reads all characters
-_TABLE = "StructuredToParameterName@@"  # paddle.save adds a Layer's structured names under this key
+_NAME_LIMIT = 1000  # maximum length of an array's name, which limits the time to compare names
+_TABLE = "StructuredToParameterName@@"  # key under which paddle.save stores the names of a Layer's variables
 
 
 class UnreadableError(Exception):
-    """Raised if a file cannot be read as named arrays. The message is a short reason and may quote content of the
+    """Raised if a file cannot be read as named arrays. The message is a short reason, which may quote content of the
     file."""
 
     def __init__(self, reason):
@@ -51,11 +51,11 @@ def read_npz(path):
     """Read a file written by numpy.savez and return {name: array of booleans or numbers}.
 
     Raises:
-        UnreadableError: see read_pickle.
+        UnreadableError: the file cannot be opened, is damaged or compressed, or contains anything other than arrays.
     """
     with errors(), files.open_regular(path) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
-            raise UnreadableError("compressed files are not supported")  # they may expand to any size
+            raise UnreadableError("compressed files are not supported")  # a small file could expand to any size
         file.seek(0)
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -70,12 +70,12 @@ def errors():
         raise UnreadableError(e.strerror or str(e)) from e
     except UnreadableError:
         raise
-    except Exception as e:  # damaged bytes cause various exceptions in pickletools, zipfile and NumPy
+    except Exception as e:  # pickletools, zipfile and NumPy raise various exceptions
         raise UnreadableError(f"{type(e).__name__}: {e}") from e
 
 
 class _Array:
-    """An array in a pickle. One opcode creates it, and a later opcode sets its content."""
+    """An array in a pickle. One opcode creates the array, and a later opcode sets its content."""
 
     value = None
 
@@ -85,16 +85,16 @@ def interpret(file, size, objects):
     file specifies.
 
     Args:
-        file: binary file; afterwards, its position is the end of the pickle.
+        file: binary file. After the call, its position is the end of the pickle.
         size: size of the file in bytes.
-        objects: object with the methods of NumPyObjects, which define the functions and classes that the pickle may
-            specify, and what they return.
+        objects: object with the methods of NumPyObjects. They define which functions and classes the pickle may
+            specify, and the objects that these functions and classes return.
     Raises:
-        UnreadableError: the file uses an opcode, function or class that such a pickle does not need.
+        UnreadableError: the file uses an opcode, function or class that a pickle of arrays does not need.
         Exception: the file is damaged; the type varies.
     """
     stack, marks, memo = [], [], {}
-    to_encode = size  # characters; this limits repeated encoding of a memoized text
+    to_encode = size  # number of characters; a memoized text could be encoded any number of times
     for opcode, argument, _ in pickletools.genops(_Bounded(file, size)):
         match opcode.name:
             case "PROTO" | "FRAME":
@@ -140,7 +140,7 @@ def interpret(file, size, objects):
                 if isinstance(stack[-1], bytes):
                     to_encode -= len(stack[-1])
                     if to_encode < 0:
-                        raise UnreadableError("it encodes more text than it contains")
+                        raise UnreadableError("encodes more text than it contains")
             case "BUILD":
                 state = stack.pop()
                 objects.set_content(stack[-1], state)
@@ -149,7 +149,7 @@ def interpret(file, size, objects):
             case "STOP":
                 return stack.pop()
             case _:
-                raise UnreadableError(f"the opcode {opcode.name} is not supported, only arrays")
+                raise UnreadableError(f"the opcode {opcode.name} is not supported; only arrays are")
 
 
 class _Bounded:
@@ -172,13 +172,13 @@ def _pop(stack, start):
 
 def _append(target, items):
     if not isinstance(target, list):
-        raise UnreadableError("it appends to an object that is not a list")
+        raise UnreadableError("appends to an object that is not a list")
     target += items
 
 
 def _set_items(target, keys, values):
     if not isinstance(target, dict) or not all(map(_is_name, keys)):
-        raise UnreadableError("its keys are not variable names")
+        raise UnreadableError("the keys are not variable names")
     target.update(zip(keys, values, strict=True))
 
 
@@ -196,14 +196,15 @@ class NumPyObjects:
     names = (_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode")
 
     def known(self, module, name):
-        """Return the Known for a function or class. Raises UnreadableError if it is not in `names`."""
-        full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 renamed it
+        """Return the Known for a function or class. Raises UnreadableError if the function or class is not in
+        `names`."""
+        full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")  # NumPy 2 renamed the module
         if full_name not in self.names:
-            raise UnreadableError(f"{full_name} is not supported, only arrays")
+            raise UnreadableError(f"{full_name} is not supported; only arrays are")
         return Known(full_name)
 
     def call(self, function, arguments):
-        """Evaluate the REDUCE opcode: return the object that a call of a Known creates."""
+        """Evaluate the REDUCE opcode, by returning the object that calling the function or class would create."""
         if isinstance(function, Known):
             match function, arguments:
                 case "numpy.core.multiarray._reconstruct", _:
@@ -212,7 +213,7 @@ class NumPyObjects:
                     return np.dtype(code)
                 case "_codecs.encode", (str(text), "latin1"):
                     return text.encode("latin1")
-        raise UnreadableError("it contains a call that an array of numbers does not need")
+        raise UnreadableError("contains a call that an array of numbers does not need")
 
     def set_content(self, target, state):
         """Evaluate the BUILD opcode."""
@@ -224,8 +225,8 @@ class NumPyObjects:
                 if target.value.nbytes != len(raw):
                     raise UnreadableError(f"an array has {len(raw)} bytes instead of {target.value.nbytes}")
             case _:
-                raise UnreadableError("it contains a state that an array of numbers does not have")
+                raise UnreadableError("contains a state that an array of numbers does not have")
 
     def stored(self, identifier):
-        """Evaluate the BINPERSID opcode: return an object that is stored outside the pickle."""
-        raise UnreadableError("it refers to an object outside the file")
+        """Evaluate the BINPERSID opcode, by returning an object that is stored outside the pickle."""
+        raise UnreadableError("refers to an object outside the file")

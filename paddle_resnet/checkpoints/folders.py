@@ -1,18 +1,19 @@
-"""Write, verify, list and delete checkpoint folders on disk. This module does not depend on the network.
+"""Write, verify, list and delete checkpoint folders on disk, independently of the network.
 
-Checkpoints are written atomically. ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its meta.json is
-valid and every file listed there has the listed size and sha256. Hidden entries next to it are work in progress. If a
-run is killed, the next start removes them:
+Checkpoints are written atomically. The folder ROOT/NAME/, where NAME is EPOCH or EPOCH_STEP, is a checkpoint if its
+meta.json is valid, and every file that meta.json lists has the listed size and sha256. Hidden entries in ROOT are work
+in progress. If a run is killed, the next run removes these entries:
 
-    .NAME.partial    being written
-    .NAME.replaced   an older folder of that name, until the new folder has replaced it
-    .lock            locked by the run that writes here
+    .NAME.partial    a checkpoint that is being written
+    .NAME.replaced   the older folder NAME, until a new folder has replaced it
+    .lock            locked by the run that writes to ROOT
 
 Deletion removes meta.json first. Until the deletion is complete, the file .unfinished lists the files to delete. Files
-that this program did not write are kept, as are checkpoints of other programs, which have no meta.json.
+that this program did not write are never deleted. This includes checkpoints of other programs, which have no meta.json.
 
-The form "rename" writes a checkpoint under a hidden name and renames it. The form "marker" is for storage without
-atomic renames: it writes to NAME/ directly, with NAME/.unfinished first and meta.json last.
+There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder with a hidden name and then
+renames it. "marker" is for storage without atomic renames, and writes to NAME/ directly: first NAME/.unfinished, and
+last meta.json.
 """
 
 import contextlib
@@ -34,18 +35,18 @@ from utils.files import finite, fsync, open_regular, written
 
 META = "meta.json"
 FORMAT = 2
-META_LIMIT = 16 << 20  # in bytes; the file of a run with 1,000 classes and 1,000 processes has 2 MB
+META_LIMIT = 16 << 20  # bytes; with 1,000 classes and 1,000 processes, the file has 2 MB
 NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
-# The files that belong to a checkpoint if neither meta.json nor .unfinished lists them, because the checkpoint is
-# damaged or from an older version.
+# If a checkpoint is damaged or from an older version, it may lack both meta.json and .unfinished, which list its files.
+# These names then determine the files of the checkpoint.
 _USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt|pdema)")
 
 
 class DamagedError(Exception):
-    """Raised for a folder that is not a valid checkpoint. The message contains the file and the problem."""
+    """Raised if a folder is not a valid checkpoint. The message contains the file and the problem."""
 
 
 def run_folder(args):
@@ -54,7 +55,7 @@ def run_folder(args):
 
 
 def hold(root):
-    """Lock the folder of a run, like lock().
+    """Lock the folder of a run with lock().
 
     Raises:
         UsageError: another run holds the lock.
@@ -69,47 +70,48 @@ def hold(root):
 
 
 def lock(root):
-    """Prevent other runs from writing below ROOT.
+    """Lock a folder, so that no other run writes below ROOT.
 
     Returns:
         an open file. The lock lasts until this process exits or closes any file object for ROOT/.lock.
     Raises:
-        BlockingIOError: another process holds the lock; strerror describes it.
-        OSError: .lock cannot be opened, is a link (its target would be overwritten) or is not a regular file.
+        BlockingIOError: another process holds the lock; strerror describes that process.
+        OSError: .lock cannot be opened, is a link (the target would be overwritten) or is not a regular file.
     """
     return locks.acquire(Path(root) / _LOCK, logger.warn)
 
 
 def keep(root, file):
-    """Return a lock on ROOT: the argument, or a new lock if .lock has been deleted or replaced.
+    """Return a valid lock on ROOT: `file`, or a new lock if ROOT/.lock has been deleted or replaced.
 
     Raises:
-        BlockingIOError: see lock.
+        BlockingIOError: another process holds the lock.
     """
     if locks.is_of(file, Path(root) / _LOCK):
         return file
-    logger.warn(f"{root}/.lock: was deleted or replaced during the run; another run may have written to the folder")
+    logger.warn(f"{root}/.lock: was deleted or replaced during the run, so another run may have written to the folder")
     return lock(root)
 
 
 def unwritable(root, error):
-    """Return the UsageError for an OSError that the folder of a run has caused at startup."""
+    """Return the UsageError to raise if an OSError at startup shows that the folder of a run is not writable."""
     return UsageError(f"--output-dir {root.parent}: cannot be written ({error.strerror}); choose a different folder")
 
 
 def commit(root, name, files, meta, form="rename"):
-    """Write a checkpoint. It becomes valid only when all its data is on disk.
+    """Write a checkpoint, which becomes valid only when all its data is on disk.
 
     Args:
         root: folder of the run's checkpoints.
-        name: "EPOCH" or "EPOCH_STEP". An existing folder of that name belongs to a different run and is replaced.
+        name: "EPOCH" or "EPOCH_STEP". A folder with this name that already exists belongs to a different run, and is
+            replaced.
         files: {file name: function that writes the content to a binary file}.
-        meta: content of meta.json, of JSON types, without format, files and checksum.
+        meta: content of meta.json, as JSON types, without the keys format, files and checksum.
         form: "rename" or "marker".
     Returns:
-        the folder.
+        path of the checkpoint.
     Raises:
-        OSError: for example, the disk is full or the folder is read-only; the checkpoint is not valid.
+        OSError: the checkpoint cannot be written and is not valid, for example because the disk is full.
     """
     folder, partial = Path(root) / name, _hidden(root, name, _PARTIAL)
     if is_foreign(folder):
@@ -175,7 +177,8 @@ def _own_files(folder):
 
 
 def _remove_unmarked(folder):
-    """Delete the files that this program wrote to an unmarked folder, and the folder unless it contains other files."""
+    """Delete the files that this program wrote to a folder after _unmark(). If no other files remain, delete the
+    folder."""
     own = _own_files(folder)
     for path in folder.iterdir():
         if path.name in own and (path.is_symlink() or not path.is_dir()):
@@ -184,16 +187,16 @@ def _remove_unmarked(folder):
         _remove(folder / _UNFINISHED)
         logger.warn(
             f"{folder}: not deleted, because it contains files that this program did not write ({', '.join(others[:3])}"
-            f"{', ...' if len(others) > 3 else ''}); move or delete them"
+            f"{', ...' if len(others) > 3 else ''}); move or delete these files"
         )
     elif own.isdisjoint(os.listdir(folder)):
-        _remove(folder / _UNFINISHED)  # removed last, so clean() still detects the folder if the run is killed
+        _remove(folder / _UNFINISHED)  # last, so clean() detects the folder if the run is killed
         _remove(folder, Path.rmdir)
 
 
 def _discard(replaced, folder):
-    """Delete an older checkpoint folder after a new folder has replaced it. Files that this program did not write are
-    moved to the new folder."""
+    """Delete an older checkpoint folder after a new folder has replaced it. Move files that this program did not write
+    to the new folder."""
     if replaced.is_symlink():
         replaced.unlink()
     if not replaced.exists():
@@ -245,8 +248,8 @@ def read_meta(folder):
 
 
 def prefix(args, folder):
-    """Return the path of a checkpoint's two files without the suffixes .pdparams and .pdopt. meta.json determines their
-    name or, if there is no meta.json, foreign_prefix.
+    """Return the common path of a checkpoint's .pdparams and .pdopt files, without these suffixes. The file name is
+    from meta.json or, if there is no meta.json, from foreign_prefix.
 
     Raises:
         DamagedError: the folder's meta.json is damaged.
@@ -257,8 +260,8 @@ def prefix(args, folder):
 
 
 def foreign_prefix(args, folder):
-    """Return the prefix of the two files in a checkpoint folder of a different program: --model-prefix if it is
-    explicit; otherwise NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
+    """Return the file prefix in a checkpoint folder of a different program. The prefix is --model-prefix if this flag
+    is explicit; otherwise it is NVIDIA's prefix, the network's prefix, or the only prefix in the folder."""
     if args.is_explicit("model_prefix"):
         return args.model_prefix
     names = [path.stem for path in Path(folder).glob("*.pdparams")]
@@ -277,7 +280,7 @@ def is_foreign(folder):
 
 
 def verify(folder):
-    """Read every byte of a checkpoint and return its meta.json. Files that meta.json does not list are ignored.
+    """Verify all files that meta.json lists by their sha256, and return the content of meta.json.
 
     Raises:
         DamagedError: a file is missing or was changed after it was written.
@@ -289,7 +292,7 @@ def verify(folder):
 
 
 def verify_file(path, expected, source):
-    """Read every byte of a file.
+    """Check that a file has the expected size and sha256.
 
     Args:
         path: path of the file.
@@ -313,8 +316,8 @@ def verify_file(path, expected, source):
 
 
 def position(name):
-    """Parse the name of a checkpoint folder. Return (epoch, completed steps or, for all steps, None), or None for other
-    names."""
+    """Parse the name of a checkpoint folder. Returns (epoch, completed steps), where steps is None at the end of the
+    epoch, or None if the name is not that of a checkpoint."""
     match = _NAME.fullmatch(name)
     return match and (int(match[1]), match[2] and int(match[2]))
 
@@ -328,8 +331,9 @@ def below(root):
 
 
 def finished(root):
-    """List the folders below ROOT that contain a checkpoint, sorted. Damaged checkpoints and those of other programs
-    are included; folders that clean() removes or that contain only other files are not."""
+    """List the folders below ROOT that contain a checkpoint, sorted. The list includes damaged checkpoints and
+    checkpoints of other programs. It excludes folders that clean() removes, and folders that contain only other
+    files."""
     return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
 
@@ -350,16 +354,18 @@ def newest_first(root):
 
 
 def is_checkpoint(folder):
-    """Return whether a folder contains a meta.json, valid or damaged, or is_foreign() is true."""
+    """Return whether a folder contains a checkpoint: a meta.json, valid or damaged, or parameters of a different
+    program."""
     return os.path.lexists(Path(folder) / META) or is_foreign(folder)
 
 
 def run_in(path, arch=None):
-    """Return the folder of a run's checkpoints: PATH itself or, if PATH is an --output-dir, the run folder in it.
+    """Return the folder that contains the checkpoints of a run: PATH or, if PATH is an --output-dir, the run folder in
+    PATH.
 
     Args:
         path: folder.
-        arch: name of the network, if it is known.
+        arch: name of the network, or None if it is unknown.
     Raises:
         UsageError: PATH contains runs of several networks.
     """
@@ -379,16 +385,16 @@ def runs_below(path):
 
 
 def resolve(path, arch=None, log=logger.info):
-    """Return the checkpoint to use for a folder: the folder itself or, if it is the folder of a run (see run_in),
-    `best`. If `best` does not exist, use the newest checkpoint at the end of an epoch; without such a checkpoint, use
-    the newest.
+    """Return the checkpoint to use for a folder. If the folder is not itself a checkpoint but the folder of a run (see
+    run_in), this is `best`; if `best` does not exist, the newest checkpoint at the end of an epoch; and if there is
+    none, the newest checkpoint.
 
     Args:
         path: folder.
-        arch: name of the network, if it is known.
+        arch: name of the network, or None if it is unknown.
         log: function that logs the choice.
     Raises:
-        UsageError: see run_in.
+        UsageError: the folder contains runs of several networks.
     """
     root = run_in(path, arch)
     if is_checkpoint(root) or not finished(root):
@@ -404,16 +410,17 @@ def resolve(path, arch=None, log=logger.info):
 
 
 def newest(root):
-    """Return the most recently written checkpoint below ROOT, without verifying it. If all checkpoints are from other
-    programs, return the one with the last epoch; without checkpoints, return None."""
+    """Return the most recently written checkpoint below ROOT, without verifying it, or None if there is no checkpoint.
+    If all checkpoints are from other programs, return the checkpoint with the last epoch."""
     valid, others = newest_first(root)
     foreign = [folder for folder, _ in others if is_foreign(folder)]
     return valid[0][0] if valid else next(reversed(foreign), None)
 
 
 def delete(folder):
-    """Delete a checkpoint. Files that this program did not write are kept, as is the target of a link. If the run is
-    killed during the deletion, the remaining files are not a valid checkpoint. A failure causes only a warning."""
+    """Delete a checkpoint, but keep files that this program did not write, and the target of a link. If the run is
+    killed during the deletion, the remaining files are not a valid checkpoint. If a file cannot be deleted, a warning
+    is logged."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -425,7 +432,7 @@ def delete(folder):
 
 
 def clean(root):
-    """Remove the unfinished work of a killed run. Restore a checkpoint whose replacement was interrupted."""
+    """Remove the unfinished files of a killed run, and restore a checkpoint whose replacement was interrupted."""
     for path in sorted(Path(root).glob(".*")):
         name, suffix = path.name[1:].rsplit(".", 1)[0], path.suffix
         if not position(name) and name not in MARKERS:
@@ -435,7 +442,7 @@ def clean(root):
                 _discard(path, path.parent / name)
             else:
                 path.rename(path.parent / name)
-        elif suffix in (_PARTIAL, ".deleted"):  # older versions used .deleted for folders being deleted
+        elif suffix in (_PARTIAL, ".deleted"):  # .deleted: suffix during deletion in older versions
             _remove(path)
     for folder in below(root):
         if _is_unfinished(folder) and not folder.is_symlink():
@@ -443,9 +450,9 @@ def clean(root):
 
 
 def remove_all(root):
-    """Delete all checkpoints below ROOT that this program wrote, including damaged ones and links, and log their names.
-    The targets of links to other folders are kept. If the run is killed during the deletion, the remaining checkpoints
-    are still valid.
+    """Delete all checkpoints below ROOT that this program wrote, including damaged checkpoints and links, and log their
+    names. If a link refers to a folder elsewhere, keep that folder. If the run is killed during the deletion, the
+    remaining checkpoints are still valid.
 
     Raises:
         OSError: a checkpoint cannot be deleted and is still valid.
@@ -453,9 +460,9 @@ def remove_all(root):
     checkpoints = [folder for folder in finished(root) if folder.is_symlink() or not is_foreign(folder)]
     links = [link for link in (Path(root) / marker for marker in MARKERS) if link.is_symlink()]
     if names := [path.name for path in checkpoints + links]:
-        logger.info(f"--overwrite: deletes {', '.join(names)} in {root}")
+        logger.info(f"--overwrite: deleting {', '.join(names)} in {root}")
     if kept := [folder.name for folder in finished(root) if folder not in checkpoints]:
-        logger.warn(f"--overwrite: keeps {', '.join(kept)} in {root}, which this program did not write")
+        logger.warn(f"--overwrite: keeping {', '.join(kept)} in {root}, because this program did not write them")
     for path in links + checkpoints:
         if path.is_symlink():
             path.unlink()
@@ -474,7 +481,7 @@ def _holds_checkpoint(folder):
 def _is_unfinished(folder):
     try:
         names = os.listdir(folder)
-    except OSError:  # an unreadable folder is not unfinished work of this program
+    except OSError:  # this program cannot have written an unreadable folder
         return False
     return META not in names and (_UNFINISHED in names or not names)
 
@@ -498,7 +505,7 @@ def _checksum(meta):
 
 
 class _HashingFile:
-    """A file wrapper that counts and hashes the bytes written."""
+    """A wrapper of a file that counts and hashes all written bytes."""
 
     def __init__(self, file):
         self._file = file
@@ -512,7 +519,8 @@ class _HashingFile:
 
 
 def write_file(path, write):
-    """Write a file by calling write(file), and flush it to disk. Returns {"size": bytes, "sha256": hexadecimal}."""
+    """Write a file by calling write(file), and flush the file to disk. Returns {"size": bytes, "sha256":
+    hexadecimal}."""
     with open(path, "wb") as file:
         hashing = _HashingFile(file)
         write(hashing)

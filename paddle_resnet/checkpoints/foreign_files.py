@@ -1,6 +1,6 @@
 """Read weights from other projects: .pth from PyTorch, .safetensors, and .pdparams from Paddle.
 
-Nothing in a file is executed. Memory use is proportional to the file size, because compressed archives and overlapping
+No code in a file is executed. Memory use is proportional to the file size, because compressed archives and overlapping
 tensors are rejected.
 """
 
@@ -21,11 +21,11 @@ from utils import files
 MAX_BYTES = 1 << 32
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_DIMENSIONS = 8
-# The first bytes of a .pth file: of a zip archive since PyTorch 1.6, before that of a sequence of pickles.
+# The first bytes of a .pth file. Since PyTorch 1.6, a .pth file is a zip archive; before, it was a sequence of pickles.
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
 _NESTED = ("state_dict", "model")  # keys under which training scripts save the weights
-_BFLOAT16 = "bfloat16"  # NumPy does not have this type
+_BFLOAT16 = "bfloat16"  # not a NumPy type
 _STORAGES = {
     **{"FloatStorage": "<f4", "DoubleStorage": "<f8", "HalfStorage": "<f2", "BFloat16Storage": _BFLOAT16},
     **{"LongStorage": "<i8", "IntStorage": "<i4", "ShortStorage": "<i2", "CharStorage": "i1"},
@@ -41,10 +41,11 @@ def read(path):
     """Read the tensors in a file.
 
     Returns:
-        {name: array}. Floats of any width are converted to float32; integers and booleans keep their types.
+        {name: array}. Floating-point values of all widths are converted to float32; integers and booleans keep their
+        types.
     Raises:
-        UnreadableError: the file is damaged, has a different format, contains anything other than a table of tensors,
-            or contains a value that is not finite.
+        UnreadableError: the file is damaged, has an unknown format, contains anything other than a table of tensors, or
+            contains a value that is not finite.
     """
     readers = {".pdparams": _read_pdparams, ".safetensors": _read_safetensors}
     readers |= dict.fromkeys((".pth", ".pt", ".tar", ".bin"), _read_torch)
@@ -142,7 +143,7 @@ def _read_torch(path):
         start = file.read(len(_LEGACY))
         if start.startswith(_ZIP):
             file.seek(0)
-            return _read_zip(io.BytesIO(file.read()), _size(file))  # ZipFile may allocate any size to read a file
+            return _read_zip(io.BytesIO(file.read()), _size(file))  # ZipFile may allocate any size for a file
         if start == _LEGACY:
             return _read_legacy(file)
     raise UnreadableError("not a file of torch.save")
@@ -168,8 +169,9 @@ def _read_zip(file, size):
 
 
 def _read_legacy(file):
-    """Read the format of PyTorch before 1.6: one pickle each for the magic number (already read), version, platform,
-    object, and keys of the object's storages. The storages follow, each preceded by its length."""
+    """Read the format of PyTorch before 1.6. The file contains five pickles: a magic number (already read), the
+    version, the platform, the object, and the keys of the object's storages. Then the storages follow, each preceded by
+    its length."""
     size, objects = _size(file), _TorchObjects()
     version, platform, state, keys = (arrays.interpret(file, size, objects) for _ in range(4))
     if version != _LEGACY_PROTOCOL or not isinstance(platform, dict) or platform.get("little_endian") is not True:
@@ -188,7 +190,7 @@ def _read_legacy(file):
 
 @dataclass
 class _Storage:
-    """Values that are stored outside the pickle and that tensors view."""
+    """Values outside the pickle. Tensors are views of these values."""
 
     dtype: str
     length: int
@@ -228,7 +230,7 @@ class _TorchObjects(arrays.NumPyObjects):
         raise UnreadableError("it contains a call that a table of tensors does not need")
 
     def set_content(self, target, state):
-        if not isinstance(target, dict):  # a state_dict has the versions of its modules as an attribute
+        if not isinstance(target, dict):  # ignores the module versions, an attribute of a state_dict
             raise UnreadableError("it contains a state that a table of tensors does not have")
 
     def stored(self, identifier):
@@ -268,7 +270,8 @@ def _torch_arrays(tensors, storages, raw):
 
 
 def _view(name, tensor, values):
-    """Return a tensor whose values are consecutive, with its dimensions in any order (such as channels last)."""
+    """Return the array of a tensor. The values of the tensor must be consecutive, but its dimensions may have any
+    order, such as channels last."""
     order = sorted(range(len(tensor.shape)), key=lambda i: (-tensor.strides[i], -tensor.shape[i]))
     shape = [tensor.shape[i] for i in order]
     expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

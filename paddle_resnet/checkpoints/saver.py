@@ -1,10 +1,11 @@
-"""Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/, or EPOCH_STEP/ inside an epoch. `latest` and `best` link to checkpoints.
+"""Save checkpoints as OUTPUT_DIR/ARCH/EPOCH/ or, inside an epoch, EPOCH_STEP/. The links `latest` and `best` refer to
+two of the checkpoints.
 
 PREFIX.pdparams contains the parameters and BN statistics; PREFIX.pdopt contains the momentum, the learning rate, the
-loss scale and float32 master weights. With --ema, PREFIX.pdema is like PREFIX.pdparams, with averages instead of
-weights. variables.py reads these files. meta.json contains the position of the run and the state of each process's
-loader. Inside an epoch, each process has its own BN statistics; bn_rankN.npz contains those of rank N > 0. folders.py
-writes, verifies and deletes the folders.
+loss scale and float32 master weights. With --ema, PREFIX.pdema has the format of PREFIX.pdparams, but contains averages
+instead of weights. variables.py reads these files. meta.json contains the position of the run and the state of each
+process's loader. Inside an epoch, each process has its own BN statistics. bn_rankN.npz contains the BN statistics of
+rank N > 0. folders.py writes, verifies and deletes the folders.
 """
 
 import errno
@@ -32,8 +33,8 @@ from utils.errors import RunError, UsageError
 
 
 def check_folder(args, checkpoint):
-    """Check that the output folder of a run that saves checkpoints can be created and written, and does not contain a
-    different run. The folder is not created.
+    """If the run saves checkpoints, check that its output folder can be created and written, and does not contain a
+    different run. The folder is not created yet.
 
     Args:
         args: flags.
@@ -57,15 +58,15 @@ def _check_content(args, checkpoint):
     folder = folders.run_folder(args)
     try:
         if folders.finished(folder):
-            with folders.hold(folder):  # detects a run that is still writing there
+            with folders.hold(folder):  # fails if a different run is still writing to the folder
                 _check_no_other_run(args, checkpoint)
     except OSError as e:
         raise folders.unwritable(folder, e) from e
 
 
 def _check_no_other_run(args, checkpoint):
-    """Check that the run folder contains no checkpoints, or that the run continues the newest or deletes all
-    (--overwrite).
+    """Check that the run folder contains no checkpoints. If it contains checkpoints, the run must either continue from
+    the newest checkpoint or delete all checkpoints (--overwrite).
 
     Raises:
         UsageError: the folder contains checkpoints of a different run.
@@ -92,9 +93,9 @@ def _is_within(path, folder):
 
 
 def best_before(root, checkpoint):
-    """Return the best evaluation, with its epoch, among the checkpoints below ROOT that led to the checkpoint that a
-    run continues; the earliest if several are equally good. Checkpoints that are later in training but were written
-    earlier belong to an abandoned branch."""
+    """Return the best evaluation before a run resumes from `checkpoint`, with its epoch. If several evaluations are
+    equally good, return the earliest. Only checkpoints that led to `checkpoint` count: a checkpoint of a later step
+    that was written earlier belongs to an abandoned branch of training."""
     best, reached = None, (checkpoint.epoch, checkpoint.step)
     for _, meta in folders.newest_first(root)[0]:
         at = (meta["epoch"] + 1, 0) if meta["step"] is None else (meta["epoch"], meta["step"])
@@ -107,7 +108,7 @@ def best_before(root, checkpoint):
 
 
 def _result_at(epoch, step, evaluated):
-    """Return an evaluation with its position; `step` is None at the end of an epoch."""
+    """Return the metrics of an evaluation with its position; `step` is None at the end of an epoch."""
     return {"epoch": epoch, **({} if step is None else {"step": step}), **evaluated}
 
 
@@ -122,14 +123,14 @@ def _name_of(best):
 class Saver:
     """Writes the checkpoints of a training run in the background.
 
-    Training waits only for the copy to host memory, and for the previous checkpoint if it is still being written.
+    Training waits only until the state is copied to host memory and the previous checkpoint is written.
 
     Args:
         args: flags.
         program: the training Program (not the compiled one); its variables are in the global scope.
         lr_scheduler: learning rate scheduler whose state is saved.
         loader: training loader.
-        fetchs: result of program.build; its meters contain the running sums of an epoch.
+        fetchs: result of program.build, with the meters that sum the metrics of an epoch.
         checkpoint: the checkpoint that the run started from, or None.
     Raises:
         UsageError: the output folder cannot be created or written, or contains a different run.
@@ -149,8 +150,8 @@ class Saver:
         self.folder = checkpoint and checkpoint.folder
 
     def _prepare(self, args, checkpoint):
-        """Create the checkpoint folder, lock it against other runs, and remove unfinished work of a killed run; with
-        --overwrite, also remove all checkpoints. Returns the best result so far."""
+        """Create the checkpoint folder, lock it, and remove the unfinished files of a killed run. With --overwrite,
+        also remove all checkpoints. Returns the best evaluation so far."""
         folder = folders.run_folder(args)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ class Saver:
                 pass
             self._lock = folders.hold(folder)
             folders.clean(folder)
-            _check_no_other_run(args, checkpoint)  # check again: a run may have ended here since check_folder
+            _check_no_other_run(args, checkpoint)  # again, because a run may have ended since check_folder
             if args.overwrite:
                 folders.remove_all(folder)
             return best_before(folder, checkpoint) if checkpoint and checkpoint.resumes else None
@@ -166,17 +167,18 @@ class Saver:
             raise folders.unwritable(folder, e) from e
 
     def follow(self, loader, fetchs, program):
-        """From now on, save the state of this loader, of these meters and of this program."""
+        """From now on, save the state of a different loader, different meters and a different program."""
         self._loader, self._fetchs, self._program = loader, fetchs, program
 
     def record(self, stop, result):
-        """Count an evaluation for --patience. Every process must call this.
+        """Update the best evaluation and the count for --patience. Every process must call record().
 
         Args:
             stop: durations.Stop of the evaluation.
             result: result of program.run.
         Returns:
-            whether it is the best evaluation so far; the earliest is the best if several are equally good.
+            whether this is the best evaluation so far. If several evaluations are equally good, the earliest is the
+            best.
         """
         is_best = self.best is None or result["top1"] > self.best["top1"]
         self._evaluations_since_best = 0 if is_best else self._evaluations_since_best + 1
@@ -204,19 +206,19 @@ class Saver:
         return self.best and self._root / _name_of(self.best)
 
     def save(self, epoch, step=None, trained=None, evaluated=None):
-        """Save the state between two steps. Every process must call this.
+        """Save the state between two steps. Every process must call save().
 
         Args:
             epoch: the epoch.
-            step: completed steps of the epoch; None if all steps and the evaluation are complete.
-            trained: training result up to this step if an evaluation is pending or all steps are complete.
+            step: completed steps of the epoch, or None if all steps and the evaluation are complete.
+            trained: training metrics up to this step if an evaluation is pending or all steps are complete.
             evaluated: result of the evaluation, if there was one.
         Raises:
             RunError: the previous checkpoint could not be written.
         """
         at = (epoch + 1, 0) if step is None else (epoch, step)
         if at == self._last and evaluated is None:
-            return  # the run stops right after a checkpoint, or before its first step after a resume
+            return  # no step since the last checkpoint or since the resume
         self._last = at
         watchdog.phase(f"checkpoint of epoch {epoch}")
         self.finish()
@@ -260,17 +262,17 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, averaged or {}])
 
     def save_on_error(self, error, epoch, step, trained):
-        """Save the state after an error if a resumed run can continue from it: after a request to stop and, in a
-        single-process run, after a failed evaluation. In a multi-process run, other processes may be in a different
-        phase or dead.
+        """Save the state after an error if a resumed run can continue from this state. This is the case if a stop was
+        requested, or if an evaluation failed in a single-process run. If an evaluation fails in a multi-process run,
+        the other processes may be dead or in a different phase.
 
         Args:
             error: the error.
             epoch: the epoch.
             step: steps of the epoch before the evaluation.
-            trained: training result up to that step, or None if training is not complete.
+            trained: training metrics up to that step, or None if training is not complete.
         Raises:
-            Preempted: replaces `error` and states how to continue.
+            Preempted: a stop was requested; the message states how to continue.
         """
         is_stop = isinstance(error, signals.Preempted)
         if not is_stop and (trained is None or processes.world_size() > 1):
@@ -285,7 +287,7 @@ class Saver:
             return
         if is_stop:
             raise signals.Preempted("; the same command with --resume continues") from None
-        logger.info(f"epoch {epoch} is trained and saved; --resume continues with its evaluation")
+        logger.info(f"epoch {epoch} is trained and saved; resume with --resume to evaluate it")
 
     def finish(self):
         """Wait until the last checkpoint is on disk. Only rank 0 writes checkpoints.
@@ -311,15 +313,15 @@ class Saver:
             ) from e
         except OSError as e:
             raise RunError(
-                f"{self._root / name}: checkpoint cannot be written ({e.strerror}), earlier ones are unchanged; free "
-                "disk space or choose a different --output-dir"
+                f"{self._root / name}: checkpoint cannot be written ({e.strerror}), but earlier checkpoints are "
+                "unchanged; free disk space, or choose a different --output-dir"
             ) from e
         logger.info(f"checkpoint: {folder}")
         self._mark_and_delete(name, meta["best"] and _name_of(meta["best"]))
 
     def _mark_and_delete(self, newest, best):
-        """Set the links, and delete old checkpoints of this run except the best one. Those inside an epoch never
-        displace those of epochs. Checkpoints of other runs are kept."""
+        """Set the links, and delete old checkpoints of this run except the best checkpoint. Checkpoints inside an epoch
+        never replace checkpoints at the end of an epoch. Checkpoints of other runs are kept."""
         self._mark("latest", newest)
         if best is not None:
             self._mark("best", best)
@@ -332,7 +334,7 @@ class Saver:
                 folders.delete(folder)
 
     def _mark(self, marker, name):
-        """Set a link. A failure causes only a warning, because --resume does not use the links."""
+        """Set a link. If this fails, log only a warning, because --resume does not use the links."""
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:
@@ -350,12 +352,12 @@ def _check_finite(folder, states):
     if bad:
         raise RunError(
             f"{folder}: checkpoint not written, because {len(bad)} of its arrays have non-finite values "
-            f"({', '.join(bad[:3])}{', ...' * (len(bad) > 3)}); resume from an earlier one with a lower --lr"
+            f"({', '.join(bad[:3])}{', ...' * (len(bad) > 3)}); resume from an earlier checkpoint with a lower --lr"
         )
 
 
 def _pack(state, arrays):
-    """Serialize one process's part of a checkpoint."""
+    """Serialize the state and the arrays of one process."""
     header = json.dumps(state).encode()
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)

@@ -1,4 +1,4 @@
-"""The schema of meta.json. saver.py writes the file. folders.py validates the file when it reads it, so other code can
+"""The schema of meta.json. saver.py writes the file. folders.py validates the file on every read, so all other code can
 rely on the schema.
 """
 
@@ -14,7 +14,8 @@ from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, 
 
 
 def problem(meta):
-    """Return what is invalid in the content of a meta.json (without its checksum), or None if the content is valid."""
+    """Return a description of the first problem in the content of a meta.json (without its checksum), or None if the
+    content is valid."""
     for name, is_valid in SCHEMA.items():
         if name not in meta:
             return f"{name} is missing"
@@ -27,15 +28,15 @@ def problem(meta):
         wrong = {rank["loader"]["step"] for rank in meta["ranks"]} - {step}
         if wrong:
             return f"step is {step}, but {min(wrong)} in a loader state"
-    if not is_count(meta.get("evaluations_since_best", 0)):  # older checkpoints do not have it
+    if not is_count(meta.get("evaluations_since_best", 0)):  # older checkpoints lack this key
         return f"evaluations_since_best is {reprlib.repr(meta['evaluations_since_best'])[:100]}"
-    if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints do not have it
+    if not is_list_of(is_text)(meta.get("class_names", [])):  # older checkpoints lack this key
         return f"class_names is {reprlib.repr(meta['class_names'])[:100]}"
     return None
 
 
 def _is_result(value):
-    """Return whether a value is a result of training or evaluation."""
+    """Return whether a value is a dictionary of training or evaluation metrics."""
     checks = {"loss": is_none_or(is_number), "top1": is_ratio, "top5": is_ratio, "ips": is_number}
     return is_table(value, **checks) and all(map(is_none_or(is_number), value.values()))
 
@@ -45,7 +46,7 @@ def _is_best(value):
 
 
 def _is_rank(value):
-    """Return whether a value is the state of a process: the state of its loader and of its meters."""
+    """Return whether a value is the state of a process, which consists of the state of its loader and of its meters."""
     return (
         is_table(value, loader=_is_loader, meters=is_table)
         and all(map(is_text, value["meters"]))
@@ -85,8 +86,8 @@ def as_tuples(value):
 
 
 def _are_files(value):
-    """Return whether a value is {name: {"size", "sha256"}} for files in the checkpoint folder, including parameters and
-    optimizer state."""
+    """Return whether a value is {name: {"size", "sha256"}} for the files in a checkpoint folder, and includes
+    parameters and optimizer state."""
     return (
         is_table(value)
         and all(re.fullmatch(r"[^/.\0][^/\0]*", name) for name in value)

@@ -1,5 +1,6 @@
-"""A program's variables and their files, PREFIX.pdparams and PREFIX.pdopt: pickled {name: array}, the format of
-`paddle.static.load`. Loading is strict. Parameters are stored in float32, regardless of the training precision.
+"""Load and read the variables of a program. The files PREFIX.pdparams and PREFIX.pdopt are pickles of {name: array},
+the format of `paddle.static.load`. Loading is strict: all names, shapes and types must match. Parameters are stored in
+float32, regardless of the training precision.
 
 With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. If this file exists, evaluation,
 prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
@@ -21,17 +22,17 @@ from utils.errors import UsageError
 
 LOSS_SCALE = "loss_scaling_0"  # Paddle's variable name
 MASTER = "_fp32_master_0"  # suffix of the master copy of a float16 parameter
-AVERAGED = ".pdema"  # suffix of the file with the averages
+AVERAGED = ".pdema"  # suffix of the file with the averages of --ema
 
 
 def load_start(args, checkpoint, program, place):
-    """Load the variables that the run starts from: the variables of a checkpoint (restore.StartCheckpoint) or
-    pretrained parameters. Without either, they keep the initial values from the startup program.
+    """Load the initial variables of a run from a checkpoint (restore.StartCheckpoint) or from pretrained parameters. If
+    the run has neither, the variables keep the values from the startup program.
 
     Returns:
         whether the weights are already pruned.
     Raises:
-        UsageError: see load and load_pretrained.
+        UsageError: load or load_pretrained fails.
     """
     if checkpoint is not None:
         return load(args, checkpoint.folder, program, place)
@@ -45,9 +46,9 @@ def load(args, folder, program, place, log=logger.info):
 
     Args:
         args: flags.
-        folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt; see folders.prefix.
+        folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt. folders.prefix determines PREFIX.
         program: training or evaluation Program whose startup program has run.
-        place: where the program runs.
+        place: device of the program.
         log: function that logs whether averages are loaded.
     Returns:
         whether the weights are already pruned.
@@ -66,7 +67,7 @@ def load(args, folder, program, place, log=logger.info):
         _load_strictly(others, optimizer, flag, place, "optimizer flags", args.verbose)
     if LOSS_SCALE in others and not args.use_dynamic_loss_scaling:
         before = read(LOSS_SCALE)
-        if before.item() != args.scale_loss:  # a fixed scale comes from the flag, not from the checkpoint
+        if before.item() != args.scale_loss:  # the flag determines a fixed scale, not the checkpoint
             logger.info(f"--scale-loss {args.scale_loss:g}: replaces the checkpoint's loss scale {before.item():g}")
             set_variable(LOSS_SCALE, np.full_like(before, args.scale_loss), place)
     return any(name.endswith(MASK) for name in state)
@@ -82,7 +83,7 @@ def _flag_and_prefix(args, folder):
 
 
 def _evaluated(prefix):
-    """Return the path of the weights to evaluate: the averages, if the checkpoint has them."""
+    """Return the path of the weights to evaluate. These are the averages if the checkpoint contains averages."""
     path = Path(f"{prefix}{AVERAGED}")
     return path if path.is_file() else Path(f"{prefix}.pdparams")
 
@@ -94,10 +95,10 @@ def _read_weights(path, flag, log=logger.info):
 
 
 def load_averages(args, checkpoint, program, place):
-    """Load the averages of a training program (--ema) from a checkpoint that has them.
+    """Load the averages of a training program (--ema) from a checkpoint, if the checkpoint contains averages.
 
     Returns:
-        False if the program has averages and the checkpoint does not.
+        False if the program has averages but the checkpoint does not contain any, otherwise True.
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
@@ -127,15 +128,16 @@ def start_averages(checkpoint, program, place):
 
 
 def averaged(program, params):
-    """Return the content of PREFIX.pdema: `params` from snapshot, with averages instead of weights. None without
-    --ema."""
+    """Return the content of PREFIX.pdema, which is `params` from snapshot with averages instead of weights, or None
+    without --ema."""
     names = averages.of(program)
     return {**params, **{name: read(average) for name, average in names.items()}} if names else None
 
 
 def load_pretrained(args, program, place):
-    """Load the parameters from --from-pretrained-params strictly; the optimizer keeps its initial state. With
-    --pretrained-mismatch skip-classifier, a classifier of a different shape keeps its initial values.
+    """Load the parameters of --from-pretrained-params. The optimizer keeps its initial state. With
+    --pretrained-mismatch skip-classifier, the classifier keeps its initial values if its shape is different; all other
+    parameters must match.
 
     Raises:
         UsageError: the file is missing, damaged or does not match the model.
@@ -172,7 +174,8 @@ def pretrained_file(args):
 
 
 def _check_number_of_classes(args, state, parameters, classifier, flag):
-    """Raise UsageError if only the number of classes differs. The remedy depends on how the run uses the checkpoint."""
+    """Raise UsageError if the checkpoint matches the network except for the number of classes. The remedy in the
+    message depends on how the run uses the checkpoint."""
     differing = {
         name
         for name, shape in parameters.items()
@@ -201,9 +204,10 @@ def load_statistics(path, place, is_averaged, is_verbose):
 
     Args:
         path: path of the file.
-        place: where the program runs.
-        is_averaged: whether the program has averages of these statistics. If not, averages in the file are ignored.
-        is_verbose: whether errors list the variables.
+        place: device of the program.
+        is_averaged: whether the program has averages of the BN statistics (--ema). If not, averages in the file are
+            ignored.
+        is_verbose: whether error messages list the variables.
     Raises:
         UsageError: the file is damaged or does not match the model.
     """
@@ -220,7 +224,7 @@ def snapshot(program):
     optimizer = {name: read(name) for name in others}
     for name in parameters:
         if name + MASTER in others:
-            if name + MASK in parameters:  # the optimizer masks the float16 parameter, but not its master
+            if name + MASK in parameters:  # the optimizer masks the float16 parameter, but not the master
                 optimizer[name + MASTER] = optimizer[name + MASTER] * params[name + MASK].astype(np.float32)
             params[name] = optimizer[name + MASTER]
     return params, optimizer
@@ -232,17 +236,17 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
     parameters, state = _match_ranges(args, program, parameters, state, flag)
     is_sparse = any(name.endswith(MASK) for name in state)
     if not any(name.endswith(MASK) for name in parameters):
-        # A dense program loads sparse weights without their masks, and training it would change the zeros.
+        # A program without --asp loads sparse weights without their masks, so training would change the zeros.
         if is_sparse and others:
             _check_masks_may_be_dropped(args, flag)
         state = {name: array for name, array in state.items() if not name.endswith(MASK)}
     elif not is_sparse:
         if not args.prune_model:
-            raise UsageError(f"{flag}: has dense weights, and --asp requires pruned ones; add --prune-model")
-        # A sparse program may start from dense weights, which are pruned afterwards.
+            raise UsageError(f"{flag}: has dense weights, but --asp requires pruned weights; add --prune-model")
+        # With --prune-model, a program may load dense weights, because they are pruned afterwards.
         parameters = {name: shape for name, shape in parameters.items() if not name.endswith(MASK)}
     elif dense := [name for name in parameters if name.endswith(MASK) and name not in state]:
-        # Older versions did not prune the first layer.
+        # Checkpoints of older versions have no mask for the first layer, which those versions did not prune.
         state |= {name: np.ones_like(read(name)) for name in dense}
         logger.info(f"{flag}: has no {', '.join(dense)}; these weights remain dense")
     remedy = f"--model-arch-name (now {args.model_arch_name}), --num-of-class, --image-shape and --asp"
@@ -253,8 +257,8 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
 
 
 def _match_ranges(args, program, parameters, state, flag):
-    """Return (parameters, state) for ranges of quantized activations (--qat): training may start from weights with or
-    without ranges."""
+    """Return (parameters, state) without the ranges of quantized activations (--qat) that only one of them contains.
+    Training may start from weights with or without ranges."""
     own = set(quantization.ranges(program))
     if own and not own & set(state):
         if args.from_pretrained_params is None or not args.run_scope.trains:
@@ -306,8 +310,8 @@ def _load_strictly(variables, state, flag, place, remedy, is_verbose):
 
 
 def variables(program):
-    """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks;
-    neither dict includes averages (--ema)."""
+    """Return ({parameter: shape}, {optimizer variable: shape}). The parameters include BN statistics and ASP masks.
+    Neither dictionary includes averages (--ema)."""
     parameters, others = {}, {}
     for var in program.list_vars():
         is_other = var.name.startswith((scalars.PREFIX, accumulation.PREFIX)) or var.name.endswith(averages.SUFFIX)
@@ -318,7 +322,8 @@ def variables(program):
 
 
 def _has_type_of(name, array):
-    """Return whether a variable can hold an array: floats may differ in width, all other types must be equal."""
+    """Return whether a variable can store an array. Floating-point types may differ in width; all other types must be
+    equal."""
     tensor = _tensor(name)
     dtype = np.array(tensor).dtype
     is_float = dtype.kind == "f" or tensor._dtype() == paddle.bfloat16
@@ -326,8 +331,8 @@ def _has_type_of(name, array):
 
 
 def _shape(shape):
-    """Treat shape () as (1,): the learning rate has shape () here, but may have (1,) in files from Paddle and older
-    versions."""
+    """Return a shape as a tuple, with () replaced by (1,). The learning rate has the shape () in a program, but may
+    have the shape (1,) in files of Paddle and of older versions."""
     return tuple(shape) or (1,)
 
 
@@ -343,12 +348,12 @@ def set_variable(name, array, place):
     tensor = _tensor(name)
     if array.dtype.kind == "f":
         array = _bfloat16(array) if tensor._dtype() == paddle.bfloat16 else array.astype(np.array(tensor).dtype)
-    # Keep the tensor's shape: ascontiguousarray gives a scalar, such as the learning rate, one dimension.
+    # reshape() restores the shape of a scalar, such as the learning rate, because ascontiguousarray adds a dimension.
     tensor.set(np.ascontiguousarray(array).reshape(tensor.shape()), place)
 
 
 def _bfloat16(array):
-    """Round floats to the nearest bfloat16, with ties to even, as a GPU does. In NumPy, Paddle represents bfloat16 as
+    """Round floats to the nearest bfloat16, with ties to even, as a GPU does. Paddle represents bfloat16 in NumPy as
     uint16, the upper half of a float32."""
     bits = array.astype(np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Before step 1, compares flags, versions, sources, data and network between the processes of a job."""
+"""Before step 1, compare flags, versions, source code, data and network between the processes of a job."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from paddle_resnet.settings.declarations import RESUMED, of_kinds
 from paddle_resnet.settings.values import flag
 from utils.errors import UsageError
 
-# Flags that may differ between machines: paths, and flags that affect only the speed of the loader.
+# Flags that may differ between machines: paths, flags of the output, and flags that affect only speed.
 LOCAL_FLAGS = (
     *("image_root", "skip_list", "allow_outside", "report_file", "show_config", "verbose", "enable_cpu_affinity"),
     *("dali_num_threads", "dali_prefetch", "hw_decoder_load"),
@@ -23,10 +23,10 @@ LOCAL_FLAGS = (
 
 
 def check_start(args):
-    """Compare flags, versions and sources.
+    """Compare flags, versions and source code between all ranks.
 
     Raises:
-        UsageError: the ranks differ. Raised on every rank; lists the differences and the ranks that have them.
+        UsageError: the ranks differ. Every rank raises this error, and the message lists the values with their ranks.
     """
     facts = {flag(name): v for name, v in args.as_dict().items() if name not in LOCAL_FLAGS}
     for name in map(flag, (name for name in of_kinds(*RESUMED) if not args.is_explicit(name))):
@@ -39,14 +39,14 @@ def check_start(args):
 
 
 def check_work(kernels, train_loader, eval_loader, program):
-    """Compare kernels, data sets and network, like check_start.
+    """Compare kernels, data sets and networks between all ranks, and raise UsageError if they differ.
 
     Args:
         kernels: "native" or "paddle".
         train_loader, eval_loader: results of dali.build_dataloader, or None.
-        program: training program, or evaluation program if nothing is trained.
+        program: training program, or evaluation program if the run does not train.
     """
-    # Kernels differ if only some machines have a compiler.
+    # The kernels of the ranks differ if only some machines have a compiler.
     facts = {"--kernels (auto depends on the machine, paddle runs on all)": kernels}
     if train_loader is not None:
         facts["number of steps per epoch"] = len(train_loader)
@@ -77,14 +77,18 @@ def _check_equal(all_ranks):
             differences.append(f"{name} is " + " and ".join(f"{v} on {ranks(who)}" for v, who in values.items()))
     if differences:
         raise UsageError(
-            f"job: the processes differ: {', '.join(differences)}; start all of them with the same command, program "
-            "and data"
+            f"job: the processes differ: {', '.join(differences)}; start all processes with the same command, "
+            "program and data"
         )
 
 
 def _sources():
     root = Path(utils.__file__).parent.parent
-    paths = [root / "config.py", root / "train.py", *root.glob("utils/*.py")]  # site-packages has other files
+    paths = [
+        root / "config.py",
+        root / "train.py",
+        *root.glob("utils/*.py"),
+    ]  # if installed, other files are next to these
     paths += [path for end in ("py", "cc", "h", "cu", "cuh") for path in root.glob(f"paddle_resnet/**/*.{end}")]
     return {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
 

@@ -1,15 +1,15 @@
-"""Connections between the monitors of a job. Messages are lines of JSON, sent only after both ends of a connection have
-proved that they belong to the job.
+"""Connections between the monitors of a job. A message is a line of JSON. No message is sent before both ends of a
+connection have proved that they belong to the job.
 
-Each rank draws a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 and each other rank
-derive a common key from their own private key and the other rank's public key. The common key never leaves these two
-ranks; a socket pair passes it to their monitors. Over TCP, both ends prove that they have the common key (HMAC of
-random challenges).
+Each rank draws a Diffie-Hellman key pair and publishes its public key in Paddle's TCP store. Rank 0 derives a common
+key with each other rank: both ranks combine their own private key with the public key of the other rank. The common key
+never leaves these two ranks and their monitors, which receive it over a socket pair. Over TCP, both ends prove that
+they have the common key (HMAC of random challenges).
 
 A client that reads the store, the process list or the network, or connects to the port, cannot impersonate a rank. But
-a client that can write to the store, which Paddle leaves open, can replace public keys, and a client that can alter
-packets can alter messages, which are neither encrypted nor signed. Such clients could end a job even without the
-monitors. Run jobs in a trusted network.
+Paddle does not protect the store against writing, so a client can replace public keys in the store. A client that can
+alter packets can alter messages, because messages are neither encrypted nor signed. Such clients could end a job even
+without the monitors, so run jobs in a trusted network.
 """
 
 import asyncio
@@ -21,14 +21,13 @@ import secrets
 import socket
 import time
 
-# Maximum length of a line, which limits the memory that a connection can use.
+# Maximum length of a message. It limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
-# Time within which a connection must prove that it belongs to the job, and maximum number of connections that have not
-# proved it yet.
+# Time limit to prove that a connection belongs to the job, and maximum number of connections without this proof.
 PROOF_S, MAX_UNAUTHENTICATED = 10, 64
-# Timeout of connect, and time after which TCP closes the connection to an unresponsive machine.
+# Timeout of connect(), and time after which TCP closes the connection to a machine that does not respond.
 CONNECT_S, SILENCE_S = 30, 30
-# RFC 3526, 2048-bit group; its generator is 2.
+# Prime of the 2048-bit group in RFC 3526, whose generator is 2.
 _PRIME = int(
     "FFFFFFFFFFFFFFFFC90FDAA22168C234C4C6628B80DC1CD129024E088A67CC74020BBEA63B139B22514A08798E3404DDEF9519B3CD3A431B"
     "302B0A6DF25F14374FE1356D6D51C245E485B576625E7EC6F44C42E9A637ED6B0BFF5CB6F406B7EDEE386BFB5A899FA5AE9F24117C4B1FE6"
@@ -40,7 +39,7 @@ _PRIME = int(
 
 
 def key_pair():
-    """Draw a key pair: (private, public) numbers."""
+    """Generate a key pair, and return it as the numbers (private, public)."""
     private = secrets.randbits(256)
     return private, pow(2, private, _PRIME)
 
@@ -58,7 +57,7 @@ def encode(message):
 
 
 async def receive(reader):
-    """Return the next message, a non-empty dict; None if the connection ends or breaks, or if the line is invalid."""
+    """Return the next message, a non-empty dictionary, or None if the connection has ended or the line is invalid."""
     try:
         message = json.loads(await reader.readline())
     except (OSError, ValueError, RecursionError):  # asyncio raises ValueError for a line that is too long
@@ -67,7 +66,7 @@ async def receive(reader):
 
 
 def end(writer):
-    """End this direction of a connection. The other end closes the connection when it has read everything."""
+    """Stop sending on a connection. The other end closes the connection after reading all messages."""
     with contextlib.suppress(OSError):
         writer.write_eof()
 
@@ -84,7 +83,7 @@ async def connect(host, port, key, rank):
     while True:
         try:
             return await asyncio.wait_for(_prove(host, port, key, rank), PROOF_S)
-        except (OSError, asyncio.TimeoutError) as e:  # unauthenticated clients may keep the coordinator busy
+        except (OSError, asyncio.TimeoutError) as e:  # the coordinator may be busy with unauthenticated clients
             if time.monotonic() > deadline:
                 raise ConnectionError(str(e) or "no answer") from e
         await asyncio.sleep(0.5)
@@ -110,8 +109,8 @@ async def serve(listener, keys, welcome):
     Args:
         listener: listening socket.
         keys: [(rank, key)].
-        welcome: coroutine function of (rank, reader, writer), called for each authenticated rank. The connection is
-            closed when it returns.
+        welcome: coroutine function with the arguments (rank, reader, writer), called for each authenticated rank. When
+            the coroutine returns, the connection is closed.
     """
     unauthenticated, meetings = [], set()
 
@@ -137,7 +136,7 @@ async def serve(listener, keys, welcome):
 
 
 async def _verify(reader, writer, keys):
-    """Return the rank that has connected; None if the client cannot prove that it belongs to the job."""
+    """Return the rank of the client, or None if the client cannot prove that it belongs to the job."""
     _keep_alive(writer)
     mine = secrets.token_hex()
     writer.write(encode({"challenge": mine}))
@@ -151,7 +150,8 @@ async def _verify(reader, writer, keys):
 
 
 def _proof(key, prover, *challenges):
-    """Return a proof. It includes the prover's name, so that no end can reuse the proof that it has received."""
+    """Return a proof. The proof depends on the name of its sender, so that the receiver cannot send it back as its own
+    proof."""
     return hmac.new(key.encode(), json.dumps([prover, *challenges]).encode(), "sha256").hexdigest()
 
 
@@ -161,7 +161,7 @@ def _is_proof(message, key, *facts):
 
 
 def _keep_alive(writer):
-    """Make TCP detect a machine that is down."""
+    """Set TCP options so that the connection closes if the other machine is down."""
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2),

@@ -1,5 +1,5 @@
-"""Exchanges numbers between the hosts of a job's ranks through Paddle's TCP store. The exchange is exact, all ranks get
-the same bytes, and no device is involved. (Gradients are reduced by Fleet instead.)"""
+"""Exchange data between the ranks of a job through Paddle's TCP store, from host memory to host memory. All ranks get
+exactly the same bytes. (Fleet, not this module, reduces gradients.)"""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ _stop_at, _has_proposed, _last_gather = None, False, None
 
 
 def all_gather(values):
-    """Gather numbers from the hosts of all ranks.
+    """Gather numbers from all ranks.
 
     Args:
         values: sequence of k numbers.
@@ -41,8 +41,8 @@ def all_gather(values):
 def gather(data):
     """Collect bytes of every rank on rank 0.
 
-    The store never frees memory, even if a shorter value replaces a longer one. So each rank always uses the same key,
-    and overwrites the value once rank 0 has read it.
+    The store never frees memory, even if a shorter value replaces a longer value. Therefore each rank always writes to
+    the same key, after rank 0 has read the previous value.
 
     Returns:
         [bytes of each rank] on rank 0, None on other ranks.
@@ -66,21 +66,21 @@ def gather(data):
 
 
 class Stream:
-    """Collects items from all ranks on rank 0. No rank waits for other ranks before finish().
+    """Collects items from all ranks on rank 0. Ranks wait for each other only in finish().
 
-    Items are sent in batches. Each rank writes its batch under a key of its own; rank 0 reads the batches once all
-    ranks have written one. A rank writes its next batch once rank 0 has read the previous batch. All ranks must create
-    and finish streams in the same order.
+    Each rank writes its items in batches to a key of its own. When all ranks have written a batch, rank 0 reads the
+    batches. A rank writes its next batch after rank 0 has read the previous batch. All ranks must create and finish
+    streams in the same order.
     """
 
     def __init__(self):
         self._name, self._items, self._batch, self._number = _next_exchange(), [], 0, 1
 
     def add(self, item):
-        """Send an item of JSON data. On rank 0, return the new items of each rank as [[item]]; on other ranks, return
-        [].
+        """Send an item of JSON data. On rank 0, return a list with the list of new items of each rank. On other ranks,
+        return [].
 
-        finish may return the last batch a second time.
+        finish() may return the items of the last batch a second time.
         """
         self._items.append(item)
         store, others = _store(), processes.world_size() - 1
@@ -102,7 +102,7 @@ class Stream:
         return []
 
     def finish(self):
-        """Send the remaining items and return like add, but on rank 0 wait for the items of all ranks."""
+        """Send the remaining items, and return the same as add(). Rank 0 waits for the items of all ranks."""
         batches = gather(json.dumps(self._items).encode())
         return [json.loads(batch) for batch in batches] if processes.rank() == 0 else []
 
@@ -115,7 +115,7 @@ def from_rank_0(function):
     Returns:
         the result of the function, on every rank.
     Raises:
-        UsageError: the function raised one. It is raised on every rank.
+        UsageError: the function raised a UsageError on rank 0. Every rank then raises this error.
     """
     if processes.world_size() == 1:
         return function()
@@ -136,8 +136,8 @@ def from_rank_0(function):
 
 @contextlib.contextmanager
 def exit_barrier():
-    """At the end of the block, wait until all processes of the job have completed the block or were stopped in it. Rank
-    0 leaves last, because the other ranks still use its store. An error ends the job."""
+    """At the end of the block, wait until all processes of the job have completed the block or have been stopped in it.
+    Rank 0 leaves last, because the other ranks still use its store. If the block raises an error, the job ends."""
     try:
         yield
     except signals.Preempted:
@@ -165,12 +165,12 @@ def _wait_for_all():
 
 
 def stop_agreed():
-    """Return whether all ranks stop now, before the training step that they are about to run. Call this once per step.
+    """Return whether all ranks must stop before the next training step. Call this function exactly once per step.
 
-    A rank that has received a signal publishes the number of a step slightly ahead, and each rank reads the store every
-    STOP_POLL_STEPS steps. No rank is more than three steps ahead of any other: before step n, it has read the metrics
-    of step n-2, which follow the all-reduces of step n-3. So all ranks see the published number before they reach that
-    step, without waiting for each other.
+    A rank that receives a signal publishes the number of a later step at which all ranks stop. Each rank reads the
+    store every STOP_POLL_STEPS steps. No rank is more than three steps ahead of other ranks, because a rank reads the
+    metrics of step n-2 before step n, and these metrics follow the all-reduces of step n-3. Therefore all ranks read
+    the published number before they reach that step, without waiting for each other.
     """
     global _polls
     _polls += 1
@@ -183,15 +183,16 @@ def stop_agreed():
 
 
 def stop_asked():
-    """Return whether any rank has received a signal to stop. Ranks may get this result at different steps, so they must
-    agree on a step afterwards."""
+    """Return whether any rank has received a signal to stop. Different ranks may learn this at different steps, so the
+    caller must let all ranks agree on a step."""
     if processes.world_size() == 1:
         return signals.received() is not None
     return _stop_step(0) is not None
 
 
 def _stop_step(proposal):
-    """Return the number of the poll at which the job stops, which is the first proposal; None if there is no signal."""
+    """Return the number of the step at which the job stops, or None if no rank has received a signal. The first
+    proposal counts."""
     global _stop_at, _has_proposed
     if _stop_at is None:
         store = _store()
@@ -216,7 +217,8 @@ def _store():
 
 
 def _wait_for_server(host, port):
-    """Wait in Python: Paddle's client would hold the GIL in C code, so that the monitor could only kill the process."""
+    """Wait until rank 0 serves the store. If Paddle's client waited instead, C code would hold the GIL, and the rank
+    could not exit by itself if the job failed."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
             return
@@ -224,9 +226,11 @@ def _wait_for_server(host, port):
 
 
 def _send_at_once(port):
-    """Turn off Nagle's algorithm for connections to a port. Paddle does not expose their file descriptors.
+    """Turn off Nagle's algorithm for all connections to a port.
 
-    Paddle's client writes a request in pieces, so each request would wait 44 ms for a delayed acknowledgement.
+    Paddle's client writes a request in pieces, so with Nagle's algorithm, each request would wait 44 ms for a delayed
+    acknowledgement. Paddle does not expose the file descriptor of its connection, so this function examines all
+    descriptors.
     """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
@@ -238,12 +242,13 @@ def _send_at_once(port):
 
 
 def _next_exchange():
-    """Return a key for the next exchange. All ranks take part in all exchanges, so they all get the same key."""
+    """Return a key for the next exchange. The key is the same on all ranks, because all ranks take part in all
+    exchanges."""
     global _exchanges
     _exchanges += 1
     return f"paddle_resnet/{_exchanges}"
 
 
 def _get(key):
-    """Wait for a key and return its value, bytes that the store contains as hexadecimal text."""
+    """Wait for a key, and return its value as bytes. The store contains the value as hexadecimal text."""
     return bytes.fromhex(_store().get(key).decode())

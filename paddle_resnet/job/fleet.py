@@ -1,4 +1,4 @@
-"""Starts a job: Fleet in collective mode, with NCCL on GPUs and Gloo on CPUs."""
+"""Start Fleet in collective mode, with NCCL on GPUs and Gloo on CPUs."""
 
 import os
 import random
@@ -15,8 +15,8 @@ from paddle_resnet.machine import compat
 from utils import signals
 from utils.errors import RunError
 
-# Paddle's defaults are for small GPUs. These flags provide enough workspace (MB) for every convolution algorithm,
-# enable one-pass BN, and sum the gradients at a residual addition in place. The last flag takes effect when the
+# Paddle's defaults are for small GPUs. These flags allow enough workspace (in MB) for every convolution algorithm,
+# enable one-pass BN, and sum the gradients of a residual addition in place. Paddle reads the last flag when the
 # backward pass is built.
 GPU_FLAGS = {
     "FLAGS_conv_workspace_size_limit": 4096,
@@ -24,17 +24,17 @@ GPU_FLAGS = {
     "FLAGS_max_inplace_grad_add": 8,
 }
 # Number of gradients per fused all-reduce. With Fleet's default of 8, a step on two H200s took 3 to 8 % longer than
-# with 16 or more, which differed only by noise. With 32, most bytes overlap with the backward pass, and few all-reduces
-# follow it. Within a host, a single all-reduce at the end is even faster, as measured for ResNet-50 with O2 on two
-# H200s (benchmarks/log/multi_gpu_h200_2026-11-22.md).
+# with 16 or more; differences between larger numbers were noise. With 32 gradients, most bytes overlap with the
+# backward pass, and few all-reduces follow it. Within a host, a single all-reduce after the backward pass is even
+# faster. All times are for ResNet-50 with O2 on two H200s (benchmarks/log/multi_gpu_h200_2026-11-22.md).
 _GRADIENTS_PER_ALL_REDUCE = 32
 _ALL_GRADIENTS = 10**6
-_started_with = None  # settings of the last call of start
+_started_with = None  # settings of the last call of start()
 
 
 def connect(timeout_s):
-    """Connect the processes of a job for the exchange of numbers, and start the monitor. Call this before Fleet starts,
-    because Fleet may wait for a dead process while it sets up communication.
+    """If the job has several processes, connect them for exchange.py and start the monitor. Call connect() before Fleet
+    starts, because Fleet may wait for a dead process while it sets up communication.
 
     Args:
         timeout_s: number of seconds without progress after which the monitor ends the job.
@@ -45,54 +45,58 @@ def connect(timeout_s):
 
 
 def start(args):
-    """Set Paddle's flags, seed the host's random generators and initialize Fleet, even if the job has a single process.
-    Call this when all flags are resolved, before a program is built."""
+    """Set Paddle's flags, seed the random generators of the host, and initialize Fleet, even for a single process. Call
+    start() after all flags are resolved and before a program is built."""
     global _started_with
     _started_with = args
     random.seed(args.seed)
     np.random.seed(args.seed)
     if args.device == "gpu":
         paddle.set_flags(GPU_FLAGS)
-    # If serial, the main thread runs all operators. Paddle's profiler loses events or crashes if two executor threads
-    # record their first events at once (HostEventRecorder's list of threads has no lock). On a CPU, several executor
-    # threads occasionally crashed, and they are not faster. A CUDA graph only captures the operators of one thread.
+    # In a serial run, the main thread runs all operators. A trace requires a serial run, because Paddle's profiler
+    # loses events or crashes if two executor threads record their first events at once (HostEventRecorder has no lock
+    # for its list of threads). A CUDA graph requires a serial run, because it captures only the operators of one
+    # thread. On a CPU, several executor threads were not faster and occasionally crashed.
     is_serial = args.device == "cpu" or args.profile_steps is not None or args.cuda_graph
     paddle.set_flags({"FLAGS_new_executor_serial_run": is_serial})
     set_log_level("ERROR")  # must precede the strategy, which logs its creation
     strategy = fleet.DistributedStrategy()
-    # On a CPU with NCHW, oneDNN writes gradients to its own memory instead of the buffer of a fused all-reduce.
+    # On a CPU with NCHW, all-reduces are not fused, because oneDNN writes gradients to its own memory instead of the
+    # buffer of a fused all-reduce.
     strategy.fuse_all_reduce_ops = args.device == "gpu" or args.data_layout == "NHWC"
     strategy.fuse_grad_size_in_num = _ALL_GRADIENTS if reduces_at_the_end(args.device) else _GRADIENTS_PER_ALL_REDUCE
     if args.kernels == "native":
         build_strategy = strategy.build_strategy
-        build_strategy.fuse_bn_add_act_ops = False  # otherwise Fleet fuses operators before fusion.py does
+        build_strategy.fuse_bn_add_act_ops = False  # Fleet must not fuse operators before fusion.py
         strategy.build_strategy = build_strategy
     fleet.init(is_collective=True, strategy=strategy)
     if processes.world_size() > 1 and args.device == "cpu":
-        # Otherwise Fleet adds operators that set up NCCL to the startup program, even if there is no NCCL.
+        # Fleet would add operators that set up NCCL to the startup program, even on a machine without NCCL.
         CollectiveHelper._init_communicator = lambda self, *args, **kwargs: None
         compat.start_gloo(_prepare_for_gloo)
 
 
 def is_started(args):
-    """Return whether start was last called with these settings or, for a stage, with the settings of its run."""
+    """Return whether the last call of start() was for these settings or, if they belong to a stage, for the settings of
+    its run."""
     return _started_with is not None and _started_with in (args, args.run)
 
 
 def reduces_at_the_end(device):
-    """Return whether one all-reduce per data type follows the backward pass, on the computation's stream. Otherwise
-    gradients are all-reduced in buckets that overlap with the backward pass."""
+    """Return whether gradients are all-reduced after the backward pass, once per data type and on the CUDA stream of
+    the computation. Otherwise, gradients are all-reduced in buckets that overlap with the backward pass."""
     return device == "gpu" and processes.is_one_host()
 
 
 def _prepare_for_gloo():
-    """Make the processes that Paddle forks exit with this process, and reserve the port of Paddle's Gloo server.
+    """Reserve the port of Paddle's Gloo server, and ensure that processes that Paddle forks exit with this process.
 
-    The launcher chose the port earlier. If another program has taken it since, Paddle would wait indefinitely.
+    The launcher chose the port when the job started. If a different program uses the port by now, Paddle would wait
+    indefinitely.
 
     Returns:
-        on rank 0, a socket bound to the port. Since the socket does not listen, Paddle's server can bind to the port,
-        too, but no other program can.
+        on rank 0, a socket that is bound to the port but does not listen. Paddle's server can then also bind to the
+        port, but no other program can.
     Raises:
         RunError: the port is in use.
     """
@@ -109,7 +113,7 @@ def _prepare_for_gloo():
 
 def _reserve(port):
     reserved = socket.socket()
-    # Paddle's server also sets this option; otherwise only one of the two sockets could bind to the port.
+    # Paddle's server also sets this option. Both sockets need the option to be able to bind to the same port.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         reserved.bind(("", port))

@@ -1,11 +1,12 @@
-"""The monitor: one process per rank of a job, which ends its rank when the job fails. watchdog.py is the rank's side.
+"""The monitor process of a rank, which ends the rank if the job fails. Each rank of a job has a monitor. watchdog.py is
+the part that runs in the rank.
 
-The monitor is a process because no thread of the rank can run while C code holds the GIL. Paddle holds the GIL while it
-sets up communication, and possibly while it copies a batch and the GPU waits for another rank.
+The monitor is a separate process, because no thread of the rank can run while C code holds the GIL. Paddle holds the
+GIL while it sets up communication, and sometimes while it copies a batch and the GPU waits for a different rank.
 
-All monitors connect to the coordinator, which runs in rank 0's monitor. The coordinator determines the first cause of a
-failure and sends it to all monitors. Each monitor prints the cause and ends its rank with the exit code of the failed
-rank. A closed connection means that a process is dead.
+All monitors connect to the coordinator, which runs in the monitor of rank 0. The coordinator determines the first cause
+of a failure and sends the cause to all monitors. Each monitor prints the cause and ends its rank with the exit code of
+the failed rank. If a connection closes, the process at its other end is dead.
 """
 
 import asyncio
@@ -25,10 +26,11 @@ from paddle_resnet.job import channel
 from paddle_resnet.job.position import Position, describe_stall, where_is
 from utils import logger
 
-# Time that a rank has to exit before it is killed, and that a monitor has to forward the cause.
+# Time limit for a rank to exit before its monitor kills it, and for a monitor to forward the cause of a failure.
 GRACE_S = 2
 POLL_S = 0.05
-# Signals that end a process or that job scripts use. They may also be sent to the monitors, which must survive them.
+# Signals that end a process or that job schedulers send. Monitors may also receive these signals, and must survive
+# them.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _GONE = "its process exited without an error message{}: it was killed (out of memory?) or crashed; see its own log"
 
@@ -37,7 +39,7 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
     """Start the monitor of this process.
 
     Args:
-        rank, world_size, timeout_s, master: see watchdog.start.
+        rank, world_size, timeout_s, master: arguments of watchdog.start.
         process: socket for messages between this process and its monitor.
         position: Position of this process.
         listener: listening socket of the coordinator, on rank 0.
@@ -49,15 +51,17 @@ def start(rank, world_size, timeout_s, master, process, position, listener=None)
     )
     descriptors = [process.fileno(), position.descriptor, *([listener.fileno()] if listener else [])]
     facts = json.dumps([rank, world_size, timeout_s, master, os.getpid(), *descriptors])
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited: the monitor exits when its rank does
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, _SIGNALS
+    )  # the monitor inherits the mask and exits when its rank exits
     try:
         return subprocess.Popen(
-            # -I: do not import modules of the working directory.
+            # With -I, Python does not import modules from the working directory.
             [sys.executable, "-I", "-c", program, str(Path(__file__).parent.parent.parent), facts],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
-            start_new_session=True,  # survives a kill of the rank's session, to inform other monitors
+            start_new_session=True,  # to inform other monitors if the session of the rank is killed
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -68,7 +72,8 @@ def main(facts):
 
     async def run():
         coordinator = _Coordinator(world_size, timeout_s, socket.socket(fileno=listener[0])) if rank == 0 else None
-        # The period grows with the number of ranks, because each sends its position to the coordinator once per period.
+        # The period grows with the number of ranks, because every rank sends its position to the coordinator once per
+        # period.
         period_s = min(max(1.0, world_size / 100), timeout_s / 10)
         ends = socket.socket(fileno=process), Position(position)
         await Monitor(rank, timeout_s, period_s, master, pid, *ends, coordinator).run()
@@ -84,13 +89,15 @@ class Monitor:
     def __init__(self, rank, timeout_s, period_s, master, pid, process, position, coordinator=None):
         self._rank, self._timeout_s, self._period_s, self._master = rank, timeout_s, period_s, master
         self._pid, self._process, self._position, self._coordinator = pid, process, position, coordinator
-        self._address = asyncio.get_running_loop().create_future()  # address of the coordinator, and this rank's key
-        self._outcome = asyncio.get_running_loop().create_future()  # arguments of decide
+        self._address = asyncio.get_running_loop().create_future()  # address of the coordinator, and key of this rank
+        self._outcome = asyncio.get_running_loop().create_future()  # arguments of _decide
         self._to_coordinator, self._last_message = None, time.monotonic()
         self._is_rank_gone = False
 
     async def run(self):
-        reader, writer = await asyncio.open_unix_connection(sock=self._process, limit=1 << 30)  # all keys
+        reader, writer = await asyncio.open_unix_connection(
+            sock=self._process, limit=1 << 30
+        )  # bytes; a message with all keys must fit
         work = map(
             asyncio.create_task,
             (self._receive_from_rank(reader), self._send_positions(), self._receive_from_coordinator()),
@@ -116,11 +123,11 @@ class Monitor:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _decide(self, message, code, final_message=None):
-        """Set how this monitor ends. Only the first call has an effect.
+        """Set the outcome of this monitor, unless an earlier call has set it.
 
         Args:
             message: message to print, or None.
-            code: exit code for the rank; 0 if the rank exits by itself.
+            code: exit code for the rank, or 0 if the rank exits by itself.
             final_message: message to the coordinator, or None.
         """
         if not self._outcome.done():
@@ -137,10 +144,10 @@ class Monitor:
             else:
                 self._decide(None, 0, message)  # {"failed": cause, "code": exit code} or {"bye": True}
         self._is_rank_gone = True
-        self._decide(None, 0)  # closing the connection informs the coordinator
+        self._decide(None, 0)  # the closed connection informs the coordinator
 
     def _has_rank_ended(self):
-        # Processes that the rank has forked may keep its connection open.
+        # The connection may stay open after the rank has exited, because processes that the rank has forked share it.
         return self._is_rank_gone or os.getppid() != self._pid
 
     async def _send_positions(self):
@@ -187,16 +194,16 @@ class _Coordinator:
         self._world_size, self._timeout_s, self._listener = world_size, timeout_s, listener
         self._writers, self._has_connected = {}, set()  # {rank: writer}, ranks that have ever connected
         self._seen = {}  # {rank: (position, since when)}
-        self._stopped = set()  # ranks that a signal has stopped
+        self._stopped = set()  # ranks that SIGSTOP or a debugger has stopped
         self._end = None  # message to all monitors
 
     async def open(self, keys):
-        """Accept connections of the ranks; keys: [(rank, key)]."""
+        """Accept connections from the ranks; `keys` is [(rank, key)]."""
         self._seen = {rank: ([0, 0, "startup"], time.monotonic()) for rank, _ in keys}
         await channel.serve(self._listener, keys, self._welcome)
 
     async def finish(self):
-        """Wait until all ranks, including those that have not connected yet, have received the cause."""
+        """Wait until all ranks have received the cause of a failure, including ranks that have not connected yet."""
         if self._end:
             await _until(lambda: len(self._has_connected) == self._world_size)
         for writer in self._writers.values():
@@ -217,7 +224,7 @@ class _Coordinator:
         del self._writers[rank]
 
     def _receive(self, rank, message):
-        match message:  # other messages are ignored
+        match message:  # ignores all other messages
             case {"at": [int(), int(), str()] as position} if rank in self._seen:
                 if position != self._seen[rank][0]:
                     self._seen[rank] = (position, time.monotonic())
@@ -254,7 +261,7 @@ async def _until(condition):
 
 
 def _parent(pid):
-    """Return the process ID of a process's parent; None if the process has exited."""
+    """Return the process ID of the parent of a process, or None if the process has exited."""
     stat = _stat(pid)
     return stat and int(stat[1])
 
@@ -266,7 +273,7 @@ def _is_stopped(pid):
 
 
 def _stat(pid):
-    """Return the state, parent and later fields of a process from proc(5); None if the process has exited."""
+    """Return the fields of /proc/PID/stat (see proc(5)) from the state on, or None if the process has exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -274,7 +281,7 @@ def _stat(pid):
 
 
 def _print(line):
-    """Write a line to stderr. A full disk or a blocked pipe must not keep a rank alive."""
+    """Write a line to stderr in a thread, so that a full disk or a blocked pipe does not keep the rank alive."""
 
     def write():
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -1,16 +1,16 @@
-"""Positions of a job's ranks: how they are stored without a lock, and described in messages."""
+"""Store the position of a rank without a lock, and describe positions in messages."""
 
 import mmap
 import os
 
 
 class Position:
-    """The position of a rank: a page of memory that the rank writes and its monitor reads, without a lock.
+    """The position of a rank in the run, in a page of memory that the rank writes and its monitor reads without a lock.
 
-    A single aligned number contains the phase (upper 24 bits) and the place in the phase (lower 40 bits), so that no
-    reader sees a partial change. The place is 0 before the first step, 2 n + 1 while step n waits for images, and
-    2 n + 2 in the rest of step n. The names of phases are written to two slots in turn, so that the name of the current
-    phase is never overwritten.
+    A single aligned integer contains the phase (upper 24 bits) and the place in the phase (lower 40 bits), so that a
+    reader never sees a partial update. The place is 0 before the first step, 2 n + 1 while step n waits for images, and
+    2 n + 2 in the rest of step n. The names of phases are written alternately to two slots, so that a new name never
+    overwrites the name of the current phase.
     """
 
     def __init__(self, descriptor=None):
@@ -43,8 +43,9 @@ def describe_stall(positions, stopped=()):
     """Describe which ranks block the job.
 
     Args:
-        positions: {rank: [phase, place, name of the phase]}.
-        stopped: ranks stopped by a signal. If there are any, they are the cause, regardless of all positions.
+        positions: {rank: [number of the phase, place, name of the phase]}.
+        stopped: ranks that SIGSTOP or a debugger has stopped. If the list is not empty, these ranks block the job,
+            whatever the positions are.
     """
     if stopped:
         return f"{ranks(stopped)} stopped by SIGSTOP or a debugger in {where_is(positions[stopped[0]])}"
@@ -58,7 +59,7 @@ def describe_stall(positions, stopped=()):
 
 
 def ranks(numbers):
-    """Return a list of ranks as text, shortened if it is long."""
+    """Return a list of ranks as text, and shorten a long list."""
     text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
 

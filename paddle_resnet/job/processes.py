@@ -1,7 +1,7 @@
-"""The rank and device of this process in the job, and checks of both.
+"""The rank, the device and the environment variables of this process.
 
-Paddle's launcher describes the process in environment variables. This module is imported before Paddle, because the
-import of Paddle ends in a traceback if a variable is invalid.
+Paddle's launcher sets environment variables that describe the process. This module is imported before Paddle, because
+importing Paddle prints a traceback if a variable is invalid.
 """
 
 import os
@@ -12,7 +12,7 @@ from utils.errors import UsageError
 
 
 def check_environment():
-    """Check the environment variables of the launcher. Call this before Paddle is imported.
+    """Check the environment variables that the launcher sets. Call this function before Paddle is imported.
 
     Raises:
         UsageError: a variable has an invalid value.
@@ -42,8 +42,8 @@ def _number(name, default, least=0, most=10**6):
 
 
 def _endpoints(name, count):
-    """Parse a variable to [(host, port)]. Return [] if it is not set and not needed: the job has a single process, or
-    the launcher uses a file instead."""
+    """Parse an environment variable to [(host, port)]. Return [] if the variable is not set and not needed, because the
+    job has a single process or the launcher uses a file instead."""
     value = os.environ.get(name)
     if value is None and (count == 1 or "PADDLE_BACKUP_ENV_PATH" in os.environ):
         return []
@@ -76,12 +76,12 @@ def is_one_host():
 
 
 def local_gpu():
-    """Return the index of this process's GPU within CUDA_VISIBLE_DEVICES, as set by the launcher."""
+    """Return the index in CUDA_VISIBLE_DEVICES of the GPU that the launcher has assigned to this process."""
     return int(os.environ.get("FLAGS_selected_gpus", "0").split(",")[0])  # noqa: SIM112  Paddle's name
 
 
 def check_resolved(device):
-    """Raise UsageError if --device is still auto; program.build resolves it."""
+    """Raise UsageError if --device is still auto, because program.build has not resolved the flag yet."""
     if device == "auto":
         raise UsageError("--device auto: not resolved yet; call program.build with these flags first")
 

@@ -1,4 +1,4 @@
-"""Log lines for single steps, with the metrics of all processes."""
+"""Log single steps, with the metrics of all processes."""
 
 import math
 
@@ -9,17 +9,17 @@ from utils.meters import mean
 class StepLog:
     """Logs single steps with the metrics of all processes.
 
-    Rank 0 logs a step some steps later, when it has received the metrics of all ranks. No rank waits for other ranks
-    before the end of the epoch.
+    Rank 0 logs a step when it has received the metrics of all ranks, which is a few steps later. Ranks wait for each
+    other only at the end of the epoch.
 
     Args:
-        log: function that is called with a step and its metrics.
+        log: function to call with the number of a step and its metrics.
     """
 
     def __init__(self, log):
         self._log = log
         self._stream = exchange.Stream() if processes.world_size() > 1 else None
-        self._metrics, self._last = {}, -1  # {step: {rank: metrics}}, last step logged
+        self._metrics, self._last = {}, -1  # {step: {rank: metrics}}, last logged step
 
     def add(self, step, images, metrics, common):
         """Add the metrics of a step.
@@ -27,8 +27,9 @@ class StepLog:
         Args:
             step: number of the step.
             images: number of images of this process.
-            metrics: {name: value} of this process. The values are means over its images, except for ips and times.
-            common: {name: value} of metrics that are the same on all processes.
+            metrics: {name: value} of this process. Values are means over the images of the process, except ips and
+                times.
+            common: {name: value} for the metrics that are the same in all processes.
         """
         if self._stream is None:
             self._log(step, {**metrics, **common})
@@ -36,14 +37,14 @@ class StepLog:
             self._take(self._stream.add((step, images, metrics, common)))
 
     def finish(self):
-        """Log the remaining steps. Every rank must call this."""
+        """Log the remaining steps. Every rank must call finish()."""
         if self._stream is not None:
             self._take(self._stream.finish(), is_over=True)
 
     def _take(self, batches, is_over=False):
         for rank, batch in enumerate(batches):
             for step, *metrics in batch:
-                if step > self._last:  # the last batch may be delivered twice
+                if step > self._last:  # Stream may return the last batch twice
                     self._metrics.setdefault(step, {})[rank] = metrics
         for step, by_rank in sorted(self._metrics.items()):
             if is_over or len(by_rank) == processes.world_size():
@@ -53,7 +54,8 @@ class StepLog:
 
 
 def over_all(all_ranks):
-    """Combine the metrics of a step over processes; all_ranks: [(images, {name: value}, {name: common value})]."""
+    """Combine the metrics of a step over all processes. `all_ranks` is [(number of images, {name: value}, {name: common
+    value})]."""
     counts = [images for images, _, _ in all_ranks]
     result = {}
     for name in all_ranks[0][1]:

@@ -1,7 +1,9 @@
-"""The rank's side of the monitor (monitor.py): how a rank stores its position, leaves the job, and ends when it fails.
+"""The part of the monitor (monitor.py) that runs in the rank: store the position of the rank, leave the job, and report
+a failure.
 
-A rank that is blocked in a collective operation cannot detect that another rank has died, because it waits in C code
-(with NCCL, indefinitely). So each rank has a process that monitors the job. The overhead per step is one integer store.
+While a rank waits in a collective operation, it cannot detect that a different rank has died, because it waits in C
+code (indefinitely in the case of NCCL). Therefore each rank has a separate process that monitors the job. The overhead
+per step is one integer store.
 """
 
 import contextlib
@@ -18,12 +20,13 @@ from paddle_resnet.job.position import Position
 from utils import logger, progress
 from utils.errors import RunError, UsageError
 
-# How long a failed rank waits for the report of an earlier failure. The launcher terminates all ranks 3 s after one has
-# exited.
+# Time that a failed rank waits for the report of an earlier failure. It is below 3 s, because the launcher terminates
+# all ranks 3 s after a rank has exited.
 PATIENCE_S = 2
-# How long a rank waits until its monitor allows it to leave. Before that, the monitor informs the other monitors.
+# Time that a rank waits until its monitor allows it to leave the job. Meanwhile, the monitor informs the other
+# monitors.
 LEAVE_S = 10
-# How long a failed rank may take to exit. Partly initialized threads and processes of Paddle may block its exit.
+# Time limit for a failed rank to exit. Partly initialized threads and processes of Paddle may block its exit.
 END_S = 30
 
 _position = Position()
@@ -31,27 +34,27 @@ _monitor = None
 
 
 def phase(name):
-    """Store the current phase of this rank. All ranks must go through the same phases."""
+    """Store the current phase of this rank. All ranks must have the same sequence of phases."""
     _position.phase(name)
     progress.phase(name)
 
 
 def step(number, waits=False):
-    """Store the current step of the phase, and whether it is waiting for its images (`waits`)."""
+    """Store the current step of the phase, and whether the step is waiting for images (`waits`)."""
     _position.step(number, waits)
 
 
 def start(rank, world_size, timeout_s, master, gather, from_rank_0):
-    """Start this rank's monitor, then connect it to the coordinator.
+    """Start the monitor of this rank, and then connect the monitor to the coordinator.
 
     Args:
         rank, world_size: rank of this process, and number of processes.
         timeout_s: seconds without progress after which the job ends.
         master: PADDLE_MASTER, "host:port" on rank 0's machine.
-        gather, from_rank_0: functions of exchange.py. They may wait for other ranks indefinitely, because they are
-            called when the monitor has started.
+        gather, from_rank_0: functions of exchange.py. Both may wait indefinitely for other ranks, because the monitor
+            is already running.
     Raises:
-        UsageError: the address of the master is not an address of rank 0's machine.
+        UsageError: `master` is not an address of the machine of rank 0.
     """
     global _monitor
     stop()
@@ -89,8 +92,8 @@ def stop():
 
 
 def report_failure(error):
-    """Report the error that ends this rank to the other ranks. If another rank may be the cause, first wait briefly for
-    its report, which would end this process."""
+    """Report the error that ends this rank to all other ranks. If the error may be the consequence of a failure of a
+    different rank, first wait briefly for the report of that failure, which would end this process."""
     if _monitor is None:
         return
     if not isinstance(error, (UsageError, RunError, KeyboardInterrupt)):
@@ -102,7 +105,8 @@ def report_failure(error):
 
 
 class _Monitor:
-    """This rank's connection to its monitor, which replies with one byte: an exit code, or 0 if the rank may leave."""
+    """The connection of this rank to its monitor. The monitor replies with one byte: an exit code, or 0 if the rank may
+    leave."""
 
     def __init__(self, connection, process):
         self._connection, self._process = connection, process
@@ -114,7 +118,8 @@ class _Monitor:
             self._connection.sendall(channel.encode(message))
 
     def leave(self, final_message):
-        """Leave the job. If the monitor is about to end this rank, do not return, so that the rank prints no more."""
+        """Leave the job. If the monitor is about to end this rank, leave() does not return, so that the rank prints
+        nothing more."""
         self.send(final_message)
         has_answered = self._may_leave.wait(LEAVE_S)
         self._may_leave.set()
@@ -127,7 +132,7 @@ class _Monitor:
     def _wait_for_monitor(self):
         try:
             code = self._connection.recv(1)
-        except OSError:  # the monitor has exited before reading everything
+        except OSError:  # the monitor has exited without reading all messages
             code = b""
         if code == b"\0" or self._may_leave.is_set():
             self._may_leave.set()
@@ -136,5 +141,5 @@ class _Monitor:
             if not code:
                 message = "monitor: the process that monitors this rank has exited: it was killed or crashed"
                 logger.write_line(f"train.py: error: {message}", sys.stderr)
-        finally:  # must run even if printing fails, because nothing else would end this process
+        finally:  # even if printing fails, because nothing else ends this process
             os._exit(code[0] if code else 1)

@@ -1,9 +1,9 @@
-"""Gradient accumulation (--accumulate-steps K). A second program, which does not update the parameters, adds the
-gradients of a batch to sums. The training program adds these sums, from K - 1 batches, to its own gradients before it
-updates the parameters.
+"""Gradient accumulation (--accumulate-steps K). An accumulating program, which does not update the parameters, adds the
+gradients of K - 1 batches to sums. The training program adds these sums to the gradients of the last batch and updates
+the parameters.
 
-Both are static programs without conditions, so both can be captured. Gradients are all-reduced, checked, unscaled and
-clipped once per update.
+Both programs have no conditional operators, so both can be captured as CUDA graphs. Gradients are all-reduced, checked,
+unscaled and clipped once per update.
 """
 
 import paddle
@@ -19,8 +19,8 @@ OpRole = paddle.base.core.op_proto_and_checker_maker.OpRole
 
 
 def add_sums(main_prog, startup_prog, accumulate_steps):
-    """Change a training program, in place, to add the sums to its gradients and reset the sums. The gradients that are
-    then all-reduced are means over `accumulate_steps` batches."""
+    """Change a training program in place, so that it adds the sums to its gradients and resets the sums. The resulting
+    gradients are means over `accumulate_steps` batches, and are then all-reduced."""
     if accumulate_steps == 1:
         return
     block = main_prog.global_block()
@@ -55,8 +55,8 @@ def add_sums(main_prog, startup_prog, accumulate_steps):
 
 
 def without_update(program):
-    """Return a copy of a training program to which add_sums has been applied. The copy adds its gradients to the sums
-    and updates only the BN statistics."""
+    """Copy a training program to which add_sums has been applied, and return the accumulating program. This program
+    adds its gradients to the sums and updates only the BN statistics."""
     program = program.clone()
     block = program.global_block()
     for i in reversed(range(len(block.ops))):

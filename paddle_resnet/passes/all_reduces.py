@@ -1,4 +1,4 @@
-"""All-reduces of a data-parallel program: correct Fleet's operators, count all-reduces, and average BN statistics."""
+"""Correct the all-reduces that Fleet inserts, count all-reduces, and average BN statistics over the processes."""
 
 import paddle
 from paddle import static
@@ -27,9 +27,10 @@ def adapt_communication(main_prog, startup_prog, device):
 def _order_fused_all_reduces(block):
     """Make every fused all-reduce depend on all gradients in its buffer.
 
-    The buffer has its own name, so the program does not show that the all-reduce depends on the operators that write
-    the gradients into the buffer. The Executor infers these dependencies, but misses the BN gradients if BN and ReLU
-    are fused under AMP. These gradients would then differ between the processes, and the parameters would diverge.
+    The all-reduce reads the buffer by a different name than the gradients, so the program does not state that it
+    depends on the operators that compute the gradients. The Executor infers these dependencies, but misses the BN
+    gradients if BN and ReLU are fused under AMP. Without the added dependencies, BN gradients would differ between the
+    processes, and the parameters would diverge.
     """
     gradients = {op.output("FusedOutput")[0]: op.output("Output") for op in block.ops if op.type == "coalesce_tensor"}
     for i in reversed(range(len(block.ops))):
@@ -62,10 +63,10 @@ def count_gradient_all_reduces(train_prog):
 
 
 def average_bn(exe, train_prog):
-    """Replace own_statistics() with their mean over the processes.
+    """Replace the variables of own_statistics() with their means over the processes.
 
-    Each process computes statistics from its own images. Call this before an evaluation or a checkpoint, so that all
-    processes evaluate the network that is saved.
+    Each process computes statistics from its own images. Call average_bn() before an evaluation or a checkpoint, so
+    that all processes evaluate the network that the checkpoint contains.
 
     Args:
         exe: static.Executor.
@@ -91,8 +92,8 @@ def _bn_average(train_prog):
 
 
 def own_statistics(train_prog):
-    """Return the names of variables that differ between processes: running means, variances and their averages
-    (--ema), except in frozen layers, and the ranges of quantized activations (--qat)."""
+    """Return the names of variables that differ between processes: the running means and variances of BN layers that
+    are not frozen, their moving averages (--ema), and the ranges of quantized activations (--qat)."""
     names, averaged = bn_statistics(train_prog, includes_frozen=False), averages.of(train_prog)
     return [*names, *(averaged[name] for name in names if name in averaged), *quantization.ranges(train_prog)]
 

@@ -2,8 +2,8 @@
 
 A training program averages each parameter that its optimizer updates and each BN running statistic. The averages are
 persistable float32 variables with fixed addresses, so captured steps and evaluation programs can use them. With custom
-kernels, one operator after the update, native_ema, computes all averages. It is separate from the update, so it works
-with all optimizers, and each kernel launch of the update can process more tensors.
+kernels, the operator native_ema computes all averages after the update. It is separate from the update operator, so it
+works with all optimizers, and each kernel launch of the update can process more tensors.
 """
 
 import paddle
@@ -14,29 +14,29 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.optimizers.sparsity import MASK
 from paddle_resnet.steps import scalars
 
-SUFFIX = ".ema"  # an average has the name of its parameter with this suffix
+SUFFIX = ".ema"  # name of an average: name of its parameter and this suffix
 _SCOPE = "ema"  # name scope of the operators that add() inserts; Paddle numbers all scopes except the first
 
 
 def decay_at(step, limit):
-    """Return the decay in a step (counted from 0). The decay increases up to its limit, which reduces the influence of
-    the initial weights, as in TensorFlow's ExponentialMovingAverage with num_updates."""
+    """Return the decay in a step (counted from 0). The decay increases up to a limit. The low decay in the first steps
+    reduces the influence of the initial weights, as in TensorFlow's ExponentialMovingAverage with num_updates."""
     return min(limit, (1 + step) / (10 + step))
 
 
 def add(main_prog, startup_prog, lr_scheduler, constants, decay, is_native):
-    """Add the averages to a training program after minimize, in place: average += (1 - decay) (value - average) at the
-    end of each step. For a parameter in half precision, the value is its float32 master. Steps that dynamic loss
-    scaling skips do not change the averages.
+    """Add the averages to a training program in place. Call add() after minimize. At the end of each step, the program
+    computes average += (1 - decay) (value - average). For a parameter in half precision, `value` is its float32 master
+    weight. Steps that dynamic loss scaling skips do not change the averages.
 
     Args:
         main_prog: the current Program.
         startup_prog: startup Program, which initializes the averages with the weights.
         lr_scheduler: schedules.Schedule, which counts the steps.
-        constants: {name: name of its float32 value} of the BN running statistics and of frozen parameters.
+        constants: {name: name of the float32 value} for the BN running statistics and the frozen parameters.
         decay: limit of the decay (decay_at).
-        is_native: whether fusion.fuse replaces the operators with a custom operator, which itself skips the steps that
-            dynamic loss scaling skips.
+        is_native: whether fusion.fuse will replace the added operators with a custom operator, which does nothing in
+            skipped steps.
     """
     block, startup = main_prog.global_block(), startup_prog.global_block()
     values = {op.input("Param")[0]: op for op in table.updates(main_prog)}
@@ -54,7 +54,7 @@ def add(main_prog, startup_prog, lr_scheduler, constants, decay, is_native):
             average = block.var(name + SUFFIX)
             _append(block, "lerp", {"X": average, "Y": block.var(value), "Weight": weight}, average)
         for name, value in values.items():
-            if value != name and block.has_var(name + MASK):  # ASP masks the parameter, but not its master
+            if value != name and block.has_var(name + MASK):  # ASP masks only the parameter, not its master weight
                 average, mask = block.var(name + SUFFIX), _cast(block, block.var(name + MASK))
                 _append(block, "elementwise_mul", {"X": average, "Y": mask}, average, axis=-1)
 
@@ -71,17 +71,18 @@ def of(program):
 
 
 def evaluate(train_prog, eval_prog, exe):
-    """Rewrite an evaluation program in place to use the averages of a training program instead of its weights. Call it
-    after cast_evaluation_program.
+    """Rewrite an evaluation program in place to use the averages of a training program instead of its weights. Call
+    evaluate() after cast_evaluation_program.
 
-    For float32 weights, the program reads the averages directly; for half-precision weights, it reads converted copies.
+    The program reads the averages directly if the weights are float32. If the weights have half precision, the program
+    reads converted copies of the averages.
 
     Args:
         train_prog: training Program; its variables are in the global scope.
         eval_prog: evaluation Program of the same network.
         exe: static.Executor.
     Returns:
-        a function without arguments that updates the copies; call it before each evaluation.
+        a function without arguments that updates the converted copies. Call this function before each evaluation.
     """
     block, copy_prog = eval_prog.global_block(), static.Program()
     copies = copy_prog.global_block()
@@ -107,7 +108,8 @@ def evaluate(train_prog, eval_prog, exe):
 
 
 def _zero_in_skipped_steps(block, weight):
-    """Return the weight of the new value for Paddle's operators; it is 0 in steps that dynamic loss scaling skips."""
+    """Return a variable with the weight of the new value in the average, or 0 in a step that dynamic loss scaling
+    skips."""
     scalings = [op for op in block.ops if op.type == "update_loss_scaling"]
     if not scalings:
         return weight

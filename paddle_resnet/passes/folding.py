@@ -1,8 +1,8 @@
-"""Batch normalization folded into the preceding convolutions, for evaluation on a GPU.
+"""Fold batch normalization into the preceding convolutions, for evaluation on a GPU.
 
-With fixed statistics, BN scales and shifts each channel. The scale is folded into the filters; the shift remains as an
-addition. In half precision, evaluation spends more time on BN than on convolutions:
-benchmarks/log/step_h200_2026-11-21.md.
+In evaluation, the statistics of BN are fixed, so BN scales and shifts each channel. The pass multiplies the filters by
+the scale, and replaces BN with an addition of the shift. Without this pass, an evaluation in half precision spends more
+time on BN than on convolutions (benchmarks/log/step_h200_2026-11-21.md).
 """
 
 import paddle
@@ -12,15 +12,15 @@ from paddle_resnet.machine import compat
 
 
 def fold_batch_norms(program, exe, channel_axis):
-    """Fold the batch normalizations of a half-precision evaluation program, in place.
+    """Fold the batch normalization layers of a half-precision evaluation program in place.
 
     Args:
         program: evaluation Program after cast_evaluation_program, with its parameters in the scope.
         exe: static.Executor.
         channel_axis: channel axis of the images, 1 or -1.
     Returns:
-        a function without arguments that recomputes the folded filters from the parameters; call it before each
-        evaluation.
+        a function without arguments that recomputes the folded filters from the parameters. Call this function before
+        each evaluation.
     """
     fold_prog = _fold(program, channel_axis)
 
@@ -32,7 +32,7 @@ def fold_batch_norms(program, exe, channel_axis):
 
 
 def _fold(program, channel_axis):
-    """Rewrite the program and return a second one that computes the folded filters and shifts."""
+    """Rewrite the program, and return a second program that computes the folded filters and the shifts."""
     block, fold_prog = program.global_block(), static.Program()
     producers = {name: op for op in block.ops for name in op.output_arg_names}
     for bn in [op for op in block.ops if op.type == "batch_norm"]:

@@ -1,6 +1,7 @@
-"""Fuse Paddle's operators into custom operators (native/). In NHWC: BN with the next activation, or with the residual
-addition and ReLU; max pooling; depthwise convolutions; the filter gradient of 1x1 convolutions with few channels. In
-all layouts: the update of all parameters, including the gradient check and loss scaling.
+"""Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN with the next
+activation or with the residual addition and ReLU, max pooling, depthwise convolutions, and the filter gradient of 1x1
+convolutions with few channels. In all layouts, custom operators update all parameters, including the gradient check and
+loss scaling.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.
@@ -15,12 +16,13 @@ from paddle_resnet.passes import averages, updates
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
 CHANNELS = 4  # size of the narrowest vector that a kernel thread loads
-# 1x1 convolutions for which a custom kernel computes the filter gradient: data types, maximum number of channels on the
-# narrower side, and minimum number of pixels per image (with fewer, the gradient takes little time).
+# Limits of 1x1 convolutions for which a custom kernel computes the filter gradient: data types, maximum number of input
+# or output channels (the smaller number counts), and minimum number of pixels per image. For smaller images, the
+# gradient takes little time.
 POINTWISE_TYPES = (paddle.float16, paddle.bfloat16)
 POINTWISE_CHANNELS, POINTWISE_PIXELS = 32, 14 * 14
 
-# Activations that the kernels fuse: Paddle's operator, its required attributes, and the name in native/activations.h.
+# Activations that the kernels fuse: {Paddle's operator: (its required attributes, name in native/activations.h)}.
 ACTIVATIONS = {
     "relu": ({}, "relu"),
     "relu6": ({"threshold": 6.0}, "relu6"),
@@ -29,14 +31,17 @@ ACTIVATIONS = {
     "swish": ({"beta": 1.0}, "silu"),
 }
 
-# The operators that are fused with the preceding BN, and their result `out`: an activation, or an addition and a ReLU.
+# The operators after a BN that are fused with the BN: nothing, an activation, or an addition and a ReLU. The fields are
+#     the operators, the name of their result, the name of the activation, and the variable that is added to the BN
+#     output (or None).
 Tail = namedtuple("Tail", "ops out activation addend")
 
 
 def fuse(program):
-    """Rewrite a program in place. Paddle's operators remain in cases that the custom kernels do not support: layouts
-    other than NHWC, numbers of channels that are not multiples of 4, gradients through fixed statistics, pooling and
-    depthwise convolutions without a fixed size, and depthwise convolutions with kernels other than 3x3 and 5x5.
+    """Replace operators of a program in place. Paddle's operators remain if the custom kernels do not support them:
+    layouts other than NHWC, numbers of channels that are not multiples of 4, gradients through BN with fixed
+    statistics, pooling and depthwise convolutions of images without a fixed size, and depthwise convolutions with
+    kernels other than 3x3 and 5x5.
 
     Args:
         program: training Program after minimize, or evaluation Program after cast_evaluation_program.
@@ -65,7 +70,7 @@ def fuse(program):
 def paddle_depthwise(program):
     """Return a tuple of the distinct depthwise convolutions in NHWC that Paddle's kernels compute.
 
-    Each is a description such as "7x7, stride 2, 12 channels".
+    Each convolution is described by a string such as "7x7, stride 2, 12 channels".
     """
     block = program.global_block()
     layers = {}  # an ordered set
@@ -78,7 +83,7 @@ def paddle_depthwise(program):
 
 
 class _Graph:
-    """The producer and the readers of each variable in a block, and the operators to replace."""
+    """A block with the producer and the readers of each variable, and the list of operators to replace."""
 
     def __init__(self, block):
         self.block = block
@@ -101,14 +106,14 @@ class _Graph:
         return x.dtype in TYPES and x.shape[-1] % CHANNELS == 0
 
     def only_reader(self, name, op_types):
-        """Return the forward operator that reads a variable, or None if there are several or it has none of these
-        types."""
+        """Return the only forward operator that reads a variable, or None if several operators read it or its type is
+        not in `op_types`."""
         readers = [op for op in self.readers.get(name, []) if not op.attr("op_role") & 1]
         return readers[0] if len(readers) == 1 and readers[0].type in op_types else None
 
     def gradient(self, op, is_complete=True):
-        """Return the gradient operator of an operator, or None if there is none. If is_complete, also return None if it
-        does not compute all gradients, because layers are frozen."""
+        """Return the gradient operator of an operator, or None if the operator has no gradient. If is_complete is true,
+        also return None if the gradient operator omits some gradients, because layers are frozen."""
         out = op.output({"batch_norm": "Y", "conv2d": "Output", "depthwise_conv2d": "Output"}.get(op.type, "Out"))[0]
         grads = [reader for reader in self.readers.get(f"{out}@GRAD", []) if reader.type == f"{op.type}_grad"]
         if not grads or (is_complete and not all(map(grads[0].output, grads[0].output_names))):
@@ -116,8 +121,8 @@ class _Graph:
         return grads[0]
 
     def output_or_unused(self, op, name, like):
-        """Return an output variable of an operator; if it has none, a new variable that is not used, of the shape and
-        type of a variable."""
+        """Return an output variable of an operator. If the operator does not have this output, return a new, unused
+        variable with the shape and type of `like`."""
         if op.output(name):
             return self.block.var(op.output(name)[0])
         return self.block.create_var(name=f"{like.name}@GRAD@unused", shape=like.shape, dtype=like.dtype)
@@ -160,7 +165,7 @@ def _tail(graph, bn):
             return Tail([op], op.output("Out")[0], name, None)
     add = graph.only_reader(y, ["elementwise_add"])
     relu = add and graph.only_reader(add.output("Out")[0], ["relu"])
-    # If both summands come from a BN, the addition is fused with the first one.
+    # If both summands come from a BN, the addition is fused with the BN of the first summand.
     if relu and add.input("X")[0] == y:
         addend, normalized = graph.variables(add, "Y")["Y"], graph.block.var(y)
         if addend.name != y and addend.shape == normalized.shape and addend.dtype == normalized.dtype:
@@ -186,7 +191,7 @@ def _fuse_training(graph, bn):
     dx, dscale, dbias = by_name.values()
     backward_inputs = {"X": parameters["X"], "Coefficients": coefficients}
     if buffer is not None:
-        backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # in the buffer of a fused all-reduce
+        backward_inputs["Into@VECTOR@OPTIONAL"] = [dscale, dbias]  # parts of the buffer of a fused all-reduce
     gradient_outputs = {"DX": dx, "DScale": dscale, "DBias": dbias}
     out_gradient = f"{tail.out}@GRAD"
     if tail.addend is None:
@@ -224,7 +229,7 @@ def _is_plain_max_pool(graph, op):
     is_square = all(len(set(values)) == 1 for values in (kernel, stride, padding))
     is_plain = not any(op.attr(name) for name in ("global_pooling", "adaptive", "ceil_mode"))
     fits_a_byte = max(kernel) <= 15  # the kernel stores positions in the window as bytes
-    overlaps_the_image = max(padding) < min(kernel)  # applies to every window
+    overlaps_the_image = max(padding) < min(kernel)  # every window contains a pixel
     has_fixed_size = min(graph.variables(op, "X")["X"].shape[1:]) > 0
     is_known = is_square and is_plain and fits_a_byte and overlaps_the_image and has_fixed_size
     return is_known and op.attr("padding_algorithm") == "EXPLICIT"
@@ -256,10 +261,11 @@ def _has_depthwise_kernel(graph, op):
 
 
 def _square_padding(graph, op):
-    """Return the padding of a convolution, (rows at the top, rows at the bottom), or None if the columns differ."""
+    """Return the padding of a convolution as (rows at the top, rows at the bottom), or None if the padding of the
+    columns is different."""
     x, filters = graph.variables(op, "Input", "Filter").values()
     stride, padding, algorithm = op.attr("strides")[0], op.attr("paddings"), op.attr("padding_algorithm")
-    if algorithm == "SAME":  # the last window ends at or beyond the last pixel; an odd row goes to the bottom
+    if algorithm == "SAME":  # the last window covers the last pixel; if the sum is odd, the bottom has one row more
         sums = {max((-(-size // stride) - 1) * stride + filters.shape[2] - size, 0) for size in x.shape[1:3]}
         return (min(sums) // 2, -(-min(sums) // 2)) if len(sums) == 1 else None
     if algorithm != "EXPLICIT":
@@ -280,7 +286,7 @@ def _fuse_depthwise_conv(graph, op):
     inputs["DY"] = graph.variables(gradient, "Output@GRAD")["Output@GRAD"]
     dx, dfilter = (graph.output_or_unused(gradient, f"{n}@GRAD", v) for n, v in (("Input", x), ("Filter", filters)))
     if dfilter.name in graph.coalesced:
-        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # memory in the buffer of a fused all-reduce
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # part of the buffer of a fused all-reduce
     outputs = {"DX": dx, "DFilter": dfilter}
     graph.replace([gradient], gradient, "native_depthwise_conv_backward", inputs, outputs, attrs)
 
@@ -303,8 +309,8 @@ def _has_bfloat16_tensor_cores():
 
 
 def _split_pointwise_gradient(graph, op):
-    """Compute the filter gradient of a 1x1 convolution with a custom operator. Paddle's operator still computes the
-    input gradient."""
+    """Let a custom operator compute the filter gradient of a 1x1 convolution, while Paddle's operator still computes
+    the input gradient."""
     gradient = graph.gradient(op)
     if gradient is None:
         return
@@ -312,13 +318,14 @@ def _split_pointwise_gradient(graph, op):
     inputs = graph.variables(op, "Input") | {"DY": dy}
     inputs["X"] = inputs.pop("Input")
     if dfilter.name in graph.coalesced:
-        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # memory in the buffer of a fused all-reduce
+        inputs["Into@VECTOR@OPTIONAL"] = [dfilter]  # part of the buffer of a fused all-reduce
     graph.replace([], gradient, "native_pointwise_conv_backward_filter", inputs, {"DFilter": dfilter}, {})
     gradient.desc.set_output("Filter@GRAD", [])
 
 
 def _fuse_dropout(graph, op):
-    """Replace dropout and its gradient. The gradient needs no mask, because it draws the same random numbers again."""
+    """Replace a dropout operator and its gradient. The custom gradient needs no stored mask, because it generates the
+    same random numbers again."""
     variables, attrs = graph.variables(op, "X", "Seed", "Out"), {"rate": op.attr("dropout_prob")}
     out = variables.pop("Out")
     graph.replace([op], op, "native_dropout", variables, {"Y": out}, dict(attrs))
@@ -330,17 +337,17 @@ def _fuse_dropout(graph, op):
 
 
 def _fuse_updates(graph):
-    """Replace all updates with one operator per precision and learning rate, and add one that checks the gradients and
+    """Replace all updates with one operator per precision and learning rate. Another operator checks the gradients and
     updates the loss scale.
 
-    Gradients remain scaled until the update reads them in float32. Paddle unscales them in float16, in which small
-    gradients underflow. A skipped step changes neither the parameters nor the optimizer's state, but the BN statistics
-    include its batch.
+    Gradients remain scaled until the update reads them in float32. Paddle's operators unscale gradients in float16, in
+    which small gradients underflow. A step that loss scaling skips changes neither the parameters nor the optimizer
+    state, but it does update the BN statistics.
     """
     block = graph.block
     paddles = table.updates(block.program)
     if not paddles or any(op.type not in table.BY_OPERATOR for op in paddles):
-        return  # Paddle's update operators would not handle the fused loss scaling
+        return  # Paddle's update operators cannot read the factor `unscale`
     unscale = _fuse_clipping(graph, _fuse_loss_scaling(graph))
     groups = {}
     for op in paddles:
@@ -362,7 +369,7 @@ def _fuse_updates(graph):
 
 
 def _fuse_averages(graph, unscale):
-    """Replace all --ema operators with one."""
+    """Replace all operators for --ema with one operator."""
     ops = [op for op in graph.block.ops if op.type == "lerp" and averages.contains(op)]
     if not ops:
         return
@@ -374,15 +381,15 @@ def _fuse_averages(graph, unscale):
 
 
 def _fuse_loss_scaling(graph):
-    """Replace the loss scaling operators. Return the factor for the gradients, a variable that is 0 if the step must be
-    skipped, or None without loss scaling."""
+    """Replace the operators for loss scaling. Return a variable with the factor for the gradients, or None without loss
+    scaling. The factor is 0 if the step must be skipped."""
     block = graph.block
     checks = [op for op in block.ops if op.type == "check_finite_and_unscale"]
     if not checks:
         return None
     unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
     overflows = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # these combine the results of both data types and copy the combined result
+    for op in block.ops:  # operators that combine the results of both data types and copy them
         if op.type in ("concat", "reduce_any", "memcpy") and overflows.issuperset(op.input_arg_names):
             overflows.update(op.output_arg_names)
             checks.append(op)
@@ -404,8 +411,8 @@ def _fuse_loss_scaling(graph):
 
 
 def _fuse_clipping(graph, unscale):
-    """Replace the gradient clipping operators with one. Return the factor that the update applies to the gradients; it
-    includes `unscale`. Without clipping, return `unscale`."""
+    """Replace all operators for gradient clipping with one operator. Return the factor by which the update multiplies
+    the gradients, including `unscale`. Without clipping, return `unscale`."""
     block = graph.block
     ops = [op for op in block.ops if op.attr("op_namescope").startswith(f"/{updates.CLIPPING}")]
     if not ops:

@@ -1,9 +1,9 @@
-"""INT8 quantization, simulated in float32: Jacob et al., arXiv:1712.05877, section 3.
+"""INT8 quantization, simulated in float32 as in Jacob et al., arXiv:1712.05877, section 3.
 
 Fake-quantization operators round values to the levels that an INT8 engine would use. Weights have one range per output
-channel, which ends at their largest absolute value; activations have one range per tensor. All ranges are symmetric.
-Quantized are the inputs of convolutions, fully connected layers, pooling layers and residual additions.
-serving/onnx_writer.py translates the operators to QuantizeLinear and DequantizeLinear.
+channel, up to the largest absolute value in the channel. Activations have one range per tensor. All ranges are
+symmetric around 0. The pass quantizes the inputs of convolutions, fully connected layers, pooling layers and residual
+additions. serving/onnx_writer.py converts the fake-quantization operators to QuantizeLinear and DequantizeLinear.
 """
 
 from collections import namedtuple
@@ -16,12 +16,12 @@ from paddle_resnet.steps import scalars
 
 ACTIVATION = "fake_quantize_dequantize_moving_average_abs_max"
 WEIGHT = "fake_channel_wise_quantize_dequantize_abs_max"
-_LEVELS = {"bit_length": 8, "round_type": 0}  # ties to even, as in ONNX
+_LEVELS = {"bit_length": 8, "round_type": 0}  # rounds ties to even, as ONNX does
 _SUFFIX = ".range"
-# A convolution or fully connected layer before insert(): the names of its input, its weight and its bias (None if it
-# has no bias [channels]), the axis of the output channels in the weight, and the number of groups.
+# A convolution or fully connected layer in a program before insert(): the names of its input, its weight and its bias
+# [channels] (None if there is no bias), the axis of the output channels in the weight, and the number of groups.
 Layer = namedtuple("Layer", "input weight bias axis groups")
-# {operator: (its inputs that are activations, (its input with weights, axis of the output channels) or None)}
+# {operator type: (inputs that are activations, (input that is a weight, axis of the output channels) or None)}
 _QUANTIZED = {
     "conv2d": (["Input"], ("Filter", 0)),
     "depthwise_conv2d": (["Input"], ("Filter", 0)),
@@ -45,7 +45,7 @@ def activations(program, first=0):
 
 
 def layers(program):
-    """Return the Layers with quantized weights of a program without fake-quantization operators."""
+    """Return a Layer for each layer whose weights insert() would quantize."""
     block = program.global_block()
     biases = {
         op.input("X")[0]: op.input("Y")[0]
@@ -63,18 +63,18 @@ def layers(program):
 
 
 def insert(program, first=0, lr_scheduler=None, on_gpu=False):
-    """Insert fake-quantization operators with 8 bits into the forward pass of the current program, in place. Their
-    gradient is that of the identity (straight-through estimator): Bengio et al., arXiv:1308.3432.
+    """Insert 8-bit fake-quantization operators into the forward pass of the current program, in place. In the backward
+    pass, these operators pass gradients through unchanged (straight-through estimator; Bengio et al., arXiv:1308.3432).
 
-    The end of the range of activation i is the parameter range_name(i), which the startup program sets to 0. It is not
-    trained, but follows the largest absolute values of the batches in training.
+    The upper end of the range of activation i is the parameter range_name(i), which the startup program sets to 0. In
+    training, this parameter has no gradient; it follows the largest absolute value of each batch.
 
     Args:
         program: the current Program, without a backward pass.
         first: number of operators that precede the network.
         lr_scheduler: schedules.Schedule of a training program; None keeps the ranges.
-        on_gpu: whether the program runs on a GPU. There, Paddle's operator for the axis 1 uses a different CUDA stream,
-            which cannot be captured, so weights are transposed for the axis 0.
+        on_gpu: whether the program runs on a GPU. If it does, weights with axis 1 are transposed to axis 0, because
+            Paddle's operator for axis 1 uses a different CUDA stream and cannot be captured.
     """
     block = program.global_block()
     if lr_scheduler is not None:
@@ -97,10 +97,11 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
 
 
 def _quantize_weight(block, reader, weight, axis, on_gpu):
-    """Insert the quantization of a weight before the operator that reads it; returns the quantized variable."""
+    """Insert the quantization of a weight before the operator that reads the weight, and return the quantized
+    variable."""
 
     def add(kind, source, end, attrs, *extra):
-        """Append an operator that computes a variable named after the weight, and extra outputs."""
+        """Insert an operator before `reader`. The names of its outputs begin with the name of the weight."""
         outputs = {name: block.create_var(name=f"{weight.name}.{e}", dtype=weight.dtype) for name, e in [end, *extra]}
         for name, _ in extra:
             outputs[name].stop_gradient = True
@@ -117,8 +118,8 @@ def _quantize_weight(block, reader, weight, axis, on_gpu):
 
 
 def weight_of_batch(batch):
-    """Return the weight of a batch (counted from 0) in the exponential moving average of a range: 0.1, and more in the
-    first batches, so that the average does not depend on its initial value."""
+    """Return the weight of a batch (counted from 0) in the exponential moving average of a range. The weight is 0.1,
+    but higher in the first batches, so that the average does not depend on its initial value."""
     return 0.1 / (1 - 0.9 ** (batch + 1))
 
 
@@ -138,7 +139,7 @@ def float32_variables(program):
 
 
 def _follow(block, at, value, limit, weight):
-    """Move a range towards the largest absolute value of the batch."""
+    """Insert operators that move a range towards the largest absolute value of the batch."""
     largest = block.create_var(name=f"{value.name}.largest", dtype="float32", stop_gradient=True)
     attrs = {"porder": float("inf"), "asvector": True}
     _insert(block, at, "p_norm", {"X": value}, {"Out": largest}, **attrs)
@@ -150,14 +151,14 @@ def range_name(i):
 
 
 def bits(op):
-    """Return the number of bits of a fake-quantization operator's levels, including the sign. It is 9 for uint8, whose
-    255 positive levels have no sign."""
+    """Return the number of bits that a fake-quantization operator uses, including a sign bit: 8 for int8, and 9 for
+    uint8, because the operator also counts a sign bit for the 255 positive levels."""
     return op.attr("bit_length")
 
 
 def quantized(weight, axis, bits):
-    """Return a weight in INT8: (levels int8 of the weight's shape; scales float32 [channels], which broadcast along
-    the axis)."""
+    """Quantize a weight to INT8. Returns (int8 levels with the shape of the weight, float32 scales that broadcast
+    against the weight)."""
     ranges = np.abs(weight).max(axis=tuple(i for i in range(weight.ndim) if i != axis), keepdims=True)
     scales = np.where(ranges > 0, ranges, 1) / np.float32(2 ** (bits - 1) - 1)
     return np.rint(weight / scales).astype(np.int8), scales.astype(np.float32)
@@ -166,9 +167,9 @@ def quantized(weight, axis, bits):
 def use_levels_of(engine, program, weight_bits):
     """Set the number of levels of a quantized inference program, in place.
 
-    "tensorrt" requires int8 with zero point 0 everywhere, so that an activation after a ReLU uses only 127 levels.
-    "onnxruntime": on x86 CPUs, onnxruntime computes with uint8 activations, and skips a ReLU if the result is uint8
-    with zero point 0, so such activations have 255 levels.
+    For "tensorrt", all levels are int8 with zero point 0, as TensorRT requires; an activation after a ReLU uses only
+    127 of these levels. For "onnxruntime", an activation after a ReLU has 255 levels, as uint8 with zero point 0:
+    onnxruntime computes with uint8 activations on x86 CPUs, and then skips the ReLU.
 
     Args:
         engine: "onnxruntime" or "tensorrt".
@@ -199,7 +200,7 @@ def _slots(block, op):
     if op.type == "elementwise_add":
         x, y = (block.var(op.input(slot)[0]) for slot in slots)
         if x.shape != y.shape or x.persistable or y.persistable:
-            return []  # a bias
+            return []  # the addition of a bias
     return slots
 
 

@@ -16,10 +16,10 @@ CLIPPING = "clip_grad_norm"  # name scope of the operators that clip_gradients i
 
 
 def clip_gradients(main_prog, maximum):
-    """Limit the global norm of the gradients to a maximum, in place: Pascanu et al., arXiv:1211.5063.
+    """Change a training program in place to limit the global norm of the gradients (Pascanu et al., arXiv:1211.5063).
 
-    The operators are inserted before the updates, where the gradients have already been all-reduced and unscaled.
-    Squares are summed in float32; paddle.nn.ClipGradByGlobalNorm would sum squares of float16 gradients in float16.
+    The clipping operators follow the all-reduce and the unscaling of the gradients. They sum squares in float32,
+    whereas paddle.nn.ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
     """
     block, updates = main_prog.global_block(), table.updates(main_prog)
     at = itertools.count(block.ops.index(updates[0]))
@@ -48,7 +48,8 @@ def clip_gradients(main_prog, maximum):
 
 
 def fix_updates(main_prog, is_bfloat16, is_dynamic):
-    """Correct the update operators of a training program in place. This is not needed if fusion.fuse replaces them.
+    """Correct Paddle's update operators in a training program in place. Programs in which fusion.fuse replaces these
+    operators do not need the correction.
 
     Args:
         main_prog: training Program after minimize.
@@ -62,7 +63,8 @@ def fix_updates(main_prog, is_bfloat16, is_dynamic):
 
 
 def scale_rates(main_prog, factors):
-    """Multiply the learning rate of each parameter, {name: factor}, in place. Call this before fix_updates."""
+    """Multiply the learning rates of parameters by factors, {name of the parameter: factor}, in place. Call
+    scale_rates() before fix_updates."""
     block, updates = main_prog.global_block(), table.updates(main_prog)
     at, rates = itertools.count(block.ops.index(updates[0])), {}
     for op in updates:
@@ -78,11 +80,11 @@ def scale_rates(main_prog, factors):
 
 
 def place_state(startup_prog):
-    """Change a startup program, in place, to create the optimizer's state on the program's device for a custom
-    operator.
+    """Change a startup program in place to create the entire optimizer state on the device of the program, for the
+    custom update operators.
 
-    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operator keeps them on the GPU, so a
-    captured step reads no values from the host.
+    Paddle creates and updates the powers of Adam's betas on the CPU. The custom operators keep these powers on the GPU,
+    because a captured step must not read values from the host.
     """
     for op in startup_prog.global_block().ops:
         if op.attr("op_device") == "cpu":
@@ -90,8 +92,8 @@ def place_state(startup_prog):
 
 
 def _update_masters_in_float32(program):
-    """Make the optimizer update the float32 master of each bfloat16 parameter, then cast it to the parameter, because
-    Paddle has no momentum kernel for bfloat16."""
+    """Make the optimizer update the float32 master weight of each bfloat16 parameter, and then cast the master weight
+    to the parameter. Paddle has no momentum kernel for bfloat16."""
     block = program.global_block()
     for op in reversed(table.updates(program)):
         i = block.ops.index(op)
@@ -116,9 +118,9 @@ def _keep_parameters_on_overflow(program):
     """Set the learning rate to 0 in a step that dynamic loss scaling skips, for update operators that cannot skip the
     step themselves.
 
-    Paddle only sets the gradients to 0, so momentum and weight decay would still change the parameters. The velocity
-    still decays in a skipped step, but only one step in thousands is skipped, and preventing the decay would require an
-    additional operator per parameter.
+    In a skipped step, Paddle only sets the gradients to 0, so momentum and weight decay would still change the
+    parameters. Even with a learning rate of 0, the velocity decays in a skipped step. This is acceptable: only one step
+    in thousands is skipped, and preventing the decay would require an additional operator per parameter.
     """
     block = program.global_block()
     scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
@@ -143,12 +145,13 @@ def _keep_parameters_on_overflow(program):
 
 
 def keep_statistics_finite(program):
-    """Change a program, in place, to keep the running statistics of channels whose batch mean or variance is not
-    finite.
+    """Change a program in place, so that the running statistics of a channel remain unchanged if the batch mean or
+    variance of the channel is not finite.
 
-    Otherwise, Paddle's batch_norm would make the running statistics infinite or NaN for the rest of the run, even if
-    the output is finite, and dynamic loss scaling does not skip updates of statistics. The added operators process all
-    layers together. Custom kernels include this check.
+    Without this change, Paddle's batch_norm would make the running statistics infinite or NaN for the rest of the run,
+    even if the output is finite. Dynamic loss scaling does not prevent this, because it does not skip updates of
+    statistics. The added operators process all layers together. Custom kernels include the check, so programs with
+    custom kernels do not need this change.
     """
     block = program.global_block()
     layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]

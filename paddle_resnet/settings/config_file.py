@@ -1,4 +1,4 @@
-"""The --config file: YAML converted to command-line arguments."""
+"""Read the --config file, by converting YAML to command-line arguments."""
 
 import yaml
 
@@ -8,7 +8,7 @@ from utils.errors import UsageError
 
 
 def read(path):
-    """Return the flags set in a --config file, {name: value}.
+    """Return the flags that a --config file sets, as {name: value}.
 
     Raises:
         UsageError: the file cannot be read or is not YAML, or it contains an unknown key or an invalid value.
@@ -34,7 +34,7 @@ def _read_yaml(path):
         raise UsageError(f"--config {path}: cannot be read ({e.strerror}); use a readable YAML file") from e
     except Exception as e:  # PyYAML also raises built-in errors, such as RecursionError
         reason = " ".join(str(e).split())[:200]
-        raise UsageError(f"--config {path}: not valid YAML ({reason}); fix that line") from e
+        raise UsageError(f"--config {path}: not valid YAML ({reason}); correct the file") from e
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise UsageError(f"--config {path}: not a mapping; write lines of the form `flag: value`")
@@ -46,11 +46,12 @@ class _YamlLoader(yaml.SafeLoader):
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"an alias {self.peek_event().start_mark}: write the value in full")
+            raise yaml.YAMLError(f"an alias {self.peek_event().start_mark}: replace the alias with its value")
         return super().compose_node(parent, index)
 
 
-# Numbers and dates remain text, because YAML would convert 10:20 to 620, 010 to 8 and 2024_01_31 to 20240131.
+# The loader keeps numbers and dates as text, because YAML would convert 10:20 to 620, 010 to 8 and 2024_01_31 to
+# 20240131.
 _YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag.rpartition(":")[2] in ("bool", "null", "merge")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -427,7 +427,7 @@ def _learning_rate(add):
         type=_positive_ratio,
         default=1.0,
         metavar="F",
-        help="factor of the learning rate from each part of the network (stem, block, ...) to the part before it",
+        help="factor between the learning rates of a part of the network (stem, block, ...) and of the next part",
     )
     add(
         "--classifier-lr-factor",
@@ -783,7 +783,7 @@ def _positive_ratio(text):
 
 
 def _layers(text):
-    """Parse the value of --freeze, or None, which overrides the configuration file."""
+    """Parse the value of --freeze, or "None" to override a value in the configuration file."""
     if text == "None":
         return None
     names = [name.strip() for name in text.split(",")]

@@ -1,4 +1,5 @@
-"""The length of a run, and the steps at which it evaluates and saves. --iter-unit is the unit of the duration flags."""
+"""The length of a run, and the steps after which the run evaluates and saves. --iter-unit is the unit of all flags for
+durations."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +10,8 @@ from utils.errors import UsageError
 
 
 class Stop(NamedTuple):
-    """The position after `step` batches of epoch `epoch`. `ends_epoch` is true if the epoch uses no more batches."""
+    """A position at which training stops to evaluate or save: after `step` batches of epoch `epoch`. `ends_epoch` is
+    true if this is the end of the epoch."""
 
     epoch: int
     step: int | None = None
@@ -18,12 +20,12 @@ class Stop(NamedTuple):
     saves: bool = True
 
     def place(self):
-        """Return {"step": batches done} for log entries inside an epoch, {} at its end."""
+        """Return {"step": completed batches} for log entries inside an epoch, or {} at the end of the epoch."""
         return {} if self.ends_epoch else {"step": self.step}
 
 
 class Part(NamedTuple):
-    """The epochs of a stage: first epoch, training steps per epoch, and learning rate factor."""
+    """The first epoch of a stage, its training steps per epoch, and its learning rate factor."""
 
     first_epoch: int
     steps: int
@@ -31,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The training steps of all epochs; their number per epoch changes with the batch size of a stage.
+    """The number of training steps in each epoch, which depends on the batch size of the stage (--sizes).
 
     Attributes:
         accumulate_steps: batches per training step.
@@ -50,7 +52,8 @@ class Timeline(NamedTuple):
         return self.steps(epoch) * self.accumulate_steps
 
     def steps_before(self, epoch):
-        """Return the number of training steps before an epoch; a fractional epoch is a position inside an epoch."""
+        """Return the number of training steps before an epoch. A fractional number, such as 2.5, is a position inside
+        an epoch."""
         ends = [*(part.first_epoch for part in self.parts[1:]), math.inf]
         passed = ((min(epoch, end) - part.first_epoch, part.steps) for part, end in zip(self.parts, ends, strict=True))
         return sum(epochs * steps for epochs, steps in passed if epochs > 0)
@@ -59,7 +62,7 @@ class Timeline(NamedTuple):
         return self.steps_before(epoch) * self.accumulate_steps
 
     def position(self, step):
-        """Return (epoch, step within the epoch) of a training step. The argument counts from the start of the run."""
+        """Return (epoch, step within the epoch) for a training step, which is counted from the start of the run."""
         part = next(part for part in reversed(self.parts) if self.steps_before(part.first_epoch) <= step)
         epochs, rest = divmod(step - self.steps_before(part.first_epoch), part.steps)
         return part.first_epoch + epochs, rest
@@ -86,10 +89,10 @@ def used_batches(batches, accumulate_steps):
 
 
 def uniform(settings, batches):
-    """Return the Timeline of a run whose epochs all have this number of batches.
+    """Return the Timeline of a run whose epochs all have `batches` batches.
 
     Raises:
-        UsageError: see used_batches.
+        UsageError: an epoch has fewer batches than --accumulate-steps.
     """
     count = settings.accumulate_steps
     return Timeline(count, (Part(0, used_batches(batches, count) // count),))
@@ -102,7 +105,7 @@ def timeline(settings, images):
         settings: Settings.
         images: number of training images per process.
     Raises:
-        UsageError: see used_batches; or a stage of --sizes has a batch size above this number of images.
+        UsageError: an epoch has fewer batches than --accumulate-steps, or a batch size in --sizes exceeds `images`.
     """
     count, parts = settings.accumulate_steps, []
     for stage in stages.stages(settings):
@@ -127,19 +130,19 @@ def total_steps(settings, timeline):
 
 
 def first_pass(settings, batches):
-    """Return the number of steps in the run's first pass over a loader with this number of batches."""
+    """Return the number of steps in the first pass of a run, if the loader has `batches` batches."""
     if settings.benchmark:
         return settings.benchmark_warmup_steps + settings.benchmark_steps
     return next(stops(settings, uniform(settings, batches))).step if settings.run_scope.trains else batches
 
 
 def stops(settings, timeline, done=0):
-    """Yield a Stop for each end of an epoch, each evaluation and each checkpoint after the first `done` steps.
+    """Yield a Stop for the end of each epoch, each evaluation and each checkpoint after the first `done` steps.
 
     Args:
         settings: Settings.
         timeline: Timeline.
-        done: number of training steps already done.
+        done: number of completed training steps.
     """
     if settings.iter_unit == "batch":
         total, ends = settings.num_iter, ((count, count) for count in range(done + 1, settings.num_iter + 1))

@@ -1,4 +1,4 @@
-"""Flags that follow other flags or are inherited from an earlier run."""
+"""Derive flags from other flags, and inherit flags from an earlier run."""
 
 import re
 
@@ -8,7 +8,7 @@ from paddle_resnet.settings.values import flag, network_name
 
 
 def follow(settings):
-    """Set the flags that follow other flags if they are neither explicit nor inherited."""
+    """Set the flags whose values are derived from other flags. Explicit and inherited flags keep their values."""
 
     def is_free(name):
         return not settings.is_explicit(name) and not settings.is_inherited(name)
@@ -43,7 +43,7 @@ def may_follow(name):
 
 
 def _prefix(arch):
-    """Return the file prefix of a network, as in NVIDIA's example: resnet_50_paddle for ResNet50."""
+    """Return the prefix of file names for a network, such as resnet_50_paddle for ResNet50, as in NVIDIA's example."""
     return re.sub(r"(?<=\D)(?=\d)", "_", arch).lower() + "_paddle"
 
 
@@ -56,7 +56,7 @@ def inherit(settings, recorded, names, folder):
         names: names of the flags to inherit.
         folder: path of the checkpoint, which is recorded as the origin of the values.
     Returns:
-        ({flag: value} of the flags that changed, {flag: (value, recorded value)} of the explicit flags that differ).
+        ({flag: value} for each flag that changed, {flag: (value, recorded value)} for each explicit flag that differs).
     """
     before = settings.copy()
     explicit = [name for name in names if settings.is_explicit(name)]

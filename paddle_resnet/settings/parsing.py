@@ -9,7 +9,7 @@ from paddle_resnet.settings.values import Settings, flag, text
 from utils.errors import UsageError
 from utils.mode import RunScope
 
-# Names that other programs use for these flags.
+# Names that other programs use for the flags of train.py: {flag: names}.
 ALIASES = {
     "amp": "fp16 mixed-precision use-amp",
     "batch-size": "b bs",
@@ -30,18 +30,17 @@ ALIASES = {
     "weight-decay": "wd",
 }
 ALIASES = {alias: meant for meant, aliases in ALIASES.items() for alias in aliases.split()}
-# Flags of newer versions of NVIDIA's example, with the hint that the error message shows.
+# Flags of newer versions of NVIDIA's example: {flag: hint for the error message}.
 ELSEWHERE = {
     "inference-dir": "run python -m paddle_resnet.export CHECKPOINT DIR after training",
-    "qat": "quantization is not supported; remove it",
 }
 
 
 def parse(arguments):
-    """Return the flags set by command-line arguments, {name: value}.
+    """Return the flags that command-line arguments set, as {name: value}.
 
     Raises:
-        UsageError: flags are unknown or values are invalid; one line per problem.
+        UsageError: flags are unknown or values are invalid. The message has one line per problem.
     """
     unset = object()
     args, unknown = PARSER.parse_known_args(arguments, argparse.Namespace(**dict.fromkeys(DEFAULTS, unset)))
@@ -54,7 +53,8 @@ def parse(arguments):
 
 
 def settings(values, origins):
-    """Return Settings with these values. All other flags have their defaults or follow these values."""
+    """Return Settings with the given values. All other flags have their defaults, or are derived from the given
+    values."""
     values = DEFAULTS | values
     values["run_scope"] = RunScope(values["run_scope"])
     made = Settings(values, origins)
@@ -63,8 +63,8 @@ def settings(values, origins):
 
 
 def from_dict(values):
-    """Return Settings from the result of Settings.as_dict, possibly of a different version: a missing flag has its
-    default, or the value that reproduces the behavior before the flag existed; unknown flags are ignored.
+    """Convert the result of Settings.as_dict to Settings. The dictionary may be from a different version: a missing
+    flag gets the value that reproduces the behavior before the flag existed, and unknown flags are ignored.
 
     Raises:
         UsageError: a value is invalid.
@@ -82,8 +82,8 @@ def changed(values):
 
 
 def as_file(settings):
-    """Return settings as the content of a --config file. This omits flags that a checkpoint, the data or the network
-    may determine, except explicit ones."""
+    """Return the content of a --config file for the settings. The content omits a flag that is not explicit if a
+    checkpoint, the data or the network may determine its value."""
     values = settings.as_dict()
     return {name: v for name, v in values.items() if settings.is_explicit(name) or not inheritance.may_follow(name)}
 
@@ -92,7 +92,7 @@ def arguments(values):
     """Convert {name: value} to command-line arguments.
 
     Raises:
-        UsageError: a name is unknown, or YAML has parsed a string as a boolean.
+        UsageError: a name is unknown, or a value is a boolean because a string in YAML is not quoted.
     """
     result = []
     for key, value in values.items():
@@ -115,7 +115,7 @@ def _unknown_arguments(arguments):
 
 
 def _unknown(kind, argument, known):
-    bare = {name.lstrip("-"): name for name in known}  # with the dashes, all flags would look similar
+    bare = {name.lstrip("-"): name for name in known}  # the dashes would make all flags similar
     normalized = argument.lstrip("-").replace("_", "-")
     if normalized in ALIASES:
         meant = (

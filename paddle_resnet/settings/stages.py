@@ -1,5 +1,5 @@
-"""The stages of a training run: one per entry of --sizes, and one that begins at --unfreeze-at. Each stage has its own
-settings, and therefore its own program and captured step; all stages share the variables.
+"""The stages of a training run. Each entry of --sizes and --unfreeze-at begin a stage. A stage has its own settings,
+and therefore its own program and captured step. All stages train the same variables.
 """
 
 import argparse
@@ -14,7 +14,7 @@ FORM = "SIZE:EPOCH[:BATCH[:FACTOR]],..."
 
 
 class Stage(NamedTuple):
-    """The training settings from an epoch on, and their learning rate factor."""
+    """The settings of training from epoch `first_epoch` on, and the factor of the learning rate."""
 
     first_epoch: int
     settings: Settings
@@ -22,7 +22,7 @@ class Stage(NamedTuple):
 
 
 def parse(text):
-    """Parse --sizes into a list of its entries, or parse None, which overrides the configuration file."""
+    """Parse --sizes into a list of its entries, or "None" to override a value in the configuration file."""
     if text == "None":
         return None
     entries = [entry.strip() for entry in text.split(",")]
@@ -33,7 +33,7 @@ def parse(text):
 
 
 def _parse_entry(entry):
-    """Return the fields of an entry of --sizes; batch size and learning rate factor are optional."""
+    """Return {field: value} for an entry of --sizes. Batch size and learning rate factor are optional."""
     fields = {
         "size": numbers.side,
         "first_epoch": numbers.not_negative,
@@ -47,8 +47,8 @@ def _parse_entry(entry):
 
 
 def stages(settings):
-    """Return the stages of a run, in the order of their epochs. Without --sizes and --unfreeze-at, there is one stage
-    with these settings."""
+    """Return the stages of a run, in the order of their epochs. Without --sizes and --unfreeze-at, a run has one
+    stage."""
     sizes = {fields["first_epoch"]: fields for fields in map(_parse_entry, settings.sizes or ())}
     begins = {0, *sizes, *([] if settings.unfreeze_at is None else [settings.unfreeze_at])}
     if begins == {0} and not sizes:
@@ -68,7 +68,7 @@ def stages(settings):
 
 
 def stages_from(settings, epoch):
-    """Return the stage of an epoch and all later ones."""
+    """Return the stage that contains an epoch, and all later stages."""
     every = stages(settings)
     current = max(i for i, stage in enumerate(every) if stage.first_epoch <= epoch)
     return every[current:]

@@ -1,4 +1,4 @@
-"""Checks for invalid values and for conflicts between flags."""
+"""Check flags for invalid values and for conflicts."""
 
 from paddle_resnet.models import RESIZE_RATIO
 from paddle_resnet.settings import stages
@@ -8,7 +8,7 @@ from utils import numbers
 from utils.errors import UsageError
 from utils.mode import RunScope
 
-# Outside these ranges, DALI fails or produces non-finite pixels.
+# Values outside these ranges make DALI fail or produce pixels that are not finite.
 AUGMENTATION_RANGES = {
     "rand_crop_ratio": (1e-3, 1e3),
     "rand_crop_scale": (1e-6, 1),
@@ -21,7 +21,7 @@ AUGMENTATION_RANGES = {
 
 
 def check(settings):
-    """Check the flags once all their values are known.
+    """Check the flags after all values have been inherited or derived.
 
     Raises:
         UsageError: a value is invalid, or flags conflict.
@@ -30,8 +30,8 @@ def check(settings):
 
 
 def check_command(settings):
-    """Check the flags of a command line before flags are inherited from a checkpoint. Raises the same errors as
-    check."""
+    """Check the flags of a command line before flags are inherited from a checkpoint. Raises UsageError for the same
+    reasons as check."""
     problems = [*_conflicts_of_start(settings), *_conflicts_of_output(settings)]
     if not (_has_start(settings) or settings.resume):
         problems += _conflicts_of_settings(settings)
@@ -53,7 +53,7 @@ def warnings(settings):
         )
     trains = settings.run_scope is not RunScope.EVAL_ONLY
     if settings.freeze and trains and not (_has_start(settings) or settings.resume):
-        yield "--freeze: the frozen layers keep random initial weights; add --from-pretrained-params"
+        yield "--freeze: frozen layers would keep random initial weights; add --from-pretrained-params"
     if settings.optimizer in FLAGS["beta1"].used_by[1] and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":
@@ -175,8 +175,8 @@ def _conflicts_of_stages(settings):
             yield f"--unfreeze-at {settings.unfreeze_at}: requires --freeze; add it, or remove --unfreeze-at"
         if settings.iter_unit == "epoch" and settings.unfreeze_at >= settings.epochs:
             yield (
-                f"--unfreeze-at {settings.unfreeze_at}: --epochs is {settings.epochs}; use an earlier epoch, or remove "
-                "--unfreeze-at"
+                f"--unfreeze-at {settings.unfreeze_at}: must be below --epochs {settings.epochs}; use an earlier "
+                "epoch, or remove --unfreeze-at"
             )
             return
     if settings.sizes is None:

@@ -1,4 +1,4 @@
-"""The values of all flags with their origins."""
+"""Store the value and the origin of each flag."""
 
 import dataclasses
 
@@ -6,15 +6,15 @@ EXPLICIT = "explicit_flags"
 
 
 class Settings:
-    """One attribute per flag, with underscores: `settings.batch_size` is --batch-size.
+    """The values of all flags, as attributes: `settings.batch_size` is --batch-size.
 
-    The values may change until they are resolved (see resolution.py for the order) and frozen, before the first program
-    is built.
+    resolution.py resolves the values step by step. Before the first program is built, the settings are frozen, and
+    values can no longer change.
 
     Args:
         values: {name: value}.
-        origins: {name: origin} of the values that are not defaults. An origin is "command line", "file PATH",
-            "Python", "checkpoint FOLDER", "data", "machine", or the flag that a value follows.
+        origins: {name: origin} for the values that are not defaults. An origin is "command line", "file PATH",
+            "Python", "checkpoint FOLDER", "data", "machine", or the flag from which the value is derived.
     """
 
     __slots__ = ("__dict__", "_is_frozen", "_origins", "_run")
@@ -37,7 +37,7 @@ class Settings:
         """
         if self._is_frozen:
             raise dataclasses.FrozenInstanceError(
-                f"settings.{next(iter(values))}: settings are frozen once a program is built; set it before, or use "
+                f"settings.{next(iter(values))}: settings are frozen when a program is built; set it before, or use "
                 "settings.copy()"
             )
         if unknown := values.keys() - vars(self).keys():
@@ -46,12 +46,12 @@ class Settings:
         self._origins.update(dict.fromkeys(values, origin))
 
     def resolve(self, origin, **values):
-        """Set the values that differ from the current ones. All other values keep their origin."""
+        """Set the values that differ from the current values. Equal values keep their origin."""
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
 
     def finalize(self):
-        """Freeze the settings."""
+        """Prevent further changes of the settings."""
         object.__setattr__(self, "_is_frozen", True)
 
     @property
@@ -70,7 +70,7 @@ class Settings:
         return copy
 
     def copy(self, **values):
-        """Return a copy that is not frozen, with the same origins and with these values set."""
+        """Return a copy that is not frozen. `values` change in the copy, and all other values keep their origins."""
         copy = Settings(vars(self), self._origins)
         if values:
             copy.set("Python", **values)
@@ -94,7 +94,8 @@ class Settings:
         return values | {"run_scope": self.run_scope.value}
 
     def as_entry(self):
-        """Return the first entry of the report: as_dict, and the names of the explicit flags under EXPLICIT."""
+        """Return the first entry of the report: the result of as_dict, and a list of the explicit flags with the key
+        EXPLICIT."""
         values = self.as_dict()
         return values | {EXPLICIT: [name for name in values if self.is_explicit(name)]}
 
@@ -105,7 +106,7 @@ def flag(name):
 
 
 def network_name(arch):
-    """Return the name that files and folders use for the network of --model-arch-name: NAME for FILE.py:NAME."""
+    """Return the name of a network for file and folder names. For --model-arch-name FILE.py:NAME, this is NAME."""
     return arch.rpartition(":")[2]
 
 

@@ -1,11 +1,11 @@
-"""A step captured once as a CUDA graph, which the host replays with one call instead of a thousand kernel launches.
+"""Capture a step as a CUDA graph. The host then replays each step with one call instead of a thousand kernel launches.
 
-Each replay reads and writes the memory addresses that were used during the capture, so the batch and the metrics are
-copied to tensors with fixed addresses. Values that change with the step are handled outside the graph: host scalars are
-written before each replay (scalars.py), and metrics are copied to the host after it (host_metrics.py).
+A replay uses the memory addresses of the capture, so the batch and the metrics are copied to tensors with fixed
+addresses. Values that change with the step are handled outside the graph: host scalars are written before each replay
+(scalars.py), and metrics are copied to the host after it (host_metrics.py).
 
-This requires --kernels native: Paddle's operators for the finite check and the loss scale cannot be replayed, because
-they copy tables from host memory that is freed after the step.
+Capturing requires --kernels native. Paddle's operators that check the gradients and update the loss scale cannot be
+replayed, because they copy tables from host memory that is freed after the step.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from utils.errors import RunError, UsageError, core
 
 # The first steps are not captured, because cuDNN chooses algorithms and creates its state during them.
 STEPS_BEFORE = 2
-# If the first flag is true, the Executor requires the second to be false.
+# The Executor requires FLAGS_sync_nccl_allreduce to be false if FLAGS_new_executor_use_cuda_graph is true.
 CAPTURE_FLAGS = {"FLAGS_new_executor_use_cuda_graph": True, "FLAGS_sync_nccl_allreduce": False}
-# Paddle's operators that have been tested in CUDA graphs, as have all custom operators (native_...). If a program
-# contains other operators, its first captured step is compared with an uncaptured one.
+# Paddle's operators that have been tested in CUDA graphs. All custom operators (native_...) have also been tested. If a
+# program contains other operators, its first captured step is compared with an uncaptured step.
 TESTED = {
     *("assign", "cast", "fill_constant", "scale", "reciprocal"),
     *("conv2d", "conv2d_grad", "pool2d", "pool2d_grad", "matmul_v2", "matmul_v2_grad"),
@@ -39,7 +39,8 @@ TESTED = {
     *("flatten_contiguous_range", "flatten_contiguous_range_grad", "flip", "one_hot_v2", "reshape2"),
     *(compat.ALL_REDUCE, "c_sync_calc_stream", "c_sync_comm_stream", "coalesce_tensor", "depend"),
 }
-# Operators without an attribute `seed` that draw random numbers, and operators that access host memory.
+# RANDOM contains operators that draw random numbers but have no attribute `seed`. ON_HOST contains operators that
+# access host memory.
 RANDOM = {
     *("bernoulli", "multinomial", "poisson", "exponential", "dirichlet", "standard_gamma"),
     *("rrelu", "gumbel_softmax"),
@@ -48,15 +49,15 @@ ON_HOST = {
     *("check_finite_and_unscale", "update_loss_scaling", "assign_value", "memcpy", "memcpy_d2h", "memcpy_h2d"),
     *("print", "py_func", "where_index", "unique", "masked_select", "while", "conditional_block"),
 }
-# Tolerance when comparing two runs of the same step, relative to the largest change. Only deterministic kernels fix the
-# order of summation, and thus the rounding.
+# Tolerance for the comparison of a captured with an uncaptured step, relative to the largest change. Kernels that are
+# not deterministic sum in a varying order, so their rounding differs.
 TOLERANCE = 0.02
 _numbers = itertools.count()
 _workspaces = []  # tensors that reserve memory used by captured steps; see _take_free_memory
 
 
 def untested_operators(program, is_wanted, is_explicit):
-    """Decide whether the steps of a program are captured.
+    """Decide whether to capture the steps of a program.
 
     Args:
         program: Program for --kernels native.
@@ -81,8 +82,8 @@ def untested_operators(program, is_wanted, is_explicit):
     untested = sorted({op.type for op in ops if not op.type.startswith("native_")} - TESTED)
     if untested:
         logger.info(
-            f"operator {', '.join(untested)} is untested in a CUDA graph: the first captured step is compared with an "
-            "uncaptured one"
+            f"operator {', '.join(untested)} is untested in a CUDA graph: comparing the first captured step with an "
+            "uncaptured step"
         )
     return untested
 
@@ -97,27 +98,29 @@ def _obstacle(op):
     # In Paddle 2.6.2, replays of a graph with these operators fail with CUDA error 700. fusion.py replaces most of
     # these operators.
     if op.type.startswith("depthwise_conv2d") and op.attr("data_format") == "NHWC":
-        return "in NHWC has no custom kernel for this size and fails when a graph is replayed"
+        return "in NHWC has no custom kernel for this size and fails during a replay"
     return None
 
 
 class CapturedStep:
-    """Runs the steps of a program: the first steps uncaptured, then one that is captured, then replays of it.
+    """Runs the steps of a program. The first STEPS_BEFORE steps run uncaptured, the next step is captured, and later
+    steps are replays.
 
-    Batches of a different size than the first, such as the last batch of an evaluation, run uncaptured.
+    If the size of a batch differs from that of the first batch, as at the end of an evaluation, the step runs
+    uncaptured.
 
     Args:
         program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).
         place: device of the program.
         untested: result of untested_operators.
-        is_explicit: whether --cuda-graph true is explicit; if so, it is an error if a captured step has a different
-            result.
+        is_explicit: whether --cuda-graph true is explicit. If a captured step has a different result, the run then
+            fails instead of continuing without capture.
     """
 
     def __init__(self, program, place, untested=(), is_explicit=False):
         self._place, self._untested, self._is_explicit = place, untested, is_explicit
-        # An Executor evicts programs that it has not run recently and frees their memory, so this class uses its own
-        # Executor, which runs only two programs.
+        # An Executor frees the memory of programs that it has not run recently. To keep the memory of the captured
+        # step, this class has its own Executor, which runs only two programs.
         self._exe = static.Executor(place)
         self.inputs, self._copy_program, self._program = _split(program)
         self._shapes, self._steps = None, 0
@@ -131,7 +134,7 @@ class CapturedStep:
             run_with_feed(feed=feed)
             return
         for name, value in feed.items():
-            if value is not self.inputs[name]:  # otherwise the loader has written it there
+            if value is not self.inputs[name]:  # otherwise the loader has written into the input
                 self.inputs[name]._copy_from(value, self._place)
         if self._graph is None and self._steps >= STEPS_BEFORE:
             (self._compare if self._untested else self._capture)()
@@ -145,8 +148,8 @@ class CapturedStep:
     def check(self):
         """Discard the captured step if a different program has moved a tensor since the capture.
 
-        If one process has to discard it, all do, because NCCL requires that either all processes capture an all-reduce
-        or none.
+        If one process discards its captured step, all processes discard theirs, because NCCL requires that all
+        processes capture an all-reduce or none does.
         """
         has_moved = self._graph is not None and self._addresses() != self._captured_at
         if exchange.all_gather([has_moved]).any():
@@ -162,8 +165,8 @@ class CapturedStep:
         self._graph = None
 
     def _compare(self):
-        """Capture the step and compare it with an uncaptured one. If the results differ, no step of this program is
-        captured. In either case, the variables are then reset to their values before the step."""
+        """Capture the step, and compare its results with those of an uncaptured step. If they differ, discard the
+        captured step and run all steps uncaptured. Finally, reset the variables to their values before the step."""
         before = self._values()
         self._run()
         expected = self._values()
@@ -178,7 +181,7 @@ class CapturedStep:
             self._steps = -np.inf
             names = ", ".join(differing[:3]) or "in a different process"
             problem = (
-                f"a captured step has different results than an uncaptured one ({names}); one of the operators "
+                f"a captured step has different results than an uncaptured step ({names}); one of the operators "
                 f"{', '.join(self._untested)} cannot be captured"
             )
             if self._is_explicit:
@@ -199,7 +202,7 @@ class CapturedStep:
 
     def _capture(self):
         paddle.device.cuda.synchronize(self._place)
-        paddle.device.cuda.empty_cache()  # the graph allocates its own memory, so free that of the first steps
+        paddle.device.cuda.empty_cache()  # free the memory of the first steps, because the graph allocates its own
         graph = CUDAGraph(self._place)
         _workspaces.clear()  # captured steps can share workspaces, because they never run concurrently
         try:
@@ -208,7 +211,7 @@ class CapturedStep:
                 try:
                     self._run()
                 except BaseException:
-                    with contextlib.suppress(Exception):  # report the first error
+                    with contextlib.suppress(Exception):  # raise only the error of the step
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -236,8 +239,8 @@ def _is_deterministic(place):
 
 
 def _differing(actual, expected, before, tolerance):
-    """Return the names of the arrays that differ by more than `tolerance` times their largest change, or have NaNs in
-    different places."""
+    """Return the names of the arrays that differ by more than `tolerance` times the largest change in the step, or
+    whose NaNs are in different places."""
     names = []
     for name, array in expected.items():
         scale = np.abs(array.astype(np.float64) - before[name]).max(initial=0)
@@ -249,12 +252,12 @@ def _differing(actual, expected, before, tolerance):
 def _take_free_memory(place):
     """Return tensors that occupy all free memory of Paddle's regular pool.
 
-    Even during a capture, Paddle allocates cuDNN's workspaces in this pool and frees them afterwards. Replays of the
-    graph write to these workspaces, so the memory must stay reserved for them.
+    During a capture, Paddle allocates cuDNN's workspaces in this pool, not in the memory of the graph, and frees them
+    afterwards. Replays write to these workspaces, so no other tensor may use this memory.
     """
     taken, grown = [], []
-    # Start with tensors of 1 MiB, so that the pool grows only slightly, and continue down to its smallest block, 256
-    # bytes.
+    # Start with tensors of 1 MiB, so that the pool grows only slightly, and end with 256 bytes, the size of the
+    # smallest block in the pool.
     for size in (2**n for n in range(20, 7, -1)):
         while True:
             reserved = paddle.device.cuda.memory_reserved(place)
@@ -287,11 +290,11 @@ def _capturing():
 
 
 def _split(program):
-    """Split a compiled program into a part to capture and a part that copies the metrics to the host.
+    """Split a compiled program into a program to capture and a program that copies the metrics to the host.
 
     Returns:
-        (persistent input tensors; the program with the async copy; the compiled program to capture, which reads these
-        inputs and copies the metrics to persistent variables).
+        ({name: persistent input tensor}, program with the async copy, compiled program to capture). The program to
+        capture reads the persistent inputs and copies the metrics to persistent variables.
     """
     copy = program._program.clone()
     block = copy.global_block()
@@ -299,8 +302,8 @@ def _split(program):
     metrics = [block.var(name) for name in async_copy.input_arg_names]
     feeds = list(iterators.feeds(copy))
     block._remove_op(at)
-    # Persistable variables with the same name share a tensor in all programs. The number makes these names unique to
-    # this program.
+    # Persistable variables of different programs share a tensor if they have the same name. The number makes the names
+    # unique to this program.
     number = next(_numbers)
     names = {name: f"{name}@captured_{number}" for name in (*feeds, *(v.name for v in metrics))}
     for name in feeds:
@@ -308,9 +311,9 @@ def _split(program):
         block.var(names[name]).persistable = True
     copy_program = static.Program()
     for v in metrics:
-        # Custom operators allocate their outputs. Memory allocated during a capture belongs to the graph, and a
-        # persistable variable would outlive this memory. Paddle's assign instead writes to the existing memory of the
-        # variable.
+        # Custom operators cannot write directly to persistable variables, because they allocate their outputs. Memory
+        # that is allocated during a capture belongs to the graph, and the variable would outlive it. Paddle's assign
+        # writes to the existing memory of the variable.
         for target in (block, copy_program.global_block()):
             target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
         block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})

@@ -1,4 +1,4 @@
-"""Dispatch a step: write the host scalars, run the program or replay its CUDA graph, and return handles for the
+"""Dispatch steps: write the host scalars, run the program or replay its CUDA graph, and return handles for the
 metrics."""
 
 import ctypes
@@ -17,15 +17,16 @@ class Dispatcher:
     Args:
         exe: static.Executor.
         program: result of program.compile_prog.
-        variables: the metrics of each step; with --kernels native, the variables that the program's async copy reads.
+        variables: metrics of a step. With --kernels native, these must be the variables that the async copy of the
+            program reads.
         is_native: whether --kernels native is used.
         class_num: number of classes, used to check the labels if a step fails; None if the labels cannot be checked.
         shares_inputs: whether loader and program use the same device.
 
     Attributes:
-        inputs: {name: tensor} that captured steps read. A loader can write to these tensors directly to avoid a copy.
-            Empty if steps are not captured, or if the loader uses a different device, because writing would move the
-            tensors to that device.
+        inputs: {name: tensor} that captured steps read. A loader can avoid a copy if it writes to these tensors
+            directly. The dictionary is empty if steps are not captured. It is also empty if the loader uses a different
+            device, because writing would move the tensors to that device.
     """
 
     def __init__(self, exe, program, variables, is_native, class_num=None, shares_inputs=True):
@@ -36,7 +37,7 @@ class Dispatcher:
             self._run = functools.partial(_fetch, run, class_num)
             return
         if not any(op.type == host_metrics.OPERATOR for op in program._program.global_block().ops):
-            raise RuntimeError("the program has no async copy of its metrics; build it with --kernels native")
+            raise RuntimeError("the program has no async copy of its metrics; build the program with --kernels native")
         run = functools.partial(exe.run, program, fetch_list=[])
         if program.captured is not None:
             program.captured.check()
@@ -53,11 +54,11 @@ class Dispatcher:
         Args:
             feed: {name: tensor}, a batch.
         Returns:
-            a handle for each variable; `np.asarray(handle)` waits for the value. With --kernels native, a handle is
-            valid for the next three steps.
+            one handle per variable; `np.asarray(handle)` waits for the value and returns it. With --kernels native, a
+            handle is valid only during the next three steps.
         Raises:
-            DataError: a label is not a valid class; raised only on a CPU with Paddle's kernels. Custom kernels report
-                such labels in the metrics (utils/meters.py).
+            DataError: a label is not a valid class. This check exists only on a CPU with Paddle's kernels. Custom
+                kernels report invalid labels in the metrics (utils/meters.py).
         """
         self._write_scalars()
         return self._run(feed)

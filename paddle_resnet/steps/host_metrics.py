@@ -1,8 +1,8 @@
 """Asynchronous copies of step metrics to host memory.
 
-The Executor's fetch blocks the host until the GPU has computed the value; then the GPU sits idle until the host
-launches the next kernels. Instead, a custom operator enqueues the copies after the kernels that compute the values, and
-the host reads them later.
+If the Executor fetches a value, the host waits until the GPU has computed it. The GPU then sits idle until the host
+launches the next kernels. Therefore a custom operator enqueues a copy of each value after the kernel that computes the
+value, and the host reads the copy later.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ OPERATOR = "native_async_copy"
 
 
 def add_copy(variables):
-    """Add an operator to the current program that copies these variables to the host in every step."""
+    """Add an operator that copies variables to the host in every step of the current program."""
     block = static.default_main_program().global_block()
     done = block.create_var(name="copied", shape=[1], dtype="int32", stop_gradient=True)
     block.append_op(type=OPERATOR, inputs={"X@VECTOR": list(variables)}, outputs={"Out": done})

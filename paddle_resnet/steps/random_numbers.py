@@ -1,5 +1,5 @@
-"""Random numbers for a step, drawn from a counter-based generator. They depend only on seed, step, layer and rank, so
-they are the same with and without a CUDA graph, and after a resume.
+"""Random numbers for a step, from a counter-based generator. The numbers depend only on seed, step, layer and rank, so
+CUDA graphs and a resume do not change them.
 """
 
 import zlib
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def generator(seed, step, layer, rank):
-    """Return the generator of one layer in one step: Philox by Salmon et al., SC 2011.
+    """Return the random generator for a layer in a step. The algorithm is Philox by Salmon et al., SC 2011.
 
     Args:
         seed: --seed.

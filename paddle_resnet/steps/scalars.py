@@ -1,8 +1,8 @@
 """Host scalars: numbers that the host computes for each step, such as the learning rate.
 
-A program reads each scalar from a persistable variable, which is written before every step, captured or not. The values
-are functions of the step, so checkpoints do not contain them, except the learning rate, which Paddle's checkpoint
-format includes.
+A program reads each scalar from a persistable variable. The host writes this variable before every step, captured or
+not. Checkpoints do not contain host scalars, because their values are functions of the step. The only exception is the
+learning rate, which is part of Paddle's checkpoint format.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ import paddle
 from paddle import static
 from paddle.base.data_feeder import convert_dtype
 
-PREFIX = "host_scalar."  # prefix of these variables, which checkpoints do not contain
+PREFIX = "host_scalar."  # prefix of the variables of host scalars; checkpoints omit these variables
 
 
 def declare(name, value_of, shape=(1,), dtype="float32"):
-    """Create a variable of the current program that is written before each step.
+    """Create a variable in the current program that the host writes before each step.
 
     Args:
         name: unique name in the program.
@@ -30,7 +30,7 @@ def declare(name, value_of, shape=(1,), dtype="float32"):
 
 
 def register(program, name, value_of):
-    """Register an existing variable of a program to be written before each step."""
+    """Make the host write an existing variable of a program before each step."""
     program.host_scalars = {**of(program), name: value_of}
 
 
@@ -52,7 +52,7 @@ class Writer:
         block = program.global_block()
         variables = {name: block.var(name) for name in self._scalars}
         self._types = {name: (convert_dtype(v.dtype), v.shape) for name, v in variables.items()}
-        # Paddle's dropout reads its seed on the host and would wait for a copy from the GPU.
+        # Paddle's dropout reads its seed on the host. A seed on the GPU would make the host wait for a copy.
         on_host = {op.input("Seed")[0] for op in block.ops if op.type == "dropout" and op.input("Seed")}
         self._places = {name: paddle.CPUPlace() if name in on_host else place for name in self._scalars}
 

@@ -10,14 +10,14 @@ from utils.errors import UsageError
 
 
 def path(steps, output_dir):
-    """Return the path of this process's trace; None without --profile-steps."""
+    """Return the path of this process's trace file, or None without --profile-steps."""
     if steps is None:
         return None
     return Path(output_dir) / "profile" / f"steps_{steps[0]}_{steps[1]}_rank{processes.rank()}.json"
 
 
 def check(steps, last_step):
-    """Check that --profile-steps is within the run's first pass, which ends before `last_step`.
+    """Check that the steps of --profile-steps are within the first pass of the run, which ends before `last_step`.
 
     Raises:
         UsageError: a traced step is outside the first pass.
@@ -27,11 +27,11 @@ def check(steps, last_step):
 
 
 def start(program, first_step, last_step, is_resume):
-    """Return the trace of a program for its first pass, and remove it from the program.
+    """Return the trace for the first pass of a program. Later calls return None.
 
     Args:
         program: result of program.compile_prog.
-        first_step, last_step: range of the pass, from first_step to last_step - 1.
+        first_step, last_step: the pass consists of the steps from first_step to last_step - 1.
         is_resume: whether --resume is set.
     Returns:
         Trace; None in later passes, or if --resume continues after the first traced step.
@@ -42,7 +42,7 @@ def start(program, first_step, last_step, is_resume):
     if trace is None:
         return None
     begin, end = trace.steps
-    if is_resume and begin < first_step:  # repeating the command must not fail
+    if is_resume and begin < first_step:  # repeating the command with --resume must not fail
         logger.warn(f"--profile-steps {begin}:{end}: no trace, because --resume continues at step {first_step}")
         return None
     if begin < first_step or end > last_step:
@@ -52,17 +52,18 @@ def start(program, first_step, last_step, is_resume):
 
 def _outside(steps, first_step, last_step):
     return UsageError(
-        f"--profile-steps {steps[0]}:{steps[1]}: outside the first steps of this run, {first_step}:{last_step}; use a "
-        "range within them"
+        f"--profile-steps {steps[0]}:{steps[1]}: outside the first pass of this run, {first_step}:{last_step}; use a "
+        "range within it"
     )
 
 
 class Trace:
     """Records the steps of --profile-steps in this process: operators on the host, and kernels and copies on a GPU.
 
-    Before recording starts and ends, all dispatched steps are completed. In other steps, the only overhead is a
-    comparison of integers. The trace of a program's first step lacks operator names, because Paddle prepares the
-    program during that step. A run that stops within the traced steps writes no trace.
+    The host waits for all dispatched steps before recording starts and before it ends. In other steps, the only
+    overhead is a comparison of integers. If the trace includes the first step of a program, this step has no operator
+    names, because Paddle prepares the program during the step. A run that stops within the traced steps writes no trace
+    file.
 
     Args:
         steps: (first step, step after the last one).
@@ -79,12 +80,12 @@ class Trace:
         self._profiler.step_num = self._begin  # number of the first step in the trace
 
     def before(self, step, drain, clock):
-        """Start, continue or write the trace. Call it before each step, and once after the last step.
+        """Start, continue or write the trace. Call before() before each step, and once after the last step.
 
         Args:
             step: number of the next step.
             drain: function that waits for all previous steps.
-            clock: meters.StepClock; it excludes the time to start and to write the trace.
+            clock: meters.StepClock, which does not count the time to start and to write the trace.
         """
         if self._begin < step < self._end:
             self._profiler.step()
@@ -103,8 +104,8 @@ class Trace:
         clock.resume()
 
     def stop(self):
-        """Stop recording. Otherwise, after a pass that ends within the traced steps, Paddle would continue to record
-        and crash later, because its recorder is not thread-safe."""
+        """Stop recording. Without this call, Paddle would continue to record after a pass that ends within the traced
+        steps, and crash later because its recorder is not thread-safe."""
         if self._is_recording:
             self._is_recording = False
             self._profiler.stop()

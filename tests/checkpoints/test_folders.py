@@ -175,8 +175,8 @@ def test_checkpoint_of_other_program_is_never_deleted(tmp_path, capsys, form):
         (tmp_path / name / "resnet_50_paddle.pdparams").write_text("NVIDIA's")
     folders.remove_all(tmp_path)
     output = capsys.readouterr()
-    assert f"--overwrite: deletes 4 in {tmp_path}" in output.out
-    assert f"--overwrite: keeps 3, 5 in {tmp_path}, which this program did not write" in output.err
+    assert f"--overwrite: deleting 4 in {tmp_path}" in output.out
+    assert f"--overwrite: keeping 3, 5 in {tmp_path}, because this program did not write them" in output.err
     (tmp_path / "3.old").mkdir()
     files = {"a.pdparams": lambda f: f.write(b"abc"), "a.pdopt": lambda f: f.write(b"x")}
     folders.verify(folders.commit(tmp_path, "3", files, META, form))

@@ -215,7 +215,7 @@ def test_failed_evaluation_saves_trained_epoch(run_train, uninterrupted, photos,
     assert run_train(*FLAGS, image_root=root)[0] == 2
     output = capsys.readouterr()
     assert f"{image}: cannot be decoded" in output.err
-    assert "epoch 0 is trained and saved; --resume continues with its evaluation" in output.out
+    assert "epoch 0 is trained and saved; resume with --resume to evaluate it" in output.out
     image.write_bytes(data)
     code, report = run_train(*FLAGS, "--resume", image_root=root)
     assert code == 0
@@ -446,7 +446,7 @@ def test_earlier_run_is_replaced_only_with_overwrite(run_train, tmp_path, monkey
     assert {path: path.read_bytes() for path in root.glob("*/meta.json")} == files
     assert run_train("--epochs", "1", "--overwrite")[0] == 0
     output = capsys.readouterr()
-    assert f"--overwrite: deletes 0, 1, 2, latest, best in {root}" in output.out
+    assert f"--overwrite: deleting 0, 1, 2, latest, best in {root}" in output.out
     assert f"{root}/1: not deleted, because it contains files that this program did not write (notes.txt)" in output.err
     assert entries(root) == {"0": "0", "1": "1", "latest": "0", "best": "0"}
     assert entries(root / "1").keys() == {"notes.txt"}
