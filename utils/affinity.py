@@ -1,4 +1,4 @@
-"""Binds the process to the CPU cores that are closest to its GPU."""
+"""Bind the process to the CPU cores that are closest to its GPU."""
 
 import os
 
@@ -6,16 +6,16 @@ from utils import logger
 
 
 def bind_to_gpu(local_gpu):
-    """Restrict this process to the allowed cores that are in the NUMA node of its GPU.
+    """Restrict this process to the cores that are in the NUMA node of its GPU and that its affinity already allows.
 
-    If NVML or the operating system does not report these cores, the affinity is unchanged, and a warning states the
-    reason. The affinity affects only speed.
+    If NVML or the operating system does not report these cores, the affinity remains unchanged and a warning states
+    why. The affinity affects only speed.
 
     Args:
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.
     """
     try:
-        import pynvml  # only requirements.txt, which is for GPUs, contains it
+        import pynvml  # optional: only requirements.txt, for GPUs, contains pynvml
     except ImportError:
         logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed, so the affinity is unchanged; install it")
         return
@@ -27,7 +27,8 @@ def bind_to_gpu(local_gpu):
     try:
         handle = _device_handle(pynvml, local_gpu)
         allowed = os.sched_getaffinity(0)
-        # Each mask that NVML returns has 64 cores. In a container, core numbers may exceed the number of cores.
+        # NVML returns one mask per 64 cores. The number of masks depends on the largest core number, which in a
+        # container may exceed the number of cores.
         masks = pynvml.nvmlDeviceGetCpuAffinity(handle, max(allowed) // 64 + 1)
         cores = allowed & {64 * i + bit for i, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1}
         if cores:
@@ -45,7 +46,8 @@ def bind_to_gpu(local_gpu):
 
 
 def _device_handle(pynvml, local_gpu):
-    """Return the NVML handle of a GPU. NVML numbers all GPUs; CUDA_VISIBLE_DEVICES selects some by number or UUID."""
+    """Return the NVML handle of a GPU. NVML ignores CUDA_VISIBLE_DEVICES, so the number or UUID of the GPU is read from
+    this variable."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not visible:
         return pynvml.nvmlDeviceGetHandleByIndex(local_gpu)

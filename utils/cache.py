@@ -1,7 +1,8 @@
-"""The cache folder, for files that are created once per machine: compiled operators and indexes of record files.
+"""The cache folder. It contains files that are created once per machine: compiled operators and indexes of record
+files.
 
-Files in the cache are loaded as code, so the folder and its files must belong to this user or to root (as in a
-container image), and nobody else may be able to write to them.
+Compiled operators in the cache run as code. Therefore the folder and its files must belong to this user or to root (as
+in a container image), and no other user may be able to write to them.
 """
 
 import atexit
@@ -17,8 +18,9 @@ from utils.errors import UsageError
 
 
 def folder():
-    """Return $XDG_CACHE_HOME/paddle_resnet, by default ~/.cache/paddle_resnet, and create it if possible. If other
-    users can write to this folder, return a private folder that lasts as long as this process.
+    """Return the cache folder, $XDG_CACHE_HOME/paddle_resnet or by default ~/.cache/paddle_resnet, and create it if
+    possible. If other users can write to this folder, return a temporary private folder, which is deleted when this
+    process exits.
 
     Raises:
         UsageError: XDG_CACHE_HOME is not set and there is no home folder.
@@ -27,7 +29,7 @@ def folder():
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle_resnet"
     except RuntimeError as e:
         raise UsageError("cache folder: there is no home folder; set XDG_CACHE_HOME") from e
-    with contextlib.suppress(OSError):  # the first write to the folder reports the reason
+    with contextlib.suppress(OSError):  # the first write to the folder will report the error
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not is_trusted(path):
             return _private_folder(path)
@@ -52,7 +54,7 @@ def _private_folder(path):
     private = tempfile.mkdtemp(prefix="paddle_resnet-")
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     logger.warn(
-        f"cache {path}: belongs to another user or is writable by others, so this run uses {private}; change its owner "
-        "and mode (chown, chmod 755), or set XDG_CACHE_HOME"
+        f"cache {path}: belongs to another user or is writable by others, so this run uses {private}; change its "
+        "owner and mode (chown, chmod 755), or set XDG_CACHE_HOME"
     )
     return Path(private)

@@ -1,4 +1,4 @@
-"""Checks for plain data that is read from files, used by the schemas of meta.json, reports and exports."""
+"""Check data that was read from JSON files. The schemas of meta.json, reports and exports use these functions."""
 
 
 def is_count(value):
@@ -7,7 +7,7 @@ def is_count(value):
 
 
 def is_number(value):
-    """Return whether a value is a number that a float can hold, including infinity and NaN."""
+    """Return whether a value is a number that can be converted to a float, including infinity and NaN."""
     return type(value) is float or (type(value) is int and abs(value) <= 2**1023)
 
 
@@ -20,7 +20,8 @@ def is_text(value):
 
 
 def is_table(value, /, **checks):
-    """Return whether a value is a dict that has these keys, with values that pass their checks."""
+    """Return whether a value is a dictionary that contains every key of `checks`, with a value that passes the
+    check."""
     return isinstance(value, dict) and all(name in value and check(value[name]) for name, check in checks.items())
 
 

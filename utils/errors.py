@@ -1,10 +1,10 @@
-"""Errors with a known cause, which commands print without a traceback."""
+"""Errors that have a known cause. Commands print these errors without a traceback."""
 
 import re
 
 
 def printable(text):
-    """Escape characters that would break the line or control the terminal, such as \\n and \\x1b."""
+    """Escape characters that would end the line or control the terminal, such as \\n and \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -21,10 +21,10 @@ NO_CLASS = (
 
 
 class UsageError(ValueError):
-    """A flag, configuration file, data set or checkpoint is unusable: exit code 2.
+    """A flag, configuration file, data set or checkpoint cannot be used. The exit code is 2.
 
-    This error is raised before the first step. The message states the flag or path, the problem and the remedy. Each
-    argument becomes a line of the message, for example one line per conflict between flags.
+    UsageError is raised before the first step. The message contains the flag or path, the problem and the remedy. Each
+    argument is a line of the message, for example one line per conflict between flags.
     """
 
     def __str__(self):
@@ -32,9 +32,9 @@ class UsageError(ValueError):
 
 
 class DataError(UsageError):
-    """An image cannot be read or decoded, or its label is not a class. This error is raised while the run reads images,
-    so possibly after the first step."""
+    """An image cannot be read or decoded, or its label is not a class. DataError is raised when the image is read,
+    which may be after the first step."""
 
 
 class RunError(RuntimeError):
-    """A run cannot continue: exit code 1. The message states what failed, where, and which work is saved."""
+    """A run cannot continue. The exit code is 1. The message states what failed and where, and which work is saved."""

@@ -1,4 +1,4 @@
-"""The exit code of a command, and the error message that states why it failed."""
+"""Convert the outcome of a command to an exit code, and print an error message if the command fails."""
 
 import contextlib
 import math
@@ -19,8 +19,8 @@ _NO_MEMORY = (
 )
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-# With less address space, an import or a step fails in various ways, sometimes without an error message. The sample job
-# used 3.2 to 3.5 GiB on a CPU.
+# With less address space than this, an import or a step may fail without a clear error message. The sample job used 3.2
+# to 3.5 GiB on a CPU.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 
@@ -32,8 +32,8 @@ def of(program, function, needs_stdout=True):
         function: function without arguments that returns an exit code, or None for DONE.
         needs_stdout: whether the command fails if it cannot write to stdout.
     Returns:
-        the exit code of the function; FAILURE for a RunError or too little memory, USAGE for a UsageError, PREEMPTED
-        for a run that was stopped by a signal and has saved all work, INTERRUPTED for a KeyboardInterrupt. Other
+        the exit code of the function; FAILURE after a RunError or if memory is insufficient; USAGE after a UsageError;
+        PREEMPTED if a signal stopped the run and all work is saved; INTERRUPTED after a KeyboardInterrupt. Other
         exceptions are not caught.
     """
     try:
@@ -59,7 +59,7 @@ def of(program, function, needs_stdout=True):
         if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
             raise
         logger.write_line(f"{program}: error: {_no_memory(e)}", sys.stderr)
-        if "paddle" not in sys.modules:  # after a partial import, a normal exit would hang
+        if "paddle" not in sys.modules:  # a normal exit would hang if Paddle is partly imported
             sys.stdout.flush()
             os._exit(FAILURE)
         return FAILURE
@@ -69,14 +69,14 @@ def _check_address_space():
     if _address_space() < LEAST_ADDRESS_SPACE:
         raise RunError(
             f"ulimit -v: {_address_space() >> 20:,} MiB of address space, but Paddle and DALI need up to "
-            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job; raise it, for example with ulimit -v unlimited"
+            f"{LEAST_ADDRESS_SPACE >> 20:,} MiB for a small job; raise the limit, such as with ulimit -v unlimited"
         )
 
 
 def _check_working_directory():
     try:
         os.getcwd()
-    except OSError as e:  # importing Paddle would fail, too
+    except OSError as e:  # importing Paddle would also fail
         raise RunError(f"working directory: cannot be used ({e.strerror}); change to a different one") from e
 
 
@@ -92,7 +92,7 @@ def _no_memory(error):
     reason = f" ({reason})" if reason else ""
     if _NO_FILE in reason:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"ulimit -n: {limit} open files are too few{reason}; raise it, for example with ulimit -n 1024"
+        return f"ulimit -n: {limit} open files are too few{reason}; raise the limit, such as with ulimit -n 1024"
     if any(name in reason for name in _NO_THREAD):
         return f"no more threads can be started{reason}; add memory, or allow more processes (ulimit -u)"
     return f"too little memory{reason}; use a smaller --batch-size, or add memory"

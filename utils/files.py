@@ -1,5 +1,5 @@
-"""File operations: naming companion files, opening only regular files (a pipe could block forever), writing atomically,
-and making data valid JSON."""
+"""File operations: name companion files, open only regular files (because a pipe could block forever), write files
+atomically, and convert data to valid JSON."""
 
 import contextlib
 import errno
@@ -10,11 +10,11 @@ import shutil
 import stat
 from pathlib import Path
 
-_pipes = []  # descriptors that remain open until the process ends
+_pipes = []  # descriptors of pipes, open until the process ends
 
 
 def companion(path, ending):
-    """Return the path of a companion file: run.eval.json for run.json and the ending eval.json."""
+    """Return the path of a companion file, such as run.eval.json for the path run.json and the ending eval.json."""
     path = Path(path)
     return path.with_name(f"{path.stem if path.suffix == '.json' else path.name}.{ending}")
 
@@ -25,7 +25,9 @@ def touch(path):
     Raises:
         OSError: the file cannot be written.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # do not wait for a reader
+    flags = (
+        os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # O_NONBLOCK: do not wait for a reader
     try:
         try:
             descriptor = os.open(path, flags, 0o666)
@@ -38,7 +40,7 @@ def touch(path):
         raise
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(kind):
-        _pipes.append(descriptor)  # if it were closed, the reader would see the end of the file
+        _pipes.append(descriptor)  # closing the pipe would send the end of the file to its reader
         return
     os.close(descriptor)
     if stat.S_ISBLK(kind):
@@ -50,7 +52,7 @@ def open_regular(path, limit_bytes=None):
 
     Args:
         path: path of the file.
-        limit_bytes: the maximum size to accept; None accepts any size.
+        limit_bytes: maximum size of the file, or None for no limit.
     Returns:
         a binary file.
     Raises:
@@ -73,15 +75,16 @@ def open_regular(path, limit_bytes=None):
 
 @contextlib.contextmanager
 def written(path, partial=None, sync=False):
-    """Write a file or folder atomically: it only appears under its name when the block has written it completely.
+    """Write a file or folder atomically. The file or folder appears at `path` only after the block has written it
+    completely.
 
     Args:
         path: path of the file or folder. An existing file is replaced.
-        partial: path to write to, in the same file system; by default, a name in the same folder that no other process
-            uses. If the block raises an exception, the partial file or folder is removed.
-        sync: whether to flush everything to the disk before the rename.
+        partial: temporary path to write to, in the same file system; by default, a path in the same folder that no
+            other process uses. If the block raises an exception, this file or folder is removed.
+        sync: whether to flush all data to the disk before the rename.
     Yields:
-        partial as a Path, at which the block creates the file or folder.
+        the temporary path as a Path, at which the block must create the file or folder.
     """
     partial = partial_path(path) if partial is None else Path(partial)
     try:
@@ -97,8 +100,9 @@ def written(path, partial=None, sync=False):
 
 
 def partial_path(path):
-    """Return the path at which this process writes a file or folder before the rename. It contains the host name,
-    because processes of nodes and containers that share a folder may have the same ID."""
+    """Return the temporary path at which this process writes a file or folder before the rename. The path contains the
+    host name, because processes on different hosts or in different containers may share a folder and have the same
+    process ID."""
     return Path(f"{path}.{platform.node()}.{os.getpid()}.partial")
 
 
@@ -112,7 +116,7 @@ def fsync(path):
 
 
 def finite(data):
-    """Replace non-finite numbers in plain data with None, since JSON has neither Infinity nor NaN."""
+    """Replace non-finite numbers in JSON data with None, because JSON has neither Infinity nor NaN."""
     if isinstance(data, dict):
         return {name: finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""Locks between processes. A lock is a hidden file that contains the name of its owner."""
+"""Locks between processes. A lock is a hidden file that contains the process ID and the host of its owner."""
 
 import contextlib
 import errno
@@ -18,21 +18,21 @@ def acquire(path, warn):
         path: path of the lock file.
         warn: function to call with a message if the file system does not support locks.
     Returns:
-        the open lock file. The lock lasts until this process ends, or closes this or any other open file of that path.
+        the open lock file. The lock lasts until this process ends, or closes any file object of this path.
     Raises:
-        BlockingIOError: another process holds the lock; strerror identifies it.
-        OSError: the lock file cannot be opened, is not a regular file, or is a link. (A link's target would be
-            overwritten.)
+        BlockingIOError: another process holds the lock; strerror identifies that process.
+        OSError: the lock file cannot be opened, is not a regular file, or is a link (the target would be overwritten).
     """
     path = Path(path)
     while True:
         file = _open(path)
-        # A POSIX lock belongs to the process, so a forked child that outlives this process does not keep it.
+        # A POSIX lock belongs to a single process, so the lock ends with this process even if a forked child continues
+        # to run.
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno not in (errno.EACCES, errno.EAGAIN):
-                warn(f"{path}: the file system does not support locks ({e.strerror}); do not start a second run there")
+                warn(f"{path}: the file system does not support locks ({e.strerror}); do not start a second run")
                 return file
             file.seek(0)
             owner = file.read().strip() or "unknown"
@@ -40,7 +40,7 @@ def acquire(path, warn):
             raise BlockingIOError(e.errno, owner) from e
         if is_of(file, path):
             break
-        file.close()  # the owner has released the lock and removed the file since it was opened
+        file.close()  # the owner has removed the file since it was opened
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
@@ -49,14 +49,14 @@ def acquire(path, warn):
 
 @contextlib.contextmanager
 def held(path, subject, warn):
-    """Hold a lock while the block runs.
+    """Hold the lock of a file while the block runs.
 
     Args:
-        path, warn: see acquire.
-        subject: description of what is locked, such as a flag with its value.
+        path, warn: arguments of acquire.
+        subject: text for error messages that describes the locked object, such as a flag with its value.
     Raises:
         UsageError: another process holds the lock.
-        OSError: see acquire.
+        OSError: the lock file cannot be opened, is not a regular file, or is a link.
     """
     try:
         file = acquire(path, warn)
@@ -70,7 +70,8 @@ def held(path, subject, warn):
 
 
 def is_of(file, path):
-    """Return whether an open lock file is still at its path. Other processes may have deleted or replaced the file."""
+    """Return whether an open lock file still exists at its path, and was not deleted or replaced by a different
+    process."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except FileNotFoundError:

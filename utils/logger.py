@@ -1,9 +1,9 @@
-"""The log of a run: each entry is a readable line on stdout and a JSON line in --report-file.
+"""The log of a run. Each entry is printed as a readable line on stdout and written as a JSON line to --report-file.
 
-The report has the format of NVIDIA's dllogger: each line is `DLLL ` and a JSON object with timestamp, datetime,
-elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the run). Each
-start of the run first writes a "PARAMETER" line, after all checks have passed. If a resumed run repeats a step, the
-later of the two lines counts.
+The report has the format of NVIDIA's dllogger. Each line consists of `DLLL ` and a JSON object with timestamp,
+datetime, elapsedtime, type, step and data. `step` is "PARAMETER", [epoch, step], [epoch] or [] (the summary of the
+run). The first line of each start of the run is "PARAMETER", written after all checks have passed. If a resumed run
+repeats a step, the later line counts.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from utils.errors import RunError, UsageError
 _path = _report = _lock = None
 _followers = []
 _quiet = False
-_printed = None  # messages that info and warn must not repeat; see without_repeats
+_printed = None  # printed messages, in a block of without_repeats
 _start_s = time.time()
 
 
 def setup(report_file=None, rank=0):
-    """Set the path of the report file, but do not change the file. Only rank 0 writes and prints; calls on other ranks
-    do nothing.
+    """Set the path of the report file, but do not change the file. Only rank 0 prints and writes to the report. On
+    other ranks, info, warn, log and report do nothing.
 
     Args:
         report_file: path, or None to only print the log.
@@ -48,8 +48,8 @@ def setup(report_file=None, rank=0):
 
 
 def begin(parameters, append=False):
-    """Begin the report of this run. Call this when all checks have passed, because it may replace an earlier report.
-    A lock prevents other runs from writing the file until close().
+    """Open the report file. Call begin() after all checks have passed, because it may replace an earlier report. A lock
+    prevents other runs from writing to the file until close().
 
     Args:
         parameters: {flag: value} to write in the first line.
@@ -66,7 +66,7 @@ def begin(parameters, append=False):
         if _path.is_file():
             _lock = locks.acquire(_lock_file(_path), warn)
             os.truncate(_path, _size_of_complete_lines(_path) if append else 0)
-        # Append mode overwrites nothing if another run writes to the same file.
+        # In append mode, this run overwrites nothing if another run writes to the same file.
         _report = open(_path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open until the run ends
     report("PARAMETER", parameters)
 
@@ -88,12 +88,13 @@ def _lock_file(path):
 
 
 def _size_of_complete_lines(path):
-    """Return the size of the file up to its last complete line. A full disk may have truncated the last line."""
+    """Return the size of a file up to the end of its last complete line. The last line may be incomplete because the
+    disk was full."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 def follow(follower):
-    """From now on, pass each entry of the report to follower.add(step, data). At the end, call follower.close()."""
+    """From now on, pass each entry of the report to follower.add(step, data). close() will call follower.close()."""
     _followers.append(follower)
 
 
@@ -109,11 +110,11 @@ def close():
 
 
 def write_line(text, stream):
-    """Write a line and its newline in a single call. print writes the newline separately, so under `python -u`, which
-    the launcher uses, another thread or process with the same log file could write in between.
+    """Write a line and its newline in a single call. print() would write the newline separately under `python -u`,
+    which the launcher uses, so that other threads or processes could write to the same log file in between.
 
-    If the stream fails (the reader of a pipe has exited, or the disk is full), a run continues without output. For
-    commands whose output is their result, see result_on_stdout."""
+    If the line cannot be written, because the reader of a pipe has exited or the disk is full, the run continues
+    without output. A command whose output is its result must use result_on_stdout instead."""
     if progress.write_above(text, stream):
         return
     try:
@@ -122,13 +123,15 @@ def write_line(text, stream):
     except OSError as e:
         _abandon(stream)
         if stream is sys.stdout:
-            warn(f"stdout: can no longer be written ({e.strerror}), so the run continues without it; see --report-file")
+            warn(
+                f"stdout: can no longer be written ({e.strerror}), so the run continues without it; read --report-file"
+            )
 
 
 @contextlib.contextmanager
 def result_on_stdout():
-    """Raise RunError if this block's output cannot be written to stdout. Libraries may ignore the OSError, as argparse
-    does for --help."""
+    """Raise RunError if the output of the block cannot be written to stdout, even if a library ignores the OSError, as
+    argparse does for --help."""
     result = _Result(sys.stdout)
     with contextlib.redirect_stdout(result):
         try:
@@ -138,12 +141,12 @@ def result_on_stdout():
             raise
         else:
             result.flush()
-        finally:  # Python's logging keeps a reference to the stream used in this block
+        finally:  # Python's logging may keep a reference to `result`
             result.write, result.flush = result._stream.write, result._stream.flush
 
 
 class _Result:
-    """A text stream that raises RunError instead of OSError, both for the first error and in every later call."""
+    """A text stream that raises RunError instead of OSError, and raises it again in every later call."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -167,18 +170,20 @@ class _Result:
         except OSError as e:
             self._problem = e.strerror
             _abandon(self._stream)
-        raise RunError(f"stdout: cannot be written ({self._problem}); free disk space, or redirect it")
+        raise RunError(f"stdout: cannot be written ({self._problem}); free disk space, or redirect stdout")
 
 
 def _abandon(stream):
-    """Discard further output to a stream. Otherwise Python would try to flush it at exit and end with exit code 120."""
+    """Discard all further output to a stream. Python would otherwise try to flush the stream at exit, and exit with
+    code 120."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def _prepare(stream):
-    """Return a standard stream that accepts every character, or a null stream if the process has no such stream."""
+    """Make a standard stream accept every character, and return it. If the process does not have the stream, return a
+    null stream."""
     if stream is None:
         stream = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
     if isinstance(stream, io.TextIOWrapper):
@@ -191,7 +196,7 @@ sys.stdout, sys.stderr = _prepare(sys.stdout), _prepare(sys.stderr)
 
 
 def elapsed_s():
-    """Return the seconds since the program started, as in the report's elapsedtime."""
+    """Return the number of seconds since the program started, which is elapsedtime in the report."""
     return time.time() - _start_s
 
 
@@ -261,7 +266,7 @@ def report(step, data):
             _report.write("DLLL " + json.dumps(files.finite(entry)) + "\n")
         except OSError as e:
             failed, _report = _report, None
-            with contextlib.suppress(OSError):  # close() would write the same line again
+            with contextlib.suppress(OSError):  # close() would try to write the line again
                 failed.close()
             remedy = "free disk space, and restart a training run with --resume"
             raise RunError(f"--report-file {failed.name}: can no longer be written ({e.strerror}); {remedy}") from e
@@ -270,8 +275,8 @@ def report(step, data):
 
 
 def _line(step, data):
-    """Return the line to print. If all names share a phase, it is printed only once, so that the line fits a wide
-    terminal."""
+    """Return the line to print. If all names have the same prefix, such as "train.", the line contains the prefix only
+    once, so that the line fits a wide terminal."""
     phases = {name.partition(".")[0] for name in data}
     label = _label(step)
     if len(phases) == 1:

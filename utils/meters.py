@@ -9,7 +9,7 @@ from utils.errors import NO_CLASS, DataError
 
 
 def mean(total, count):
-    """Return total / count, or NaN if there is nothing to average."""
+    """Return total / count, or NaN if count is 0."""
     return total / count if count else math.nan
 
 
@@ -19,14 +19,16 @@ class AverageMeter:
 
     Args:
         name: metric name in logs, for example "top1".
-        is_ratio: whether the value of a batch is a count divided by the batch size, as for an accuracy. The exact count
-            is then restored from the value, so that the mean over many batches has no float32 rounding.
+        is_ratio: whether the value of a batch is a count divided by the batch size, such as an accuracy. The meter then
+            recovers the exact count from the value, so that the mean over many batches has no float32 rounding error.
     Attributes:
-        value: mean of the finite values in the last update; NaN if there are none.
+        value: mean of the finite values in the last update, or NaN if no value was finite.
         sum: sum of the finite values.
         count: number of samples, including those with non-finite values.
-        not_finite: number of samples whose value, or whose batch's mean, was not finite.
-        bad_updates: number of consecutive updates, up to the last one, that were not finite. reset() keeps this number.
+        not_finite: number of samples whose value was not finite. If a batch has only a mean and it is not finite, all
+            its samples count.
+        bad_updates: number of consecutive updates, up to the last update, with a value that was not finite. reset()
+            does not change it.
     """
 
     def __init__(self, name, is_ratio=False):
@@ -45,18 +47,20 @@ class AverageMeter:
         """Add one batch of `n` samples.
 
         Args:
-            value: the mean over the batch as one number, or one number per sample.
+            value: one number, the mean over the batch, or one number per sample.
             n: number of samples in the batch.
         Raises:
-            DataError: a ratio is negative, which is how the loss operator reports a label that is not a class.
+            DataError: a ratio is negative. With a negative ratio, the loss operator reports a label that is not a
+                class.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
         is_finite = np.isfinite(value)
         not_finite = int(np.count_nonzero(~is_finite)) * n // value.size
         value = value[is_finite]
-        # Values are rounded to multiples of 2^-24, finer than float32 near 1. float64 adds them exactly up to a sum of
-        # half a billion, so the sum is the same in any order, for any number of processes and any batch size.
+        # Round values to multiples of 2^-24, which is finer than float32 near 1. float64 adds such values exactly up to
+        # a sum of half a billion. Therefore the sum does not depend on the order, the number of processes or the batch
+        # size.
         is_each = is_finite.size == n
         total = float(np.rint(value * 2.0**24).sum() / 2**24) if is_each else float(value.sum()) * n
         if self.is_ratio:
@@ -70,7 +74,7 @@ class AverageMeter:
         self.bad_updates = self.bad_updates + 1 if not_finite else 0
 
     def mean(self):
-        """Return the mean of all finite values; NaN if there are none."""
+        """Return the mean of all finite values, or NaN if no value is finite."""
         return mean(self.sum, self.count - self.not_finite)
 
     def state(self):
@@ -82,14 +86,14 @@ class AverageMeter:
         self.not_finite = state.get("not_finite", 0)  # missing in older checkpoints
 
     def excuse_update(self):
-        """Do not count the last update as a bad update."""
+        """Subtract the last update from the number of bad updates."""
         self.bad_updates -= 1
 
 
 class ConfusionMeter:
     """Counts of (label, predicted class) pairs.
 
-    Images without a predicted class (their prediction is class_num) are not counted.
+    Images without a predicted class, whose prediction is class_num, are not counted.
 
     Args:
         class_num: number of classes.
@@ -103,16 +107,17 @@ class ConfusionMeter:
         self._pairs = []
 
     def update(self, pairs, n):
-        """Add one batch: integers [n, 2], where each row is the label and the predicted class of an image."""
+        """Add a batch of pairs, integers [n, 2]. A row contains the label and the predicted class of an image."""
         assert pairs.shape == (n, 2), f"confusion: {pairs.shape} for {n} images"
-        self._pairs.append(np.array(pairs))  # copy them, because Paddle may own the memory
+        self._pairs.append(np.array(pairs))  # copy, because Paddle may own the memory
 
     def labels(self):
         """Return the label of each image, int64 [n]."""
         return np.concatenate([np.empty((0, 2), np.int64), *self._pairs])[:, 0]
 
     def counts(self):
-        """Return the pairs that occurred, sorted, as label * class_num + prediction [k], and their counts [k]."""
+        """Return the k pairs that occurred, as sorted numbers label * class_num + prediction [k], and their counts
+        [k]."""
         pairs = np.concatenate([np.empty((0, 2), np.int64), *self._pairs])
         labels, predictions = pairs[(pairs[:, 1] >= 0) & (pairs[:, 1] < self.class_num)].T
         return np.unique(labels * self.class_num + predictions, return_counts=True)
@@ -133,8 +138,8 @@ class TopMeter:
         self._classes, self._probabilities = [], []
 
     def update(self, logits, n):
-        """Add one batch of logits [n, C]. Classes with equal logits are in ascending order. A class whose logit is NaN
-        comes last and is replaced with C."""
+        """Add a batch of logits [n, C]. Classes with equal logits are sorted by their number. Classes whose logit is
+        NaN come last, and are replaced with C."""
         logits = np.asarray(logits, dtype=np.float64)
         assert len(logits) == n, f"{len(logits)} rows of logits for {n} images"
         classes = np.argsort(-logits, axis=1, kind="stable")[:, : self._k]
@@ -146,8 +151,8 @@ class TopMeter:
         self._probabilities.append(np.take_along_axis(probabilities, classes, axis=1))
 
     def rows(self):
-        """Return float64 [images, 2 k]: k classes, the most probable first, then their probabilities. The probabilities
-        are NaN if a logit of the image is NaN or +inf."""
+        """Return float64 [images, 2 k]. A row contains the k most probable classes of an image in descending order, and
+        then their probabilities. All probabilities are NaN if a logit of the image is NaN or +inf."""
         empty = np.empty((0, self._k))
         return np.hstack([np.concatenate([empty, *part]) for part in (self._classes, self._probabilities)])
 
@@ -159,7 +164,7 @@ class StepClock:
         self.restart()
 
     def restart(self):
-        """Clear all times and start counting now."""
+        """Clear all times, and begin the first step now."""
         self.data_times, self.batch_times = [], []
         self.images = 0
         self._logged = (0, 0, 0.0)
@@ -176,18 +181,19 @@ class StepClock:
         self._tick = now
 
     def close_step(self):
-        """Add the time since the last step to the last step, whose metrics were read late."""
+        """Add the time since the end of the last step to the last step, because this time was spent waiting for its
+        metrics."""
         now = perf_counter()
         if self.batch_times:
             self.batch_times[-1] += now - self._tick
         self._tick = now
 
     def resume(self):
-        """Exclude the time since close_step."""
+        """Exclude the time since close_step() from all steps."""
         self._tick = perf_counter()
 
     def recent(self):
-        """Return the mean times of the last steps in seconds: (waiting for the loader, entire step)."""
+        """Return mean times over the last 20 steps in seconds, as (waiting for the loader, entire step)."""
         data_times, batch_times = self.data_times[-20:], self.batch_times[-20:]
         n = len(batch_times) or 1
         return sum(data_times) / n, sum(batch_times) / n
@@ -209,7 +215,7 @@ class StepClock:
 
 
 def latency_percentiles(batch_times_s):
-    """Return the latency of a benchmark's steps in milliseconds.
+    """Return statistics of the step times of a benchmark in milliseconds.
 
     Args:
         batch_times_s: duration of each step in seconds.

@@ -1,10 +1,10 @@
-"""The phases of a run and the scopes of --run-scope."""
+"""The two modes of a program, and the values of --run-scope."""
 
 from enum import Enum
 
 
 class Mode(Enum):
-    """Training or evaluation. The value is the split's name in a data set (train/, val.txt) and the prefix of the
+    """Training or evaluation. The value is the name of the split in a data set (train/, val.txt), and the prefix of
     metrics in logs and reports (val.loss)."""
 
     TRAIN = "train"

@@ -1,6 +1,6 @@
-"""Number types for argparse with limits, shared by train.py and the tools.
+"""Types for argparse: numbers with limits, which train.py and the tools share.
 
-Each type raises ArgumentTypeError, whose message becomes part of the flag's error message.
+For an invalid value, a type raises ArgumentTypeError. Its message becomes part of the error message of the flag.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def number(text):
     try:
         value = float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError, OverflowError) as e:
-        message = f"'{_short(text)}' is not a number; use one such as 0.1 or 1/255"
+        message = f"'{_short(text)}' is not a number; use a number such as 0.1 or 1/255"
         raise argparse.ArgumentTypeError(message) from e
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{_short(text)} is not finite; use a number such as 0.1 or 1/255")
@@ -72,9 +72,9 @@ positive = integer(1)
 not_negative = integer(0)
 seed = integer(0, 2**32 - 1)
 batch_size = integer(1, 2**16)
-num_of_class = integer(1, 2**24)  # RecordIO stores labels as float32, which is exact up to this limit
-threads = integer(1, 1024)  # also for the processes of a pool; starting far more aborts the process
-MAX_SIDE = 8192  # maximum side of a resized image in pixels; DALI fails for far larger images
+num_of_class = integer(1, 2**24)  # labels up to this limit are exact in float32, as in RecordIO
+threads = integer(1, 1024)  # for threads and processes; thousands of threads abort the process
+MAX_SIDE = 8192  # maximum side of a resized image in pixels; DALI fails on much larger images
 side = integer(1, MAX_SIDE)
 shape = list_of(integer(0, MAX_SIDE))
 number_list = list_of(number)

@@ -1,4 +1,4 @@
-"""Checks the files that a command will write, before any work starts."""
+"""Before any work starts, check the files that a command will write."""
 
 import contextlib
 import os
@@ -10,22 +10,23 @@ from pathlib import Path
 from utils import files, logger
 from utils.errors import UsageError
 
-# Names in a run's folder that belong to its complete and incomplete checkpoints (checkpoints/folders.py).
+# Names in the folder of a run that are reserved for complete and incomplete checkpoints (checkpoints/folders.py).
 _RESERVED = re.compile(r"\d+(_\d+)?|latest|best|\..*")
 
 
 def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
     """Check that a command can write its outputs without damaging its inputs, the data set or a checkpoint.
 
-    Links and `..` are resolved. Everything that is created for the check is removed again. A warning is logged for each
-    existing file that the command will replace.
+    Links and `..` are resolved. Files and folders that are created for the check are removed afterwards. A warning is
+    logged for each existing file that the command will replace.
 
     Args:
         outputs: {flag or description: path of a file to write, or None}.
         folders: {flag or description: path of a folder to create or to write to, or None}.
-        inputs: [(description, path)] of files that the command reads.
-        protected: [(description, path)] of files that no output may replace, and folders that no output may be in.
-        run_folder: the folder of this run's checkpoints, which may not exist yet, or None.
+        inputs: [(description, path)] for the files that the command reads.
+        protected: [(description, path)] for files that no output may replace, and for folders that must not contain
+            outputs.
+        run_folder: folder for the checkpoints of this run, which may not exist yet, or None.
     Raises:
         UsageError: two outputs are the same file, or an output is also an input, is protected, is in a checkpoint, or
             cannot be written.
@@ -39,17 +40,17 @@ def claim(outputs=None, folders=None, inputs=(), protected=(), run_folder=None):
             _check_place(f"{what} {path}", Path(os.path.realpath(path)), protected, run_folder)
             identity = _identity(path)
             if identity in taken:
-                raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different one")
+                raise UsageError(f"{what} {path}: the same file as {taken[identity]}; choose a different file")
             if what in outputs:
                 taken[identity] = f"{what} {path}"
             if what in outputs and what.startswith("--") and what != "--report-file" and _has_content(path):
-                logger.warn(f"{what} {path}: replaces an existing file")  # for a report, report.py logs this
+                logger.warn(f"{what} {path}: replaces an existing file")  # report.py logs this warning for a report
             _probe(Path(os.path.realpath(path)), is_folder=what in folders)
 
 
 @contextlib.contextmanager
 def writing(what, path):
-    """Convert an OSError, or the ValueError that an invalid path causes, to a UsageError."""
+    """Convert errors in the block to a UsageError: an OSError, or the ValueError for an invalid path."""
     try:
         yield
     except OSError as e:
@@ -57,7 +58,7 @@ def writing(what, path):
     except ValueError as e:
         if isinstance(e, UsageError):
             raise
-        raise UsageError(f"{what} {path!r}: not a valid path ({e}); choose a different one") from e
+        raise UsageError(f"{what} {path!r}: not a valid path ({e}); choose a different path") from e
 
 
 def _has_content(path):
@@ -65,7 +66,8 @@ def _has_content(path):
 
 
 def _identity(path):
-    """Return a value that is equal for two paths of the same file. A device such as /dev/null may be used twice."""
+    """Return a value that is equal for two paths of the same file. For a device such as /dev/null, all values differ,
+    because several outputs may use the device."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -86,7 +88,7 @@ def _check_place(subject, path, protected, run_folder):
 
 
 def _is_checkpoint(folder):
-    """Return whether a folder contains parameters and a file that only checkpoints contain."""
+    """Return whether a folder contains parameters, and also a file that only checkpoints contain."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -97,7 +99,7 @@ def _is_checkpoint(folder):
 
 
 def _probe(path, is_folder):
-    """Raise OSError if a file or folder cannot be written."""
+    """Raise OSError if a file or folder cannot be written. Everything that this check creates is removed."""
     made = [folder for folder in path.parents if not folder.exists()]
     is_new = not os.path.lexists(path)
     try:

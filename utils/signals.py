@@ -1,5 +1,5 @@
-"""Handles the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). The run then saves a checkpoint at a step on
-which all processes agree."""
+"""Handle the signals that stop a run (SIGTERM, SIGINT, SIGHUP, SIGUSR1). After such a signal, the run saves a
+checkpoint at a step on which all processes agree."""
 
 import contextlib
 import ctypes
@@ -13,14 +13,14 @@ _received = None
 
 
 class Preempted(Exception):
-    """The run stops because of a signal; train.py exits with code 75."""
+    """A signal stops the run, and train.py exits with code 75."""
 
 
 @contextlib.contextmanager
 def watched():
-    """Record the signals instead of exiting. A second SIGINT raises KeyboardInterrupt. Other repeated signals are
-    ignored, because Paddle's launcher sends SIGTERM up to three times. If SIGHUP was ignored, as under nohup, it
-    remains ignored."""
+    """While the block runs, a signal is only recorded and does not end the process. A second SIGINT raises
+    KeyboardInterrupt. All other repeated signals are ignored, because Paddle's launcher sends SIGTERM up to three
+    times. If SIGHUP is already ignored, as under nohup, it remains ignored."""
     global _received
     _received = None
     previous = {number: signal.getsignal(number) for number in NUMBERS}
@@ -40,7 +40,7 @@ def watched():
 
 
 def leaving(exit_code):
-    """Return the exit code, and ignore later signals so that they cannot change it during shutdown."""
+    """Return `exit_code`, and ignore further signals, so that a signal during shutdown cannot change the exit code."""
     for number in NUMBERS:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
@@ -60,9 +60,10 @@ def blocked():
 
 @contextlib.contextmanager
 def deferred():
-    """Defer SIGINT to the end of the block, because the import of Paddle would convert it to a different error.
-    Processes that start in the block never receive SIGINT: Control-C sends it to all processes of a terminal, but this
-    process stops the others itself. Also restore SIGTERM's handler, because Paddle installs one that prints a trace."""
+    """Defer SIGINT to the end of the block, because the import of Paddle would convert SIGINT to a different error.
+    Processes that start in the block never receive SIGINT. Control-C would send SIGINT to them too, but this process
+    stops them itself. At the end of the block, restore the handler of SIGTERM, because Paddle installs a handler that
+    prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -72,18 +73,18 @@ def deferred():
 
 
 def received():
-    """Return the name of the signal received, or None."""
+    """Return the name of the received signal, or None if no signal was received."""
     return _received
 
 
 def die_with_parent(parent):
-    """Make the kernel kill this process when its parent ends for any reason.
+    """Make the kernel kill this process when its parent ends, for whatever reason.
 
     Args:
-        parent: process ID of the parent, read before this process was started.
+        parent: process ID of the parent, which was read before this process started.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
+    if os.getppid() != parent:  # the parent ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -92,7 +93,8 @@ def _listen():
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue
         signal.signal(number, _note)
-        # Without this, Paddle's TCP store takes a system call interrupted by a signal for a lost connection.
+        # Restart system calls after a signal. Otherwise Paddle's TCP store would report an interrupted system call as a
+        # lost connection.
         signal.siginterrupt(number, False)
 
 

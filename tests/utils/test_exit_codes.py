@@ -50,7 +50,7 @@ def test_unwritable_stdout_exits_with_code_1(monkeypatch, capsys, name, argument
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         assert main(arguments or default_arguments) == 1
-    message = "stdout: cannot be written (No space left on device); free disk space, or redirect it"
+    message = "stdout: cannot be written (No space left on device); free disk space, or redirect stdout"
     assert capsys.readouterr().err.endswith(f"paddle_resnet.{name}: error: {message}\n")
 
 
@@ -165,7 +165,7 @@ def test_open_file_limit_exits_with_code_1_and_an_error(photos, monkeypatch, ver
     assert dataset.main(["verify", str(photos)]) == 1
     stderr = capsys.readouterr().err
     assert "error: ulimit -n: " in stderr
-    assert stderr.endswith("/00.jpg'); raise it, for example with ulimit -n 1024\n")
+    assert stderr.endswith("/00.jpg'); raise the limit, such as with ulimit -n 1024\n")
 
 
 def test_thread_limit_exits_with_code_1_and_an_error(capsys):
@@ -193,7 +193,7 @@ def test_address_space_limit_below_need_of_paddle_exits_with_code_1():
     assert done.returncode == 1
     assert done.stderr == (
         "train.py: error: ulimit -v: 500 MiB of address space, but Paddle and DALI need up to 4,096 MiB for a "
-        "small job; raise it, for example with ulimit -v unlimited\n"
+        "small job; raise the limit, such as with ulimit -v unlimited\n"
     )
 
 
