@@ -5,7 +5,7 @@ import sys
 import yaml
 
 import config
-from paddle_resnet import report  # sets environment variables for Paddle, so import it before Paddle
+from paddle_resnet import report  # precedes Paddle, because it sets environment variables for Paddle
 from paddle_resnet.data import listing
 from paddle_resnet.job.processes import check_environment, world_size
 from paddle_resnet.models import registered_name
@@ -38,7 +38,7 @@ def _run(args, argv):
     """Run the phases in order."""
     check_environment()
     args.resolve(args.origin("model_arch_name"), model_arch_name=registered_name(args.model_arch_name))
-    if args.data_format != "synthetic" and world_size() == 1:  # several processes check it after they connect
+    if args.data_format != "synthetic" and world_size() == 1:  # several processes check the folder after connecting
         listing.check_root(args.image_root)
     progress.phase("Paddle import")
     try:  # imports take seconds, so the flags are checked first

@@ -157,7 +157,7 @@ def _training(args, loader, startup_prog, lr_scheduler):
 
 
 def show_on_tensorboard(args, training, checkpoint):
-    """Return the training Work. If --tensorboard-dir is set, its loader also writes TensorBoard events."""
+    """Return the training Work. If --tensorboard-dir is set, the loader of the Work also writes TensorBoard events."""
     if args.tensorboard_dir is None:
         return training
     from paddle_resnet.results import tensorboard
@@ -227,8 +227,8 @@ def compile_programs(args, exe, training, evaluation):
         training = training._replace(compiled=program.compile_prog(training.settings, training.program))
     if evaluation:
         updates = [averages.evaluate(training.program, evaluation.program, exe)] if training else []
-        # In float32, BN is not folded, because evaluation is the exact reference. With QAT, BN cannot be folded into
-        # the quantized filters.
+        # In float32, BN is not folded, because an evaluation in float32 is the exact reference. With QAT, BN cannot be
+        # folded into the quantized filters.
         if args.amp and args.kernels != "native" and not args.qat:
             axis = 1 if args.data_layout == "NCHW" else -1
             updates.append(folding.fold_batch_norms(evaluation.program, exe, axis))
@@ -250,8 +250,8 @@ def check_and_describe(args, training, evaluation):
 
 
 def describe(settings):
-    """Return the settings as YAML with the origin of each value. If --show-config is explicit, this includes all
-    settings, otherwise only those that differ from the defaults."""
+    """Return the settings as YAML with the origin of each value. The text contains all settings if --show-config is
+    explicit, and otherwise only the settings that differ from the defaults."""
     values = settings.as_dict()
     shown = values if settings.is_explicit("show_config") else parsing.changed(values)
     texts = {

@@ -77,8 +77,8 @@ def create_fetchs(out, feeds, class_num, label_smoothing=0, mode=Mode.TRAIN):
         class_num: number of classes.
         label_smoothing: fraction of each label to spread evenly over all classes, in training only (Szegedy et al.,
             arXiv:1512.00567, section 7).
-        mode: in Mode.TRAIN, the loss is the mean over the batch. In Mode.EVAL, it has one value per image [N, 1], so
-            that the host can sum the losses of the data set in float64.
+        mode: in Mode.TRAIN, the loss is the mean over the batch. In Mode.EVAL, the loss has one value per image [N, 1],
+            so that the host can sum the losses of the data set in float64.
     Returns:
         {"loss", "top1", "top5": (variable, AverageMeter)}; if there are only C < 5 classes, top5 is the top-C accuracy.
         Mode.EVAL adds "confusion": (label and predicted class of each image [N, 2] int64, ConfusionMeter).
@@ -100,7 +100,8 @@ def create_strategy(args, is_train=True):
         args: Settings.
         is_train: whether to enable the fused operators of a training step.
     Returns:
-        (BuildStrategy, None). There is no ExecutionStrategy, because Executor has not accepted one since Paddle 2.5.
+        (BuildStrategy, None). The second element is None, because Paddle 2.5 and newer do not accept an
+        ExecutionStrategy.
     Raises:
         UsageError: --fuse-resunit is set, but this version of Paddle lacks the pass; or --device is still auto.
     """
@@ -109,8 +110,8 @@ def create_strategy(args, is_train=True):
     if args.fuse_resunit:
         compat.fuse_residual_units(strategy)
     if args.device == "gpu" and is_train:
-        # The operator that fuses addition and activation has no bfloat16 kernel. The BN fusions may stay enabled,
-        # because their passes skip bfloat16.
+        # The operator that fuses addition and activation has no bfloat16 kernel. The passes that fuse BN need no such
+        # exception, because they skip bfloat16.
         is_bfloat16 = args.amp and args.amp_dtype == "bfloat16"
         for name in FUSED_OPERATORS:
             if hasattr(strategy, name) and not (is_bfloat16 and name == "fuse_elewise_add_act_ops"):
@@ -141,7 +142,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         args: Settings. If the settings are not frozen, build resolves the flags that depend on the machine or the data
             (such as the number of classes in --image-root) and freezes the settings.
         main_prog: empty static.Program to fill.
-        startup_prog: static.Program to fill with the initialization. Do not run it for an evaluation program that
+        startup_prog: static.Program to fill with the initialization. Do not run this program if an evaluation program
             shares the parameters of a training program.
         step_each_epoch: training batches per epoch, for the learning rate.
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
@@ -355,7 +356,7 @@ def _is_broadcast_addition(program, op):
     return y.shape != x.shape and (len(y.shape) == len(x.shape) or 1 in y.shape)
 
 
-@functools.cache  # warns once, although training and evaluation programs both contain the layers
+@functools.cache  # warn only once, although both the training and the evaluation program contain the layers
 def _warn_of_depthwise(kernels, paddle_layers):
     if not paddle_layers:
         return
@@ -667,9 +668,9 @@ def log_info(step, metrics, mode):
 def _check_losses(args, loss, epoch, step, lr):
     """Raise RunError after --max-bad-steps consecutive losses that are infinite or NaN.
 
-    If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. A skipped
-    step counts only if the loss scale is 1. The loss scale is read only after such a loss, because reading it waits for
-    the device.
+    If a loss is not finite, dynamic loss scaling skips the step and lowers the loss scale, to a minimum of 1. Skipped
+    steps do not count towards --max-bad-steps while the loss scale is above 1. The loss scale is read only after a loss
+    that is not finite, because reading it waits for the device.
     """
     if loss.bad_updates and args.use_dynamic_loss_scaling and _loss_scale() > 1:
         loss.excuse_update()

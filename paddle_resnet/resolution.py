@@ -68,8 +68,8 @@ def resolve_loader(settings):
     if settings.dali_device == "auto":
         settings.resolve("--device", dali_device=settings.device)
     if not settings.is_explicit("image_shape") and not settings.is_inherited("image_shape"):
-        # In NHWC on a GPU, Tensor Cores and custom kernels load the four values of a pixel at once. In other cases, a
-        # fourth channel wastes time.
+        # In NHWC on a GPU, Tensor Cores and custom kernels load the four values of a pixel at once. On a CPU or in
+        # NCHW, a fourth channel wastes time.
         channels = 4 if settings.device == "gpu" and settings.data_layout == "NHWC" else 3
         settings.resolve("machine", image_shape=[channels, *settings.image_shape[1:]])
     if settings.cpu_decoder_load and settings.dali_device == "cpu":
@@ -123,11 +123,11 @@ def resolve_kernels(settings):
 
 
 def resolve_classes(settings, mode):
-    """Set --num-of-class to the number of classes in the data if it is neither explicit nor inherited.
+    """If --num-of-class is neither explicit nor inherited, set it to the number of classes in the data.
 
     Args:
         settings: Settings; changed.
-        mode: Mode.TRAIN or Mode.EVAL: the split that the run needs.
+        mode: Mode.TRAIN or Mode.EVAL: the split whose classes are counted.
     Raises:
         UsageError: the data set cannot be read.
     """
@@ -143,6 +143,6 @@ def resolve_classes(settings, mode):
 
 
 def resolve_report(settings, folder, name):
-    """Set --report-file to a file in the run's folder if it is not explicit."""
+    """If --report-file is not explicit, set it to a file in the folder of the run."""
     if settings.report_file is None:
         settings.resolve("--output-dir", report_file=str(folder / name))

@@ -19,8 +19,8 @@ _NO_MEMORY = (
 )
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-# With less address space than this, an import or a step may fail without a clear error message. The sample job used 3.2
-# to 3.5 GiB on a CPU.
+# If less address space is available, an import or a step may fail without a clear error message. The sample job used
+# 3.2 to 3.5 GiB on a CPU.
 LEAST_ADDRESS_SPACE = 4 << 30  # bytes
 
 

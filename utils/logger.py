@@ -21,7 +21,7 @@ from utils.errors import RunError, UsageError
 _path = _report = _lock = None
 _followers = []
 _quiet = False
-_printed = None  # printed messages, in a block of without_repeats
+_printed = None  # messages already printed in a block of without_repeats
 _start_s = time.time()
 
 
@@ -246,7 +246,7 @@ def log(step, data):
 
 
 def report(step, data):
-    """Report metrics without printing them. The arguments are those of log.
+    """Report metrics without printing them. report() has the same arguments as log().
 
     Raises:
         RunError: the report file can no longer be written.

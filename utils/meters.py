@@ -14,8 +14,8 @@ def mean(total, count):
 
 
 class AverageMeter:
-    """Mean of a metric over all samples with finite values, accumulated in float64 so that it does not depend on the
-    batch size.
+    """Mean of a metric over all samples with finite values, accumulated in float64 so that the mean does not depend on
+    the batch size.
 
     Args:
         name: metric name in logs, for example "top1".
@@ -25,10 +25,10 @@ class AverageMeter:
         value: mean of the finite values in the last update, or NaN if no value was finite.
         sum: sum of the finite values.
         count: number of samples, including those with non-finite values.
-        not_finite: number of samples whose value was not finite. If a batch has only a mean and it is not finite, all
-            its samples count.
+        not_finite: number of samples whose value was not finite. If only the mean of a batch is known and the mean is
+            not finite, all samples of the batch count.
         bad_updates: number of consecutive updates, up to the last update, with a value that was not finite. reset()
-            does not change it.
+            does not change this number.
     """
 
     def __init__(self, name, is_ratio=False):
@@ -50,8 +50,7 @@ class AverageMeter:
             value: one number, the mean over the batch, or one number per sample.
             n: number of samples in the batch.
         Raises:
-            DataError: a ratio is negative. With a negative ratio, the loss operator reports a label that is not a
-                class.
+            DataError: a ratio is negative. The loss operator returns a negative ratio if a label is not a class.
         """
         value = np.asarray(value, dtype=np.float64).reshape(-1)
         assert value.size in (1, n), f"{self.name}: {value.size} values for {n} samples"
@@ -86,7 +85,7 @@ class AverageMeter:
         self.not_finite = state.get("not_finite", 0)  # missing in older checkpoints
 
     def excuse_update(self):
-        """Subtract the last update from the number of bad updates."""
+        """Exclude the last update from bad_updates."""
         self.bad_updates -= 1
 
 

@@ -70,7 +70,7 @@ def phase(name):
     _phase, _since_s, _metrics, _due_s = name, monotonic(), None, 0.0
     if _live is not None:
         with contextlib.suppress(OSError):  # the terminal is gone
-            _live.refresh()  # now, because the phase may hold the GIL for seconds
+            _live.refresh()  # refresh now, because the phase may hold the GIL for seconds
 
 
 def is_due():

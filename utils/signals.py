@@ -61,9 +61,9 @@ def blocked():
 @contextlib.contextmanager
 def deferred():
     """Defer SIGINT to the end of the block, because the import of Paddle would convert SIGINT to a different error.
-    Processes that start in the block never receive SIGINT. Control-C would send SIGINT to them too, but this process
-    stops them itself. At the end of the block, restore the handler of SIGTERM, because Paddle installs a handler that
-    prints a trace."""
+    Processes that start in the block never receive SIGINT. Control-C would send SIGINT to these processes too, but this
+    process stops them itself. At the end of the block, restore the handler of SIGTERM, because Paddle installs a
+    handler that prints a trace."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -85,13 +85,13 @@ def interpret(file, size, objects):
     file specifies.
 
     Args:
-        file: binary file. After the call, its position is the end of the pickle.
+        file: binary file. After the call, the file position is the end of the pickle.
         size: size of the file in bytes.
-        objects: object with the methods of NumPyObjects. They define which functions and classes the pickle may
-            specify, and the objects that these functions and classes return.
+        objects: object with the methods of NumPyObjects. The methods define which functions and classes the pickle may
+            specify, and which objects these functions and classes return.
     Raises:
         UnreadableError: the file uses an opcode, function or class that a pickle of arrays does not need.
-        Exception: the file is damaged; the type varies.
+        Exception: the file is damaged; the type of the exception varies.
     """
     stack, marks, memo = [], [], {}
     to_encode = size  # number of characters; a memoized text could be encoded any number of times

@@ -9,7 +9,8 @@ in progress. If a run is killed, the next run removes these entries:
     .lock            locked by the run that writes to ROOT
 
 Deletion removes meta.json first. Until the deletion is complete, the file .unfinished lists the files to delete. Files
-that this program did not write are never deleted. This includes checkpoints of other programs, which have no meta.json.
+that this program did not write are never deleted. Checkpoints of other programs, which have no meta.json, are also
+kept.
 
 There are two ways to write a checkpoint (--checkpoint-commit). "rename" writes the folder with a hidden name and then
 renames it. "marker" is for storage without atomic renames, and writes to NAME/ directly: first NAME/.unfinished, and
@@ -40,8 +41,8 @@ NVIDIAS_PREFIX = "resnet_50_paddle"
 MARKERS = ("latest", "best")
 _NAME = re.compile(r"(\d+)(?:_(\d+))?")
 _LOCK, _PARTIAL, _REPLACED, _UNFINISHED = ".lock", ".partial", ".replaced", ".unfinished"
-# If a checkpoint is damaged or from an older version, it may lack both meta.json and .unfinished, which list its files.
-# These names then determine the files of the checkpoint.
+# Names of files that are part of a checkpoint, for a checkpoint that is damaged or from an older version, so that
+# neither meta.json nor .unfinished lists its files.
 _USUAL_FILES = re.compile(rf"{re.escape(META)}|bn_rank\d+\.npz|.*\.(pdparams|pdopt|pdema)")
 
 
@@ -332,7 +333,7 @@ def below(root):
 
 def finished(root):
     """List the folders below ROOT that contain a checkpoint, sorted. The list includes damaged checkpoints and
-    checkpoints of other programs. It excludes folders that clean() removes, and folders that contain only other
+    checkpoints of other programs. The list excludes folders that clean() removes, and folders that contain only other
     files."""
     return [folder for folder in below(root) if _holds_checkpoint(folder)]
 
@@ -385,9 +386,9 @@ def runs_below(path):
 
 
 def resolve(path, arch=None, log=logger.info):
-    """Return the checkpoint to use for a folder. If the folder is not itself a checkpoint but the folder of a run (see
-    run_in), this is `best`; if `best` does not exist, the newest checkpoint at the end of an epoch; and if there is
-    none, the newest checkpoint.
+    """Return the checkpoint to use for a folder. If the folder contains the checkpoints of a run (see run_in), use
+    `best`. If `best` does not exist, use the newest checkpoint at the end of an epoch or, if there is no such
+    checkpoint, the newest checkpoint.
 
     Args:
         path: folder.

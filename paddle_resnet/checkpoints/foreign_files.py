@@ -143,7 +143,8 @@ def _read_torch(path):
         start = file.read(len(_LEGACY))
         if start.startswith(_ZIP):
             file.seek(0)
-            return _read_zip(io.BytesIO(file.read()), _size(file))  # ZipFile may allocate any size for a file
+            # Read from memory, because ZipFile may allocate any size to read from a file.
+            return _read_zip(io.BytesIO(file.read()), _size(file))
         if start == _LEGACY:
             return _read_legacy(file)
     raise UnreadableError("not a file of torch.save")
@@ -190,7 +191,7 @@ def _read_legacy(file):
 
 @dataclass
 class _Storage:
-    """Values outside the pickle. Tensors are views of these values."""
+    """Values that are stored outside the pickle. Each tensor is a view of values in a storage."""
 
     dtype: str
     length: int

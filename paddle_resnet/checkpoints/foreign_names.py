@@ -71,7 +71,7 @@ _RESNET_OF_PADDLECLAS = (
 _MOBILENET_V2 = (
     *((r"features\.0\.0", "stem.conv"), (r"features\.0\.1", "stem.bn")),
     *((r"features\.\d+\.0", "head.conv"), (r"features\.\d+\.1", "head.bn"), (r"classifier\.1", "classifier")),
-    # The first block has no expansion.
+    # The first block of these networks has no expansion convolution.
     *((r"features\.(1)\.conv\.0\.0", "*.depthwise.conv"), (r"features\.(1)\.conv\.0\.1", "*.depthwise.bn")),
     *((r"features\.(1)\.conv\.1", "*.project.conv"), (r"features\.(1)\.conv\.2", "*.project.bn")),
     *((r"features\.(\d+)\.conv\.0\.0", "*.expand.conv"), (r"features\.(\d+)\.conv\.0\.1", "*.expand.bn")),
@@ -81,7 +81,7 @@ _MOBILENET_V2 = (
 _TIMM = (
     *(("conv_stem", "stem.conv"), ("bn1", "stem.bn"), ("conv_head", "head.conv"), ("bn2", "head.bn")),
     ("classifier", "classifier"),
-    # The first block has no expansion.
+    # The first block of these networks has no expansion convolution.
     *((r"blocks\.(0)\.(\d+)\.conv_dw", "*.depthwise.conv"), (r"blocks\.(0)\.(\d+)\.bn1", "*.depthwise.bn")),
     *((r"blocks\.(0)\.(\d+)\.conv_pw", "*.project.conv"), (r"blocks\.(0)\.(\d+)\.bn2", "*.project.bn")),
     *((r"blocks\.(\d+)\.(\d+)\.conv_pw", "*.expand.conv"), (r"blocks\.(\d+)\.(\d+)\.bn1", "*.expand.bn")),

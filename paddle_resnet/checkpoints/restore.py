@@ -201,8 +201,8 @@ def _newest(args, root, resumes=False):
     Args:
         args: flags.
         root: folder that contains the checkpoints.
-        resumes: whether the search is for --resume. If it is not, and a different program wrote all checkpoints, return
-            the newest of these checkpoints.
+        resumes: whether the search is for --resume. If the search is not for --resume and a different program wrote all
+            checkpoints, return the newest of these checkpoints.
     """
     valid, others = folders.newest_first(root)
     foreign = [folder for folder, _ in others if _is_foreign(args, folder)]
@@ -383,8 +383,8 @@ def recorded_flags(folder, meta, arch):
     Args:
         folder: folder of the checkpoint.
         meta: content of its meta.json.
-        arch: --model-arch-name if it is explicit, or None. A Python file is imported only if this flag specifies it,
-            not because a checkpoint contains its path.
+        arch: --model-arch-name if it is explicit, or None. A Python file is imported only if --model-arch-name
+            specifies the file, not because a checkpoint contains its path.
     Raises:
         UsageError: the flags are invalid, or the network is from a user's file that no flag specifies.
     """

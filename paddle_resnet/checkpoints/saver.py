@@ -159,7 +159,7 @@ class Saver:
                 pass
             self._lock = folders.hold(folder)
             folders.clean(folder)
-            _check_no_other_run(args, checkpoint)  # again, because a run may have ended since check_folder
+            _check_no_other_run(args, checkpoint)  # check again, because a run may have ended since check_folder
             if args.overwrite:
                 folders.remove_all(folder)
             return best_before(folder, checkpoint) if checkpoint and checkpoint.resumes else None
@@ -212,13 +212,13 @@ class Saver:
             epoch: the epoch.
             step: completed steps of the epoch, or None if all steps and the evaluation are complete.
             trained: training metrics up to this step if an evaluation is pending or all steps are complete.
-            evaluated: result of the evaluation, if there was one.
+            evaluated: result of the evaluation, or None.
         Raises:
             RunError: the previous checkpoint could not be written.
         """
         at = (epoch + 1, 0) if step is None else (epoch, step)
         if at == self._last and evaluated is None:
-            return  # no step since the last checkpoint or since the resume
+            return  # no step has run since the last checkpoint or the resume
         self._last = at
         watchdog.phase(f"checkpoint of epoch {epoch}")
         self.finish()
@@ -262,9 +262,9 @@ class Saver:
         self._pending = self._writer.submit(self._write, name, files, meta, [params, optimizer, averaged or {}])
 
     def save_on_error(self, error, epoch, step, trained):
-        """Save the state after an error if a resumed run can continue from this state. This is the case if a stop was
-        requested, or if an evaluation failed in a single-process run. If an evaluation fails in a multi-process run,
-        the other processes may be dead or in a different phase.
+        """Save the state after an error if a resumed run can continue from this state: if a stop was requested, or if
+        an evaluation failed in a single-process run. If an evaluation fails in a multi-process run, the other processes
+        may be dead or in a different phase.
 
         Args:
             error: the error.
@@ -334,7 +334,7 @@ class Saver:
                 folders.delete(folder)
 
     def _mark(self, marker, name):
-        """Set a link. If this fails, log only a warning, because --resume does not use the links."""
+        """Set a link. If a link cannot be set, log only a warning, because --resume does not use the links."""
         try:
             folders.mark(self._root, marker, name)
         except OSError as e:

@@ -26,8 +26,8 @@ AVERAGED = ".pdema"  # suffix of the file with the averages of --ema
 
 
 def load_start(args, checkpoint, program, place):
-    """Load the initial variables of a run from a checkpoint (restore.StartCheckpoint) or from pretrained parameters. If
-    the run has neither, the variables keep the values from the startup program.
+    """Load the initial variables of a run from a checkpoint (restore.StartCheckpoint) or from pretrained parameters.
+    Without a checkpoint and pretrained parameters, the variables keep the values from the startup program.
 
     Returns:
         whether the weights are already pruned.
@@ -83,7 +83,8 @@ def _flag_and_prefix(args, folder):
 
 
 def _evaluated(prefix):
-    """Return the path of the weights to evaluate. These are the averages if the checkpoint contains averages."""
+    """Return the path of the weights to evaluate: the file of the averages if the checkpoint contains averages,
+    otherwise the file of the weights."""
     path = Path(f"{prefix}{AVERAGED}")
     return path if path.is_file() else Path(f"{prefix}.pdparams")
 
@@ -205,8 +206,8 @@ def load_statistics(path, place, is_averaged, is_verbose):
     Args:
         path: path of the file.
         place: device of the program.
-        is_averaged: whether the program has averages of the BN statistics (--ema). If not, averages in the file are
-            ignored.
+        is_averaged: whether the program has averages of the BN statistics (--ema). Without averages in the program,
+            averages in the file are ignored.
         is_verbose: whether error messages list the variables.
     Raises:
         UsageError: the file is damaged or does not match the model.
@@ -257,8 +258,8 @@ def _load_parameters(args, program, state, flag, place, skipped=()):
 
 
 def _match_ranges(args, program, parameters, state, flag):
-    """Return (parameters, state) without the ranges of quantized activations (--qat) that only one of them contains.
-    Training may start from weights with or without ranges."""
+    """If only `parameters` or only `state` contains ranges of quantized activations (--qat), remove these ranges.
+    Returns (parameters, state). Training may start from weights with or without ranges."""
     own = set(quantization.ranges(program))
     if own and not own & set(state):
         if args.from_pretrained_params is None or not args.run_scope.trains:

@@ -21,7 +21,7 @@ import secrets
 import socket
 import time
 
-# Maximum length of a message. It limits the memory that a connection can use.
+# Maximum length of a message, which limits the memory that a connection can use.
 LINE_BYTES = 1 << 16
 # Time limit to prove that a connection belongs to the job, and maximum number of connections without this proof.
 PROOF_S, MAX_UNAUTHENTICATED = 10, 64
@@ -150,8 +150,8 @@ async def _verify(reader, writer, keys):
 
 
 def _proof(key, prover, *challenges):
-    """Return a proof. The proof depends on the name of its sender, so that the receiver cannot send it back as its own
-    proof."""
+    """Return a proof. The proof depends on the name of its sender, so that the receiver cannot send the same proof back
+    as its own."""
     return hmac.new(key.encode(), json.dumps([prover, *challenges]).encode(), "sha256").hexdigest()
 
 

@@ -77,8 +77,7 @@ class Stream:
         self._name, self._items, self._batch, self._number = _next_exchange(), [], 0, 1
 
     def add(self, item):
-        """Send an item of JSON data. On rank 0, return a list with the list of new items of each rank. On other ranks,
-        return [].
+        """Send an item of JSON data. On rank 0, return one list of new items per rank. On other ranks, return [].
 
         finish() may return the items of the last batch a second time.
         """
@@ -183,8 +182,8 @@ def stop_agreed():
 
 
 def stop_asked():
-    """Return whether any rank has received a signal to stop. Different ranks may learn this at different steps, so the
-    caller must let all ranks agree on a step."""
+    """Return whether any rank has received a signal to stop. Different ranks may learn about the signal at different
+    steps, so the caller must let all ranks agree on a step."""
     if processes.world_size() == 1:
         return signals.received() is not None
     return _stop_step(0) is not None

@@ -91,8 +91,8 @@ def reduces_at_the_end(device):
 def _prepare_for_gloo():
     """Reserve the port of Paddle's Gloo server, and ensure that processes that Paddle forks exit with this process.
 
-    The launcher chose the port when the job started. If a different program uses the port by now, Paddle would wait
-    indefinitely.
+    The launcher chose the port when the job started. If a different program has taken the port since then, Paddle would
+    wait indefinitely.
 
     Returns:
         on rank 0, a socket that is bound to the port but does not listen. Paddle's server can then also bind to the

@@ -20,8 +20,8 @@ from paddle_resnet.job.position import Position
 from utils import logger, progress
 from utils.errors import RunError, UsageError
 
-# Time that a failed rank waits for the report of an earlier failure. It is below 3 s, because the launcher terminates
-# all ranks 3 s after a rank has exited.
+# Time that a failed rank waits for the report of an earlier failure. PATIENCE_S is below 3 s, because the launcher
+# terminates all ranks 3 s after a rank has exited.
 PATIENCE_S = 2
 # Time that a rank waits until its monitor allows it to leave the job. Meanwhile, the monitor informs the other
 # monitors.

@@ -19,15 +19,16 @@ class Rule:
     """An optimizer.
 
     Attributes:
-        build: function that returns Paddle's optimizer for the current program. Its arguments are the settings, the
-            learning rate (Schedule), and the set of names of parameters with weight decay.
+        build: function that returns Paddle's optimizer for the current program. The arguments of build are the
+            settings, the learning rate (Schedule), and the set of names of parameters with weight decay.
         decays_biases: whether weight decay applies to biases.
         op: type of Paddle's operator that updates a parameter.
         native: name of the custom operator that updates all parameters. The operator with the suffix "_masters" updates
             float32 master weights and their half-precision copies.
         state: {input of the custom operator: input of Paddle's operator}. The custom operator takes a list with one
             tensor per parameter. The output of Paddle's operator has the name of the input and the suffix "Out".
-        attrs: {attribute of the custom operator: attribute of Paddle's operator}. All parameters have the same values.
+        attrs: {attribute of the custom operator: attribute of Paddle's operator}. These attributes are the same for all
+            parameters.
         decay: function that returns the weight decay of a parameter, given Paddle's operator.
     """
 

@@ -2,8 +2,8 @@
 
 A training program averages each parameter that its optimizer updates and each BN running statistic. The averages are
 persistable float32 variables with fixed addresses, so captured steps and evaluation programs can use them. With custom
-kernels, the operator native_ema computes all averages after the update. It is separate from the update operator, so it
-works with all optimizers, and each kernel launch of the update can process more tensors.
+kernels, the operator native_ema computes all averages after the update. native_ema is separate from the update
+operator, so it works with all optimizers, and each kernel launch of the update can process more tensors.
 """
 
 import paddle

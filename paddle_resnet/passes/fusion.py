@@ -15,7 +15,8 @@ from paddle_resnet.optimizers import table
 from paddle_resnet.passes import averages, updates
 
 TYPES = (paddle.float32, paddle.float16, paddle.bfloat16)
-CHANNELS = 4  # size of the narrowest vector that a kernel thread loads
+# The number of channels must be a multiple of the narrowest vector that a kernel thread loads.
+CHANNELS = 4
 # Limits of 1x1 convolutions for which a custom kernel computes the filter gradient: data types, maximum number of input
 # or output channels (the smaller number counts), and minimum number of pixels per image. For smaller images, the
 # gradient takes little time.
@@ -389,7 +390,7 @@ def _fuse_loss_scaling(graph):
         return None
     unscale = block.create_var(name="unscale", shape=[1], dtype=paddle.float32, stop_gradient=True)
     overflows = {op.output("FoundInfinite")[0] for op in checks}
-    for op in block.ops:  # operators that combine the results of both data types and copy them
+    for op in block.ops:  # operators that combine the results of both data types or copy the combined result
         if op.type in ("concat", "reduce_any", "memcpy") and overflows.issuperset(op.input_arg_names):
             overflows.update(op.output_arg_names)
             checks.append(op)

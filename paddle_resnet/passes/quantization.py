@@ -73,7 +73,7 @@ def insert(program, first=0, lr_scheduler=None, on_gpu=False):
         program: the current Program, without a backward pass.
         first: number of operators that precede the network.
         lr_scheduler: schedules.Schedule of a training program; None keeps the ranges.
-        on_gpu: whether the program runs on a GPU. If it does, weights with axis 1 are transposed to axis 0, because
+        on_gpu: whether the program runs on a GPU. On a GPU, weights with axis 1 are transposed to axis 0, because
             Paddle's operator for axis 1 uses a different CUDA stream and cannot be captured.
     """
     block = program.global_block()

@@ -18,8 +18,8 @@ CLIPPING = "clip_grad_norm"  # name scope of the operators that clip_gradients i
 def clip_gradients(main_prog, maximum):
     """Change a training program in place to limit the global norm of the gradients (Pascanu et al., arXiv:1211.5063).
 
-    The clipping operators follow the all-reduce and the unscaling of the gradients. They sum squares in float32,
-    whereas paddle.nn.ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
+    The clipping operators follow the all-reduce and the unscaling of the gradients. The clipping operators sum squares
+    in float32, whereas paddle.nn.ClipGradByGlobalNorm sums the squares of float16 gradients in float16.
     """
     block, updates = main_prog.global_block(), table.updates(main_prog)
     at = itertools.count(block.ops.index(updates[0]))
@@ -119,8 +119,8 @@ def _keep_parameters_on_overflow(program):
     step themselves.
 
     In a skipped step, Paddle only sets the gradients to 0, so momentum and weight decay would still change the
-    parameters. Even with a learning rate of 0, the velocity decays in a skipped step. This is acceptable: only one step
-    in thousands is skipped, and preventing the decay would require an additional operator per parameter.
+    parameters. Even with a learning rate of 0, the velocity decays in a skipped step. The decay is acceptable, because
+    only one step in thousands is skipped, and preventing the decay would require an additional operator per parameter.
     """
     block = program.global_block()
     scaling = next(op for op in block.ops if op.type == "update_loss_scaling")
@@ -148,10 +148,10 @@ def keep_statistics_finite(program):
     """Change a program in place, so that the running statistics of a channel remain unchanged if the batch mean or
     variance of the channel is not finite.
 
-    Without this change, Paddle's batch_norm would make the running statistics infinite or NaN for the rest of the run,
-    even if the output is finite. Dynamic loss scaling does not prevent this, because it does not skip updates of
-    statistics. The added operators process all layers together. Custom kernels include the check, so programs with
-    custom kernels do not need this change.
+    Paddle's batch_norm alone would make the running statistics of such a channel infinite or NaN for the rest of the
+    run, even if the output is finite. Dynamic loss scaling does not skip updates of running statistics. The added
+    operators process all layers together. Custom kernels include the check, so programs with custom kernels do not need
+    this change.
     """
     block = program.global_block()
     layers = [op for op in block.ops if "MeanOut" in op.output_names and not op.attr("is_test")]

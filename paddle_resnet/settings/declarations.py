@@ -17,8 +17,8 @@ from utils.errors import UsageError
 from utils.mode import RunScope
 
 KINDS = ("network", "preprocessing", "recipe", "saving", "loader", "machine", "output")
-EVALUATED = ("network", "preprocessing")  # the kinds that an evaluation inherits
-RESUMED = (*EVALUATED, "recipe", "saving")  # the kinds that a resumed run inherits
+EVALUATED = ("network", "preprocessing")
+RESUMED = (*EVALUATED, "recipe", "saving")
 
 # Attributes of a flag in addition to those of its argparse action:
 # kind: one of KINDS.
@@ -843,5 +843,5 @@ DEFAULTS = {name: None if a.default is argparse.SUPPRESS else a.default for name
 
 
 def of_kinds(*kinds):
-    """Return the names of all flags of these kinds."""
+    """Return the names of all flags whose kind is in `kinds`."""
     return tuple(name for name, declaration in FLAGS.items() if declaration.kind in kinds)

@@ -46,7 +46,7 @@ class Settings:
         self._origins.update(dict.fromkeys(values, origin))
 
     def resolve(self, origin, **values):
-        """Set the values that differ from the current values. Equal values keep their origin."""
+        """Set values, but keep the origin of each value that does not change."""
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
 
@@ -70,7 +70,8 @@ class Settings:
         return copy
 
     def copy(self, **values):
-        """Return a copy that is not frozen. `values` change in the copy, and all other values keep their origins."""
+        """Return a copy that is not frozen. Only `values` differ in the copy, and all other values keep their
+        origins."""
         copy = Settings(vars(self), self._origins)
         if values:
             copy.set("Python", **values)
@@ -106,7 +107,7 @@ def flag(name):
 
 
 def network_name(arch):
-    """Return the name of a network for file and folder names. For --model-arch-name FILE.py:NAME, this is NAME."""
+    """Return the name of a network for file and folder names. For --model-arch-name FILE.py:NAME, the name is NAME."""
     return arch.rpartition(":")[2]
 
 

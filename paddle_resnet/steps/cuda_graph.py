@@ -2,7 +2,7 @@
 
 A replay uses the memory addresses of the capture, so the batch and the metrics are copied to tensors with fixed
 addresses. Values that change with the step are handled outside the graph: host scalars are written before each replay
-(scalars.py), and metrics are copied to the host after it (host_metrics.py).
+(scalars.py), and metrics are copied to the host after each replay (host_metrics.py).
 
 Capturing requires --kernels native. Paddle's operators that check the gradients and update the loss scale cannot be
 replayed, because they copy tables from host memory that is freed after the step.
@@ -113,8 +113,8 @@ class CapturedStep:
         program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).
         place: device of the program.
         untested: result of untested_operators.
-        is_explicit: whether --cuda-graph true is explicit. If a captured step has a different result, the run then
-            fails instead of continuing without capture.
+        is_explicit: whether --cuda-graph true is explicit. An explicit flag makes the run fail if captured and
+            uncaptured results differ; otherwise, the run continues without capture.
     """
 
     def __init__(self, program, place, untested=(), is_explicit=False):
@@ -127,14 +127,14 @@ class CapturedStep:
         self._graph = self._captured_at = None
 
     def __call__(self, run_with_feed, feed):
-        """Run a step; run_with_feed handles a batch of a different size."""
+        """Run a step. If the batch has a different size than the first batch, call run_with_feed instead."""
         shapes = {name: value.shape() for name, value in feed.items()}
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
             run_with_feed(feed=feed)
             return
         for name, value in feed.items():
-            if value is not self.inputs[name]:  # otherwise the loader has written into the input
+            if value is not self.inputs[name]:  # otherwise, the loader has written the batch to the input
                 self.inputs[name]._copy_from(value, self._place)
         if self._graph is None and self._steps >= STEPS_BEFORE:
             (self._compare if self._untested else self._capture)()
@@ -148,8 +148,8 @@ class CapturedStep:
     def check(self):
         """Discard the captured step if a different program has moved a tensor since the capture.
 
-        If one process discards its captured step, all processes discard theirs, because NCCL requires that all
-        processes capture an all-reduce or none does.
+        If one process discards its captured step, all processes discard theirs, because NCCL requires that either all
+        processes capture an all-reduce or no process does.
         """
         has_moved = self._graph is not None and self._addresses() != self._captured_at
         if exchange.all_gather([has_moved]).any():
@@ -165,8 +165,8 @@ class CapturedStep:
         self._graph = None
 
     def _compare(self):
-        """Capture the step, and compare its results with those of an uncaptured step. If they differ, discard the
-        captured step and run all steps uncaptured. Finally, reset the variables to their values before the step."""
+        """Capture the step, and compare its results with those of an uncaptured step. If the results differ, discard
+        the captured step and run all steps uncaptured. Finally, reset the variables to their values before the step."""
         before = self._values()
         self._run()
         expected = self._values()
@@ -202,7 +202,7 @@ class CapturedStep:
 
     def _capture(self):
         paddle.device.cuda.synchronize(self._place)
-        paddle.device.cuda.empty_cache()  # free the memory of the first steps, because the graph allocates its own
+        paddle.device.cuda.empty_cache()  # free the memory of the first steps; the graph allocates its own memory
         graph = CUDAGraph(self._place)
         _workspaces.clear()  # captured steps can share workspaces, because they never run concurrently
         try:
@@ -302,8 +302,8 @@ def _split(program):
     metrics = [block.var(name) for name in async_copy.input_arg_names]
     feeds = list(iterators.feeds(copy))
     block._remove_op(at)
-    # Persistable variables of different programs share a tensor if they have the same name. The number makes the names
-    # unique to this program.
+    # Persistable variables of different programs share a tensor if they have the same name. A number in the names makes
+    # them unique to this program.
     number = next(_numbers)
     names = {name: f"{name}@captured_{number}" for name in (*feeds, *(v.name for v in metrics))}
     for name in feeds:
@@ -312,8 +312,8 @@ def _split(program):
     copy_program = static.Program()
     for v in metrics:
         # Custom operators cannot write directly to persistable variables, because they allocate their outputs. Memory
-        # that is allocated during a capture belongs to the graph, and the variable would outlive it. Paddle's assign
-        # writes to the existing memory of the variable.
+        # that is allocated during a capture belongs to the graph, and a variable would outlive this memory. Paddle's
+        # assign writes to the existing memory of the variable.
         for target in (block, copy_program.global_block()):
             target.create_var(name=names[v.name], shape=v.shape, dtype=v.dtype, persistable=True)
         block.append_op(type="assign", inputs={"X": block.var(v.name)}, outputs={"Out": block.var(names[v.name])})

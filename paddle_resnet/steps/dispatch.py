@@ -25,8 +25,8 @@ class Dispatcher:
 
     Attributes:
         inputs: {name: tensor} that captured steps read. A loader can avoid a copy if it writes to these tensors
-            directly. The dictionary is empty if steps are not captured. It is also empty if the loader uses a different
-            device, because writing would move the tensors to that device.
+            directly. The dictionary is empty if steps are not captured. The dictionary is also empty if the loader uses
+            a different device, because writing would move the tensors to that device.
     """
 
     def __init__(self, exe, program, variables, is_native, class_num=None, shares_inputs=True):
@@ -57,7 +57,7 @@ class Dispatcher:
             one handle per variable; `np.asarray(handle)` waits for the value and returns it. With --kernels native, a
             handle is valid only during the next three steps.
         Raises:
-            DataError: a label is not a valid class. This check exists only on a CPU with Paddle's kernels. Custom
+            DataError: a label is not a valid class. Labels are checked only on a CPU with Paddle's kernels. Custom
                 kernels report invalid labels in the metrics (utils/meters.py).
         """
         self._write_scalars()
@@ -71,7 +71,7 @@ def _copy(library, variables, run, feed):
 
 
 def _fetch(run, class_num, feed):
-    """Run a step. If it fails and class_num is not None, check the labels."""
+    """Run a step. If the step fails and class_num is not None, check the labels."""
     try:
         return run(feed=feed, return_numpy=False)
     except (IndexError, ValueError) as e:

@@ -66,7 +66,7 @@ class Trace:
     file.
 
     Args:
-        steps: (first step, step after the last one).
+        steps: (first step, last step + 1).
         path: path of the trace file.
         device: "cpu" or "gpu".
     """
@@ -104,8 +104,8 @@ class Trace:
         clock.resume()
 
     def stop(self):
-        """Stop recording. Without this call, Paddle would continue to record after a pass that ends within the traced
-        steps, and crash later because its recorder is not thread-safe."""
+        """Stop recording. Without stop(), Paddle would continue to record after a pass that ends within the traced
+        steps, and crash later because the recorder of Paddle is not thread-safe."""
         if self._is_recording:
             self._is_recording = False
             self._profiler.stop()
