@@ -15,7 +15,7 @@ def bind_to_gpu(local_gpu):
         local_gpu: Paddle's index of the GPU, which is its position in CUDA_VISIBLE_DEVICES.
     """
     try:
-        import pynvml  # optional: only requirements.txt, for GPUs, contains pynvml
+        import pynvml  # may be missing: requirements for CPUs do not contain it
     except ImportError:
         logger.warn("--enable-cpu-affinity: nvidia-ml-py is not installed, so the affinity is unchanged; install it")
         return

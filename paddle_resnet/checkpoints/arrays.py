@@ -70,7 +70,7 @@ def errors():
         raise UnreadableError(e.strerror or str(e)) from e
     except UnreadableError:
         raise
-    except Exception as e:  # pickletools, zipfile and NumPy raise various exceptions
+    except Exception as e:  # damaged files cause many types of exceptions
         raise UnreadableError(f"{type(e).__name__}: {e}") from e
 
 

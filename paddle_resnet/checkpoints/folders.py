@@ -281,7 +281,7 @@ def is_foreign(folder):
 
 
 def verify(folder):
-    """Verify all files that meta.json lists by their sha256, and return the content of meta.json.
+    """Check the size and sha256 of all files that meta.json lists, and return the content of meta.json.
 
     Raises:
         DamagedError: a file is missing or was changed after it was written.

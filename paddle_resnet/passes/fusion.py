@@ -1,7 +1,7 @@
 """Replace Paddle's operators with custom operators (native/). In NHWC, custom operators compute BN with the next
 activation or with the residual addition and ReLU, max pooling, depthwise convolutions, and the filter gradient of 1x1
-convolutions with few channels. In all layouts, custom operators update all parameters, including the gradient check and
-loss scaling.
+convolutions with few channels. In all layouts, custom operators also check the gradients, unscale them, and update all
+parameters.
 
 This pass runs after all of Paddle's passes (precision, gradients, all-reduces), so it does not change parameters,
 checkpoints or communication.

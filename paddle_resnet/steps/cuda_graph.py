@@ -211,7 +211,7 @@ class CapturedStep:
                 try:
                     self._run()
                 except BaseException:
-                    with contextlib.suppress(Exception):  # raise only the error of the step
+                    with contextlib.suppress(Exception):  # raise the error of the step instead of this error
                         graph.capture_end()
                     raise
                 graph.capture_end()
