@@ -177,12 +177,14 @@ def _compiler():
 
 
 def _machine(device, gpu_count):
+    from paddle_resnet.machine import memory
+
     cores = len(os.sched_getaffinity(0))
     yield Row("cores", f"{cores}, {platform.machine()}, Python {platform.python_version()}")
-    memory = _available_memory()
-    is_enough = memory >= LEAST_MEMORY
+    available = memory.available()
+    is_enough = available >= LEAST_MEMORY
     remedy = "" if is_enough else f"ResNet-50 needs {LEAST_MEMORY // GIB} GiB per process; use a smaller --batch-size"
-    yield Row("memory", f"{memory / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
+    yield Row("memory", f"{available / GIB:.1f} GiB available", "ok" if is_enough else "note", remedy)
     try:
         shared = os.statvfs("/dev/shm")
         size = shared.f_blocks * shared.f_frsize
@@ -201,17 +203,6 @@ def _machine(device, gpu_count):
 
 def _limit(value):
     return "unlimited" if value == resource.RLIM_INFINITY else value
-
-
-def _available_memory():
-    """Return the number of bytes of memory that are available, within the container's memory limit."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        return min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):  # without cgroup v2 or a memory limit
-        return available
 
 
 def _disk(folder):

@@ -7,7 +7,7 @@ import paddle
 import yaml
 from paddle import static
 
-from paddle_resnet import dali, program, report, resolution
+from paddle_resnet import dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.data import listing
 from paddle_resnet.job import agreement, exchange, processes
@@ -53,6 +53,7 @@ def find_start(args):
             cannot be used.
     """
     agreement.check_start(args)
+    recipe.choose(args)
     restore.resolve_network(args)
     checkpoint = restore.find(args)
     restore.inherit_flags(args, checkpoint)
@@ -251,9 +252,13 @@ def check_and_describe(args, training, evaluation):
 
 def describe(settings):
     """Return the settings as YAML with the origin of each value. The text contains all settings if --show-config is
-    explicit, and otherwise only the settings that differ from the defaults."""
+    explicit, and otherwise the settings that differ from the defaults or were chosen."""
     values = settings.as_dict()
-    shown = values if settings.is_explicit("show_config") else parsing.changed(values)
+    if not settings.is_explicit("show_config"):
+        differing = parsing.changed(values)
+        shown = {name: value for name, value in values.items() if name in differing or settings.is_chosen(name)}
+    else:
+        shown = values
     texts = {
         name: yaml.safe_dump([value], default_flow_style=True, width=1000).strip()[1:-1]
         for name, value in shown.items()

@@ -188,7 +188,7 @@ def advise_on_loader(args, epoch, trained):
 
 
 def _loader_flag(args):
-    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("PADDLE_LOCAL_SIZE", "1")) - 2
+    threads = processes.cores() - 2
     if args.dali_num_threads < threads:
         return f"--dali-num-threads {threads}"
     if args.dali_device == "cpu":

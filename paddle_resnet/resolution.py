@@ -3,6 +3,7 @@ then frozen:
 
 command line, file   config.parse_args
 device               resolve_device, before the processes connect
+choice               recipe.choose (--choose-recipe)
 checkpoint           restore.inherit_flags, through settings/inheritance.py
 machine              resolve_loader and resolve_kernels
 data                 resolve_classes

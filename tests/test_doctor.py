@@ -11,7 +11,7 @@ import pytest
 
 from conftest import ROOT
 from paddle_resnet import doctor
-from paddle_resnet.machine import gpus, libraries
+from paddle_resnet.machine import gpus, libraries, memory
 
 
 def test_doctor_passes_on_healthy_machine(tmp_path):
@@ -79,7 +79,7 @@ def test_unwritable_kernel_cache_is_a_note(examine, monkeypatch, tmp_path):
 
 
 def test_low_memory_disk_and_ulimits_are_notes(examine, facts, monkeypatch):
-    monkeypatch.setattr(doctor, "_available_memory", lambda: 2**30)
+    monkeypatch.setattr(memory, "available", lambda: 2**30)
     monkeypatch.setattr(doctor, "LEAST_DISK", 2**60)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
     rows = examine()

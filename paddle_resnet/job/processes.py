@@ -70,9 +70,19 @@ def world_size():
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
+def local_size():
+    """Return the number of processes that the launcher of this process has started."""
+    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
+
+
 def is_one_host():
     """Return whether a single launcher has started all processes of the job."""
-    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1")) == world_size()
+    return local_size() == world_size()
+
+
+def cores():
+    """Return the number of CPU cores per process."""
+    return max(1, len(os.sched_getaffinity(0)) // local_size())
 
 
 def local_gpu():

