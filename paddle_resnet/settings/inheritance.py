@@ -8,7 +8,7 @@ from paddle_resnet.settings.values import flag, network_name
 
 
 def follow(settings):
-    """Set the flags whose values are derived from other flags. Explicit, inherited and chosen flags keep their values."""
+    """Set the flags whose values are derived from other flags, unless they are explicit, inherited or chosen."""
 
     def is_free(name):
         return not (settings.is_explicit(name) or settings.is_inherited(name) or settings.is_chosen(name))
