@@ -276,6 +276,7 @@ def _score(network, model, image_root):
         RunError: the model's probabilities are not the softmax of its logits.
     """
     from paddle_resnet import dali
+    from paddle_resnet.checkpoints import restore
     from paddle_resnet.data import listing
     from paddle_resnet.serving import inference
     from utils.mode import Mode
@@ -284,7 +285,7 @@ def _score(network, model, image_root):
     args.image_root, args.num_of_class = str(image_root), network.args.num_of_class
     args.data_format = listing.detect(args.image_root, Mode.EVAL)
     losses, correct, ties = np.zeros((0, 2)), 0, 0
-    for (batch,) in dali.build_dataloader(args, Mode.EVAL):
+    for (batch,) in dali.build_dataloader(args, Mode.EVAL, trained=restore.recorded_classes(network.meta)):
         labels = np.array(batch["label"])
         probabilities, logits = model.outputs(np.array(batch["data"]).astype(model.description["input"]["dtype"]))
         of_label = [np.take_along_axis(_log_softmax(logits, clip), labels, axis=1) for clip in (np.inf, PADDLE_CLIP)]

