@@ -1,6 +1,7 @@
 """Convert the outcome of a command to an exit code, and print an error message if the command fails."""
 
 import contextlib
+import errno
 import math
 import os
 import resource
@@ -17,6 +18,8 @@ _NO_MEMORY = (
     *("ResourceExhaustedError", "bad_alloc", "Cannot allocate memory", "could not create a memory object"),
     *("could not create a primitive", "failed to map segment", *_NO_THREAD, _NO_FILE),
 )
+# Reasons why a path cannot be used that any access to it may raise, such as Path.exists() below an unreadable folder.
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 _NO_TEMPORARY_FOLDER = "No usable temporary directory"  # message of Python's tempfile
 DONE, FAILURE, USAGE, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 # If less address space is available, an import or a step may fail without a clear error message. The sample job used
@@ -32,9 +35,9 @@ def of(program, function, needs_stdout=True):
         function: function without arguments that returns an exit code, or None for DONE.
         needs_stdout: whether the command fails if it cannot write to stdout.
     Returns:
-        the exit code of the function; FAILURE after a RunError or if memory is insufficient; USAGE after a UsageError;
-        PREEMPTED if a signal stopped the run and all work is saved; INTERRUPTED after a KeyboardInterrupt. Other
-        exceptions are not caught.
+        the exit code of the function; FAILURE after a RunError or if memory is insufficient; USAGE after a UsageError or
+        if a path is inaccessible; PREEMPTED if a signal stopped the run and all work is saved; INTERRUPTED after a
+        KeyboardInterrupt. Other exceptions are not caught.
     """
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # paddle_resnet/__init__.py blocked it
@@ -56,6 +59,11 @@ def of(program, function, needs_stdout=True):
         if _NO_TEMPORARY_FOLDER in str(e):
             logger.write_line(f"{program}: error: {e.strerror}; set TMPDIR to a writable folder", sys.stderr)
             return FAILURE
+        if isinstance(e, OSError) and e.errno in _NO_ACCESS and isinstance(e.filename, str | bytes):
+            path = printable(os.fsdecode(e.filename))
+            remedy = "change its permissions, or choose a different path"
+            logger.write_line(f"{program}: error: {path}: cannot be used ({e.strerror}); {remedy}", sys.stderr)
+            return USAGE
         if not isinstance(e, MemoryError) and not any(name in str(e) for name in _NO_MEMORY):
             raise
         logger.write_line(f"{program}: error: {_no_memory(e)}", sys.stderr)

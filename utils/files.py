@@ -56,14 +56,16 @@ def open_regular(path, limit_bytes=None):
     Returns:
         a binary file.
     Raises:
-        OSError: the path cannot be opened, is a folder, pipe or device, or is too large. strerror states the problem.
+        OSError: the path cannot be opened, is a folder, pipe, device or file of /proc, or is too large. strerror states
+            the problem.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(status.st_mode):
+        # Files of /proc have the size 0; some are endless, and reading /proc/kmsg could block forever.
+        if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _has_content(descriptor)):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if limit_bytes is not None and status.st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"{status.st_size} bytes, limit {limit_bytes}", str(path))
@@ -71,6 +73,13 @@ def open_regular(path, limit_bytes=None):
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _has_content(descriptor):
+    try:
+        return os.read(descriptor, 1) != b""
+    except BlockingIOError:  # no content yet
+        return True
 
 
 @contextlib.contextmanager

@@ -55,14 +55,16 @@ def held(path, subject, warn):
         path, warn: arguments of acquire.
         subject: text for error messages that describes the locked object, such as a flag with its value.
     Raises:
-        UsageError: another process holds the lock.
-        OSError: the lock file cannot be opened, is not a regular file, or is a link.
+        UsageError: another process holds the lock, or the lock file cannot be opened, is not a regular file, or is a
+            link.
     """
     try:
         file = acquire(path, warn)
     except BlockingIOError as e:
         remedy = "wait until it ends, or choose a different path"
         raise UsageError(f"{subject}: another process ({e.strerror}) writes there; {remedy}") from e
+    except OSError as e:
+        raise UsageError(f"{subject}: {path} cannot be locked ({e.strerror}); choose a different path") from e
     try:
         yield
     finally:

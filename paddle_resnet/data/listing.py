@@ -647,7 +647,8 @@ def read_manifest(image_root):
 
     Returns:
         {"complete": bool, "format": str, "splits": {split: {"images": int, ...}}, "shards": {split: int}, ...}, or None
-        if there is no such file.
+        if there is no such file. A complete conversion also has "bytes", {name of a record file: int}, except those of
+        older versions.
     Raises:
         UsageError: the file cannot be read or is damaged.
     """
@@ -662,6 +663,11 @@ def read_manifest(image_root):
                 raise TypeError
         if type(manifest["complete"]) is not bool or manifest["format"] not in SHARD_NAMES:
             raise TypeError
+        patterns = SHARD_NAMES[manifest["format"]].values()
+        for name, size in manifest.get("bytes", {}).items():
+            is_name = os.path.basename(name) == name and any(pattern.fullmatch(name) for pattern in patterns)
+            if type(size) is not int or not is_name:
+                raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         if isinstance(e, UsageError):
             raise

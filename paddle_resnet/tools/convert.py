@@ -7,6 +7,7 @@ If a conversion is interrupted, repeating the command resumes it. For TFRecord a
 shards atomically, and complete shards are kept. For RecordIO and LMDB, which have one file per split, workers prepare
 the images and one process writes them in order; images that have been written are kept. If the size or modification
 time of a source file has changed since the conversion began, all images are written again.
+If a record file of a complete conversion is missing or has a different size, it is written again.
 """
 
 import contextlib
@@ -107,7 +108,8 @@ def convert(
     }
     complete = _continued(output, manifest)
     is_changed = complete is not None and _is_changed(output, manifest)
-    if complete and not is_changed:
+    damaged = _damaged(output) if complete and not is_changed else []
+    if complete and not is_changed and not damaged:
         return counts
     if any("\n" in name or "\r" in name for name in classes or []):
         raise UsageError(f"{source}: a class name contains a line break; rename the class folder")
@@ -121,6 +123,10 @@ def convert(
             )
             _remove_shards(output, to)
         indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
+    if damaged:
+        names = ", ".join(map(os.path.basename, damaged[:NAMED]))
+        logger.warn(f"--output {output}: missing or damaged record files ({names}); writing them again")
+        _remove(output, damaged, to)
     if classes is not None:
         indexes.write_file(os.path.join(output, "classes.txt"), "".join(f"{name}\n" for name in classes).encode())
     total = sum(counts.values())
@@ -135,7 +141,8 @@ def convert(
             done += len(images)
     for name in _partial(output):
         os.unlink(os.path.join(output, name))
-    indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": True}))
+    sizes = {os.path.basename(path): _size(path) for path in _shards(output, to)}
+    indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": True, "bytes": sizes}))
     return counts
 
 
@@ -236,16 +243,37 @@ def _is_changed(output, manifest):
     return False
 
 
+def _shards(output, to):
+    return [shard for mode in Mode for shard in listing.find_shards(output, to, mode)]
+
+
+def _size(path):
+    """Return the number of bytes of a record file, or None if it is missing or not a file."""
+    path = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
+    return os.path.getsize(path) if os.path.isfile(path) else None
+
+
+def _damaged(output):
+    """Return the paths of the record files of a complete conversion that are missing or do not have their recorded
+    sizes."""
+    sizes = listing.read_manifest(output).get("bytes", {})  # missing in conversions of older versions
+    return [path for name, size in sizes.items() if _size(path := os.path.join(output, name)) != size]
+
+
 def _remove_shards(output, to):
-    """Mark a conversion as incomplete in convert.json, and remove its record files and their indexes."""
+    _remove(output, [*_shards(output, to), *(os.path.join(output, name) for name in _partial(output))], to)
+
+
+def _remove(output, paths, to):
+    """Mark a conversion as incomplete in convert.json, and remove record files and their indexes."""
     manifest = listing.read_manifest(output)
     indexes.write_file(os.path.join(output, listing.MANIFEST), _json({**manifest, "complete": False}))
-    shards = [shard for mode in Mode for shard in listing.find_shards(output, to, mode)]
-    for path in [*shards, *(os.path.join(output, name) for name in _partial(output))]:
-        if os.path.isdir(path):
+    for path in paths:
+        if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         if to in INDEXED:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(indexes.index_path(path))

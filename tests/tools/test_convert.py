@@ -297,6 +297,57 @@ def test_concurrent_conversion_to_same_output_is_rejected(photos, tmp_path, caps
     assert not (tmp_path / "y").exists()
 
 
+@pytest.mark.parametrize(
+    ("to", "name", "damage"),
+    [
+        ("tfrecord", "train-00000-of-00003", "missing"),
+        ("webdataset", "val-000000.tar", "pipe"),
+        ("recordio", "val.rec", "shorter"),
+        ("lmdb", "val_lmdb", "missing"),
+    ],
+)
+def test_missing_or_damaged_record_files_are_written_again(photos, converted, tmp_path, capsys, to, name, damage):
+    root = shutil.copytree(converted[to], tmp_path / "x")
+    arguments = (photos, root, to, 3 if to in convert.SHARDED else None)
+    record = root / name
+    if damage == "shorter":
+        os.truncate(record, 50)
+    else:
+        shutil.rmtree(record) if to == "lmdb" else record.unlink()
+        if damage == "pipe":
+            os.mkfifo(record)
+    convert.convert(*arguments, workers=1)
+    assert f"warning: --output {root}: missing or damaged record files ({name})" in capsys.readouterr().err
+    assert sorted(contents(root, Mode.TRAIN)) == sorted(contents(photos, Mode.TRAIN))
+    assert contents(root) == contents(converted[to])
+    convert.convert(*arguments, workers=1)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "entry", [{"../train-0.tar": 1}, {"train-000000.tar": "1"}, {"classes.txt": 1}, ["train-0.tar"]]
+)
+def test_invalid_names_and_sizes_in_convert_json_are_rejected(photos, converted, tmp_path, entry):
+    """The command removes damaged record files, so it must not accept any other name."""
+    shutil.copytree(converted["webdataset"], tmp_path / "x")
+    (tmp_path / "train-0.tar").touch()
+    manifest = tmp_path / "x/convert.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"bytes": entry}))
+    with pytest.raises(UsageError, match=r"convert.json: damaged"):
+        convert.convert(photos, tmp_path / "x", "webdataset", 3)
+    assert (tmp_path / "train-0.tar").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])
+def test_unusable_lock_is_an_error(photos, tmp_path, capsys, make):
+    (tmp_path / "x").mkdir()
+    make(tmp_path / "x/.lock")
+    command = ["convert", "--from", str(photos), "--to", "recordio", "--unchecked", "--output", str(tmp_path / "x")]
+    assert dataset.main(command) == 2
+    assert f"--output {tmp_path}/x: {tmp_path}/x/.lock cannot be locked (" in capsys.readouterr().err
+    assert os.path.lexists(tmp_path / "x/.lock")
+
+
 def test_undecodable_image_to_resize_is_reported(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     (tmp_path / "photos" / "train" / "class0" / "00.jpg").write_bytes(b"not an image")

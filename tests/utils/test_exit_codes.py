@@ -62,6 +62,20 @@ def test_unwritable_stdout_of_train_help_and_config_exits_with_code_1(monkeypatc
     assert "train.py: error: stdout: cannot be written (No space left" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("loop", "Too many levels of symbolic links"), ("x" * 300, "name too long")]
+)
+def test_inaccessible_path_exits_with_code_2(tmp_path, capsys, name, reason):
+    """Folders without permissions have the same effect, but not for root."""
+    (tmp_path / "loop").symlink_to("loop")
+    assert exit_codes.of("x", lambda: os.listdir(tmp_path / name)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"x: error: {tmp_path / name}: cannot be used (")
+    assert reason in line
+    with pytest.raises(FileNotFoundError):
+        exit_codes.of("x", lambda: os.listdir(tmp_path / "missing"))
+
+
 def test_closed_stdout_exits_with_code_1():
     code = "import sys; from utils import exit_codes; sys.exit(exit_codes.of('x', lambda: print(1)))"
     command = [sys.executable, "-c", code]

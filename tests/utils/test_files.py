@@ -14,6 +14,18 @@ def test_open_regular_accepts_files_up_to_limit(tmp_path):
     with pytest.raises(OSError) as error:
         files.open_regular(tmp_path / "file", 3)
     assert error.value.strerror == "4 bytes, limit 3"
+    (tmp_path / "empty").touch()
+    with files.open_regular(tmp_path / "empty") as file:
+        assert file.read() == b""
+
+
+@pytest.mark.parametrize("has_data", [True, False])
+def test_open_regular_rejects_file_of_unknown_size(monkeypatch, has_data):
+    """Files of /proc have the size 0, and reading them may block: /proc/kmsg, which only root can open."""
+    if not has_data:
+        monkeypatch.setattr(os, "read", lambda *arguments: exec("raise BlockingIOError"))
+    with pytest.raises(OSError, match="not a regular file"):
+        files.open_regular("/proc/self/status")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
