@@ -35,8 +35,8 @@ def of(program, function, needs_stdout=True):
         function: function without arguments that returns an exit code, or None for DONE.
         needs_stdout: whether the command fails if it cannot write to stdout.
     Returns:
-        the exit code of the function; FAILURE after a RunError or if memory is insufficient; USAGE after a UsageError or
-        if a path is inaccessible; PREEMPTED if a signal stopped the run and all work is saved; INTERRUPTED after a
+        the exit code of the function; FAILURE after a RunError or if memory is insufficient; USAGE after a UsageError
+        or if a path is inaccessible; PREEMPTED if a signal stopped the run and all work is saved; INTERRUPTED after a
         KeyboardInterrupt. Other exceptions are not caught.
     """
     try:
