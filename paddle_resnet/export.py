@@ -56,7 +56,7 @@ def export(
     int8=None,
     calibration=None,
 ):
-    """Write the inference network, with float32 parameters and without masks and optimizer state.
+    """Write the inference network, with float32 parameters but without masks or optimizer state.
 
     The folder contains model.pdmodel and model.pdiparams for Paddle Inference, model.json (input, output,
     preprocessing, classes), labels.txt (one class per line) and preprocess.py (a copy of serving/preprocessing.py,
@@ -233,7 +233,7 @@ def _verify(network, folder, image_root, is_int8=False):
     """Evaluate the checkpoint and the exported networks on the CPU with all validation images, and compare the results.
 
     Args:
-        network: Network of the checkpoint with normalized images as input.
+        network: the checkpoint's Network, which takes normalized images as input.
         folder: folder with the exported networks.
         image_root: folder of the data set.
         is_int8: whether model.onnx is quantized.
@@ -260,7 +260,7 @@ def _verify(network, folder, image_root, is_int8=False):
     # An evaluation on a GPU is not comparable, because it uses different decoders, and convolutions in TF32 or half
     # precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
-    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded loss omits non-finite losses
+    is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded mean excludes non-finite losses
     if is_comparable and recorded.get("images") == expected["images"]:
         recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
         losses = expected["loss"], expected["clipped_loss"]
@@ -305,8 +305,8 @@ def _score(network, model, image_root):
 
 
 def _log_softmax(logits, clip=np.inf):
-    """Return log probabilities, float64 [N, classes], computed without underflow. Logits are raised to at least the
-    row's maximum minus `clip`."""
+    """Return log probabilities, float64 [N, classes], computed without underflow. Logits below the row's maximum
+    minus `clip` are replaced by this limit."""
     logits = logits.astype(np.float64)
     logits = np.maximum(logits - logits.max(axis=1, keepdims=True), -clip)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

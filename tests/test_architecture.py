@@ -107,7 +107,7 @@ def test_layer_check_detects_import_from_higher_layer(tmp_path):
 
 
 def parameters(path):
-    """Return all pairs (function, parameter) of a file."""
+    """Return all (function, parameter) pairs in a file."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     return [(f.name, a.arg) for f in functions for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
 

@@ -440,8 +440,8 @@ def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):
 
 
 def test_processes_with_captured_steps_exit_cleanly(photos, tmp_path):
-    """Graphs are freed before the variables of a process, so no variable may use memory of a graph. When variables used
-    memory of a graph, three of five processes crashed at exit."""
+    """Graphs are freed before the variables of a process, so no variable may use memory that a graph owns.
+    When variables did so, three of five processes crashed at exit."""
     flags = [*TINY, *O2, "--image-root", photos, "--batch-size", "5", "--epochs", "2", "--kernels", "native"]
     flags += ["--stages", "4"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

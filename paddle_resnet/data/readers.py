@@ -45,8 +45,8 @@ class DataSet:
         read: read(name, shard_id, num_shards, shuffle) -> (encoded images, uint8 [bytes]; labels, int64 [1]), called
             while a DALI pipeline is being defined. Each shard repeats its last image to fill its last batch, so that
             every process runs the same number of steps. ShardIterator removes the repeated images.
-        digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files,
-            or the file names, record offsets and checked labels of record files.
+        digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
+            For record files, it covers the file names, the offsets of the records, and the labels that were read.
     """
 
     data_format: str

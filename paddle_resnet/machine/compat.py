@@ -17,7 +17,7 @@ _PIR = "FLAGS_enable_pir_api"
 
 
 def check_version(version=paddle.__version__):
-    """Raise UsageError unless Paddle has the minor version of LOWEST or HIGHEST and builds legacy programs.
+    """Raise UsageError unless Paddle's minor version is that of LOWEST or HIGHEST, and Paddle builds legacy programs.
 
     Raises:
         UsageError: the version is not supported, or Paddle builds PIR programs.

@@ -23,8 +23,8 @@ class Network:
         options: keyword arguments of the constructor that define the variant.
         image_size: side of the input images in pixels, the default of --crop-size.
         resize_ratio: default ratio of --resize-short to --crop-size.
-        preprocessing: {attribute of a flag: default} of other preprocessing flags, such as normalize_mean, whose
-            defaults differ from the general defaults.
+        preprocessing: {flag with underscores, such as normalize_mean: default} for the other preprocessing flags, if
+            this network has a different default than the general one.
     """
 
     module: str

@@ -12,8 +12,8 @@ ALL_BUT_CLASSIFIER = "all-but-classifier"
 
 
 def freeze(model, names):
-    """Freeze layers of a network before its forward pass is built: the optimizer does not update their parameters, and
-    batch normalization in them uses its running statistics and keeps them.
+    """Freeze layers of a network before its forward pass is built. The optimizer does not update the parameters of
+    frozen layers. Frozen batch normalizations normalize with their running statistics and do not update them.
 
     Args:
         model: result of build_model.

@@ -142,7 +142,7 @@ def _set(network, name, values):
 
 
 def _batches(description, image_root, images):
-    """Yield batches of training images as input of the network. The order of image files is random."""
+    """Yield batches of training images as input to the network. The order of image files is random."""
     args = inference.loader_args(description, BATCH)
     args.image_root, args.num_of_class = str(image_root), None
     args.data_format = listing.detect(args.image_root, Mode.TRAIN)

@@ -1,8 +1,8 @@
 """Declare the flags of train.py. Each flag has one declaration of its name, type, default, help and kind.
 
-The kind of a flag determines which runs inherit it from a checkpoint. Evaluation and fine-tuning inherit the kinds
-network and preprocessing. A resumed run also inherits the kinds recipe and saving. No run inherits the kinds loader,
-machine and output.
+The kind of a flag determines which runs inherit it from a checkpoint. Evaluation and fine-tuning inherit the
+flags of the kinds "network" and "preprocessing". A resumed run also inherits the flags of the kinds "recipe" and
+"saving". No run inherits the flags of the kinds "loader", "machine" and "output".
 """
 
 import argparse

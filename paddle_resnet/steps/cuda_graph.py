@@ -116,7 +116,7 @@ class CapturedStep:
         program: static.CompiledProgram with an async copy of its metrics (host_metrics.add_copy).
         place: device of the program.
         untested: result of untested_operators.
-        is_explicit: whether --cuda-graph true is explicit. An explicit flag makes the run fail if captured and
+        is_explicit: whether the user has set --cuda-graph true. An explicit flag makes the run fail if captured and
             uncaptured results differ; otherwise, the run continues without capture.
     """
 
