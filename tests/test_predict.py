@@ -216,7 +216,7 @@ def test_benchmark_skips_unusable_engine_with_a_warning(checkpoint, tmp_path, ca
     pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     if package == "session":
-        monkeypatch.setattr(onnxruntime, "InferenceSession", lambda path, **options: onnxruntime.gone)
+        monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *arguments, **options: onnxruntime.gone)
     else:
         (tmp_path / "broken").mkdir()
         (tmp_path / f"broken/{package}.py").write_text("import numpy\nnumpy.gone\n")

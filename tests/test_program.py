@@ -548,7 +548,7 @@ def test_loader_with_wrong_length_is_an_error(parse):
     args = parse()
     batches = Batches(random_batches(3))
     batches.__class__ = type("Short", (Batches,), {"__len__": lambda self: 4})
-    with pytest.raises(RuntimeError, match="ends at step 3 of 4"):
+    with pytest.raises(RuntimeError, match="ended after 3 of 4 batches"):
         program.run(args, batches, Trace(), COMPILED, fake_fetchs(), 0)
     batches.__class__ = type("Long", (Batches,), {"__len__": lambda self: 2})
     with pytest.raises(RuntimeError, match="more batches than its length 2"):
