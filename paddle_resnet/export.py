@@ -99,8 +99,6 @@ def export(
     read = [("CHECKPOINT", path.parent) for path in Path(checkpoint).glob("*.pdparams")]
     read += [("the data set", root) for root in (verify, calibration and calibration.image_root) if root]
     outputs.claim(folders={"OUT": output}, protected=read)
-    for package in ("onnx", "onnxruntime") if onnx else ():
-        onnx_writer.require(package)
     network = inference.load_checkpoint(checkpoint, uint8=uint8, model_arch_name=model_arch_name)
     if onnx and network.args.qat:
         int8 = int8 or "onnxruntime"
@@ -110,6 +108,8 @@ def export(
         )
     if int8 and not network.args.qat and not calibration:
         raise UsageError("--int8: requires training images to determine activation ranges; add --calibrate")
+    for package in ("onnx", "onnxruntime") if onnx else ():
+        onnx_writer.require(package)
     try:
         with _partial_folder(output) as partial:
             description = network.description | {"files": _write_paddle(network, partial)}

@@ -75,7 +75,7 @@ def test_public_functions_resolve_flags_and_start_fleet(flags):
 
 
 def test_run_accepts_any_iterable_of_batches(flags):
-    """The batches of a loader, copied to NumPy arrays, give the same losses as the loader itself."""
+    """Training has the same losses with a loader and with an iterable of its batches, copied to NumPy arrays."""
     args = config.parse_args(flags)
     expected = [epoch["loss"] for epoch in train(args, dali.build_dataloader(args, Mode.TRAIN))]
     for kind in (Unsized, Sized):
@@ -120,12 +120,12 @@ IMAGES, LABELS = np.zeros((8, 3, 32, 32), "float32"), np.zeros((8, 1), "int64")
         ([[{"data": IMAGES}]], r"yields a batch of a different form; yield \[{"),
         (
             [[{"data": IMAGES, "label": LABELS[:, 0]}]],
-            r"yields label in int64 \['N'\], but the program takes int64 \['N', 1\]",
+            r"yields label as int64 \['N'\], but the program takes int64 \['N', 1\]",
         ),
-        ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yields label in int32 "),
+        ([[{"data": IMAGES, "label": LABELS.astype("int32")}]], "yields label as int32 "),
         (
             [[{"data": IMAGES[:, :, :9], "label": LABELS}]],
-            r"yields data in float32 \['N', 3, 9, 32\], but the program takes",
+            r"yields data as float32 \['N', 3, 9, 32\], but the program takes",
         ),
     ],
     ids=["no batch", "no list", "no label", "one dimension", "int32", "different size"],

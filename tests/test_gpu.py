@@ -346,11 +346,8 @@ def test_network_with_nondeterministic_operators_is_not_captured(run_train, monk
     assert_one_error(capsys.readouterr().err, ["--cuda-graph true: operator dropout"])
 
 
-@pytest.mark.parametrize("flags", [O2, FP32_NHWC], ids=["O2", "fp32"])
-def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deterministic, capsys, flags):
-    """The runs use mixup, CutMix and dropout. The check of untested operators must pass."""
-    flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
-    flags += ["--drop-path", "0.3"]
+def assert_captured_losses_are_equal(run_train, capsys, *flags):
+    """Check that the steps of a run are captured, and that its losses are those of a run without captured steps."""
     code, expected = run_train(*flags, "--cuda-graph", "false")
     assert code == 0
     capsys.readouterr()
@@ -358,6 +355,14 @@ def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deter
     assert code == 0
     assert "CUDA graph, batch" in capsys.readouterr().out
     assert losses(report) == losses(expected)
+
+
+@pytest.mark.parametrize("flags", [O2, FP32_NHWC], ids=["O2", "fp32"])
+def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deterministic, capsys, flags):
+    """The runs use mixup, CutMix and dropout. The check of untested operators must pass."""
+    flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
+    flags += ["--drop-path", "0.3"]
+    assert_captured_losses_are_equal(run_train, capsys, *flags)
 
 
 def test_each_stage_has_its_own_captured_step(run_train, deterministic):
@@ -405,13 +410,7 @@ def test_losses_after_stop_in_either_phase_match_uninterrupted_run(
 @pytest.mark.parametrize("flags", [FP32_NHWC, O1, O2, BF16_O1, BF16_O2], ids=["fp32", "O1", "O2", "bf16 O1", "bf16 O2"])
 def test_quantization_aware_training_is_captured_in_every_precision(run_train, deterministic, capsys, flags):
     flags = ["--qat", "--epochs", "3", "--print-interval", "1", *flags, "--kernels", "native"]
-    code, expected = run_train(*flags, "--cuda-graph", "false")
-    assert code == 0
-    capsys.readouterr()
-    code, report = run_train(*flags, "--cuda-graph", "true", "--overwrite")
-    assert code == 0
-    assert "CUDA graph, batch" in capsys.readouterr().out
-    assert losses(report) == losses(expected)
+    assert_captured_losses_are_equal(run_train, capsys, *flags)
 
 
 def test_graph_replay_writes_only_to_allocated_memory(run_train, monkeypatch):

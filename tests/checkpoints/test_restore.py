@@ -74,8 +74,8 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    # The file meta.json is indented for human readers.
-    assert len((saved / "meta.json").read_text().splitlines()) < 200
+    # The file meta.json is indented for human readers, with a flag on one line.
+    assert len((saved / "meta.json").read_text().splitlines()) < len(meta["arguments"]) + 110
 
 
 def test_restore_inside_epoch(args, run):
@@ -201,7 +201,7 @@ def test_newest_and_best_checkpoints_and_those_of_other_runs_are_kept(args, run,
     saver.save(0)
     saver.finish()
     saver._run = own
-    # Of two epochs with equal accuracy, the first is the best.
+    # If two epochs have the same accuracy, the first is the best.
     for epoch, top1 in ((1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1), (5, 0.3)):
         save_evaluated(saver, epoch, top1)
     saver.finish()
