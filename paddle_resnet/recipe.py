@@ -60,7 +60,7 @@ class Facts:
 
 
 def choose(settings):
-    """If --choose-recipe is set and the run trains, choose all flags that are not explicit.
+    """If --choose-recipe is set and the run trains, choose values for all flags that the user has not set.
 
     Args:
         settings: Settings with a resolved --device; changed.
@@ -76,7 +76,7 @@ def choose(settings):
 
 
 def choose_from(settings, facts):
-    """Choose the flags that are not explicit.
+    """Choose values for all flags that the user has not set.
 
     Args:
         settings: Settings; changed.
@@ -149,6 +149,8 @@ def _choose_network(settings, facts):
             folder = str(_folder(settings.output_dir, name))
             _set(settings, f"package {published.PACKAGED[name].package}", from_pretrained_params=folder)
             _set(settings, "--from-pretrained-params", pretrained_mismatch="skip-classifier")
+            if not settings.is_explicit("image_shape"):
+                _set(settings, "image size of the weights", crop_size=registered(settings.model_arch_name).image_size)
             return name
         network = "ResNet50" if facts.has_gpu else "ResNet18"
         _set(settings, f"training from scratch on a {_device(facts)}", model_arch_name=network)

@@ -45,6 +45,7 @@ def test_installed_weights_are_fine_tuned():
     assert s.from_pretrained_params == "output/pretrained-efficientnet-lite0"
     assert (s.batch_size, s.epochs, s.crop_size, s.model_prefix) == (16, 20, 224, "efficientnet_lite_0_paddle")
     assert s.origin("batch_size") == "chosen: 294 training images"
+    assert s.crop_size == 224 and s.origin("crop_size") == "chosen: image size of the weights"
     assert s.origin("lr") == "chosen: fine-tuning with AdamW, 16 images per step"
     assert s.origin("amp") == "chosen: the run is on a CPU"
 

@@ -361,7 +361,8 @@ def _inherited_names(args, checkpoint, recorded, resumes):
     if resumes:
         return of_kinds(*RESUMED)
     if checkpoint is None and args.run_scope.trains:  # fine-tuning: the data set determines the classes
-        return ("model_arch_name", "image_shape", *of_kinds("preprocessing"))
+        names = ("model_arch_name", "image_shape", *of_kinds("preprocessing"))
+        return [name for name in names if not args.is_chosen(name)]
     evaluated = of_kinds(*EVALUATED)
     return (*evaluated, "asp") if args.run_scope.trains and recorded.asp else evaluated
 
