@@ -44,8 +44,10 @@ def test_cutmix_draws_box_and_counts_pixels():
         box = np.outer(rows, columns)
         assert set(np.unique(box)) <= {0, 1}
         assert ratio == pytest.approx(1 - box.mean())
-        for side in (rows, columns):  # the values 1 form a single interval
+        for side in (rows, columns):  # the ones form a single interval
             assert np.abs(np.diff(np.pad(side, 1))).sum() in (0, 2)
+            if side[0] == side[-1] == 0:  # not clipped; twice a whole number of pixels on either side of the center
+                assert side.sum() % 2 == 0
         ratios.append(ratio)
     # If the center is distributed uniformly, a clipped box with the sides r h and r w has the mean area (r - r^2 /
     # 4)^2, where r^2 = 1 - ratio.
@@ -163,6 +165,10 @@ def test_random_numbers_depend_on_seed_step_layer_and_rank():
     numbers = [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
     assert len(set(numbers)) == len(keys)
     assert numbers == [tuple(random_numbers.generator(*key).integers(0, 2**62, 4)) for key in keys]
+    # Long sequences of consecutive steps and ranks do not overlap.
+    neighbors = [(0, step, "mix", rank) for step in range(3) for rank in range(2)]
+    drawn = [random_numbers.generator(*key).integers(0, 2**62, 1000) for key in neighbors]
+    assert len(np.unique(drawn)) == 1000 * len(neighbors)
 
 
 @pytest.mark.parametrize(
