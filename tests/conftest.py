@@ -46,9 +46,9 @@ MASK_ALGORITHMS = ["mask_1d", "mask_2d_greedy", "mask_2d_best"]
 TWO_EPOCHS = ["--epochs", "2", "--batch-size", "4", "--print-interval", "1"]
 NHWC = ["--data-layout", "NHWC", "--image-shape", "4,32,32"]
 
-# Paddle stores the Python call stack in each operator that it appends, and inspects the stack for a warning about each
-# sum. Under pytest, the stack has about 50 frames. Reading all frames would take half of the time of the tests that run
-# in this process, so these patches keep only the innermost frames.
+# Paddle stores the Python call stack in each operator that it appends, and reads it again for each addition, for a
+# possible warning. Under pytest, the stack has about 50 frames. Reading all frames would take half of the time of the
+# tests that run in this process, so these patches keep only the innermost frames.
 paddle.base.framework.traceback = SimpleNamespace(extract_stack=partial(traceback.extract_stack, limit=4))
 math_op_patch.inspect = SimpleNamespace(stack=lambda: [None, (None, "a test", 0)])
 

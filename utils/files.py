@@ -1,5 +1,5 @@
-"""File operations: name companion files, open only regular files (because a pipe could block forever), write files
-atomically, and convert data to valid JSON."""
+"""File operations: derive the names of companion files, open only regular files (because a pipe could block forever),
+write files atomically, and convert data to valid JSON."""
 
 import contextlib
 import errno

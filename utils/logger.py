@@ -214,7 +214,7 @@ def warn(message):
 
 @contextlib.contextmanager
 def without_repeats():
-    """Let info and warn print each message only once in the block, for tools that open the same data several times."""
+    """Print each message of info and warn only once in the block, for tools that open the same data several times."""
     global _printed
     _printed = set()
     try:

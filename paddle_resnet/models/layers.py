@@ -63,8 +63,8 @@ class FanOutNormal(Initializer):
 
 
 class BatchNorm(nn.BatchNorm2D):
-    """Batch normalization. Because of the class name, parameters are named batch_norm_N, as in NVIDIA's RN50v1.5
-    example."""
+    """Batch normalization. Because of the class name, its parameters have the names batch_norm_N, as in NVIDIA's
+    RN50v1.5 example."""
 
 
 class ConvBN(nn.Layer):

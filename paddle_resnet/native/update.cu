@@ -20,7 +20,7 @@ __device__ __forceinline__ void store(const float (&values)[T::kLanes], void *to
   for (int k = 0; k < count; ++k) store_one(T(), values[k], to, i + k);
 }
 
-// Like load and store, but for float32 data such as masters and state, in vectors of T::kLanes elements.
+// Load and store float32 data, such as masters and state, in vectors of T::kLanes elements.
 template <class T>
 __device__ __forceinline__ void load_some(const float *from, int i, int count, float (&values)[T::kLanes]) {
   if (count == T::kLanes) return load_floats<T>(from + i, values);

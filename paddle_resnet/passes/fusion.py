@@ -310,8 +310,8 @@ def _has_bfloat16_tensor_cores():
 
 
 def _split_pointwise_gradient(graph, op):
-    """Let a custom operator compute the filter gradient of a 1x1 convolution, while Paddle's operator still computes
-    the input gradient."""
+    """Compute the filter gradient of a 1x1 convolution with a custom operator. Paddle's operator still computes the
+    input gradient."""
     gradient = graph.gradient(op)
     if gradient is None:
         return

@@ -82,7 +82,7 @@ class Run:
     Attributes:
         path: path of the report.
         parameters: {flag: value} of the last start.
-        explicit: names of the flags that the user has set in the last start; None if the report does not list them.
+        explicit: names of the flags that the user set at the last start; None if the report does not list them.
         steps: {(epoch, step): {"train.loss": ...}}; values that are not finite are None.
         epochs: {epoch: {"train.loss": ..., "val.loss": ...}}; values that are not finite are None.
         summary: {name: value}; empty if the run has not finished.

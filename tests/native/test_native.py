@@ -288,8 +288,8 @@ def test_bn_inference(device, where, dtype, shape, activation):
     + [pytest.param("gpu", dtype, (3, 17, 16, c), marks=pytest.mark.gpu) for dtype in TOLERANCE for c in (12, 40)],
 )
 def test_max_pool(device, where, dtype, shape, kernel, stride, padding, summands):
-    """The reference is Paddle's pooling in float32. All values except zeros are distinct. Of several equal zeros,
-    pooling selects the first."""
+    """The reference is Paddle's pooling in float32. All values except zeros are distinct. If a window contains
+    several zeros, pooling selects the first."""
     random = Random(dtype)
     plain = paddle.nn.functional.relu(random.images(shape).astype("float32"))
     x = plain.astype(dtype)

@@ -10,7 +10,7 @@
 
 namespace reference {
 
-// Computes losses, of_softmax [rows, 2] and pairs [rows, 2] for each row as loss_rows in loss.cu. Computes the
+// Computes losses, of_softmax [rows, 2] and pairs [rows, 2] for each row, as loss_rows in loss.cu does. Computes the
 // accuracies and, if `loss` is not null, the mean loss of the batch; top1 is -1 if a label is out of range. If
 // `weights` [rows, classes] is not null, the weights replace the labels in the loss.
 inline void loss(const float *logits, const int64_t *labels, const float *weights, int rows, int classes,
