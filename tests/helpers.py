@@ -77,6 +77,29 @@ def build(args, is_train=True, steps=10, seed=0):
     return compiled, exe, fetchs, lr_scheduler, main
 
 
+def logits_with_generated_weights(network):
+    """Return the logits [2, classes] of a network for random weights and images that do not depend on Paddle's random
+    numbers.
+
+    Args:
+        network: function that creates the network, for NCHW and float64.
+    """
+    random = np.random.RandomState(1)
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        model = network()
+        model.eval()
+        out = model(static.data("data", [None, 3, 66, 66], dtype="float64"))
+    exe = static.Executor(paddle.CPUPlace())
+    exe.run(startup)
+    for parameter in main.all_parameters():
+        shape = parameter.shape
+        fan_in = shape[0] if len(shape) == 2 else np.prod(shape[1:])
+        values = random.uniform(0.5, 1, shape) if len(shape) == 1 else random.randn(*shape) * (2 / fan_in) ** 0.5
+        static.global_scope().find_var(parameter.name).get_tensor().set(values, exe.place)
+    return exe.run(main, {"data": random.randn(2, 3, 66, 66)}, [out])[0]
+
+
 def random_batches(count, shape=(3, 32, 32), batch=8, classes=3):
     """Return `count` random batches: [(images, labels)]."""
     generator = np.random.RandomState(0)

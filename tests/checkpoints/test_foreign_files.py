@@ -225,7 +225,8 @@ def test_big_endian_archive_is_rejected(tmp_path):
         foreign_files.read(tmp_path / "a.pth")
 
 
-def test_archive_with_overlapping_entries_is_rejected(tmp_path):
+@pytest.mark.parametrize("compress_size", [4000, 0])
+def test_archive_with_overlapping_entries_is_rejected(tmp_path, compress_size):
     """The central directory of a zip archive may list the same bytes under many names."""
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("m/data.pkl", pickled({f"w{i}": tensor(str(i), (1000,)) for i in range(20)}))
@@ -234,7 +235,7 @@ def test_archive_with_overlapping_entries_is_rejected(tmp_path):
         for i in range(1, 20):
             copy = zipfile.ZipInfo(f"m/data/{i}")
             copy.header_offset, copy.CRC = last.header_offset, last.CRC
-            copy.file_size = copy.compress_size = 4000
+            copy.file_size, copy.compress_size = 4000, compress_size
             archive.filelist.append(copy)
     with pytest.raises(UnreadableError, match="entries of its archive overlap"):
         foreign_files.read(tmp_path / "a.pth")

@@ -10,6 +10,7 @@ import paddle
 import pytest
 from paddle import static
 
+from helpers import logits_with_generated_weights
 from paddle_resnet.models import MODELS
 
 
@@ -74,3 +75,16 @@ def test_logits_and_gradients_equal_those_of_the_reference(reference, float64, a
             largest = max(largest, np.abs(ours - arrays[name]).max() / size)
         np.testing.assert_allclose(ours, arrays[name], atol=1e-5 * size + 1e-14, rtol=0, err_msg=name)
     print(f"{arch} {layout}: largest difference, relative to the largest value of its array: {largest:.1e}")
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [
+        ("EfficientNet_Lite0", (1.82573965, -2.22593234)),
+        ("MobileNetV3_Large", (4.10973247, 2.37545175)),
+        ("GhostNet", (-1008.51833, 524.093724)),
+    ],
+)
+def test_logits_equal_values_recorded_after_the_comparison(float64, arch, expected):
+    logits = logits_with_generated_weights(MODELS[arch])
+    np.testing.assert_allclose(logits[0, :2], expected, rtol=1e-6)

@@ -58,6 +58,15 @@ def test_dense_layers_are_listed(parse, capfd):
     assert "conv2d_0, conv2d_1" in line and "classifier linear_0" in line
 
 
+def test_groups_of_linear_layers_consist_of_inputs():
+    main = static.Program()
+    with static.program_guard(main, static.Program()):
+        wide, narrow = (static.create_parameter(shape, "float32") for shape in ([8, 2], [2, 8]))
+        for parameter in (wide, narrow):
+            main.global_block().create_var(name=parameter.name + sparsity.MASK)
+    assert sparsity.layers(main) == ([wide], [narrow], [])
+
+
 @pytest.fixture
 def gpu_lists(monkeypatch):
     """Clear Paddle's list of operators that lack float16 kernels. In a CPU build, the list contains all operators, so
