@@ -261,6 +261,7 @@ def _verify(network, folder, image_root, is_int8=False):
     # precision.
     is_comparable = recorded and network.meta["arguments"].get("device") == "cpu"
     is_comparable = is_comparable and not recorded.get("not_finite")  # the recorded mean excludes non-finite losses
+    is_comparable = is_comparable and network.args.tta == "none"
     if is_comparable and recorded.get("images") == expected["images"]:
         recorded = {"correct": round(recorded["top1"] * recorded["images"]), "ties": 0, "loss": recorded["loss"]}
         losses = expected["loss"], expected["clipped_loss"]

@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 4098  # maximum length of a path in Linux, plus a line break
 SHOWN_REASONS = 8  # maximum number of reasons in the warning about skipped files
 
 
-def predict(model, paths, batch_size=32, device="cpu", threads=4):
+def predict(model, paths, batch_size=32, device="cpu", threads=4, tta="none"):
     """Yield (path, probabilities, problem) for each image file, in order.
 
     Images are decoded, resized and normalized as in an evaluation (dali.py, Mode.EVAL).
@@ -40,14 +40,22 @@ def predict(model, paths, batch_size=32, device="cpu", threads=4):
         batch_size: images per batch.
         device: device on which DALI decodes, "cpu" or "gpu".
         threads: number of DALI's CPU threads.
+        tta: "flip" averages the probabilities of each image and its mirror image; "none" uses only the image.
     Returns:
         iterator. `probabilities` is float32 [classes]. If a file cannot be decoded, `probabilities` is None and
         `problem` describes the error.
     """
     for files_read, images in _images(model.description, paths, batch_size, device, threads):
-        rows = iter(() if images is None else model.run(images))
+        rows = iter(() if images is None else _probabilities(model, images, tta))
         for path, problem in files_read:
             yield path, next(rows) if problem is None else None, problem
+
+
+def _probabilities(model, images, tta):
+    if tta == "none":
+        return model.run(images)
+    mirrored = np.flip(images, 3 if model.description["input"]["layout"] == "NCHW" else 2)
+    return (model.run(images) + model.run(np.ascontiguousarray(mirrored))) / 2
 
 
 def _images(description, paths, batch_size, device, threads):
@@ -285,6 +293,12 @@ def main(argv=None):
     parser.add_argument(
         "--dali-num-threads", type=numbers.threads, default=4, metavar="N", help="CPU threads (default: 4)"
     )
+    parser.add_argument(
+        "--tta",
+        choices=["none", "flip"],
+        default="none",
+        help="flip: average the probabilities of each image and its mirror image (default: none)",
+    )
     parser.add_argument("--benchmark", action="store_true", help="measure the network alone, on random images")
     parser.add_argument(
         "--benchmark-batches",
@@ -299,6 +313,8 @@ def main(argv=None):
 def _main(args):
     if args.json and args.csv == "-":
         raise UsageError("--json: --csv - also writes to stdout; remove one, or set --csv to a file")
+    if args.benchmark and args.tta != "none":
+        raise UsageError(f"--tta {args.tta}: not supported with --benchmark; remove one of them")
     if args.benchmark and (args.images or args.json or args.csv):
         raise UsageError("--benchmark: measures random images; remove images, --csv and --json")
     if args.model_arch_name is not None:
@@ -319,7 +335,7 @@ def _main(args):
     bad = 0
     classes = model.description["output"]["shape"][1]
     with _csv_writer(args.csv, min(TOP, classes)) as write, bad_images.decoders_silenced():
-        for path, row, problem in predict(model, paths, args.batch_size, device, args.dali_num_threads):
+        for path, row, problem in predict(model, paths, args.batch_size, device, args.dali_num_threads, args.tta):
             if row is None:
                 bad += 1
                 logger.write_line(printable(f"{path} {problem}"), sys.stderr)

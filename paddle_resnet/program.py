@@ -175,10 +175,14 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
             targets = feeds | weights
             _drop_out(args, model, lr_scheduler)
             _drop_paths(args, model, lr_scheduler)
+        elif args.tta == "flip":
+            images = paddle.concat([images, paddle.flip(images, [3 if args.data_layout == "NCHW" else 2])])
         first = len(main_prog.global_block().ops)
         out = logits(model, images, args.model_arch_name, args.num_of_class)
         if args.qat:
             quantization.insert(main_prog, first, lr_scheduler, args.device == "gpu")
+        if not is_train and args.tta == "flip":
+            out = loss_head.mean_over_mirrored(out)
         if args.kernels == "native":
             loss_head.use_native(main_prog)
         fetchs = create_fetchs(out, targets, args.num_of_class, args.label_smoothing, mode)

@@ -191,6 +191,20 @@ def test_level_o2_has_master_weights_and_float32_checkpoints(run_train, tmp_path
     assert phase(report, [], "val.")["images"] == 23
 
 
+@pytest.mark.parametrize("flags", [FP32, FP32_NHWC, O1, O2, BF16_O2], ids=["fp32", "fp32 NHWC", "O1", "O2", "bf16"])
+def test_evaluation_with_mirror_images_matches_cpu(run_train, tmp_path, capsys, flags):
+    assert run_train(*FP32_NHWC)[0] == 0
+    scope = ["--run-scope", "eval_only", "--from-checkpoint", tmp_path / "output/Tiny/0", "--batch-size", "4"]
+    images = ["--image-shape", "4,32,32", "--dali-device", "cpu", "--tta", "flip"]
+    results = []
+    for own in (["--device", "cpu"], flags):
+        code, report = run_train(*scope, *own, *images)
+        assert code == 0
+        results.append(phase(report, [], "val.")["loss"])
+    assert results[1] == pytest.approx(results[0], rel=0.01)
+    assert "captured step has different results" not in capsys.readouterr().err
+
+
 @pytest.fixture
 def deterministic():
     paddle.set_flags({"FLAGS_cudnn_deterministic": True})

@@ -102,14 +102,38 @@ def _accuracies(logits, label, order, sizes):
     return accuracies
 
 
+def mean_over_mirrored(logits):
+    """Average the class probabilities of images and their mirror images (--tta flip).
+
+    Args:
+        logits: [2 N, class_num]; the logits of the mirror images follow those of the images.
+    Returns:
+        float32 [N, class_num], the logarithms of the average probabilities, which replace the logits in the loss head.
+    """
+    with scope():
+        # Logarithms avoid probabilities that are too small for float32. AMP would change float64 to float32.
+        shifted = _op("elementwise_sub", {"X": logits, "Y": _largest(logits, 1)})
+        sums = _op("reduce_sum", {"X": _op("exp", {"X": shifted})}, dim=[1], keep_dim=True)
+        logs = _op("elementwise_sub", {"X": shifted, "Y": _op("log", {"X": sums})})
+        pairs = paddle.reshape(logs, [2, -1, logits.shape[1]])
+        largest = _largest(pairs, 0)
+        ratios = _op("exp", {"X": _op("elementwise_sub", {"X": pairs, "Y": largest})})
+        mean = _op("reduce_mean", {"X": ratios}, dim=[0], keep_dim=True)
+        mean = _op("elementwise_add", {"X": largest, "Y": _op("log", {"X": mean})})
+        return paddle.reshape(mean, [-1, logits.shape[1]])
+
+
+def _largest(values, axis):
+    return _op("reduce_max", {"X": values}, dim=[axis], keep_dim=True)
+
+
 def _first_class(logits, order):
     """Return the class with the largest logit, int64 [N, 1]. If all logits of an image are NaN, its class is
     class_num."""
     is_number = _op("equal", {"X": logits, "Y": logits}, "bool")
     lowest = _op("fill_any_like", {"X": logits}, value=float("-inf"))
     numbers = _op("where", {"Condition": is_number, "X": logits, "Y": lowest})
-    largest = _op("reduce_max", {"X": numbers}, dim=[1], keep_dim=True)
-    is_largest = _op("equal", {"X": logits, "Y": largest}, "bool")
+    is_largest = _op("equal", {"X": logits, "Y": _largest(numbers, 1)}, "bool")
     places = _op("elementwise_mul", {"X": _cast(is_largest, "int64"), "Y": order}, "int64")
     first = _op("reduce_max", {"X": places}, "int64", dim=[1], keep_dim=True)
     return paddle.scale(first, -1, logits.shape[1])

@@ -242,6 +242,9 @@ def _build(args, uint8=False, quantize=False):
 def _describe(args, meta, images, probabilities):
     dtype, layout = ("float32", "NCHW") if images.shape[1] == 3 else ("uint8", "NHWC")
     evaluated, crop = meta["evaluated"], args.image_shape[1:]
+    if evaluated:
+        evaluated = {name: evaluated[name] for name in ("top1", "top5", "loss")}
+        evaluated |= {"tta": args.tta} if args.tta != "none" else {}
     return {
         "arch": network_name(args.model_arch_name),
         "input": {
@@ -260,7 +263,7 @@ def _describe(args, meta, images, probabilities):
         },
         "classes": meta.get("class_names", meta["classes"]),
         "epoch": meta["epoch"],
-        "evaluated": evaluated and {name: evaluated[name] for name in ("top1", "top5", "loss")},
+        "evaluated": evaluated,
     }
 
 

@@ -602,6 +602,12 @@ def _saving(add):
         "always evaluated",
         depends_on=("iter_unit",),
     )
+    add(
+        "--tta",
+        default="none",
+        choices=["none", "flip"],
+        help="test-time augmentation in evaluation; flip: average the probabilities of each image and its mirror image",
+    )
 
 
 def _loader(add):

@@ -117,6 +117,10 @@ def _conflicts_of_output(settings):
     if settings.predictions is not None and (settings.run_scope is RunScope.TRAIN_ONLY or settings.benchmark):
         obstacle = "--benchmark" if settings.benchmark else "--run-scope train_only"
         yield f"--predictions {settings.predictions}: requires a complete evaluation; remove it or {obstacle}"
+    only_trains = settings.benchmark and settings.run_scope.trains
+    if settings.tta != "none" and (only_trains or not settings.run_scope.evaluates):
+        obstacle = "--benchmark" if only_trains else "--run-scope train_only"
+        yield f"--tta {settings.tta}: requires an evaluation; remove it or {obstacle}"
     for name in ("predictions", "report_html"):
         if getattr(settings, name) is not None and settings.data_format == "synthetic":
             yield f"{flag(name)} {getattr(settings, name)}: not supported with --data-format synthetic; remove one"
