@@ -26,7 +26,16 @@ from paddle_resnet.steps import cuda_graph, host_metrics, random_numbers, scalar
 from paddle_resnet.steps.dispatch import Dispatcher
 from utils import logger, progress
 from utils.errors import RunError, UsageError
-from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles, mean
+from utils.meters import (
+    AverageMeter,
+    ConfusionMeter,
+    StepClock,
+    TopMeter,
+    average_metrics,
+    class_metrics,
+    latency_percentiles,
+    mean,
+)
 from utils.mode import Mode
 from utils.signals import Preempted
 
@@ -597,6 +606,8 @@ class _Pass:
             result["loss_scale"] = _loss_scale()
         if "confusion" in self._meters:
             result.update(_confusion_over_all_processes(self._meters["confusion"]))
+            if not args.benchmark:
+                result.update(average_metrics(result["confusion"], args.num_of_class))
         if "logits" in self._meters:
             result.update(_predictions_on_rank_0(self._meters["confusion"].labels(), self._meters["logits"].rows()))
         if args.benchmark:
@@ -731,10 +742,8 @@ def _confusion_over_all_processes(meter):
     counts = np.zeros(len(codes), np.int64)
     np.add.at(counts, places.reshape(-1), all_ranks[:, longest:].reshape(-1))
     confusion = np.column_stack([*divmod(codes, meter.class_num), counts])[counts > 0]  # drops the padding
-    labels, predictions, counts = confusion.T
-    images, correct = (np.bincount(labels, n, meter.class_num) for n in (counts, counts * (labels == predictions)))
-    class_top1 = np.divide(correct, images, out=np.full(len(images), np.nan), where=images > 0)
-    return {"confusion": confusion, "class_top1": class_top1}
+    metrics = class_metrics(confusion, meter.class_num)
+    return {"confusion": confusion, "class_top1": np.where(metrics["images"] > 0, metrics["recall"], np.nan)}
 
 
 def _predictions_on_rank_0(labels, rows):

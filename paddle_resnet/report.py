@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_resnet.job import processes
 from paddle_resnet.settings.values import text
-from utils import files, logger
+from utils import files, logger, meters
 from utils.errors import RunError, UsageError
 from utils.mode import RunScope
 
@@ -46,10 +46,10 @@ def outputs(args):
 
 
 def _tables(args):
-    """Return {kind: path} for the CSV files of an evaluation; results/reading.COLUMNS defines the kinds."""
+    """Return {kind: path} for the CSV files of an evaluation."""
     if args.benchmark or not args.run_scope.evaluates:
         return {}
-    kinds = ["classes", "confusion", *(["predictions"] if args.report_html else [])]
+    kinds = ["classes", "averages", "confusion", *(["predictions"] if args.report_html else [])]
     if Path(args.report_file).exists() and not Path(args.report_file).is_file():  # for example, /dev/null or a pipe
         kinds = []
     paths = {kind: files.companion(args.report_file, f"{kind}.csv") for kind in kinds}
@@ -295,11 +295,12 @@ def summarize(args, argv, program, stop, trained, evaluated, saver):
     best, folder = saver.best, saver.folder
     lines = [f"last checkpoint: {folder}"]
     if evaluated is not None:
-        names = ("loss", "top1", "top5", "images")
+        averages = (f"{name}_{kind}" for kind in meters.AVERAGES for name in meters.CLASS_METRICS)
+        names = ("loss", "top1", "top5", "images", *averages)
         data |= {f"val.{name}": evaluated[name] for name in names}
         data |= {f"last.{name}": value for name, value in {"epoch": stop.epoch, **stop.place()}.items()}
         data |= {f"best.{name}": best[name] for name in ("epoch", "step") if name in best}
-        data |= {f"best.val.{name}": best[name] for name in names}
+        data |= {f"best.val.{name}": best[name] for name in names if name in best}  # older checkpoints lack averages
         folder = saver.best_folder
         lines = [
             f"best checkpoint: {folder} (epoch {best['epoch']}, top1 {best['top1']:.4f})",
@@ -364,10 +365,11 @@ def write_classes(args, result, classes, epoch, is_best=True):
     """Write the accuracy of each class and the confusion counts next to the report, on rank 0. A benchmark writes no
     files, because a benchmark does not evaluate the entire data set.
 
-    REPORT.classes.csv has one line per class: label, class, images, correct, top1, epoch. REPORT.confusion.csv has one
-    line per pair of label and prediction that occurred, the most frequent pair first: label, predicted, images, class,
-    predicted_class, epoch. REPORT.predictions.csv is written with --report-html, unless --predictions specifies a file.
-    The files describe the best evaluation of the run.
+    REPORT.classes.csv has one line per class: label, class, images, correct, top1, precision, recall, f1, epoch.
+    REPORT.averages.csv has a line for the macro average and one for the weighted average: average, precision, recall,
+    f1, epoch. REPORT.confusion.csv has one line per pair of label and prediction that occurred, the most frequent pair
+    first: label, predicted, images, class, predicted_class, epoch. REPORT.predictions.csv is written with
+    --report-html, unless --predictions specifies a file. The files describe the best evaluation of the run.
 
     Args:
         args: flags.
@@ -381,8 +383,6 @@ def write_classes(args, result, classes, epoch, is_best=True):
     numbers = {name: value for name, value in result.items() if not isinstance(value, np.ndarray)}
     if processes.rank() != 0 or args.benchmark:
         return numbers
-    labels, predictions, counts = result["confusion"].T
-    class_top1 = result["class_top1"]
     if "not_finite" in numbers:
         logger.warn(
             f"the loss of {numbers['not_finite']} of {numbers['images']} images is not finite; the mean loss omits "
@@ -391,15 +391,18 @@ def write_classes(args, result, classes, epoch, is_best=True):
     if not is_best:
         return numbers
     tables = _tables(args)
-    names = [*classes, *map(str, range(len(classes), len(class_top1)))]
-    images, correct = (
-        np.bincount(labels, n, len(class_top1)).astype(int) for n in (counts, counts * (labels == predictions))
-    )
-    rows = [
-        (label, names[label], images[label], correct[label], "" if images[label] == 0 else f"{top1:.6f}", epoch)
-        for label, top1 in enumerate(class_top1)
-    ]
-    _write(tables.get("classes"), ("label", "class", "images", "correct", "top1", "epoch"), rows)
+    class_num = len(result["class_top1"])
+    names = [*classes, *map(str, range(len(classes), class_num))]
+    ratios = meters.CLASS_METRICS
+    metrics = meters.class_metrics(result["confusion"], class_num)
+    rows = []
+    for label, images in enumerate(metrics["images"]):
+        top1, *cells = (f"{metrics[name][label]:.6f}" for name in ("recall", *ratios))
+        rows.append((label, names[label], images, metrics["correct"][label], top1 if images else "", *cells, epoch))
+    _write(tables.get("classes"), ("label", "class", "images", "correct", "top1", *ratios, "epoch"), rows)
+    averages = meters.average_metrics(result["confusion"], class_num)
+    rows = [(kind, *(f"{averages[f'{name}_{kind}']:.6f}" for name in ratios), epoch) for kind in meters.AVERAGES]
+    _write(tables.get("averages"), ("average", *ratios, "epoch"), rows)
     pairs = sorted(result["confusion"].tolist(), key=lambda pair: -pair[2])
     rows = [(*pair, names[pair[0]], names[pair[1]], epoch) for pair in pairs]
     _write(tables.get("confusion"), ("label", "predicted", "images", "class", "predicted_class", "epoch"), rows)

@@ -27,9 +27,13 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
     result = {"confusion": confusion, "class_top1": np.array([5 / 7, np.nan, 0.25])}
     report.write_classes(args, result, ["dog, small", "cat"], 4)  # the third class has no name
     assert [list(row.values()) for row in read(tmp_path / "run.classes.csv")] == [
-        ["0", "dog, small", "7", "5", "0.714286", "4"],
-        ["1", "cat", "0", "0", "", "4"],
-        ["2", "2", "4", "1", "0.250000", "4"],
+        ["0", "dog, small", "7", "5", "0.714286", "0.625000", "0.714286", "0.666667", "4"],
+        ["1", "cat", "0", "0", "", "0.000000", "0.000000", "0.000000", "4"],
+        ["2", "2", "4", "1", "0.250000", "0.333333", "0.250000", "0.285714", "4"],
+    ]
+    assert [list(row.values()) for row in read(tmp_path / "run.averages.csv")] == [
+        ["macro", "0.479167", "0.482143", "0.476190", "4"],
+        ["weighted", "0.518939", "0.545455", "0.528139", "4"],
     ]
     assert [list(row.values()) for row in read(tmp_path / "run.confusion.csv")] == [
         ["0", "0", "5", "dog, small", "dog, small", "4"],
@@ -48,7 +52,9 @@ def test_class_tables_are_written_next_to_report(parse, tmp_path, capsys):
 def test_class_tables_are_named_after_report(parse, tmp_path, name, stem):
     result = {"confusion": np.array([[0, 0, 1], [1, 1, 1]]), "class_top1": np.ones(2)}
     report.write_classes(parse("--report-file", tmp_path / name), result, "ab", 0)
-    assert sorted(path.name for path in tmp_path.glob("*.csv")) == [f"{stem}.classes.csv", f"{stem}.confusion.csv"]
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == [
+        f"{stem}.{kind}.csv" for kind in ("averages", "classes", "confusion")
+    ]
 
 
 def test_unwritable_class_table_is_an_error(parse, tmp_path):
@@ -136,9 +142,9 @@ def test_default_report_name_depends_on_kind_of_run(run_train, tmp_path, capsys)
     assert run_train(*resume, "--report-file", moved / "Tiny/report.eval.json")[0] == 2
     assert "report.eval.json: the report of a different evaluation run; choose" in capsys.readouterr().err
     moved.rename(tmp_path / "output")
-    assert sorted(path.name for path in folder.glob("*.csv")) == [
-        f"report.{kind}.csv" for kind in ("classes", "confusion", "eval.classes", "eval.confusion")
-    ]
+    assert sorted(path.name for path in folder.glob("*.csv")) == sorted(
+        f"report.{prefix}{kind}.csv" for prefix in ("", "eval.") for kind in ("averages", "classes", "confusion")
+    )
     assert not list(folder.glob(".report*"))
     flags = ["--from-checkpoint", folder, "--last-epoch-of-checkpoint", "auto", "--epochs", "2"]
     assert run_train(*default, *flags)[0] == 0  # the flags continue the run that wrote the report

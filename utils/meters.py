@@ -227,3 +227,48 @@ def latency_percentiles(batch_times_s):
     for q in (50, 90, 95, 99):
         result[f"latency_p{q}_ms"] = float(np.percentile(ms, q))
     return result
+
+
+CLASS_METRICS = ("precision", "recall", "f1")
+AVERAGES = ("macro", "weighted")
+
+
+def class_metrics(confusion, class_num):
+    """Return the metrics of each class, arrays [class_num]: {"images", "correct", "precision", "recall", "f1"}. A ratio
+    without images in its denominator is 0.
+
+    Args:
+        confusion: rows (label, predicted class, number of images).
+        class_num: number of classes.
+    """
+    labels, predictions, counts = confusion.T
+
+    def count(classes, numbers):
+        return np.bincount(classes, numbers, class_num).astype(np.int64)
+
+    images, predicted, correct = (
+        count(labels, counts),
+        count(predictions, counts),
+        count(labels, counts * (labels == predictions)),
+    )
+
+    def ratio(part, whole):
+        return np.divide(part, whole, out=np.zeros(class_num), where=whole > 0)
+
+    ratios = {"precision": ratio(correct, predicted), "recall": ratio(correct, images)}
+    ratios["f1"] = ratio(2 * correct, images + predicted)
+    return {"images": images, "correct": correct, **ratios}
+
+
+def average_metrics(confusion, class_num):
+    """Return {"precision_macro", ..., "f1_weighted"}, the averages of class_metrics. Macro averages are over classes
+    that occur as label or prediction; weighted averages use the number of images of each class as its weight. The
+    definitions are those of scikit-learn with zero_division=0."""
+    metrics = class_metrics(confusion, class_num)
+    occurring = np.unique(confusion[:, :2])
+    weights = {"macro": np.isin(np.arange(class_num), occurring), "weighted": metrics["images"]}
+    return {
+        f"{name}_{average}": mean(float(np.dot(metrics[name], weight)), int(weight.sum()))
+        for average, weight in weights.items()
+        for name in CLASS_METRICS
+    }

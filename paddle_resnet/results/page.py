@@ -16,6 +16,7 @@ from paddle_resnet.results import reading
 from paddle_resnet.results.curves import chart
 from utils import files
 from utils.errors import RunError, UsageError
+from utils.meters import AVERAGES, CLASS_METRICS
 from utils.mode import Mode
 
 WORST_CLASSES, WRONG_IMAGES, THUMBNAIL = 8, 6, 288  # number of classes, images per class, longer side in pixels
@@ -46,6 +47,7 @@ def write(path, report_file, environment=None):
         charts=_charts(run),
         times=_times(run),
         worst=_worst(run, classes, confusion, rows),
+        per_class=_per_class(run, classes),
         matrix=_matrix(classes, confusion),
         changed=run.changed_flags(),
         configuration=yaml.safe_dump(run.parameters, sort_keys=False, default_flow_style=None),
@@ -146,6 +148,24 @@ def _worst(run, classes, confusion, rows):
             if (source := _thumbnail(images.get(p["image"])))
         ]
     return worst
+
+
+def _per_class(run, classes):
+    """Return the rows [(class, images, precision, recall, F1)] of the best evaluation, and its averages in the first
+    rows. Older tables lack these metrics; then there are no rows."""
+    best = run.best()
+    metrics = run.epochs[best[0]] if best else {}
+    averages = [
+        (f"{kind} average", "", *(f"{value:.4f}" for value in values))
+        for kind in AVERAGES
+        if None not in (values := [metrics.get(f"val.{name}_{kind}") for name in CLASS_METRICS])
+    ]
+    per_class = [
+        (_readable(row["class"]), row["images"], *(row[name][:6] for name in CLASS_METRICS))
+        for row in classes
+        if row.keys() >= {*CLASS_METRICS}
+    ]
+    return per_class and [*averages, *per_class]
 
 
 def _images(run):

@@ -18,6 +18,7 @@ from paddle_resnet.settings.values import EXPLICIT, network_name
 from utils import files
 from utils.checks import is_count, is_list_of, is_none_or, is_number, is_ratio, is_text
 from utils.errors import UsageError
+from utils.meters import AVERAGES, CLASS_METRICS
 
 LIMIT_BYTES = 1 << 30  # maximum size of a file; a report of ten million steps is smaller
 LINE_BYTES = 1 << 20
@@ -48,6 +49,7 @@ def _is_flag(value):
 # numbers.
 METRICS = {
     **dict.fromkeys(("top1", "top5"), is_ratio),
+    **{f"{name}_{average}": is_ratio for name in CLASS_METRICS for average in AVERAGES},
     **dict.fromkeys(("ips", "lr", "loss_scale"), _is_size),
     **dict.fromkeys(("images", "step", "steps", "not_finite"), is_count),
     **dict.fromkeys(("epoch_time", "data_time", "compute_time", "batch_time"), _is_duration),

@@ -83,6 +83,13 @@ def test_page_is_complete_and_self_contained(trained):
     names = re.findall("<th>(.+?)</th>", flags_of_run)
     assert {"epochs", "lr", "print_interval"} <= set(names)
     assert not {"kernels", "cuda_graph", "explicit_flags", "seed"} & set(names)  # not on the command line
+    table = text.partition("<h2>Precision, recall and F1</h2>")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[2:]]
+    assert rows[0][2:] == [f"{summary[f'best.val.{name}_macro']:.4f}" for name in ("precision", "recall", "f1")]
+    classes = csv.DictReader((trained / "report.classes.csv").read_text().splitlines())
+    assert rows[2:] == [
+        [row["class"], row["images"], *(row[n][:6] for n in ("precision", "recall", "f1"))] for row in classes
+    ]
     assert html_page.tags.count("svg") == 5  # charts of loss, top1, images/s and lr; confusion matrix
 
 
@@ -366,7 +373,7 @@ def test_docs_list_every_metric_of_a_report(trained):
     text = (ROOT / "docs/reports.md").read_text()
     entries = read_report(trained / "report.json")
     for name in {name for entry in entries[1:] for name in entry["data"]}:
-        assert f"`{name}`" in text or f"`{name.partition('.')[2]}`" in text, name
+        assert f"`{name}`" in text or f"`{name.rpartition('.')[2]}`" in text, name
     assert all(f"`{key}`" in text for key in entries[0])
 
 

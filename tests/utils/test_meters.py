@@ -4,7 +4,15 @@ import math
 import numpy as np
 import pytest
 
-from utils.meters import AverageMeter, ConfusionMeter, StepClock, TopMeter, latency_percentiles
+from utils.meters import (
+    AverageMeter,
+    ConfusionMeter,
+    StepClock,
+    TopMeter,
+    average_metrics,
+    class_metrics,
+    latency_percentiles,
+)
 
 
 def test_accuracy_is_exact_over_many_float32_batches():
@@ -190,3 +198,25 @@ def test_step_clock_measures_steps_without_pauses(monkeypatch):
     assert clock.images == 44
     clock.restart()
     assert (clock.batch_times, clock.data_times, clock.images) == ([], [], 0)
+
+
+def test_precision_recall_and_f1_match_their_definitions():
+    """Class 1 is only predicted, class 4 does not occur; scikit-learn's averages include class 1, but not class 4."""
+    random = np.random.RandomState(0)
+    labels, predictions = random.choice([0, 2, 3], 50), random.choice([0, 1, 2, 3], 50)
+    pairs, counts = np.unique(np.stack([labels, predictions], axis=1), axis=0, return_counts=True)
+    confusion = np.column_stack([pairs, counts])
+    metrics = class_metrics(confusion, 5)
+    for c in range(5):
+        hits, wrong = np.sum((labels == c) & (predictions == c)), np.sum((labels != c) & (predictions == c))
+        missed = np.sum((labels == c) & (predictions != c))
+        precision, recall = hits / max(1, hits + wrong), hits / max(1, hits + missed)
+        f1 = 2 * precision * recall / (precision + recall) if hits else 0
+        assert [metrics[name][c] for name in ("precision", "recall", "f1")] == pytest.approx([precision, recall, f1])
+    averages = average_metrics(confusion, 5)
+    for name in ("precision", "recall", "f1"):
+        assert averages[f"{name}_macro"] == pytest.approx(metrics[name][:4].mean())
+        assert averages[f"{name}_weighted"] == pytest.approx(
+            np.average(metrics[name], weights=np.bincount(labels, None, 5))
+        )
+    assert averages["recall_weighted"] == pytest.approx(np.mean(labels == predictions))
