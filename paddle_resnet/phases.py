@@ -7,7 +7,7 @@ import paddle
 import yaml
 from paddle import static
 
-from paddle_resnet import dali, program, recipe, report, resolution
+from paddle_resnet import budget, dali, program, recipe, report, resolution
 from paddle_resnet.checkpoints import folders, restore, saver, variables
 from paddle_resnet.data import listing
 from paddle_resnet.job import agreement, exchange, processes
@@ -64,7 +64,7 @@ def find_start(args):
     resolution.resolve_kernels(args)
     resolution.resolve_classes(args, Mode.TRAIN if args.run_scope.trains else Mode.EVAL)
     resolution.resolve_report(args, folders.run_folder(args), report.default_name(args))
-    args.finalize()
+    args.finalize(budget.pending(args, checkpoint))
     saver.check_folder(args, checkpoint)
     return checkpoint
 
@@ -238,14 +238,17 @@ def compile_programs(args, exe, training, evaluation):
     return training, evaluation
 
 
-def check_and_describe(args, training, evaluation):
-    """Check that all processes have the same data and network, and log the settings and the start line."""
+def check_and_describe(args, exe, training, evaluation):
+    """Check that all processes have the same data and network, choose the epochs for --budget-minutes, and log the
+    settings and the start line."""
     loaders = [work and work.loader for work in (training, evaluation)]
     main = training or evaluation
     agreement.check_work(args.kernels, *loaders, main.program)
+    fused = program.fused_operators(args, main.compiled)
+    if args.pending and not args.dry_run:
+        budget.choose(args, exe, training, evaluation)
     if args.show_config:
         logger.info(describe(args))
-    fused = program.fused_operators(args, main.compiled)
     count = all_reduces.count_gradient_all_reduces(main.program)
     logger.info(report.start_line(main.settings, *loaders, fused, count, main.compiled.captured is not None))
 

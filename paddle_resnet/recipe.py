@@ -201,7 +201,7 @@ def _choose_training(settings, facts, is_fine_tuned):
         _set(
             settings,
             f"{settings.epochs} epochs",
-            warmup_epochs=min(5, math.ceil(settings.epochs / 10), settings.epochs - 1),
+            warmup_epochs=warmup_epochs(settings.epochs),
         )
     _set(settings, kind, optimizer="AdamW" if is_fine_tuned else "Nesterov")
     is_sgd = settings.optimizer in ("Momentum", "Nesterov")
@@ -213,6 +213,11 @@ def _choose_training(settings, facts, is_fine_tuned):
     rate = RATES[settings.optimizer][not is_fine_tuned] * (ratio if is_sgd else math.sqrt(ratio))
     reason = f"{kind} with {settings.optimizer}, {settings.batch_size * factor} images per step"
     _set(settings, reason, lr=float(f"{rate / factor:.3g}"))
+
+
+def warmup_epochs(epochs):
+    """Return the number of warm-up epochs for a run of `epochs` epochs: a tenth, at most 5."""
+    return min(5, math.ceil(epochs / 10), epochs - 1)
 
 
 def _device(facts):

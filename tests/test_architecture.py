@@ -13,6 +13,7 @@ LAYERS = [
     [f"paddle_resnet.{name}" for name in ("dataset", "doctor", "export", "predict", "weights")],
     ["paddle_resnet.serving"],
     ["paddle_resnet.phases"],
+    ["paddle_resnet.budget"],
     ["paddle_resnet.recipe"],
     ["paddle_resnet.program"],
     ["paddle_resnet.checkpoints"],

@@ -223,6 +223,17 @@ def without_repeats():
         _printed = None
 
 
+@contextlib.contextmanager
+def silenced():
+    """Print and report nothing in the block."""
+    global _quiet
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before
+
+
 def _is_new(message):
     if _printed is None:
         return True

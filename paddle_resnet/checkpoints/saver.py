@@ -231,12 +231,12 @@ class Saver:
         ranks = [_unpack(data) for data in ranks]
         params, optimizer = variables.snapshot(self._program)
         files = {
-            f"{self._args.model_prefix}.pdparams": _pickled(params),
-            f"{self._args.model_prefix}.pdopt": _pickled(optimizer),
+            f"{self._args.model_prefix}.pdparams": pickled(params),
+            f"{self._args.model_prefix}.pdopt": pickled(optimizer),
         }
         averaged = variables.averaged(self._program, params)
         if averaged is not None:
-            files[f"{self._args.model_prefix}{variables.AVERAGED}"] = _pickled(averaged)
+            files[f"{self._args.model_prefix}{variables.AVERAGED}"] = pickled(averaged)
         files |= {f"bn_rank{r}.npz": _bytes(arrays) for r, (_, arrays) in enumerate(ranks) if arrays}
         meta = {
             "run": self._run,
@@ -370,7 +370,8 @@ def _unpack(data):
     return json.loads(data[8 : 8 + size]), body
 
 
-def _pickled(state):
+def pickled(state):
+    """Return a function that writes the pickle of a state to a binary file."""
     return lambda file: pickle.dump(state, file, protocol=4)
 
 

@@ -6,6 +6,7 @@ With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. If 
 prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
 """
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -339,6 +340,19 @@ def _shape(shape):
 
 def _tensor(name):
     return static.global_scope().find_var(name).get_tensor()
+
+
+@contextlib.contextmanager
+def restored(program, place):
+    """At the end of the block, reset all variables that persist after a step to their values before the block."""
+    persistent = [variable.name for variable in program.list_vars() if variable.persistable]
+    found = {name: static.global_scope().find_var(name) for name in persistent if name not in ("feed", "fetch")}
+    before = {name: read(name) for name, variable in found.items() if variable.get_tensor()._is_initialized()}
+    try:
+        yield
+    finally:
+        for name, array in before.items():
+            set_variable(name, array, place)
 
 
 def read(name):

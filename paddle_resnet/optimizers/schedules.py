@@ -113,6 +113,11 @@ class Schedule(paddle.optimizer.lr.LRScheduler):
         """The number of completed batches."""
         return self.done * self.timeline.accumulate_steps + self.batch
 
+    def adopt(self, other):
+        """Use the learning rates of a different schedule from the current step on."""
+        self._rate, self._warmup_steps, self._warmup_start = other._rate, other._warmup_steps, other._warmup_start
+        self.step(self.done)
+
     def get_lr(self):
         return self._of_schedule() * self.timeline.lr_factor(self.done)
 

@@ -296,6 +296,15 @@ def _training(add):
         used_by=("iter_unit", ("epoch",)),
     )
     add(
+        "--budget-minutes",
+        type=_positive_or_none,
+        metavar="{None,N}",
+        help="duration of the run, including start, evaluations and checkpoints, for which a new run chooses --epochs "
+        "before step 1",
+        depends_on=("epochs",),
+        used_by=("iter_unit", ("epoch",)),
+    )
+    add(
         "--accumulate-steps",
         type=numbers.positive,
         default=1,

@@ -32,7 +32,7 @@ def check(settings):
 def check_command(settings):
     """Check the flags of a command line before flags are inherited or chosen. Raises UsageError for the same reasons as
     check."""
-    problems = [*_conflicts_of_start(settings), *_conflicts_of_output(settings)]
+    problems = [*_conflicts_of_budget(settings), *_conflicts_of_start(settings), *_conflicts_of_output(settings)]
     if not (_has_start(settings) or settings.resume or settings.choose_recipe):
         problems += _conflicts_of_settings(settings)
     _raise(problems)
@@ -106,6 +106,19 @@ def _conflicts_of_start(settings):
         and not settings.resume
     ):
         yield "--run-scope eval_only: requires a checkpoint; add --from-checkpoint DIR or --from-pretrained-params DIR"
+
+
+def _conflicts_of_budget(settings):
+    """Yield an error message for each flag that contradicts --budget-minutes."""
+    if settings.budget_minutes is None:
+        return
+    flag_and_value = f"--budget-minutes {settings.budget_minutes:g}"
+    if settings.is_explicit("epochs"):
+        origin = settings.origin("epochs")
+        yield f"{flag_and_value}: chooses --epochs, which is {settings.epochs} ({origin}); remove one of them"
+    for name in ("sizes", "unfreeze_at", "profile_steps"):
+        if getattr(settings, name) is not None:
+            yield f"{flag_and_value}: not supported with {flag(name)}; remove one, or use --epochs"
 
 
 def _conflicts_of_output(settings):

@@ -19,10 +19,11 @@ class Settings:
             derived.
     """
 
-    __slots__ = ("__dict__", "_is_frozen", "_origins", "_run")
+    __slots__ = ("__dict__", "_is_frozen", "_origins", "_pending", "_run")
 
     def __init__(self, values, origins):
         object.__setattr__(self, "_is_frozen", False)
+        object.__setattr__(self, "_pending", ())
         object.__setattr__(self, "_origins", dict(origins))
         object.__setattr__(self, "_run", self)
         vars(self).update(values)
@@ -37,7 +38,7 @@ class Settings:
             dataclasses.FrozenInstanceError: the settings are frozen.
             AttributeError: a flag is unknown.
         """
-        if self._is_frozen:
+        if self._is_frozen and not values.keys() <= set(self._pending):
             raise dataclasses.FrozenInstanceError(
                 f"settings.{next(iter(values))}: settings are frozen when a program is built; set it before, or use "
                 "settings.copy()"
@@ -56,9 +57,15 @@ class Settings:
         """Set values that --choose-recipe has chosen. Values derived from other flags do not replace them."""
         self.set(f"{_CHOSEN}{reason}", **values)
 
-    def finalize(self):
-        """Prevent further changes of the settings."""
+    def finalize(self, pending=()):
+        """Prevent further changes of the settings. The flags in `pending` can still change until the next call."""
         object.__setattr__(self, "_is_frozen", True)
+        object.__setattr__(self, "_pending", pending)
+
+    @property
+    def pending(self):
+        """The names of the flags that can still change although the settings are frozen."""
+        return self._pending
 
     @property
     def is_frozen(self):

@@ -1,0 +1,185 @@
+"""--budget-minutes: the number of epochs is chosen from measured times, and everything else is as with --epochs."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+from paddle import static
+
+import train
+from conftest import NHWC, TINY, assert_one_error, losses, read_report
+from paddle_resnet import budget
+from paddle_resnet.checkpoints import folders, variables
+from paddle_resnet.job import exchange
+from paddle_resnet.native import build as native
+from utils import logger
+
+AT = TINY.index("--epochs")
+WITHOUT_EPOCHS = [*TINY[:AT], *TINY[AT + 2 :], "--print-interval", "1"]
+TIMES = budget.Times(batch_s=0.5, evaluation_s=4.0, checkpoint_s=1.0)
+
+
+@pytest.fixture
+def run(photos, tmp_path, monkeypatch):
+    """Call train.main with the tiny network, without --epochs, and return (exit code, report entries)."""
+
+    def run(*flags, folder="output"):
+        monkeypatch.setattr(logger, "_start_s", time.time())
+        monkeypatch.setattr(budget, "MOST_STEPS", 3)
+        flags = ["--image-root", photos, "--output-dir", tmp_path / folder, *flags]
+        with static.scope_guard(static.Scope()):
+            code = train.main([*WITHOUT_EPOCHS, *map(str, flags)])
+        return code, read_report(tmp_path / folder / "Tiny/report.json")
+
+    return run
+
+
+@pytest.fixture
+def chooses_two(monkeypatch):
+    monkeypatch.setattr(budget, "epochs_within", lambda *_: 2)
+
+
+def settings(**values):
+    return SimpleNamespace(
+        **{"eval_interval": 1, "save_interval": 1, "save_interval_steps": 0, "accumulate_steps": 1} | values
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 10 * (20 * 0.5 + 4 + 1)),
+        ({"eval_interval": 4, "save_interval": 3}, 10 * 20 * 0.5 + 3 * 4 + 4 * 1),  # the last epoch counts, too
+        ({"save_interval_steps": 3, "accumulate_steps": 2}, 10 * (20 * 0.5 + 4 + 1 + 3 * 1)),
+    ],
+)
+def test_predicted_duration(values, expected):
+    assert budget.duration_s(settings(**values), 10, 20, TIMES) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "epochs"), [(150, 10), (157, 10), (158, 11), (15, 1), (1, 1), (-3, 1), (15 * 1000, 1000)]
+)
+def test_number_of_epochs_is_closest_to_budget(seconds, epochs):
+    assert budget.epochs_within(settings(), seconds, 20, TIMES) == epochs
+
+
+def test_time_of_rare_evaluations_counts():
+    chosen = budget.epochs_within(settings(eval_interval=10), 200, 20, TIMES)
+    assert budget.duration_s(settings(eval_interval=10), chosen, 20, TIMES) == pytest.approx(200, abs=8)
+
+
+def test_chosen_epochs_are_logged_recorded_and_resumed(run, tmp_path, stop_before, monkeypatch, capsys):
+    monkeypatch.setattr(budget, "_measure_checkpoint", lambda *_: 5.0)  # the run ends earlier
+    stop_before()
+    measured = []
+    epochs_within = budget.epochs_within
+    monkeypatch.setattr(budget, "epochs_within", lambda *a: measured.append(a) or min(3, epochs_within(*a)))
+    code, report = run("--budget-minutes", 0.5, "--patience", 2, "--lr", 0, "--show-config", "true")
+    assert code == 0
+    [(_, seconds, batches, times)] = measured
+    assert 10 < seconds < 30 and batches == 3 and times.checkpoint_s == 5
+    assert 0 < times.batch_s < 3 and 0 < times.evaluation_s < 10
+    epochs = report[0]["data"]["epochs"]
+    assert 1 < epochs <= 3 and report[0]["data"]["budget_minutes"] == 0.5
+    out = capsys.readouterr().out
+    assert f"--epochs {epochs}: chosen for --budget-minutes 0.5, 3 batches of " in out
+    assert f"epochs: {epochs}  # chosen: --budget-minutes 0.5, 3 batches of " in out
+    newest = folders.newest(tmp_path / "output/Tiny")
+    assert folders.read_meta(newest)["arguments"]["epochs"] == epochs
+    assert not list(tmp_path.rglob(".budget*"))
+
+    # The same command continues with the same number of epochs, without a measurement.
+    code, report = run("--budget-minutes", 0.5, "--patience", 0, "--lr", 0, "--resume")
+    assert (code, len(measured)) == (0, 1)
+    assert {entry["data"]["epochs"] for entry in report if entry["step"] == "PARAMETER"} == {epochs}
+    assert folders.newest(tmp_path / "output/Tiny").name == str(epochs - 1)
+
+
+def test_run_is_identical_to_run_with_chosen_epochs(run, tmp_path, chooses_two):
+    """The measurement must not change variables, random numbers, the image order or the learning rate."""
+    flags = ["--ema", "0.9", "--dropout", "0.3", "--mixup", "0.2", "--accumulate-steps", "2", "--optimizer", "AdamW"]
+    results = [run(*length, *flags, folder=length[0]) for length in (["--budget-minutes", 1], ["--epochs", 2])]
+    assert [code for code, _ in results] == [0, 0]
+    assert losses(results[0][1]) == losses(results[1][1]) and (1, "val") in losses(results[0][1])
+    for name in ("tiny.pdparams", "tiny.pdopt", "tiny.pdema"):
+        contents = [(tmp_path / folder / "Tiny/1" / name).read_bytes() for folder in ("--budget-minutes", "--epochs")]
+        assert contents[0] == contents[1], name
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_captured_run_is_identical_to_run_with_chosen_epochs(run, fake, chooses_two):
+    flags = [*NHWC, "--kernels", "native"]
+    code, report = run("--budget-minutes", 1, *flags, folder="budget")
+    assert code == 0
+    training, _ = fake.made  # the measurement captures the step that the run replays
+    assert training.launches >= 2 * 3
+    assert losses(report) == losses(run("--epochs", 2, *flags, "--cuda-graph", "false", folder="epochs")[1])
+
+
+def test_other_processes_use_the_choice_of_rank_0(run, monkeypatch):
+    from_rank_0 = exchange.from_rank_0
+
+    def receive(function):
+        return [2, 1.0, 40.0, [0.1, 1.0, 0.1]] if function.__name__ == "plan" else from_rank_0(function)
+
+    monkeypatch.setattr(exchange, "from_rank_0", receive)
+    code, report = run("--budget-minutes", 1)
+    assert code == 0
+    assert report[0]["data"]["epochs"] == 2 and (1, "train") in losses(report)
+
+
+def test_recipe_derives_warmup_from_chosen_epochs(run, monkeypatch):
+    monkeypatch.setattr(budget, "epochs_within", lambda *_: 12)
+    seen = []
+    monkeypatch.setattr(train, "_run_epochs", lambda args, *_: seen.append(args))
+    flags = list(WITHOUT_EPOCHS)
+    at = flags.index("--warmup-epochs")
+    monkeypatch.setattr("test_budget.WITHOUT_EPOCHS", [*flags[:at], *flags[at + 2 :]])
+    assert run("--budget-minutes", 1, "--choose-recipe")[0] == 0
+    assert (seen[0].epochs, seen[0].warmup_epochs) == (12, 2)
+
+
+def test_dry_run_does_not_measure(run, monkeypatch):
+    monkeypatch.setattr(budget, "choose", lambda *_: pytest.fail("measured"))
+    assert run("--budget-minutes", 1, "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--epochs", 3], "--budget-minutes 5: chooses --epochs, which is 3 (command line); remove one of"),
+        (["--iter-unit", "batch", "--num-iter", 9], "--budget-minutes 5.0: not used by --iter-unit batch; remove it"),
+        (["--sizes", "16:0,32:1"], "--budget-minutes 5: not supported with --sizes; remove one, or use --epochs"),
+        (["--profile-steps", "1:2"], "--budget-minutes 5: not supported with --profile-steps; remove one, or use"),
+        (["--budget-minutes", -1], "-1"),
+    ],
+)
+def test_conflicts_are_errors(run, capsys, flags, message):
+    assert run("--budget-minutes", 5, *flags)[0] == 2
+    assert message in capsys.readouterr().err
+
+
+def test_resumed_run_cannot_choose_again(run, chooses_two, capsys):
+    assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == 0
+    assert run("--budget-minutes", 2, "--run-scope", "train_only", "--resume")[0] == 2
+    assert_one_error(
+        capsys.readouterr().err, ["--budget-minutes 2: only a new run chooses its epochs, but this run continues "]
+    )
+    code, report = run("--resume", "--epochs", 3, "--run-scope", "train_only")
+    assert code == 0 and (2, "train") in losses(report)
+    assert report[-1]["step"] == []
+
+
+def test_variables_are_restored_after_the_measurement():
+    main, startup = static.Program(), static.Program()
+    with static.program_guard(main, startup), static.scope_guard(static.Scope()):
+        weight = static.create_parameter([3], "float32")
+        static.Executor(paddle.CPUPlace()).run(startup)
+        before = variables.read(weight.name)
+        with pytest.raises(ZeroDivisionError), variables.restored(main, paddle.CPUPlace()):
+            variables.set_variable(weight.name, before + 1, paddle.CPUPlace())
+            raise ZeroDivisionError
+        np.testing.assert_array_equal(variables.read(weight.name), before)
