@@ -66,7 +66,7 @@ def choose(args, exe, training, evaluation):
     progress.phase("measurement for --budget-minutes")
     schedule, budget_s = training.lr_scheduler, 60 * args.budget_minutes
     batches = schedule.timeline.batches(0)
-    with logger.silenced():
+    with logger.only_warnings():
         batch_s = _measure_training(args, exe, training, MEASURED * budget_s)
         evaluation_s = _measure_evaluation(args, exe, evaluation, MEASURED * budget_s)
 

@@ -14,6 +14,7 @@ from paddle_resnet import budget
 from paddle_resnet.checkpoints import folders, variables
 from paddle_resnet.job import exchange
 from paddle_resnet.native import build as native
+from paddle_resnet.steps import cuda_graph
 from utils import logger
 
 AT = TINY.index("--epochs")
@@ -117,6 +118,14 @@ def test_captured_run_is_identical_to_run_with_chosen_epochs(run, fake, chooses_
     training, _ = fake.made  # the measurement captures the step that the run replays
     assert training.launches >= 2 * 3
     assert losses(report) == losses(run("--epochs", 2, *flags, "--cuda-graph", "false", folder="epochs")[1])
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_warning_about_captured_step_is_shown_during_measurement(run, fake, chooses_two, monkeypatch, capsys):
+    monkeypatch.setattr(cuda_graph, "TESTED", cuda_graph.TESTED - {"matmul_v2"})
+    monkeypatch.setattr(cuda_graph, "_differing", lambda *_: ["fc.w_0"])
+    assert run("--budget-minutes", 1, *NHWC, "--kernels", "native", "--run-scope", "train_only")[0] == 0
+    assert capsys.readouterr().err.count("a captured step has different results than an uncaptured step (fc.w_0)") == 1
 
 
 def test_other_processes_use_the_choice_of_rank_0(run, monkeypatch):

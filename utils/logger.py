@@ -21,6 +21,7 @@ from utils.errors import RunError, UsageError
 _path = _report = _lock = None
 _followers = []
 _quiet = False
+_only_warns = False
 _printed = None  # messages already printed in a block of without_repeats
 _start_s = time.time()
 
@@ -202,7 +203,7 @@ def elapsed_s():
 
 def info(message):
     """Print a line for the user on rank 0. The line is not written to the report."""
-    if not _quiet and _is_new(message):
+    if not (_quiet or _only_warns) and _is_new(message):
         write_line(message, sys.stdout)
 
 
@@ -224,14 +225,14 @@ def without_repeats():
 
 
 @contextlib.contextmanager
-def silenced():
-    """Print and report nothing in the block."""
-    global _quiet
-    before, _quiet = _quiet, True
+def only_warnings():
+    """Print nothing except warnings, and report nothing, in the block."""
+    global _only_warns
+    _only_warns = True
     try:
         yield
     finally:
-        _quiet = before
+        _only_warns = False
 
 
 def _is_new(message):
@@ -249,7 +250,7 @@ def log(step, data):
         step: (epoch, step), (epoch,) or () for the summary of the run.
         data: {name: number or text}. Non-finite numbers become null in the report.
     """
-    if _quiet:
+    if _quiet or _only_warns:
         return
     if len(step) < 2 or not progress.is_shown():
         write_line(_line(step, data), sys.stdout)
