@@ -128,6 +128,15 @@ def test_warning_about_captured_step_is_shown_during_measurement(run, fake, choo
     assert capsys.readouterr().err.count("a captured step has different results than an uncaptured step (fc.w_0)") == 1
 
 
+def test_run_stopped_during_measurement_starts_again(run, chooses_two, stop_before, tmp_path):
+    stop_before(train_step=1)
+    assert run("--budget-minutes", 1, "--resume")[0] == 75
+    assert not list(tmp_path.rglob("*.pdparams"))
+    stop_before()
+    code, report = run("--budget-minutes", 1, "--resume")
+    assert code == 0 and (1, "val") in losses(report)
+
+
 def test_other_processes_use_the_choice_of_rank_0(run, monkeypatch):
     from_rank_0 = exchange.from_rank_0
 
