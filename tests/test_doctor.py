@@ -14,6 +14,7 @@ from paddle_resnet import doctor
 from paddle_resnet.machine import gpus, libraries, memory
 
 
+@pytest.mark.soak
 def test_doctor_passes_on_healthy_machine(tmp_path):
     """The command runs in a separate process, as users start it."""
     command = [sys.executable, "-m", "paddle_resnet.doctor", "--json", "--output-dir", str(tmp_path)]

@@ -177,7 +177,9 @@ def test_learning_rate_depends_on_depth(parse, kernels, optimizer):
 UNFREEZE = ["--freeze", "all-but-classifier", "--unfreeze-at", "1", "--ema", "0.9", "--lr-decay-by-layer", "0.5"]
 
 
-@pytest.mark.parametrize("train_step", [1, 3, 4])
+@pytest.mark.parametrize(
+    "train_step", [1, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_resume_in_either_phase_is_bit_identical(run_train, losses_with_a_stop, checkpoint, once, fake, train_step):
     """Steps 0 to 2 are in the first phase. Steps are captured; a stop before step 3 is between the phases."""
     common = ["--kernels", "native", *NHWC, "--epochs", "3", "--print-interval", "1", "--cuda-graph", "true"]
@@ -226,6 +228,7 @@ def test_invalid_flags_exit_with_code_2(run_train, capsys, flags, message):
     assert_one_error(capsys.readouterr().err, [message])
 
 
+@pytest.mark.soak
 def test_two_processes_train_the_same_network_with_frozen_layers(launch):
     """Both processes keep the statistics of frozen layers and average those of the others."""
     flags = [

@@ -53,7 +53,10 @@ def test_num_iter_of_full_epochs_matches_epochs(run_train, tmp_path):
     assert folders_of(tmp_path, "b") == ["1", "best", "latest"]
 
 
-STOPS = [{"train_step": step} for step in (1, 3, 4)] + [{"eval_step": 0}, {"eval_step": 1}]
+STOPS = [{"train_step": 3}, {"eval_step": 1}]
+STOPS += [
+    pytest.param(stop, marks=pytest.mark.soak) for stop in ({"train_step": 1}, {"train_step": 4}, {"eval_step": 0})
+]
 
 
 @pytest.mark.parametrize("kernels", ["paddle", pytest.param("native", marks=pytest.mark.soak)])
@@ -97,6 +100,7 @@ def test_profile_steps_after_first_stop_is_an_error(run_train, capsys):
     assert_one_error(capsys.readouterr().err, ["--profile-steps 1:3", "0:2"])
 
 
+@pytest.mark.soak
 def test_two_processes_average_bn_statistics_before_evaluation(launch):
     """The processes average their BN statistics before an evaluation, so both ranks evaluate the same network, even
     inside an epoch."""

@@ -294,7 +294,8 @@ def test_recipes_contain_only_known_flags(train_process):
         assert train_process("--config", recipe, "--print-config").returncode == 0
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("paddle", marks=pytest.mark.soak), "native"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kernels", ["paddle", "native"])
 def test_mobilenet_v2_trains_resumes_evaluates_and_exports(run_train, photos, tmp_path, capsys, kernels):
     layout = ["--data-layout", "NHWC"] if kernels == "native" else []
     flags = ["--model-arch-name", "TinyMobile", *layout, "--kernels", kernels, "--lr", "0.01"]

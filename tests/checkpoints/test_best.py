@@ -112,6 +112,7 @@ def test_patience_without_evaluation_is_an_error(run_train, capsys):
     assert_one_error(capsys.readouterr().err, ["--patience 3: requires evaluations; use 0"])
 
 
+@pytest.mark.soak
 def test_two_processes_end_in_the_same_epoch(launch, tmp_path):
     """At learning rate 0, no evaluation exceeds the first."""
     entries, parameters = launch(2, "--epochs", "5", "--batch-size", "4", "--lr", "0", "--patience", "1")

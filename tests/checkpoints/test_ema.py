@@ -81,8 +81,10 @@ def test_prediction_and_export_use_averages(averaged, photos, tmp_path, capsys):
     export.export(folder, tmp_path / "export", verify=photos)
 
 
-@pytest.mark.parametrize("kernels", ["paddle", "native"])
-@pytest.mark.parametrize("stop", [{"train_step": 4}, {"eval_step": 1}, {"train_step": 6}])
+@pytest.mark.parametrize("kernels", [pytest.param("paddle", marks=pytest.mark.soak), "native"])
+@pytest.mark.parametrize(
+    "stop", [{"train_step": 4}, {"eval_step": 1}, pytest.param({"train_step": 6}, marks=pytest.mark.soak)]
+)
 def test_resume_with_averages_is_bit_identical(run_train, once, stop_before, tmp_path, stop, kernels):
     flags = [*FLAGS, *(NHWC if kernels == "native" else []), "--kernels", kernels]
     ema = ["--ema", "0.8"]

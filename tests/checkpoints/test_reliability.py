@@ -287,7 +287,8 @@ def test_failed_checkpoint_write_stops_run(runs, expected, fault):
     assert runs.losses == expected
 
 
-@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["stopped", "killed"])
+@pytest.mark.soak
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
 def test_stopped_or_killed_job_resumes_bit_identically(runs, two_processes, is_killed):
     flags = [*TWO_EPOCHS, "--resume"]
     process = runs.start(*flags, "--slow-step", "0.5", processes=2)

@@ -36,7 +36,7 @@ def uninterrupted(once, run_train):
 STOPS = [
     ({"train_step": 0}, None),
     pytest.param({"train_step": 1}, "0_1", marks=pytest.mark.soak),
-    ({"train_step": 4}, "1_1"),
+    pytest.param({"train_step": 4}, "1_1", marks=pytest.mark.soak),
     ({"train_step": 6}, "1"),  # stops between two epochs, after the checkpoint has been written
     ({"eval_step": 1}, "1_3"),  # the run stops in the second epoch, because an evaluation of three batches polls once
     ({"train_step": 8}, "2_2"),
@@ -63,10 +63,10 @@ def test_resumed_losses_equal_uninterrupted_losses(run_train, uninterrupted, sto
 
 
 # test_dali.py tests the loader state of every format.
-MORE_FORMATS = [pytest.param(name, marks=pytest.mark.soak) for name in ("filelist", "lmdb", "webdataset")]
+MORE_FORMATS = [pytest.param(name, marks=pytest.mark.soak) for name in ("tfrecord", "filelist", "lmdb", "webdataset")]
 
 
-@pytest.mark.parametrize("data_format", ["recordio", "tfrecord", *MORE_FORMATS])
+@pytest.mark.parametrize("data_format", ["recordio", *MORE_FORMATS])
 def test_every_format_resumes_inside_epoch(run_train, losses_with_a_stop, converted, data_format):
     flags = [*FLAGS, "--epochs", "2", "--resume"]
     code, report = run_train(*flags, image_root=converted[data_format])
@@ -88,6 +88,7 @@ def test_random_numbers_of_step_are_independent_of_stops(run_train, losses_with_
     assert losses_with_a_stop(4, *flags) == losses(report)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("data_format", ["folder", pytest.param("synthetic", marks=pytest.mark.soak)])
 def test_repeatedly_stopped_run_equals_uninterrupted_run(
     run_train, uninterrupted, stop_before, tmp_path, monkeypatch, data_format
@@ -365,6 +366,7 @@ def test_best_epoch_is_saved_and_belongs_to_current_history(run_train, tmp_path,
     assert saver.best_before(root, saved)["epoch"] == 0
 
 
+@pytest.mark.soak
 def test_sparse_checkpoint_of_older_version_keeps_dense_first_layer(run_train, tmp_path, capsys):
     """Older versions stored no mask for the first layer, unlike this version and NVIDIA's example."""
     flags = ["--asp", "--prune-model", *NHWC]
@@ -391,7 +393,10 @@ def test_resume_rejects_different_number_of_classes(run_train, capsys):
     assert_one_error(capsys.readouterr().err, ["--resume: ", "has 3 classes, but this run has 4; use --num-of-class 3"])
 
 
-@pytest.mark.parametrize("link", ["missing", "wrong target", "folder"])
+@pytest.mark.parametrize(
+    "link",
+    [pytest.param("missing", marks=pytest.mark.soak), "wrong target", pytest.param("folder", marks=pytest.mark.soak)],
+)
 def test_best_is_kept_if_links_are_invalid(run_train, tmp_path, monkeypatch, capsys, link):
     """The links are invalid if the run was killed after it wrote a checkpoint but before it updated the links, or if
     the folder was copied with links followed."""
@@ -569,7 +574,16 @@ def test_evaluation_uses_labels_of_checkpoint(run_train, checkpoint, photos, tmp
 SIZES = ["--sizes", "24:0,32:1:4:0.5,40:2"]  # batches of 8, 4 and 8 images; 3, 7 and 3 steps
 
 
-@pytest.mark.parametrize(("step", "newest"), [(1, "0_1"), (3, "0"), (4, "1_1"), (10, "1"), (12, "2_2")])
+@pytest.mark.parametrize(
+    ("step", "newest"),
+    [
+        pytest.param(1, "0_1", marks=pytest.mark.soak),
+        (3, "0"),
+        (4, "1_1"),
+        pytest.param(10, "1", marks=pytest.mark.soak),
+        pytest.param(12, "2_2", marks=pytest.mark.soak),
+    ],
+)
 def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_before, tmp_path, step, newest):
     """Stop a run inside an epoch of each stage and between stages, and resume the run."""
     expected = uninterrupted(*SIZES)
@@ -585,7 +599,11 @@ def test_run_with_stages_resumes_in_each_stage(run_train, uninterrupted, stop_be
     assert first | losses(report) == expected
 
 
-@pytest.mark.parametrize("kernels", [[], [*NHWC, "--kernels", "native"]], ids=["paddle", "native"])
+@pytest.mark.parametrize(
+    "kernels",
+    [pytest.param([], marks=pytest.mark.soak), [*NHWC, "--kernels", "native"]],
+    ids=["paddle", "native"],
+)
 def test_stages_share_all_variables(run_train, uninterrupted, monkeypatch, kernels):
     """Synthetic images are the same in every step, so stages of the same size train like a run without stages."""
     monkeypatch.setattr("paddle_resnet.dali.SYNTHETIC_SIZE", dict.fromkeys(_modes(), 26))

@@ -36,6 +36,7 @@ KERNELS = ["paddle", *(["native"] if native.missing() is None else [])]
 ONE_KERNELS = [*(pytest.param(kernels, marks=pytest.mark.soak) for kernels in KERNELS[:-1]), KERNELS[-1]]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_fused_all_reduces_reach_every_gradient(launch, tmp_path, kernels):
     """With NHWC, all-reduces are fused on a CPU as on a GPU: each all-reduce reduces a buffer of many gradients. If a
@@ -154,6 +155,7 @@ def test_gradient_norm_is_global(launch, tmp_path, kernels):
         np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max(), err_msg=name)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kernels", ONE_KERNELS)
 def test_processes_accumulate_like_single_process_with_larger_batch(launch, tmp_path, kernels):
     """With NHWC, the fused all-reduces must run after the gradients of all batches have been summed."""
@@ -168,6 +170,7 @@ def test_processes_accumulate_like_single_process_with_larger_batch(launch, tmp_
 
 
 # test_amp_and_sparsity.py tests every mask algorithm.
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "algorithm", [MASK_ALGORITHMS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in MASK_ALGORITHMS[1:])]
 )
@@ -191,6 +194,7 @@ def test_overflow_on_one_rank_skips_step_on_all_ranks(launch, tmp_path, kernels)
     assert all(np.isfinite(state[name]).all() for state in overflowed for name in state.files)
 
 
+@pytest.mark.soak
 def test_averages_and_stages_are_identical_on_all_ranks_and_after_resume(launch, tmp_path):
     """The second job resumes inside an epoch, when the batch normalization statistics differ between the processes."""
     flags = ["--batch-size", "4", "--epochs", "2", "--lr", "0.1", "--ema", "0.9", "--save-interval-steps", "2"]
@@ -206,6 +210,7 @@ def test_averages_and_stages_are_identical_on_all_ranks_and_after_resume(launch,
             np.testing.assert_array_equal(resumed[name], expected[1][name], err_msg=name)
 
 
+@pytest.mark.soak
 def test_evaluation_with_more_processes_than_images(launch, run_train, checkpoint, photos, tmp_path):
     root = tmp_path / "two"
     for i in (0, 1):
@@ -287,6 +292,7 @@ def test_failed_rank_stops_job_and_is_reported(launch, tmp_path, fault, message)
     folders.verify(tmp_path / "output/Tiny/0")
 
 
+@pytest.mark.soak
 def test_rank_without_gil_reports_failure_of_other_rank(launch, tmp_path):
     """Rank 0 is in C code that holds the GIL, like a CUDA call that waits for the GPU. No thread and no signal handler
     of rank 0 can run."""
@@ -331,6 +337,7 @@ def test_differences_between_ranks_are_errors_before_first_step(launch, photos, 
         assert "epoch 0" not in log
 
 
+@pytest.mark.soak
 def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
     """If the launcher is killed, the processes write a checkpoint and stop, as after SIGTERM."""
     places = ["--image-root", photos, "--output-dir", tmp_path / "output", "--report-file", tmp_path / "report.json"]
@@ -352,6 +359,7 @@ def test_processes_stop_if_launcher_is_killed(photos, tmp_path):
     folders.verify((tmp_path / "output/Tiny/latest").resolve())
 
 
+@pytest.mark.soak
 def test_two_nodes_train_like_one_node_with_two_processes(two_processes, launch_nodes):
     nodes, folder = launch_nodes(*TWO_EPOCHS)
     assert [node.wait(120) for node in nodes] == [0, 0]
@@ -363,6 +371,7 @@ def test_two_nodes_train_like_one_node_with_two_processes(two_processes, launch_
             np.testing.assert_array_equal(result[name], expected[name], err_msg=name)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_lost_node_stops_other_node(launch_nodes, lost):
     """The launcher and the process of one node are killed at the same time, so neither of them can report a failure."""

@@ -39,8 +39,8 @@ def test_other_version_is_rejected(version):
     "command",
     [
         "train.py --device cpu --data-format synthetic",
-        "-m paddle_resnet.export nosuch-checkpoint nosuch-export",
-        "-m paddle_resnet.predict nosuch-model --benchmark",
+        pytest.param("-m paddle_resnet.export nosuch-checkpoint nosuch-export", marks=pytest.mark.soak),
+        pytest.param("-m paddle_resnet.predict nosuch-model --benchmark", marks=pytest.mark.soak),
     ],
 )
 def test_command_exits_with_code_2_for_other_version(monkeypatch, tmp_path, command):

@@ -105,7 +105,9 @@ def test_loss_of_mixed_batch_matches_formula(parse, kernels, flag):
     assert result != pytest.approx(losses_of(parse(*flags), batches), rel=3e-5)
 
 
-@pytest.mark.parametrize(("flag", "rate"), [("--dropout", "0.5"), ("--drop-path", "0.9")])
+@pytest.mark.parametrize(
+    ("flag", "rate"), [pytest.param("--dropout", "0.5", marks=pytest.mark.soak), ("--drop-path", "0.9")]
+)
 @pytest.mark.parametrize("kernels", KERNELS, ids=["paddle", "native"])
 def test_dropped_values_differ_in_each_step_and_are_deterministic(parse, kernels, flag, rate):
     if "native" in kernels:

@@ -12,20 +12,17 @@ from paddle_resnet import export, models, predict
 
 # The networks in COVERED differ from tested networks only in the number of blocks or channels.
 COVERED = {"ResNet34", "ResNet101", "ResNet152", "EfficientNet_Lite0", "EfficientNet_Lite1"}
-# The networks in SOAK consist of layers that other tests cover. Most tests use ResNet18 or ResNet50, the "_vd" variants
-# have the same stem and shortcuts as XResNet50, and MobileNetV3_Small has the same layers as MobileNetV3_Large.
-SOAK = {"ResNet18", "ResNet50", "ResNet18_vd", "ResNet50_vd", "MobileNetV3_Small"}
+# XResNet50, GhostNet and MobileNetV3_Large contain every kind of layer of the other networks, except grouped 3x3
+# convolutions.
+QUICK = {"XResNet50", "GhostNet", "MobileNetV3_Large"}
 FLAGS = ["--device", "cpu", *NHWC, "--kernels", "native", "--epochs", "2", "--print-interval", "1", "--lr", "0.01"]
 FLAGS += ["--dropout", "0.2", "--drop-path", "0.2", "--interp", "linear", "--asp", "--prune-model"]
 
 
-def archs(soak):
-    """Return a test parameter for each network. Networks in `soak` are tested only with -m soak."""
-    names = [name for name in models.MODELS if name not in COVERED]
-    return [pytest.param(name, marks=[pytest.mark.soak] * (name in soak)) for name in names]
+ARCHS = [name for name in models.MODELS if name not in COVERED]
 
 
-@pytest.mark.parametrize("arch", archs(SOAK))
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in QUICK else pytest.mark.soak) for a in ARCHS])
 def test_network_in_every_command(run_train, losses_with_a_stop, fake, monkeypatch, photos, tmp_path, capsys, arch):
     monkeypatch.setitem(models.MODELS, arch, with_few_blocks(models.MODELS[arch]))
     flags = ["--model-arch-name", arch, *FLAGS]
@@ -65,7 +62,8 @@ def assert_pruned(parameters, output):
     assert [name for name in filters if name not in sparse and name.removesuffix(".w_0") not in dense] == []
 
 
-@pytest.mark.parametrize("arch", archs(set(models.MODELS) - {"GhostNet"}))
+@pytest.mark.soak
+@pytest.mark.parametrize("arch", ARCHS)
 def test_two_processes_keep_the_same_parameters(launch, tmp_path, arch):
     report, _ = launch(2, "--model-arch-name", arch, *FLAGS, "--few-blocks", "--epochs", "1", "--batch-size", "4")
     assert phase(report, [0], "train.")["images"] == 24

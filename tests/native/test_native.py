@@ -222,7 +222,7 @@ def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, sha
     np.testing.assert_allclose(wide(y), normalize(wide(x), wide(scale), wide(bias))[0], atol=2e-3 * max(1, size))
 
 
-@pytest.mark.parametrize("far", [30, 300])
+@pytest.mark.parametrize("far", [pytest.param(30, marks=pytest.mark.soak), 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_outlier_pixel_does_not_reduce_accuracy_of_variance(device, where, dtype, shape, far):
     """The last pixel is an outlier. The operator subtracts an origin from the values before summing their squares. The
@@ -926,11 +926,8 @@ LINEAR_OR_FUSED = [f"_{name}" if name else "" for name in ACTIVATIONS]
 
 
 # The first capability is that of the oldest GPUs whose tensor cores Paddle 2.6 supports.
-@pytest.mark.parametrize(
-    "capability",
-    [(7, 5), pytest.param((8, 0), marks=pytest.mark.soak), pytest.param((9, 0), marks=pytest.mark.soak)],
-    ids=str,
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
 def test_kernels_compile_without_gpu(tmp_path, capability):
     if native._nvrtc() is None:
         pytest.skip("no NVRTC library")

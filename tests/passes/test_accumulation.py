@@ -23,7 +23,9 @@ def without_bn(monkeypatch):
     monkeypatch.setattr(layers, "BatchNorm", lambda *arguments, **options: paddle.nn.Identity())
 
 
-@pytest.mark.parametrize("scaling", [None, "static", "dynamic"])
+@pytest.mark.parametrize(
+    "scaling", [pytest.param(None, marks=pytest.mark.soak), pytest.param("static", marks=pytest.mark.soak), "dynamic"]
+)
 @pytest.mark.parametrize("optimizer", ["Momentum", "AdamW"])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_accumulated_update_equals_update_of_large_batch(parse, without_bn, kernels, optimizer, scaling):
@@ -76,7 +78,7 @@ def test_overflow_in_any_batch_skips_only_one_step(parse, without_bn, kernels):
     assert all(np.isfinite(states[5][name]).all() for name in trained)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
 def test_resume_is_bit_identical(run_train, losses_with_a_stop, tmp_path, capsys, stop):
     """An epoch has seven batches. The two steps of an epoch use three batches each, and the last batch is not used. A
     stopped run ends at the end of a step."""

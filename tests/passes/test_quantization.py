@@ -152,6 +152,7 @@ def test_captured_step_matches_uncaptured_step(run_train, tmp_path, fake):
     assert ranges(actual) == ranges(expected)
 
 
+@pytest.mark.soak
 def test_two_processes_average_ranges(launch, tmp_path):
     """Each process follows the ranges of its own images. Checkpoints contain the mean of the ranges."""
     launch(2, "--qat", "--batch-size", "4", "--parameters", tmp_path)

@@ -211,7 +211,7 @@ def test_untested_operator_is_captured_if_results_agree(run_train, tmp_path, cap
     assert training.launches == 1 + 3 * 3 - cuda_graph.STEPS_BEFORE
 
 
-@pytest.mark.parametrize("is_deterministic", [True, False])
+@pytest.mark.parametrize("is_deterministic", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_step_with_different_results_is_not_captured(run_train, tmp_path, capsys, fake, monkeypatch, is_deterministic):
     """After the comparison, variables have the values of the uncaptured step. If kernels are deterministic, the results
     must be bit-identical."""

@@ -19,7 +19,9 @@ def splits(count):
     }
 
 
-@pytest.mark.parametrize("count", [2, 60, 1000])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(60, marks=pytest.mark.soak), pytest.param(1000, marks=pytest.mark.soak)]
+)
 def test_classes_are_labeled_in_same_order_in_both_splits(tmp_path, count):
     data = splits(count)
     figure = drawing.balance(data)
