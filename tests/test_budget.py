@@ -42,6 +42,13 @@ def chooses_two(monkeypatch):
     monkeypatch.setattr(budget, "epochs_within", lambda *_: 2)
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Replace the measurements, each of which takes as long as an epoch."""
+    for name in ("_measure_training", "_measure_evaluation", "_measure_checkpoint"):
+        monkeypatch.setattr(budget, name, lambda *_: 0.1)
+
+
 def settings(**values):
     return SimpleNamespace(
         **{"eval_interval": 1, "save_interval": 1, "save_interval_steps": 0, "accumulate_steps": 1} | values
@@ -137,7 +144,7 @@ def test_run_stopped_during_measurement_starts_again(run, chooses_two, stop_befo
     assert code == 0 and (1, "val") in losses(report)
 
 
-def test_other_processes_use_the_choice_of_rank_0(run, monkeypatch):
+def test_other_processes_use_the_choice_of_rank_0(run, unmeasured, monkeypatch):
     from_rank_0 = exchange.from_rank_0
 
     def receive(function):
@@ -149,7 +156,7 @@ def test_other_processes_use_the_choice_of_rank_0(run, monkeypatch):
     assert report[0]["data"]["epochs"] == 2 and (1, "train") in losses(report)
 
 
-def test_recipe_derives_warmup_from_chosen_epochs(run, monkeypatch):
+def test_recipe_derives_warmup_from_chosen_epochs(run, unmeasured, monkeypatch):
     monkeypatch.setattr(budget, "epochs_within", lambda *_: 12)
     seen = []
     monkeypatch.setattr(train, "_run_epochs", lambda args, *_: seen.append(args))
@@ -180,7 +187,7 @@ def test_conflicts_are_errors(run, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_resumed_run_cannot_choose_again(run, chooses_two, capsys):
+def test_resumed_run_cannot_choose_again(run, unmeasured, chooses_two, capsys):
     assert run("--budget-minutes", 1, "--run-scope", "train_only")[0] == 0
     assert run("--budget-minutes", 2, "--run-scope", "train_only", "--resume")[0] == 2
     assert_one_error(

@@ -15,6 +15,7 @@ import pytest
 from paddle import static
 from PIL import Image
 
+import conftest
 from conftest import (
     MASK_ALGORITHMS,
     NHWC,
@@ -29,7 +30,7 @@ from conftest import (
     read_report,
 )
 from helpers import epoch, take
-from paddle_resnet import dali, models
+from paddle_resnet import budget, dali, models
 from paddle_resnet.models.resnet import BottleneckBlock, ResNet
 from paddle_resnet.steps import cuda_graph
 from utils.mode import Mode
@@ -377,6 +378,19 @@ def test_captured_steps_draw_random_numbers_of_uncaptured_steps(run_train, deter
     flags = [*flags, "--kernels", "native", "--epochs", "3", "--mixup", "0.4", "--cutmix", "1", "--dropout", "0.3"]
     flags += ["--drop-path", "0.3"]
     assert_captured_losses_are_equal(run_train, capsys, *flags)
+
+
+@pytest.mark.parametrize("flags", [FP32_NHWC, O2, BF16_O2], ids=["fp32", "O2", "bf16"])
+def test_measurement_of_time_budget_changes_no_loss(run_train, deterministic, tmp_path, monkeypatch, flags):
+    monkeypatch.setattr(budget, "epochs_within", lambda *_: 2)
+    at = TINY.index("--epochs")
+    monkeypatch.setattr(conftest, "TINY", [*TINY[:at], *TINY[at + 2 :]])
+    results = []
+    for length in (["--budget-minutes", "0.1"], ["--epochs", "2"]):
+        code, report = run_train(*flags, *length, "--print-interval", "1", "--output-dir", tmp_path / length[0])
+        assert code == 0
+        results.append(losses(report))
+    assert results[0] == results[1] and (1, "val") in results[0]
 
 
 def test_each_stage_has_its_own_captured_step(run_train, deterministic):

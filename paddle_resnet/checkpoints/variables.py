@@ -347,7 +347,7 @@ def restored(program, place):
     """At the end of the block, reset all variables that persist after a step to their values before the block."""
     persistent = [variable.name for variable in program.list_vars() if variable.persistable]
     found = {name: static.global_scope().find_var(name) for name in persistent if name not in ("feed", "fetch")}
-    before = {name: read(name) for name, variable in found.items() if variable.get_tensor()._is_initialized()}
+    before = {name: read(name) for name, v in found.items() if v is not None and v.get_tensor()._is_initialized()}
     try:
         yield
     finally:
