@@ -58,10 +58,10 @@ def build_dataloader(args, mode, state=None, trained=None):
         args: flags. If the device and the number of classes are unresolved, they are resolved in place.
         mode: Mode.TRAIN: images are shuffled and augmented, and the last partial batch is dropped. Mode.EVAL: every
             image of the data set once, in order; the last batch may be smaller.
-        state: result of state() of this process's training loader, to resume with the next batch. If flags have
-            changed, a warning lists them. If the state is from the end of an epoch, the order of the images then
-            continues, and the augmentation's random numbers restart. If the state is from within an epoch or from a
-            different data set, the loader restarts with the order of the first epoch.
+        state: the value that state() of this process's training loader returned; the loader resumes at the next batch.
+            If flags have changed, a warning lists them. If the state is from the end of an epoch, the order of the
+            images then continues, and the augmentation's random numbers restart. If the state is from within an epoch
+            or from a different data set, the loader restarts with the order of the first epoch.
         trained: class name of each output of a trained network, to assign labels to class folders. If None, the data
             set defines the labels.
     Returns:

@@ -168,8 +168,8 @@ def show_on_tensorboard(args, training, checkpoint):
 
 
 def enter_stage(training, epoch, saver):
-    """Return the training Work for an epoch. If the epoch begins a new stage (--sizes, --unfreeze-at) with batches of a
-    different shape, build the loader of this stage, which continues the image order of the previous loader."""
+    """Return the training Work for an epoch. If the epoch starts a new stage (set by --sizes or --unfreeze-at) whose
+    batches have a different shape, build a new loader that continues the image order of the previous loader."""
     if not training.later or epoch < training.later[0][0]:
         return training
     (_, work), *later = training.later

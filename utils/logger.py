@@ -244,7 +244,7 @@ def _is_new(message):
 
 
 def log(step, data):
-    """Print and report metrics. The metrics of steps are not printed while the live line shows them.
+    """Print and report metrics. Per-step metrics are not printed while the progress line shows them.
 
     Args:
         step: (epoch, step), (epoch,) or () for the summary of the run.

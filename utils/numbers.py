@@ -1,7 +1,7 @@
 """Types for argparse: numbers with limits, which train.py and the tools share.
 
-For an invalid value, a type raises ArgumentTypeError. The message of this error becomes part of the error message of
-the flag.
+Each type function raises ArgumentTypeError if the value is invalid. The message of this error becomes part of the error
+message of the flag.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Load and read the variables of a program. The files PREFIX.pdparams and PREFIX.pdopt are pickles of {name: array},
-the format of `paddle.static.load`. Loading is strict: all names, shapes and types must match. Parameters are stored in
-float32, regardless of the training precision.
+"""Load checkpoint files into the variables of a program, and read the values of these variables. The files
+PREFIX.pdparams and PREFIX.pdopt are pickles of {name: array}, the format of `paddle.static.load`. Loading is strict:
+all names, shapes and types must match. Parameters are stored in float32, regardless of the training precision.
 
 With --ema, PREFIX.pdema contains averages in the format of PREFIX.pdparams. If this file exists, evaluation,
 prediction, export and --from-pretrained-params read it instead of PREFIX.pdparams.
@@ -50,7 +50,7 @@ def load(args, folder, program, place, log=logger.info):
         folder: folder with PREFIX.pdparams and, for a training program, PREFIX.pdopt. folders.prefix determines PREFIX.
         program: training or evaluation Program whose startup program has run.
         place: device of the program.
-        log: function that logs whether averages are loaded.
+        log: function that logs whether the averaged weights (--ema) are loaded.
     Returns:
         whether the weights are already pruned.
     Raises:

@@ -49,8 +49,8 @@ __device__ __forceinline__ void load_taps(const float *taps, int row, float (&va
   for (int j = 0; j < K; ++j) load_floats<T>(taps + (row * K + j) * channels + threadIdx.x * T::kLanes, values[j]);
 }
 
-// Loads kColumns vectors, starting at column `first`, of row `row`, which is counted over all images. Columns outside
-// the row are 0.
+// Loads kColumns vectors from row `row`, starting at column `first`. Rows are numbered consecutively across all images.
+// Columns outside the row are 0.
 template <class Vec, int kColumns>
 __device__ __forceinline__ void load_columns(const Vec *x, int row, int first, int width, int vectors,
                                              Vec (&columns)[kColumns]) {

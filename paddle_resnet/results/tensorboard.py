@@ -1,9 +1,9 @@
 """Writes TensorBoard events (--tensorboard-dir): the report's scalars, the first augmented batch, and the
 configuration.
 
-The metrics of a step have the tag prefix "train/" and the global step number, counted from 0. The metrics of an epoch
-have the tag prefixes "train_epoch/" and "val/" and the global step number of the last step of the epoch. When a run
-resumes, TensorBoard hides events that the previous run wrote beyond the step from which the run resumes.
+Per-step metrics are logged under tags that start with "train/", at the global step, counted from 0. The metrics of an
+epoch have the tag prefixes "train_epoch/" and "val/" and the global step number of the last step of the epoch. When a
+run resumes, TensorBoard hides events that the previous run wrote beyond the step from which the run resumes.
 """
 
 import contextlib

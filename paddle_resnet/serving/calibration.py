@@ -12,8 +12,8 @@ from paddle_resnet.program import compile_prog
 from paddle_resnet.serving import inference
 from utils.mode import Mode
 
-# Weights for onnxruntime have 7 bits, because on x86 CPUs without VNNI instructions, the sum of two products of 8-bit
-# activations and 8-bit weights can overflow.
+# Weights for onnxruntime are quantized to 7 bits: x86 CPUs without VNNI instructions add pairs of products in 16 bits,
+# which can overflow with 8-bit weights.
 WEIGHT_BITS = {"onnxruntime": 7, "tensorrt": 8}
 BATCH = 8
 BINS = 2048
@@ -64,7 +64,7 @@ def _entropy_bins(counts):
     for bins in range(levels, used + 1, 4):
         expected = counts[:bins].copy()
         expected[-1] += counts[bins:].sum()
-        # Clipped values count in the last interval. The values of a level are distributed evenly over its intervals
+        # Clipped values are counted in the last bin. The values of a level are distributed evenly over its intervals
         # that are not empty.
         level_of = np.arange(bins) * levels // bins
         is_used = counts[:bins] > 0

@@ -120,7 +120,7 @@ def timeline(settings, images):
 
 
 def steps_of(settings, timeline, duration):
-    """Convert a duration in the unit of --warmup-epochs and --lr-decay-epochs to training steps."""
+    """Convert a duration, given in the same unit as --warmup-epochs and --lr-decay-epochs, to training steps."""
     return duration if settings.iter_unit == "batch" else timeline.steps_before(duration)
 
 

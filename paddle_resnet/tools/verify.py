@@ -281,7 +281,7 @@ def check(task):
     try:
         data, label = records.read(image)
     except OSError as e:
-        if e.errno == errno.EMFILE:  # too many open files, which is not a problem of the image
+        if e.errno == errno.EMFILE:  # too many open files, which is not the image's fault
             raise
         return f"cannot be read ({e.strerror})", [], None, None
     except UsageError as e:

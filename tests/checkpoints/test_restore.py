@@ -74,7 +74,7 @@ def test_saved_files_and_meta_json(args, saved, tmp_path):
     assert meta["lr_scheduler"]["last_epoch"] == 2
     assert meta["ranks"][0]["loader"] == Loader().state()
     assert set(meta["seeds"]) == {"paddle", "python", "numpy"}
-    # The file meta.json is indented for human readers, with a flag on one line.
+    # The file meta.json is indented for readability, with one flag per line.
     assert len((saved / "meta.json").read_text().splitlines()) < len(meta["arguments"]) + 110
 
 

@@ -418,7 +418,7 @@ def test_rank_without_peers_exits_after_timeout(photos, tmp_path, rank):
         list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
     )
     assert monotonic() - start < 60
-    # Rank 0 waits in C code of Paddle that holds the GIL, so the monitor kills it.
+    # Rank 0 is blocked in Paddle's native code, which holds the GIL, so the monitor kills rank 0.
     assert done.returncode == (1 if rank else -signal.SIGKILL)
     message = f"--comm-timeout-s 3: not all ranks have connected after 3 s; check PADDLE_MASTER 127.0.0.1:{free[0]} and"
     assert_one_error(done.stderr, [message])

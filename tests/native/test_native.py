@@ -1,5 +1,5 @@
-"""Custom operators, compared with their formulas in float64: on the CPU, on a GPU that emulation/driver.cc emulates on
-the CPU, and on a GPU in all types (marker gpu)."""
+"""Compare the custom operators with their formulas in float64: on the CPU, on a GPU that emulation/driver.cc emulates,
+and with all dtypes on a real GPU (marker gpu)."""
 
 import ctypes
 import os
@@ -225,8 +225,8 @@ def test_variance_of_channel_far_from_zero_is_accurate(device, where, dtype, sha
 @pytest.mark.parametrize("far", [pytest.param(30, marks=pytest.mark.soak), 300])
 @pytest.mark.parametrize("where, dtype, shape", IN_FLOAT32)
 def test_outlier_pixel_does_not_reduce_accuracy_of_variance(device, where, dtype, shape, far):
-    """The last pixel is an outlier. The operator subtracts an origin from the values before summing their squares. The
-    outlier must not affect the origin."""
+    """The last pixel is an outlier. The operator subtracts a shift from the values before summing their squares. The
+    outlier must not affect the shift."""
     x = Random(dtype).images(shape).numpy()
     x[-1, -1, -1] = far
     x = paddle.to_tensor(x)
