@@ -36,7 +36,7 @@ PCA_VALUES = np.array([55.46, 4.794, 1.148])
 # reallocation would stall the GPU.
 PREALLOCATE_WIDTH, PREALLOCATE_HEIGHT = 5980, 6430
 # Conditions that determine the order of the training images. The order does not depend on the number of processes.
-ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "number of images", "DALI version")
+ORDER_CONDITIONS = ("--data-format", "--dali-random-seed", "--balanced-sampling", "number of images", "DALI version")
 
 LIST = "list of images and labels (hash)"
 
@@ -69,7 +69,7 @@ def build_dataloader(args, mode, state=None, trained=None):
         images. `len()` is the number of steps per epoch; in training, all processes have the same number. Attributes:
         `step`: number of steps done in the epoch; `data_set_size`: number of images in the split, over all processes;
         `classes` and, for reports, `class_names`: names in label order; `digest`: readers.DataSet.digest, or None for
-        synthetic images.
+        synthetic images; `class_images` (training only): number of images of each label, or None if it is unknown.
     Raises:
         UsageError: the data set cannot be used with these flags.
         DataError: an image of the first batches cannot be read or decoded.
@@ -79,6 +79,7 @@ def build_dataloader(args, mode, state=None, trained=None):
     resolution.resolve_data(args, mode)
     rank, world_size = processes.rank(), processes.world_size()
     if args.data_format == "synthetic":
+        _check_labels(args, mode, "synthetic", None)
         images = SYNTHETIC_SIZE[mode] // world_size
         conditions = _conditions(args, "synthetic", SYNTHETIC_SIZE[mode])
         return SyntheticIterator(
@@ -86,6 +87,7 @@ def build_dataloader(args, mode, state=None, trained=None):
         )
 
     data_set = open_data_set(args, mode, trained)
+    _check_labels(args, mode, data_set.data_format, data_set.labels)
     per_process = data_set.size // world_size
     if mode is Mode.TRAIN and per_process < args.batch_size:
         raise UsageError(
@@ -103,7 +105,15 @@ def build_dataloader(args, mode, state=None, trained=None):
     conditions = _conditions(args, data_set.data_format, data_set.size, data_set.digest)
     state, continues_order_alone = _usable(args, state, conditions, per_process // args.batch_size)
     checkpoint = base64.b64decode(state.get("pipeline", "")) if state else None
-    if continues_order_alone:
+    done, step = (state.get("epoch", 0), state["step"]) if state else (0, 0)
+    if mode is Mode.TRAIN and args.balanced_sampling:
+        steps = per_process // args.batch_size
+        data = data_set, args.image_root, args.dali_random_seed
+        sampler = readers.BalancedSampler(*data, rank, args.batch_size, steps, done, step)
+        data_set = readers.balanced(data_set, sampler)
+    if continues_order_alone and not data_set.has_reader:
+        checkpoint = None  # the sampler alone continues the order
+    elif continues_order_alone:
         fresh = create_dali_pipeline(args, data_set, mode, rank, world_size)
         fresh.build()
         checkpoint = _with_reader_of(checkpoint, fresh.checkpoint())
@@ -123,8 +133,22 @@ def build_dataloader(args, mode, state=None, trained=None):
         # DALI does not support empty shards, so each process with an image reads one of `data_set.size` shards.
         rank, world_size = rank * data_set.size // world_size, data_set.size
     pipeline = create_dali_pipeline(args, data_set, mode, rank, world_size, checkpoint)
-    make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions)
-    return make() if checkpoint is None else _restored(pipeline, lambda: make(state["step"]))
+    make = functools.partial(ShardIterator, pipeline, images, data_set, args.image_root, conditions, step, done)
+    return make() if checkpoint is None else _restored(pipeline, make)
+
+
+def _check_labels(args, mode, data_format, labels):
+    """Raise UsageError if a training flag requires the labels of all images, and the labels are None."""
+    flags = {
+        "--class-weights balanced": args.class_weights == "balanced",
+        "--balanced-sampling": args.balanced_sampling,
+    }
+    for argument in (argument for argument, is_set in flags.items() if is_set):
+        if mode is Mode.TRAIN and labels is None:
+            raise UsageError(
+                f"{argument}: requires class folders or file lists, and the training images are {data_format} data; "
+                f"remove {argument.split()[0]}, or use such a data set"
+            )
 
 
 def open_data_set(args, mode, trained=None):
@@ -183,7 +207,8 @@ def _usable(args, state, conditions, steps):
     if state is None:
         return None, False
     # Older checkpoints lack the conditions in `older`.
-    older = {"--cpu-decoder-load": 0.0, "--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
+    older = {"--cpu-decoder-load": 0.0, "--balanced-sampling": False}
+    older |= {"--interp": FLAGS["interp"].before, LIST: conditions.get(LIST)}
     before = older | state["conditions"]
     changes = {
         name: f"{name} is {now} and was {before.get(name)}"

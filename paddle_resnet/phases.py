@@ -1,5 +1,6 @@
 """The phases of a run before its first step, in the order in which train.py calls them."""
 
+import functools
 from collections import namedtuple
 from pathlib import Path
 
@@ -141,8 +142,9 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
         images = train_loader.data_set_size // processes.world_size()
         lr_scheduler = build_lr_scheduler(args, durations.timeline(args, images))
         first, *later = stages_from(args, checkpoint.epoch if checkpoint else 0)
-        training = _training(first.settings, train_loader, startup_prog, lr_scheduler)
-        later = [(s.first_epoch, _training(s.settings, None, static.Program(), lr_scheduler)) for s in later]
+        build = functools.partial(_training, lr_scheduler=lr_scheduler, class_images=train_loader.class_images)
+        training = build(first.settings, train_loader, startup_prog)
+        later = [(s.first_epoch, build(s.settings, None, static.Program())) for s in later]
         training = training._replace(later=later)
     if eval_loader is not None:
         fetchs, *_ = program.build(args, eval_prog, eval_startup_prog, 0, is_train=False)
@@ -151,9 +153,11 @@ def build_programs(args, exe, train_loader, eval_loader, checkpoint=None):
     return training, evaluation
 
 
-def _training(args, loader, startup_prog, lr_scheduler):
+def _training(args, loader, startup_prog, lr_scheduler, class_images):
     main_prog = static.Program()
-    fetchs, _, _, optimizer = program.build(args, main_prog, startup_prog, 0, lr_scheduler=lr_scheduler)
+    fetchs, _, _, optimizer = program.build(
+        args, main_prog, startup_prog, 0, lr_scheduler=lr_scheduler, class_images=class_images
+    )
     return Work(args, loader, main_prog, fetchs, lr_scheduler, optimizer)
 
 

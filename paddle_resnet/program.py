@@ -143,7 +143,7 @@ def dist_optimizer(args, optimizer):
     return asp.decorate(optimizer) if args.asp else optimizer
 
 
-def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None):
+def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_scheduler=None, class_images=None):
     """Build the training or evaluation program. Parameters have the same names in both programs, so the programs share
     the values in a scope.
 
@@ -157,6 +157,7 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         is_train: whether to build the training program, with backward pass and optimizer, or the evaluation program.
         lr_scheduler: result of schedules.build_lr_scheduler, to share a schedule between training programs; if None,
             build creates a schedule.
+        class_images: number of training images of each class, from the loader; required by --class-weights balanced.
     Returns:
         (fetchs, lr_scheduler, feeds, optimizer); lr_scheduler and optimizer are None for evaluation.
     """
@@ -175,13 +176,12 @@ def build(args, main_prog, startup_prog, step_each_epoch, is_train=True, lr_sche
         if not is_train:
             model.eval()
         frozen = parts.freeze(model, args.freeze) if is_train and args.freeze else []
-        images = feeds["data"]
+        images, targets = feeds["data"], feeds
         if args.dali_output_fp16 and not (args.amp and args.amp_dtype == "float16"):
             images = images.astype("float32")  # Paddle's layers reject bfloat16 input, so AMP casts later
-        targets = feeds
         if is_train:
             images, weights = _mix(args, images, feeds["label"], lr_scheduler)
-            targets = feeds | weights
+            targets = _weigh_images(args, feeds | weights, class_images)
             _drop_out(args, model, lr_scheduler)
             _drop_paths(args, model, lr_scheduler)
         elif args.tta == "flip":
@@ -262,6 +262,19 @@ def _mix(args, images, label, lr_scheduler):
     columns = declare("columns", [1, 1, 1, width] if is_nchw else [1, 1, width, 1])
     mixed = mixing.mix_images(images, rows, columns)
     return mixed, {"weights": mixing.mix_labels(label, declare("fraction", [1]), args.num_of_class)}
+
+
+def _weigh_images(args, targets, class_images):
+    """Return the targets of loss_head.add, with the image weights of --class-weights balanced if it is set."""
+    if args.class_weights == "none":
+        return targets
+    if class_images is None:
+        raise UsageError("--class-weights balanced: requires class_images; pass those of the training loader to build")
+    images = np.zeros(args.num_of_class, np.int64)
+    images[: len(class_images)] = class_images
+    weights = loss_head.balanced_weights(images)
+    variable = scalars.declare("class_weights", lambda: weights, [1, args.num_of_class])
+    return targets | {"image_weights": loss_head.weigh_images(targets, variable, args.num_of_class)}
 
 
 def _drop_out(args, model, lr_scheduler):

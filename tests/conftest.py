@@ -218,6 +218,17 @@ def verify_here(monkeypatch):
 
 
 @pytest.fixture
+def shard(monkeypatch):
+    """Return a function that makes this process act as one rank of a job of several processes."""
+
+    def shard(rank, world_size):
+        monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: rank)
+        monkeypatch.setattr("paddle_resnet.job.processes.world_size", lambda: world_size)
+
+    return shard
+
+
+@pytest.fixture
 def parse():
     """Parse flags for the tiny network, resolve the device, and start Fleet unless the test simulates several
     processes."""

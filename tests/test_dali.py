@@ -19,17 +19,6 @@ from utils.mode import Mode
 
 
 @pytest.fixture
-def shard(monkeypatch):
-    """Return a function that makes this process act as one rank of a job of several processes."""
-
-    def shard(rank, world_size):
-        monkeypatch.setattr("paddle_resnet.job.processes.rank", lambda: rank)
-        monkeypatch.setattr("paddle_resnet.job.processes.world_size", lambda: world_size)
-
-    return shard
-
-
-@pytest.fixture
 def numbered(tmp_path):
     """Create one image per class, for 10 training and 10 validation classes, so that the label identifies the image."""
     for split in ("train", "val"):

@@ -55,7 +55,11 @@ def _is_rank(value):
 
 
 def _is_loader(value):
-    return is_table(value, step=is_count, conditions=is_table) and _is_base64(value.get("pipeline", ""))
+    return (
+        is_table(value, step=is_count, conditions=is_table)
+        and is_count(value.get("epoch", 0))  # older checkpoints lack this key
+        and _is_base64(value.get("pipeline", ""))
+    )
 
 
 def _is_base64(value):

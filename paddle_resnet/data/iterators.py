@@ -57,37 +57,42 @@ class ShardIterator(_Steps, DALIGenericIterator):
         conditions: settings to store in state(). A loader that resumes from the state compares these settings with its
             own.
         step: number of batches that the epoch had yielded when the pipeline's checkpoint was saved.
+        epoch: number of epochs that were complete at that time.
     Raises:
         DataError: an image in the first batches cannot be read or decoded. For images in later batches, `next` raises
             DataError.
     """
 
-    def __init__(self, pipeline, images, data_set, image_root, conditions, step=0):
+    def __init__(self, pipeline, images, data_set, image_root, conditions, step=0, epoch=0):
         self.images = images
         self.data_set_size = data_set.size
         self.classes = data_set.classes
         self.class_names = data_set.class_names
         self.digest = data_set.digest
+        self.class_images = None if data_set.labels is None else np.bincount(data_set.labels)
         self._data_set = data_set
         self._image_root = image_root
         self._conditions = conditions
         self._left = images - step * pipeline.max_batch_size
+        self._epoch = epoch
         self._targets = {}
         with self._naming_bad_images():
             super().__init__(
                 [pipeline],
                 ["data", "label"],
-                reader_name=READER,
+                reader_name=READER if data_set.has_reader else None,
                 # DALI returns full, padded batches, from which this class removes the padding.
                 last_batch_policy=LastBatchPolicy.FILL,
                 prepare_first_batch=False,
             )
+            if not data_set.has_reader:
+                self._size = images  # in the constructor, DALI warns of a size
             self._schedule_runs(False)  # start decoding while the program is being built
 
     def state(self):
         """Return the state of a training loader as JSON data, for dali.build_dataloader."""
         pipeline = base64.b64encode(self.checkpoints()[0]).decode()
-        return {"conditions": self._conditions, "step": self.step, "pipeline": pipeline}
+        return {"conditions": self._conditions, "epoch": self._epoch, "step": self.step, "pipeline": pipeline}
 
     def write_into(self, targets):
         """From the next batch on, copy every full batch into `targets`. A smaller last batch gets new tensors.
@@ -121,6 +126,7 @@ class ShardIterator(_Steps, DALIGenericIterator):
         """Start the next epoch. Call reset() at the end of an epoch."""
         super().reset()
         self._left = self.images
+        self._epoch += 1
 
     @contextlib.contextmanager
     def _naming_bad_images(self):
@@ -270,7 +276,7 @@ class SyntheticIterator(_Steps):
         self.batch_size = args.batch_size
         self.data_set_size = conditions["number of images"]
         self.classes = self.class_names = list(map(str, range(args.num_of_class)))
-        self.digest = None
+        self.digest = self.class_images = None
         self.images = images // args.batch_size * args.batch_size if mode is Mode.TRAIN else images
         if self.images == 0:
             raise UsageError(

@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from nvidia.dali import fn, types
@@ -47,6 +47,9 @@ class DataSet:
             every process runs the same number of steps. ShardIterator removes the repeated images.
         digest: sha256 that identifies the images and their order. The hash covers the names and labels of image files.
             For record files, it covers the file names, the offsets of the records, and the labels that were read.
+        files, labels: file name below image_root and label (int64 array) of each image, in the order of the list; None
+            for record files, whose labels are not read in advance.
+        has_reader: whether `read` adds a DALI reader, which has the given name.
     """
 
     data_format: str
@@ -55,6 +58,9 @@ class DataSet:
     read: Callable
     digest: str
     class_names: list = None
+    files: list = None
+    labels: np.ndarray = None
+    has_reader: bool = True
 
     def __post_init__(self):
         self.class_names = self.class_names or self.classes
@@ -126,6 +132,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
     if data_format == "filelist":
         listing.check_listed(image_root, mode, files)
     digest = _digest("\n".join([*files, *map(str, labels)]))
+    in_list = files, np.array(labels, np.int64)
     if mode is Mode.TRAIN:
         # DALI's shuffle has a fixed seed, so the list is shuffled here with --dali-random-seed.
         order = np.random.RandomState(seed).permutation(len(files)).tolist()
@@ -133,7 +140,7 @@ def _files(data_format, image_root, mode, num_of_class, seed, skip, allow_outsid
         labels = [labels[i] for i in order]
 
     names = listing.report_names(image_root, data_format, classes)
-    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest, names)
+    return DataSet(data_format, len(files), classes, _file_reader(image_root, files, labels), digest, names, *in_list)
 
 
 def encoded_images(batches):
@@ -144,6 +151,60 @@ def encoded_images(batches):
         return encoded, fn.constant(idata=-1, dtype=types.INT64, shape=[1])
 
     return DataSet("filelist", 0, [], read, "")
+
+
+class BalancedSampler:
+    """Draws the training images of a process for --balanced-sampling, an endless sequence of batches.
+
+    For each image of an epoch, a class is drawn from all classes with images, and then an image of this class, both
+    uniformly and with replacement. The draws depend only on seed, epoch, rank and the number of images per epoch.
+
+    Args:
+        data_set: DataSet with labels.
+        image_root: folder of the data set.
+        seed: --dali-random-seed.
+        rank: rank of the process.
+        batch_size, steps: images per batch, and batches per epoch.
+        epoch, step: position of the first batch; `step` may be the end of the epoch.
+    """
+
+    def __init__(self, data_set, image_root, seed, rank, batch_size, steps, epoch=0, step=0):
+        self._root, self._files, self._labels = str(image_root), data_set.files, data_set.labels
+        self._seed, self._rank = seed, rank
+        self._batch_size, self._steps = batch_size, steps
+        self._next = epoch * steps + step
+        self._by_class = np.argsort(self._labels, kind="stable")
+        _, self._starts, self._counts = np.unique(self._labels[self._by_class], return_index=True, return_counts=True)
+        self._epoch, self._drawn = None, None
+
+    def __call__(self):
+        """Return (paths, labels) of the next batch: a list of uint8 arrays [length], and int64 [batch_size, 1]."""
+        epoch, step = divmod(self._next, self._steps)
+        self._next += 1
+        if epoch != self._epoch:
+            self._epoch, self._drawn = epoch, self._draw(epoch)
+        images = self._drawn[step * self._batch_size : (step + 1) * self._batch_size]
+        paths = [os.path.join(self._root, self._files[i]) for i in images]
+        paths = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
+        return paths, self._labels[images, None]
+
+    def _draw(self, epoch):
+        random = np.random.Generator(np.random.PCG64([self._seed, epoch, self._rank]))
+        classes = random.integers(len(self._starts), size=self._steps * self._batch_size)
+        return self._by_class[self._starts[classes] + random.integers(self._counts[classes])]
+
+
+def balanced(data_set, sampler):
+    """Return the data set with a training order from `sampler`, a BalancedSampler."""
+
+    def read(name, shard_id, num_shards, shuffle):
+        if not shuffle:
+            return data_set.read(name, shard_id, num_shards, shuffle)
+        types_of = {"dtype": [types.UINT8, types.INT64], "ndim": [1, 1]}
+        paths, labels = fn.external_source(source=sampler, num_outputs=2, **types_of)
+        return fn.io.file.read(paths, dont_use_mmap=True), labels
+
+    return replace(data_set, read=read, has_reader=False)
 
 
 def _digest(*parts):

@@ -10,6 +10,7 @@ image counts as incorrect. If all logits of an image are NaN, the image has no p
 is NaN or +inf, the loss of that image is NaN.
 """
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import static
@@ -45,12 +46,13 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
 
     Args:
         logits: [N, class_num].
-        targets: {"label": int64 [N, 1]}, and optionally "weights": float32 [N, class_num], whose rows sum to 1. The
-            weights replace the labels in the loss, but not in the accuracies.
+        targets: {"label": int64 [N, 1]}, and optionally "weights": float32 [N, class_num], whose rows sum to 1, and
+            "image_weights": float32 [N, 1]. The weights replace the labels in the loss, but not in the accuracies. In
+            training, the loss of each image is multiplied by its image weight.
         class_num: number of classes.
         label_smoothing: in training, fraction of each label that is distributed evenly over all classes.
-        is_train: if True, return the mean loss of the batch []; otherwise, return the loss of each image [N, 1], and
-            "confusion".
+        is_train: if True, return the mean loss of the batch [], which is the sum of the (weighted) losses divided by N;
+            otherwise, return the loss of each image [N, 1], and "confusion".
     Returns:
         {"loss", "top1" [], "top5" [] (top-C for C < 5 classes), in float32; "confusion": label and predicted class,
         int64 [N, 2]; class_num represents no predicted class}.
@@ -62,11 +64,14 @@ def add_paddle(logits, targets, class_num, label_smoothing, is_train):
             if weights is None:
                 weights = F.one_hot(paddle.reshape(label, [-1]), class_num)
             weights = F.label_smooth(weights, epsilon=label_smoothing)
-        reduction = "mean" if is_train else "none"
+        image_weights = targets.get("image_weights") if is_train else None
+        reduction = "mean" if is_train and image_weights is None else "none"
         if weights is None:
             loss = F.cross_entropy(finite, label, reduction=reduction)
         else:
             loss = F.cross_entropy(finite, weights, soft_label=True, reduction=reduction)
+        if image_weights is not None:
+            loss = paddle.mean(loss * image_weights)
         order = _op("cumsum", {"X": _full([1, class_num], 1, "int64")}, axis=1, reverse=True)  # C, C - 1, ..., 1
         head = {"loss": loss} | _accuracies(logits, label, order, {"top1": 1, "top5": min(5, class_num)})
         if not is_train:
@@ -81,6 +86,38 @@ def _nan_rows(logits):
     factor = _op("reduce_min", {"X": _cast(is_finite, "float32")}, dim=[1], keep_dim=True)
     factor = _op("elementwise_div", {"X": factor, "Y": factor})  # 1 or NaN
     return _op("elementwise_mul", {"X": logits, "Y": factor}, stop_gradient=False)
+
+
+def weigh_images(targets, class_weights, class_num):
+    """Return the image weights of --class-weights, float32 [N, 1]: the weight of the image's label. If the image is
+    mixed, its weight is the mean of the weights of both labels, weighted by the fractions in its target.
+
+    Args:
+        targets: {"label"} and optionally {"weights"}, as in add_paddle.
+        class_weights: float32 [1, class_num].
+        class_num: number of classes.
+    """
+    with scope():
+        weights = targets.get("weights")
+        if weights is None:
+            weights = F.one_hot(paddle.reshape(targets["label"], [-1]), class_num)
+        return _op("reduce_sum", {"X": weights * class_weights}, dim=[1], keep_dim=True)
+
+
+def balanced_weights(images):
+    """Return the class weights of --class-weights balanced, n / (classes * images of the class), as scikit-learn's
+    compute_class_weight does. n is the number of training images, and `classes` is the number of classes with images;
+    the weight of a class without images is 0.
+
+    The mean of the weights over all training images is 1. The sum of the weighted losses of a batch is therefore
+    divided by the number of its images, and not by the sum of their weights, which differs between batches and
+    processes.
+
+    Args:
+        images: number of training images of each class, integers [class_num].
+    """
+    is_used = images > 0
+    return np.divide(images.sum(), is_used.sum() * images, out=np.zeros(len(images)), where=is_used)
 
 
 def _accuracies(logits, label, order, sizes):
@@ -178,6 +215,8 @@ def add_native(logits, targets, class_num, label_smoothing, is_train):
     inputs = {"Logits": logits, "Labels": targets["label"]}
     if "weights" in targets:
         inputs["Weights@OPTIONAL"] = targets["weights"]
+    if "image_weights" in targets and is_train:
+        inputs["ImageWeights@OPTIONAL"] = targets["image_weights"]
     with scope():
         block.append_op(type="native_loss", inputs=inputs, outputs=made, attrs=attrs)
     head = {"loss": made["Loss"], "top1": made["Top1"], "top5": made["TopK"]}

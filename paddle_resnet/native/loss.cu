@@ -55,14 +55,16 @@ __device__ Value join_all(const Value &value, Value *shared, const Join &join) {
 
 // Computes for each row, with logits x:
 // losses[row] = log(sum(exp(x))) - (1 - smoothing) x[label] - smoothing mean(x), or NaN if a logit is NaN or the label
-// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label].
+// is out of range. If `weights` [rows, classes] is not null, sum(weights x) replaces x[label]. If `image_weights` [rows]
+// is not null, losses[row] is multiplied by image_weights[row].
 // of_softmax[row] = {largest x, log(sum(exp(x - largest)))}, so that softmax(x) = exp(x - largest - log(sum)).
 // hits[row]: bit 0 is set if the label ranks first, bit 1 if the label ranks among the first k classes, bit 2 if the
 // label is out of range. pairs[row] = {label, class that ranks first}; the class is `classes` if all logits are NaN.
 // models/loss_head.py describes how classes with equal logits or NaN are ranked.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
-    loss_rows(const float *logits, const long long *labels, const float *weights, int classes, float smoothing, int k,
-              float *losses, float *of_softmax, unsigned char *hits, long long *pairs) {
+    loss_rows(const float *logits, const long long *labels, const float *weights, const float *image_weights,
+              int classes, float smoothing, int k, float *losses, float *of_softmax, unsigned char *hits,
+              long long *pairs) {
   __shared__ Largest largest_of[kLossThreads];
   __shared__ RowSums sums_of[kLossThreads];
   const int row = blockIdx.x;
@@ -93,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
   float loss = log_sum - (1 - smoothing) * target;
   // Without smoothing, skip this term, because for a logit of -inf, it would be 0 times infinity.
   if (smoothing != 0) loss -= smoothing / classes * sums.differences;
-  losses[row] = loss;
+  losses[row] = image_weights != nullptr ? image_weights[row] * loss : loss;
   of_softmax[2 * row] = largest.value;
   of_softmax[2 * row + 1] = log_sum;
   hits[row] = own == own ? (sums.ahead < 1) | (sums.ahead < k) << 1 : !is_class << 2;
@@ -120,13 +122,14 @@ extern "C" __global__ void __launch_bounds__(kLossThreads)
 // Computes the gradient of the mean loss, times *dloss. If the label of a row is out of range, its gradient is NaN,
 // like its loss.
 extern "C" __global__ void __launch_bounds__(kLossThreads)
-    loss_gradient(const float *logits, const long long *labels, const float *weights, const float *of_softmax,
-                  const float *dloss, int classes, float smoothing, float *dlogits) {
+    loss_gradient(const float *logits, const long long *labels, const float *weights, const float *image_weights,
+                  const float *of_softmax, const float *dloss, int classes, float smoothing, float *dlogits) {
   const int row = blockIdx.x;
   const size_t start = static_cast<size_t>(row) * classes;
   const long long label = labels[row];
   const bool is_class = label >= 0 && label < classes;
-  const float factor = is_class ? *dloss / gridDim.x : __uint_as_float(0x7fc00000u);
+  float factor = is_class ? *dloss / gridDim.x : __uint_as_float(0x7fc00000u);
+  if (image_weights != nullptr) factor *= image_weights[row];
   const float largest = of_softmax[2 * row], log_sum = of_softmax[2 * row + 1];
   for (int i = threadIdx.x; i < classes; i += kLossThreads) {
     const float weight = weights != nullptr ? weights[start + i] : static_cast<float>(i == label);

@@ -31,6 +31,13 @@ struct LogitsShape {
       PD_THROW("custom loss requires float32 weights [N, C]");
     return data<float>(*weights);
   }
+  // Returns the address of the image weights [rows], or null without image weights.
+  float *image_weights(const paddle::optional<Tensor> &weights) const {
+    if (!weights) return nullptr;
+    if (weights->dtype() != DataType::FLOAT32 || weights->numel() != rows)
+      PD_THROW("custom loss requires N float32 image weights");
+    return data<float>(*weights);
+  }
   std::vector<unsigned> grid() const { return {static_cast<unsigned>(rows), 1}; }
 };
 
@@ -43,9 +50,10 @@ const std::vector<unsigned> kLossBlock = {kLossThreads, 1};
 //   of_softmax [N, 2]: the largest logit, and log(sum(exp(logit - largest)));
 //   pairs [N, 2]: the label, and the predicted class, which is C if all logits are NaN
 // }.
-// If class weights [N, C] are passed, they replace the labels in the loss.
+// If class weights [N, C] are passed, they replace the labels in the loss. If image weights [N] are passed, the loss of
+// each image is multiplied by its weight; the mean is still the sum divided by N.
 std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddle::optional<Tensor> &given_weights,
-                         float smoothing, int k, bool mean) {
+                         const paddle::optional<Tensor> &given_image_weights, float smoothing, int k, bool mean) {
   LogitsShape shape(logits, labels);
   const int rows = shape.rows;
   const auto place = logits.place();
@@ -54,38 +62,41 @@ std::vector<Tensor> Loss(const Tensor &logits, const Tensor &labels, const paddl
   Tensor top1 = empty_floats({}, logits), topk = empty_floats({}, logits);
   Tensor pairs = paddle::empty({rows, 2}, DataType::INT64, place);
   float *each = data<float>(losses), *norms = data<float>(of_softmax), *batch = mean ? data<float>(loss) : nullptr;
-  float *first = data<float>(top1), *among = data<float>(topk), *weights = shape.weights(given_weights);
+  float *first = data<float>(top1), *among = data<float>(topk);
+  float *weights = shape.weights(given_weights), *image_weights = shape.image_weights(given_image_weights);
   int64_t *pair = data<int64_t>(pairs);
   if (logits.is_gpu()) {
     Tensor hits = paddle::empty({rows}, DataType::UINT8, place);
     void *in = raw(logits), *label_data = raw(labels), *bits = raw(hits);
     Gpu::get().launch("loss_rows", logits, shape.grid(), kLossBlock,
-                      {&in, &label_data, &weights, &shape.classes, &smoothing, &k, &each, &norms, &bits, &pair});
+                      {&in, &label_data, &weights, &image_weights, &shape.classes, &smoothing, &k, &each, &norms, &bits,
+                       &pair});
     Gpu::get().launch("loss_means", logits, {1, 1}, kLossBlock, {&each, &bits, &shape.rows, &batch, &first, &among});
   } else {
-    reference::loss(data<float>(logits), data<int64_t>(labels), weights, rows, shape.classes, smoothing, k, each,
-                    norms, pair, batch, first, among);
+    reference::loss(data<float>(logits), data<int64_t>(labels), weights, image_weights, rows, shape.classes, smoothing,
+                    k, each, norms, pair, batch, first, among);
   }
   return {loss, top1, topk, of_softmax, pairs};
 }
 
 // Returns the gradient [N, C] of the mean loss times `dloss` (one element).
 std::vector<Tensor> LossGradient(const Tensor &logits, const Tensor &labels,
-                                 const paddle::optional<Tensor> &given_weights, const Tensor &of_softmax,
+                                 const paddle::optional<Tensor> &given_weights,
+                                 const paddle::optional<Tensor> &given_image_weights, const Tensor &of_softmax,
                                  const Tensor &dloss, float smoothing, int, bool mean) {
   LogitsShape shape(logits, labels);
   if (!mean || of_softmax.numel() != 2 * shape.rows || dloss.numel() != 1)
     PD_THROW("custom loss has a gradient only for mean=true");
   Tensor dlogits = empty_as(logits);
   float *norms = data<float>(of_softmax), *above = data<float>(dloss), *out = data<float>(dlogits);
-  float *weights = shape.weights(given_weights);
+  float *weights = shape.weights(given_weights), *image_weights = shape.image_weights(given_image_weights);
   if (logits.is_gpu()) {
     void *in = raw(logits), *label_data = raw(labels);
     Gpu::get().launch("loss_gradient", logits, shape.grid(), kLossBlock,
-                      {&in, &label_data, &weights, &norms, &above, &shape.classes, &smoothing, &out});
+                      {&in, &label_data, &weights, &image_weights, &norms, &above, &shape.classes, &smoothing, &out});
   } else {
-    reference::loss_gradient(data<float>(logits), data<int64_t>(labels), weights, norms, *above, shape.rows,
-                             shape.classes, smoothing, out);
+    reference::loss_gradient(data<float>(logits), data<int64_t>(labels), weights, image_weights, norms, *above,
+                             shape.rows, shape.classes, smoothing, out);
   }
   return {dlogits};
 }

@@ -197,15 +197,17 @@ PD_BUILD_OP(native_dropout)
 
 // Loss and accuracies, loss.h
 
-Shapes LossShape(const Dims &logits, const Dims &, const paddle::optional<Dims> &, float, int, bool mean) {
+Shapes LossShape(const Dims &logits, const Dims &, const paddle::optional<Dims> &, const paddle::optional<Dims> &,
+                 float, int, bool mean) {
   const int64_t rows = logits[0];
   return {mean ? Dims{} : Dims{rows, 1}, {}, {}, {rows, 2}, {rows, 2}};
 }
-Types LossType(DataType logits, DataType labels, const paddle::optional<DataType> &) {
+Types LossType(DataType logits, DataType labels, const paddle::optional<DataType> &,
+               const paddle::optional<DataType> &) {
   return {logits, logits, logits, logits, labels};
 }
 PD_BUILD_OP(native_loss)
-    .Inputs({"Logits", "Labels", paddle::Optional("Weights")})
+    .Inputs({"Logits", "Labels", paddle::Optional("Weights"), paddle::Optional("ImageWeights")})
     .Outputs({"Loss", "Top1", "TopK", "OfSoftmax", "Pairs"})
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(Loss))
@@ -213,7 +215,8 @@ PD_BUILD_OP(native_loss)
     .SetInferDtypeFn(PD_INFER_DTYPE(LossType));
 
 PD_BUILD_GRAD_OP(native_loss)
-    .Inputs({"Logits", "Labels", paddle::Optional("Weights"), "OfSoftmax", paddle::Grad("Loss")})
+    .Inputs({"Logits", "Labels", paddle::Optional("Weights"), paddle::Optional("ImageWeights"), "OfSoftmax",
+             paddle::Grad("Loss")})
     .Outputs({paddle::Grad("Logits")})
     .Attrs({"smoothing: float", "k: int", "mean: bool"})
     .SetKernelFn(PD_KERNEL(LossGradient));

@@ -225,6 +225,13 @@ def _batches(add):
         batches=True,
     )
     add(
+        "--balanced-sampling",
+        **_switch(),
+        help="draw the training images of an epoch with replacement, from all classes with equal probability; the "
+        "length of an epoch does not change",
+        batches=True,
+    )
+    add(
         "--cpu-decoder-load",
         type=numbers.ratio,
         default=0.0,
@@ -317,6 +324,13 @@ def _training(add):
         type=numbers.ratio,
         default=0.1,
         help="fraction of the label spread evenly over all classes",
+    )
+    add(
+        "--class-weights",
+        default="none",
+        choices=["none", "balanced"],
+        help="weights of the classes in the training loss; balanced: inversely proportional to the number of training "
+        "images of the class, 1 on average over the images",
     )
     add(
         "--max-bad-steps",

@@ -54,6 +54,8 @@ def warnings(settings):
     trains = settings.run_scope is not RunScope.EVAL_ONLY
     if settings.freeze and trains and not (_has_start(settings) or settings.resume):
         yield "--freeze: frozen layers would keep random initial weights; add --from-pretrained-params"
+    if settings.class_weights != "none" and settings.balanced_sampling and trains:
+        yield "--class-weights balanced: --balanced-sampling already balances the classes; remove one of them"
     if settings.optimizer in FLAGS["beta1"].used_by[1] and settings.lr > 0.03:
         yield f"--lr {settings.lr:g}: high for --optimizer {settings.optimizer}; use a lower rate, such as 0.001"
     if settings.device == "cpu" and settings.data_layout == "NHWC":

@@ -653,14 +653,14 @@ def test_loss(device, where, rows, classes, k, smoothing):
     losses, gradient = cross_entropy(x, labels, smoothing)
     order = np.argsort(-x, axis=1, kind="stable")  # of two equal logits, the lower class ranks first
     for mean in (True, False):
-        loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, smoothing, k, mean)
+        loss, top1, topk, _, pairs = run("native_loss", logits, targets, None, None, smoothing, k, mean)
         assert loss.shape == ([] if mean else [rows, 1])
         np.testing.assert_allclose(wide(loss).reshape(-1), losses.mean() if mean else losses, rtol=1e-5, atol=2e-5)
         assert top1.item() == np.float32((order[:, 0] == labels).mean())
         assert topk.item() == np.float32((order[:, :k] == labels[:, None]).any(1).mean())
         np.testing.assert_array_equal(pairs.numpy(), np.stack([labels, order[:, 0]], 1))
     logits.stop_gradient = False
-    (run("native_loss", logits, targets, None, smoothing, k, True)[0] * 64).backward()
+    (run("native_loss", logits, targets, None, None, smoothing, k, True)[0] * 64).backward()
     np.testing.assert_allclose(wide(logits.grad), 64 * gradient, rtol=1e-4, atol=64e-6 / rows)
 
 
@@ -669,13 +669,24 @@ def test_loss_with_class_weights(device, where):
     random = np.random.RandomState(0)
     x, labels, weights = random.randn(5, 300), random.randint(0, 300, 5), random.dirichlet(np.ones(300), 5)
     weights[0] = np.eye(300)[labels[0]]
+    image_weights = random.rand(5, 1) * 3
     logits = paddle.to_tensor(x.astype("float32"), stop_gradient=False)
     targets = paddle.to_tensor(labels[:, None]), paddle.to_tensor(weights.astype("float32"))
-    losses = run("native_loss", logits, *targets, 0.1, 5, False)[0]
+    losses = run("native_loss", logits, *targets, None, 0.1, 5, False)[0]
     target, log_softmax = 0.9 * weights + 0.1 / 300, x - np.log(np.exp(x).sum(1, keepdims=True))
     np.testing.assert_allclose(wide(losses)[:, 0], -(target * log_softmax).sum(1), rtol=1e-5)
-    run("native_loss", logits, *targets, 0.1, 5, True)[0].backward()
+    run("native_loss", logits, *targets, None, 0.1, 5, True)[0].backward()
     np.testing.assert_allclose(wide(logits.grad), (np.exp(log_softmax) - target) / 5, rtol=1e-4, atol=1e-8)
+    logits.clear_gradient()
+    targets = *targets, paddle.to_tensor(image_weights.astype("float32"))
+    loss = run("native_loss", logits, *targets, 0.1, 5, True)[0]
+    assert loss.item() == pytest.approx(
+        (image_weights * -(target * log_softmax).sum(1, keepdims=True)).mean(), rel=1e-5
+    )
+    loss.backward()
+    np.testing.assert_allclose(
+        wide(logits.grad), image_weights * (np.exp(log_softmax) - target) / 5, rtol=1e-4, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("where", ALL_PLACES)
@@ -687,21 +698,28 @@ def test_loss_of_non_finite_logits(device, where):
     labels = np.array([x[0].argmax(), 8, x[2].argmax(), 9, np.nanargmax(x[4]), 0])  # the fourth label is out of range
     in_range = labels < 9
     top1 = run(
-        "native_loss", paddle.to_tensor(x[in_range]), paddle.to_tensor(labels[in_range, None]), None, 0.0, 9, False
+        "native_loss",
+        paddle.to_tensor(x[in_range]),
+        paddle.to_tensor(labels[in_range, None]),
+        None,
+        None,
+        0.0,
+        9,
+        False,
     )[1]
     assert top1.item() == np.float32(3 / 5)
     inputs = [paddle.to_tensor(x), paddle.to_tensor(labels[:, None])]
-    loss, top1, top9, _, pairs = run("native_loss", *inputs, None, 0.0, 9, False)
+    loss, top1, top9, _, pairs = run("native_loss", *inputs, None, None, 0.0, 9, False)
     has_loss = np.array([True, False, True, False, False, False])
     np.testing.assert_array_equal(np.isfinite(wide(loss)[:, 0]), has_loss)
     assert (top1.item(), top9.item()) == (-1, 0.5)
     np.testing.assert_array_equal(pairs.numpy()[:, 1], [*np.nanargmax(x[:5], 1), 9])
     logits = paddle.to_tensor(x, stop_gradient=False)
-    run("native_loss", logits, inputs[1], None, 0.0, 5, True)[0].backward()
+    run("native_loss", logits, inputs[1], None, None, 0.0, 5, True)[0].backward()
     gradient = wide(logits.grad)
     np.testing.assert_array_equal(np.isnan(gradient).all(1), ~has_loss)
     assert np.isfinite(gradient[has_loss]).all()
-    smoothed = run("native_loss", *inputs, None, 0.1, 5, True)[0]
+    smoothed = run("native_loss", *inputs, None, None, 0.1, 5, True)[0]
     assert np.isnan(smoothed.item())
 
 

@@ -12,10 +12,11 @@ namespace reference {
 
 // Computes losses, of_softmax [rows, 2] and pairs [rows, 2] for each row, as loss_rows in loss.cu does. Computes the
 // accuracies and, if `loss` is not null, the mean loss of the batch; top1 is -1 if a label is out of range. If
-// `weights` [rows, classes] is not null, the weights replace the labels in the loss.
-inline void loss(const float *logits, const int64_t *labels, const float *weights, int rows, int classes,
-                 float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs, float *loss, float *top1,
-                 float *topk) {
+// `weights` [rows, classes] is not null, the weights replace the labels in the loss. If `image_weights` [rows] is not
+// null, it contains a factor for the loss of each row.
+inline void loss(const float *logits, const int64_t *labels, const float *weights, const float *image_weights,
+                 int rows, int classes, float smoothing, int k, float *losses, float *of_softmax, int64_t *pairs,
+                 float *loss, float *top1, float *topk) {
   double total = 0;
   int hits = 0, hits_k = 0, out_of_range = 0;
   for (int row = 0; row < rows; ++row) {
@@ -42,6 +43,7 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
     }
     double value = std::log(exponentials) - (1 - smoothing) * target;
     if (smoothing != 0) value -= smoothing / classes * differences;
+    if (image_weights) value *= image_weights[row];
     losses[row] = value;
     total += value;
     of_softmax[2 * row] = largest;
@@ -58,11 +60,13 @@ inline void loss(const float *logits, const int64_t *labels, const float *weight
 }
 
 // Computes the gradient of the mean loss, times `dloss`. If the label of a row is out of range, its gradient is NaN.
-inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights, const float *of_softmax,
-                          float dloss, int rows, int classes, float smoothing, float *dlogits) {
+inline void loss_gradient(const float *logits, const int64_t *labels, const float *weights,
+                          const float *image_weights, const float *of_softmax, float dloss, int rows, int classes,
+                          float smoothing, float *dlogits) {
   for (int64_t i = 0; i < static_cast<int64_t>(rows) * classes; ++i) {
     const int64_t row = i / classes, label = labels[row];
-    const double factor = label >= 0 && label < classes ? dloss / rows : NAN;
+    const double image_weight = image_weights ? image_weights[row] : 1;
+    const double factor = label >= 0 && label < classes ? image_weight * (dloss / rows) : NAN;
     const double weight = weights ? weights[i] : i % classes == label;
     const double target = smoothing / classes + (1 - smoothing) * weight;
     dlogits[i] =
