@@ -1,6 +1,7 @@
 """Imbalanced classes: --class-weights balanced and --balanced-sampling."""
 
 import json
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -163,3 +164,21 @@ def test_balanced_run_resumes_exactly_within_epoch(run_train, losses_with_a_stop
     parameters = report[0]["data"]
     assert (parameters["class_weights"], parameters["balanced_sampling"]) == ("balanced", True)
     assert losses_with_a_stop(9, *flags, image_root=imbalanced) == losses(report)  # stops within the second epoch
+
+
+@pytest.mark.soak
+def test_two_balanced_processes_resume_exactly_within_epoch(launch, tmp_path):
+    flags = ["--class-weights", "balanced", "--balanced-sampling", "--epochs", "2", "--batch-size", "5"]
+    flags += ["--print-interval", "1", "--save-interval-steps", "2", "--keep-checkpoints", "9"]
+    report, _ = launch(2, *flags)
+    expected = losses(report)
+    for folder in (tmp_path / "output/Tiny").iterdir():
+        if folder.is_symlink() or folder.name in ("latest", "best"):
+            folder.unlink()
+        elif folder.is_dir() and folder.name != "0_2":
+            shutil.rmtree(folder)
+    report, parameters = launch(2, *flags, "--overwrite", "false", "--resume")
+    resumed = losses(report)
+    assert (0, 2) in resumed and (0, 1) not in resumed
+    assert resumed == {key: expected[key] for key in resumed}
+    assert all((parameters[0][name] == parameters[1][name]).all() for name in parameters[0])

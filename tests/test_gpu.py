@@ -724,3 +724,16 @@ def test_two_gpus_resume_bit_identically_inside_an_epoch(two_gpus, tmp_path, fla
     resumed = losses(two_gpus(*flags, *start))
     assert resumed == {key: expected[key] for key in resumed}
     assert {(1, 2), (1, "train"), (1, "val"), (2, "val")} <= set(resumed)
+
+
+@pytest.mark.parametrize("flags", [FP32_NHWC, O2], ids=["fp32", "O2"])
+def test_class_weights_and_balanced_sampling_are_captured(run_train, deterministic, tmp_path, capsys, flags):
+    flags = [*flags, "--kernels", "native", "--class-weights", "balanced", "--balanced-sampling", "--mixup", "0.2"]
+    flags += ["--epochs", "3", "--label-smoothing", "0.1"]
+    code, expected = run_train(*flags, "--cuda-graph", "false", "--output-dir", tmp_path / "uncaptured")
+    assert code == 0
+    capsys.readouterr()
+    code, report = run_train(*flags, "--cuda-graph", "true")
+    assert code == 0
+    assert "CUDA graph, batch" in capsys.readouterr().out
+    assert losses(report) == losses(expected)
