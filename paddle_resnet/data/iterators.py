@@ -69,7 +69,6 @@ class ShardIterator(_Steps, DALIGenericIterator):
         self.classes = data_set.classes
         self.class_names = data_set.class_names
         self.digest = data_set.digest
-        self.class_images = None if data_set.labels is None else np.bincount(data_set.labels)
         self._data_set = data_set
         self._image_root = image_root
         self._conditions = conditions
@@ -88,6 +87,15 @@ class ShardIterator(_Steps, DALIGenericIterator):
             if not data_set.has_reader:
                 self._size = images  # in the constructor, DALI warns of a size
             self._schedule_runs(False)  # start decoding while the program is being built
+
+    @property
+    def class_images(self):
+        """Number of images of each class, or None if the labels are not read in advance. Invalid labels are omitted,
+        because they stop the run when their images are read."""
+        labels = self._data_set.labels
+        if labels is None:
+            return None
+        return np.bincount(labels[(labels >= 0) & (labels < len(self.classes))], minlength=len(self.classes))
 
     def state(self):
         """Return the state of a training loader as JSON data, for dali.build_dataloader."""
