@@ -28,6 +28,8 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**28))
 warnings.filterwarnings("ignore", message="When training, we now always track global mean and variance")
 # Paddle 3 issues this warning at import; it concerns a tool that this project does not use.
 warnings.filterwarnings("ignore", message="No ccache found")
+# The state of a loader with --balanced-sampling contains the position of its external source.
+warnings.filterwarnings("ignore", message="Checkpointing enabled in a pipeline with external source")
 
 # DALI issues this warning if a loader continues only the order of the images, for example after the batch size has
 # changed (--sizes). data/iterators.py counts the batches itself.
